@@ -1,0 +1,162 @@
+"""The torch.compile entry: capture, match, gate, rewrite, hand to Inductor."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+
+from torch import fx
+
+from fusion_backend import autocast, reporting
+from fusion_backend.cache import key_of, with_identity
+from fusion_backend.canonical import Canon
+from fusion_backend.capture import View, capture
+from fusion_backend.functional import functionalize_locals
+from fusion_backend.gate import Decision, Gate
+from fusion_backend.matcher import Matcher
+from fusion_backend.options import DISABLED, Options, parse
+from fusion_backend.pattern import REGISTRY, Pattern, PatternError
+from fusion_backend.rewrite import rewrite
+from fusion_backend.template import templates
+from fusion_backend.torch_api import inductor, reset_cudagraphs
+
+LOADED: list[str] = []
+
+
+def patterns() -> list[Pattern]:
+    """All usable patterns in order of registration; loads the built-in and the installed ones at first use."""
+    if not LOADED:
+        LOADED.append("fusion_backend.patterns")
+        import fusion_backend.patterns  # noqa: F401
+
+        for entry in importlib.metadata.entry_points(group="fusion_backend.patterns"):
+            try:
+                entry.load()
+            except Exception as error:
+                reporting.warn_once(entry.name, f"fusion: patterns of {entry.value} cannot be loaded: {error}")
+    return list(REGISTRY.values())
+
+
+def usable(known: list[Pattern]) -> list[Pattern]:
+    """Those that can be traced; a broken one costs a warning, not the model."""
+    good = []
+    for p in known:
+        try:
+            templates(p)
+            good.append(p)
+        except PatternError as error:
+            reporting.warn_once(f"pattern {p.name}", f"fusion: {error}; it is left out")
+    return good
+
+
+def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphRecord) -> tuple[fx.GraphModule, list[Decision]]:
+    """Run the pass on one Dynamo graph. Returns the graph to compile, the same object when nothing was accepted."""
+    record.nodes = len(gm.graph.nodes)
+    known = usable(patterns())
+    started = time.perf_counter()
+    view = capture(gm)
+    record.capture_s = time.perf_counter() - started
+    if view is None:
+        return gm, []
+    return fuse_view(view, known, options, record, 0)
+
+
+def fuse_view(view: View, known: list[Pattern], options: Options, record, fused: int):
+    """Match, decide and rewrite one view; the bodies inside it first."""
+    decisions: list[Decision] = []
+    bodies: dict[str, fx.GraphModule] = {}
+    for name, body in view.bodies.items():
+        bodies[name], inner = fuse_view(body, known, options, record, fused)
+        decisions += inner
+        fused += sum(d.fused for d in inner)
+    started = time.perf_counter()
+    fences = autocast.resolve(view)
+    chains = functionalize_locals(view)
+    canon = Canon().run(view.graph, view.region, fences)
+    matcher = Matcher(view.graph, canon, known)
+    gate = Gate(view, canon, options, fused)
+    mine = [d for d in map(gate.decide, matcher.candidates()) if d is not None]
+    mine = best_answers(mine)
+    record.sites += [site(d) for d in mine]
+    record.misses += nearest(matcher, gate)
+    record.kept |= {n.name: why for n, why in view.kept.items()}
+    record.match_s += time.perf_counter() - started
+    started = time.perf_counter()
+    new = rewrite(view, canon, mine, chains, bodies)
+    record.rewrite_s += time.perf_counter() - started
+    return new, decisions + mine
+
+
+def best_answers(decisions: list[Decision]) -> list[Decision]:
+    """One decision a pattern and root: the fused one, else the first refusal (of the largest template)."""
+    best: dict[tuple, Decision] = {}
+    for d in decisions:
+        key = (d.match.pattern.name, d.match.roots[0])
+        if key not in best or (d.fused and not best[key].fused):
+            best[key] = d
+    return list(best.values())
+
+
+def site(d: Decision) -> reporting.Site:
+    m = d.match
+    if d.failure:
+        reporting.warn_once(
+            f"kernel {m.pattern.name}", f"fusion: {m.pattern.where}: {d.failure}; its sites are left to Inductor"
+        )
+    nodes = tuple(n.name for n in (*m.interior, *m.roots))
+    where = reporting.location(m.roots[0])
+    return reporting.Site(m.pattern.name, where, d.fused, d.reason, d.forward, d.backward, d.bytes_saved, nodes)
+
+
+def nearest(matcher: Matcher, gate: Gate) -> list[reporting.Miss]:
+    """Partial matches of at least half a pattern, outside what was fused."""
+    return [
+        reporting.Miss(m.pattern.name, reporting.location(m.root), m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")
+        for m in matcher.misses.values()
+        if 2 * m.matched >= m.size > 1 and m.root not in gate.claimed and m.matched > 1
+    ]
+
+
+class FusionBackend:
+    """`torch.compile(model, backend="fusion", mode=…, options=…)`. Options beginning `fusion.` are ours."""
+
+    __name__ = "fusion"
+
+    def __call__(self, gm: fx.GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None):
+        ours, theirs = parse(options, [p.name for p in patterns()])
+        if DISABLED.get():
+            return inductor(mode, theirs)(gm, example_inputs)
+        inductor(mode, theirs)  # the user's own mistakes are told before we start
+        record = reporting.GraphRecord(len(gm.graph.nodes))
+        reporting.REPORT.graphs.append(record)
+        new, decisions = gm, []
+        try:
+            new, decisions = fuse_graph(gm, ours, record)
+        except Exception as error:
+            self.give_up(record, error)
+            new = gm
+        reporting.log(record)
+        if new is gm:
+            return inductor(mode, theirs)(gm, example_inputs)
+        used = {d.match.pattern for d in decisions if d.fused}
+        key = key_of(list(used), [str(ours), *(str(s) for s in record.sites)])
+        try:
+            return inductor(mode, with_identity(theirs, key))(new, example_inputs)
+        except Exception as error:
+            self.give_up(record, error)
+            return inductor(mode, theirs)(gm, example_inputs)
+
+    def give_up(self, record: reporting.GraphRecord, error: Exception) -> None:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        record.error = f"{type(error).__name__}: {first}"
+        for s in record.sites:
+            s.fused, s.reason, s.forward, s.backward = False, f"the whole graph fell back: {record.error}", None, None
+        reporting.warn_once(
+            f"graph {record.error}", f"fusion: a graph went to Inductor as it was, please report this: {record.error}"
+        )
+
+    def reset(self) -> None:
+        reset_cudagraphs()
+
+
+fusion = FusionBackend()

@@ -1,0 +1,301 @@
+"""Dynamo graph -> view: ATen above autograd, only looked at, never compiled.
+
+What is understood is lowered; the rest is copied verbatim, and no match crosses it. Each view node remembers
+the Dynamo node it came from (`owner`), each Dynamo node the view nodes that hold its result (`value`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+
+import torch
+from torch import fx
+
+from fusion_backend.torch_api import (
+    STATE_FUNCTIONS,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    fake_mode_of,
+    get_proxy_mode,
+    pytree,
+    trace,
+    track_tensor_tree,
+    without_torch_function,
+)
+
+# Entering or leaving one of these levels: everything inside is copied verbatim.
+LEVELS = {
+    "_vmap_increment_nesting": 1,
+    "_vmap_decrement_nesting": -1,
+    "_grad_increment_nesting": 1,
+    "_grad_decrement_nesting": -1,
+    "_jvp_increment_nesting": 1,
+    "_jvp_decrement_nesting": -1,
+    "_enter_inference_mode": 1,
+    "_exit_inference_mode": -1,
+}
+# Higher-order operators whose bodies are ordinary code run once, in order.
+BODIES = {"tag_activation_checkpoint", "invoke_subgraph", "cond"}
+
+
+@dataclasses.dataclass
+class View:
+    """The ATen graph that is matched, and how it hangs together with the Dynamo graph."""
+
+    source: fx.GraphModule
+    graph: fx.Graph
+    owner: dict[fx.Node, fx.Node]  # view node -> Dynamo node
+    value: dict[fx.Node, object]  # Dynamo node -> its result as view nodes and constants
+    region: dict[fx.Node, object]  # view node -> grad mode, autocast and copied state around it
+    requires_grad: set[fx.Node]
+    kept: dict[fx.Node, str]  # Dynamo node copied verbatim -> why
+    bodies: dict[str, View]  # get_attr target of a body -> its view
+
+    def views(self):
+        """This view and those of all bodies."""
+        yield self
+        for body in self.bodies.values():
+            yield from body.views()
+
+
+class Opaque:
+    """A value that the tracer cannot hold: known by its proxy alone."""
+
+    def __init__(self, proxy: fx.Proxy):
+        self.proxy = proxy
+
+
+def is_opaque(value) -> bool:
+    return isinstance(value, Opaque)
+
+
+def ordinary(value) -> bool:
+    """Can the tracer follow it? Subclasses, functorch wrappers and real tensors it cannot."""
+    return all(type(t) is FakeTensor for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def state_key(unknown: object) -> tuple:
+    """What decides how an operator behaves besides its arguments."""
+    autocast = tuple(
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
+    )
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, unknown)
+
+
+class Capture(fx.Interpreter):
+    """Run a Dynamo graph node by node under make_fx."""
+
+    def __init__(self, gm: fx.GraphModule):
+        super().__init__(gm, garbage_collect_values=False)
+        self.level = 0
+        self.unknown: object = None  # the last state function we do not understand
+        self.autocast_stack: list = []
+        self.owner: dict[fx.Node, fx.Node] = {}
+        self.value: dict[fx.Node, object] = {}
+        self.region: dict[fx.Node, object] = {}
+        self.requires_grad: set[fx.Node] = set()
+        self.kept: dict[fx.Node, str] = {}
+        self.names = {id(v): n for n, v in gm.named_modules(remove_duplicate=False)}
+
+    def run_node(self, n: fx.Node):
+        tracer = get_proxy_mode().tracer
+        if n.op == "output":
+            return fx.node.map_aggregate(
+                self.map_nodes_to_values(n.args[0], n), lambda v: v.proxy if is_opaque(v) else v
+            )
+        if n.op == "placeholder":
+            out = super().run_node(n)
+            self.note(n, out, tracer, None)
+            return out
+        last = tracer.graph._root._prev
+        name = getattr(n.target, "__name__", "")
+        step = LEVELS.get(name, 0) if n.op == "call_function" else 0
+        self.level += max(step, 0)
+        key = state_key(self.unknown)
+        if name in ("_enter_autocast", "_exit_autocast"):
+            out = self.autocast(n, name, tracer)
+        elif n.op == "get_attr":
+            out = self.attribute(n, tracer)
+        else:
+            why = self.must_copy(n)
+            out = self.copy(n, tracer, why) if why else self.lower(n, tracer, last)
+        self.level += min(step, 0)
+        self.note(n, out, tracer, last, key)
+        return out
+
+    def lower(self, n: fx.Node, tracer, last: fx.Node):
+        """Run the node for real; on any disagreement with Dynamo take it back and copy."""
+        try:
+            out = super().run_node(n)
+            expected = pytree.tree_leaves(n.meta.get("example_value"))
+            for have, want in zip(pytree.tree_leaves(out), expected, strict=False):
+                if isinstance(want, torch.Tensor) and (
+                    not isinstance(have, torch.Tensor) or (have.dtype, have.dim()) != (want.dtype, want.dim())
+                ):
+                    raise ValueError(f"retracing {n.name} gives {have}, Dynamo says {want}")
+            if any(new.op == "get_attr" for new in nodes_after(last)):
+                raise ValueError(f"{n.name} bakes a constant in")
+            return out
+        except Exception as error:  # the view is best effort: a node that cannot be lowered is a fence
+            for new in reversed(list(nodes_after(last))):
+                tracer.graph.erase_node(new)
+            return self.copy(n, tracer, f"{type(error).__name__}: {error}")
+
+    def must_copy(self, n: fx.Node) -> str:
+        if n.op == "call_function" and n.target in STATE_FUNCTIONS:
+            return ""
+        if self.level:
+            return "inside a vmap, grad, jvp or inference-mode level"
+        if isinstance(n.target, HigherOrderOperator):
+            return "a higher-order operator"
+        if n.op == "call_module":
+            return "a module call"
+        if "unbacked_bindings" in n.meta:
+            return "its size depends on data"
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if any(is_opaque(a) for a in pytree.tree_leaves((args, kwargs))):
+            return "it reads a value that was copied"
+        example = n.meta.get("example_value")
+        if example is None and n.op == "call_function" and n.target is not operator.setitem:
+            self.unknown = n
+            return "a function without a value: it may change state"
+        return "" if ordinary(example) else "a tensor subclass"
+
+    def copy(self, n: fx.Node, tracer, why: str):
+        """Put the node itself into the view."""
+        self.kept[n] = why
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+
+        def lift(a):
+            if is_opaque(a):
+                return a.proxy
+            if isinstance(a, torch.nn.Module):
+                name = self.names.get(id(a), n.name)
+                return tracer.create_proxy("get_attr", name, (), {})
+            return tracer.unwrap_proxy(a)
+
+        args, kwargs = pytree.tree_map(
+            lift, (args, kwargs), is_leaf=lambda a: isinstance(a, (Opaque, torch.nn.Module))
+        )
+        return self.emit(n, tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name), tracer)
+
+    def emit(self, n: fx.Node, proxy: fx.Proxy, tracer):
+        for key, item in n.meta.items():
+            if key not in ("example_value", "val"):
+                proxy.node.meta.setdefault(key, item)
+        example = n.meta.get("example_value")
+        leaves = pytree.tree_leaves(example)
+        if example is None or not leaves or not ordinary(example):
+            return Opaque(proxy)
+        return track_tensor_tree(example, proxy, constant=None, tracer=tracer)
+
+    def attribute(self, n: fx.Node, tracer):
+        value = super().run_node(n)
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self.emit(n, tracer.create_proxy("get_attr", n.target, (), {}), tracer)
+
+    def autocast(self, n: fx.Node, name: str, tracer):
+        """Copied, and really entered, or the dtypes of the view would be wrong."""
+        out = self.copy(n, tracer, "autocast")
+        with without_torch_function():
+            if name == "_enter_autocast":
+                self.autocast_stack.append(n.target(*n.args, **n.kwargs))
+            else:
+                n.target(self.autocast_stack.pop())
+        return out
+
+    def note(self, n: fx.Node, out, tracer, last, key=None) -> None:
+        def node_of(v):
+            proxy = v.proxy if is_opaque(v) else v
+            if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                proxy = tracer.unwrap_proxy(v)
+            if not isinstance(proxy, fx.Proxy):
+                return v
+            if isinstance(v, torch.Tensor) and v.requires_grad:
+                self.requires_grad.add(proxy.node)
+            return proxy.node
+
+        self.value[n] = pytree.tree_map(node_of, out, is_leaf=is_opaque)
+        for new in nodes_after(last) if last is not None else ():
+            self.owner[new] = n
+            self.region[new] = key
+            if "stack_trace" in n.meta:
+                new.meta["stack_trace"] = n.meta["stack_trace"]
+
+
+def nodes_after(last: fx.Node):
+    node = last._next
+    while node.op != "root":
+        yield node
+        node = node._next
+
+
+@contextlib.contextmanager
+def state_kept():
+    """Leave grad mode and autocast as they were, whatever the captured graph does to them."""
+    grad = torch.is_grad_enabled()
+    cast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
+    cache = torch.is_autocast_cache_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_cache_enabled(cache)
+        for device, (on, dtype) in cast.items():
+            torch.set_autocast_enabled(device, on)
+            torch.set_autocast_dtype(device, dtype)
+
+
+def capture(gm: fx.GraphModule) -> View | None:
+    """The view of a Dynamo graph; None when it holds no tensor to look at."""
+    fake_mode = fake_mode_of(gm)
+    if fake_mode is None:
+        return None
+    bodies = {name: capture(body) for name, body in inner_bodies(gm)}
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    interpreter = Capture(gm)
+    with state_kept():
+        traced = trace(
+            lambda *args: interpreter.run(*args), [n.meta["example_value"] for n in placeholders], fake_mode
+        )
+    live = set(traced.graph.nodes)
+    for mine, theirs in zip(
+        [n for n in traced.graph.nodes if n.op == "placeholder"], placeholders, strict=True
+    ):
+        interpreter.value[theirs] = mine
+        interpreter.owner[mine] = theirs
+        if isinstance(theirs.meta["example_value"], torch.Tensor) and theirs.meta["example_value"].requires_grad:
+            interpreter.requires_grad.add(mine)
+    value = {
+        n: pytree.tree_map(lambda v: None if isinstance(v, fx.Node) and v not in live else v, v)
+        for n, v in interpreter.value.items()
+    }
+    return View(
+        gm, traced.graph, interpreter.owner, value, interpreter.region, interpreter.requires_grad,
+        interpreter.kept, {name: body for name, body in bodies.items() if body is not None},
+    )  # fmt: skip
+
+
+def inner_bodies(gm: fx.GraphModule):
+    """Bodies of activation checkpoints, invoke_subgraph and cond that are traced like the graph itself."""
+    seen = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "__name__", "") not in BODIES:
+            continue
+        for arg in node.all_input_nodes:
+            if arg.op != "get_attr" or arg.target in seen:
+                continue
+            body = operator.attrgetter(arg.target)(gm)
+            if not isinstance(body, fx.GraphModule) or "_checkpoint_context_fn" in body.meta:
+                continue  # a selective-checkpoint policy decides operator by operator: keep the operators
+            if all("example_value" in p.meta for p in body.graph.nodes if p.op == "placeholder"):
+                seen.add(arg.target)
+                yield arg.target, body
+
+
+def is_lowered(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, OpOverload)

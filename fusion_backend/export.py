@@ -1,0 +1,98 @@
+"""fuse(exported_program): the same pass on a torch.export program, written in directly.
+
+Exported programs have no Dynamo graph: their nodes are ATen above autograd already, and state regions (no_grad,
+autocast) are submodules. Each is matched by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from fusion_backend import reporting
+from fusion_backend.backend import best_answers, nearest, patterns, site, usable
+from fusion_backend.canonical import Canon
+from fusion_backend.capture import View, state_key
+from fusion_backend.gate import Gate
+from fusion_backend.matcher import Matcher
+from fusion_backend.options import Options, parse
+from fusion_backend.rewrite import put
+from fusion_backend.torch_api import fake_mode_of, tracing_under
+
+
+def fuse(program: ExportedProgram, **options) -> ExportedProgram:
+    """A new exported program with `torch.ops.fusion.*` at the accepted sites; the given one is not changed.
+
+    options: only, skip, limit, gate, as in torch.compile's `fusion.*`. The sites are added to `fusion_backend.report()`.
+    Raises ValueError for an unknown option.
+    """
+    ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
+    record = reporting.GraphRecord(len(program.graph.nodes))
+    reporting.REPORT.graphs.append(record)
+    root = copied(program.graph_module)
+    with tracing_under(fake_mode_of(root)):
+        fuse_module(root, ours, record, torch.is_grad_enabled())
+    reporting.log(record)
+    return ExportedProgram(
+        root=root,
+        graph=root.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes and values in a graph of our own, submodules too."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in gm.graph.nodes:
+        env[n] = graph.node_copy(n, lambda x: env[x])
+    graph._codegen = gm.graph._codegen
+    new = fx.GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(new, name, copied(child))
+    return new
+
+
+def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> None:
+    """Match, decide and write one graph; state regions inside it with their own state."""
+    for n in list(gm.graph.nodes):
+        if getattr(n.target, "__name__", "") != "wrap_with_set_grad_enabled":
+            continue
+        fuse_module(getattr(gm, n.args[1].target), options, record, n.args[0])
+    with torch.set_grad_enabled(grad):
+        key = state_key(None)
+    nodes = list(gm.graph.nodes)
+    trains = {n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].requires_grad}
+    region = {n: key for n in nodes if n.op == "call_function"}
+    view = View(gm, gm.graph, {}, {}, region, trains, {}, {})
+    canon = Canon().run(gm.graph, region)
+    matcher, gate = Matcher(gm.graph, canon, usable(patterns())), Gate(view, canon, options)
+    decisions = best_answers([d for d in map(gate.decide, matcher.candidates()) if d is not None])
+    record.sites += [site(d) for d in decisions]
+    record.misses += nearest(matcher, gate)
+    for d in decisions:
+        if d.fused:
+            write(gm.graph, d)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def write(graph: fx.Graph, d) -> None:
+    _, replaced = put(graph, d)
+    for root, result in replaced.items():
+        name = root.name
+        root.replace_all_uses_with(result)
+        graph.erase_node(root)
+        result._rename(name)  # the graph signature knows outputs by name
+    for n in reversed(d.match.interior):
+        if not n.users:
+            graph.erase_node(n)

@@ -1,0 +1,235 @@
+"""May we, should we, does the user want it: one Decision a site, each refusal a sentence.
+
+Order of the questions: is the pattern wanted; may the graph be changed there; may the kernel take these inputs; is it
+worth it. A decision names who computes the forward and the backward, separately: our kernel or the reference, inlined.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from fusion_backend.canonical import FREE, Canon
+from fusion_backend.capture import View, is_lowered
+from fusion_backend.functional import storages
+from fusion_backend.kernels.launch import compile_only, trial
+from fusion_backend.matcher import Match, peel, value_of
+from fusion_backend.op import op_of
+from fusion_backend.options import Options
+from fusion_backend.pattern import Reject
+from fusion_backend.reporting import location
+from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
+
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclasses.dataclass
+class Decision:
+    """What happens at a site. `forward` and `backward` are providers: kernel, reference, vjp, or None (untouched)."""
+
+    match: Match
+    fused: bool
+    reason: str
+    forward: str | None = None
+    backward: str | None = None
+    save: bool = False
+    value: object = None  # fake result of the op
+    bytes_saved: int | None = None
+    failure: str | None = None  # a fault of ours or of the pattern's author, told to the user as a warning
+
+
+class Gate:
+    """Decides the sites of one view, in the order in which it is asked."""
+
+    def __init__(self, view: View, canon: Canon, options: Options, fused_before: int = 0):
+        self.view, self.canon, self.options = view, canon, options
+        self.order = {n: i for i, n in enumerate(view.graph.nodes)}
+        self.claimed: dict[fx.Node, Match] = {}
+        self.fused = fused_before
+        self.mutations = [n for n in view.graph.nodes if self.may_mutate(n)]
+
+    def may_mutate(self, n: fx.Node) -> bool:
+        """In-place operators that stayed in place, and copied nodes, which may do anything to their arguments."""
+        if is_lowered(n):
+            return n.target._schema.is_mutable
+        return n.op in ("call_function", "call_method", "call_module") and self.view.owner.get(n) in self.view.kept
+
+    def decide(self, match: Match) -> Decision | None:
+        """None when a larger match has the same roots: the site is spoken for."""
+        if any(r in self.claimed for r in match.roots):
+            return None
+        training = self.training(match)
+        for question in (self.overlap, self.unwanted, self.not_movable, self.not_supported):
+            reason = question(match)
+            if reason:
+                return Decision(match, False, reason)
+        decision = self.provide(match, training)
+        if decision.fused:
+            self.fused += 1
+            self.claimed |= dict.fromkeys((*match.roots, *match.interior), match)
+        decision.bytes_saved = interior_bytes(match, self.canon)
+        return decision
+
+    def training(self, match: Match) -> bool:
+        grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
+        names = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors().values()}
+        return grad and any(n in self.view.requires_grad or self.from_training(n) for n in (*names, *match.roots))
+
+    def from_training(self, n: fx.Node) -> bool:
+        """A node between Dynamo nodes has no flag of its own: ask the Dynamo node's inputs."""
+        owner = self.view.owner.get(n)
+        examples = [a.meta.get("example_value") for a in (owner, *owner.all_input_nodes)] if owner else []
+        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in examples)
+
+    # Does the user want it?
+
+    def overlap(self, match: Match) -> str:
+        taken = [n for n in match.interior if n in self.claimed and self.canon.of[n].op not in FREE]
+        return f"overlaps {self.claimed[taken[0]].pattern.name}, which is larger" if taken else ""
+
+    def unwanted(self, match: Match) -> str:
+        name, o = match.pattern.name, self.options
+        if o.gate == "never":
+            return "fusion.gate is never"
+        if (o.only and name not in o.only) or name in o.skip:
+            return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
+        if o.limit is not None and self.fused >= o.limit:
+            return f"fusion.limit is {o.limit}"
+        return ""
+
+    # May the graph be changed here?
+
+    def not_movable(self, match: Match) -> str:
+        inside = {*match.interior, *match.roots}
+        regions = {self.view.region.get(n) for n in inside if n.op == "call_function"}
+        if len(regions) > 1:
+            return "it crosses a change of grad mode, autocast or other state"
+        for n in match.interior:
+            outside = [u for u in n.users if u not in inside]
+            if outside and self.canon.of[n].op not in FREE:
+                return f"{n.name} inside it is used elsewhere, at {location(outside[0])}"
+        first_root = min(self.order[r] for r in match.roots)
+        readers = [self.order[n] for n in inside]
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
+        for a in arguments:
+            if self.order[a] > first_root:
+                return f"its argument {a.name} is computed after its first result"
+        held = set().union(*(storages(a) for a in arguments))
+        for m in self.mutations:
+            written = set().union(*(storages(a) for a in m.all_input_nodes), set())
+            if min(readers) < self.order[m] < first_root and written & held:
+                return f"an argument may be changed in between, at {location(m)}"
+        return ""
+
+    # May the kernel take it?
+
+    def not_supported(self, match: Match) -> str:
+        for name, node in match.tensors().items():
+            v = value_of(node)
+            if type(v) is not FakeTensor:
+                return f"{name} is a {type(v).__name__}"
+            if v.layout != torch.strided or v.is_quantized:
+                return f"{name} is {'quantized' if v.is_quantized else v.layout}"
+            if v.dtype not in FLOATS:
+                return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take float32, bfloat16 and float16"
+            if statically_known_true(v.numel() == 0):
+                return f"{name} is empty"
+        devices = {value_of(n).device for n in match.tensors().values() if value_of(n).dim()}
+        if len(devices) > 1:
+            return f"arguments on {' and '.join(sorted(map(str, devices)))}"
+        return ""
+
+    # Is it worth it, and who computes it?
+
+    def provide(self, match: Match, training: bool) -> Decision:
+        pattern = match.pattern
+        values = [value_of(match.arguments[p.name]) for p in pattern.params]
+        cuda = all(v.is_cuda for v in values if isinstance(v, torch.Tensor) and v.dim())
+        backward = ("kernel" if cuda and pattern.backward_fn else "vjp") if training else None
+        no = self.kernel_refused(match, values, training, cuda)
+        inline = not cuda and self.options.gate == "always"
+        inline |= no is not None and no.forward_only and backward == "kernel" and pattern.can_inline_forward
+        if no is not None and not inline:
+            return Decision(match, False, no.reason)
+        forward = "kernel" if no is None else "reference"
+        reason = "" if no is None else f"forward inlined: {no.reason}"
+        decision = Decision(match, True, reason, forward, backward, training)
+        failure = self.try_out(decision, values)
+        if failure:
+            return Decision(match, False, failure, failure=failure)
+        wrong = result_differs(decision, values)
+        return Decision(match, False, wrong) if wrong else decision
+
+    def kernel_refused(self, match: Match, values: list, training: bool, cuda: bool) -> Reject | None:
+        pattern = match.pattern
+        if pattern.kernel_fn is None:
+            return Reject("no kernel yet")
+        if not cuda:
+            return Reject("the kernel needs CUDA tensors")
+        questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
+        for question, given in questions[: 1 if self.options.gate == "always" else 2]:
+            try:
+                answer = question(*given) if question is not None else None
+            except Exception as error:
+                return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
+            if isinstance(answer, Reject):
+                return answer
+        return None
+
+    def try_out(self, decision: Decision, values: list) -> str:
+        """Run the op on fakes, and compile its kernels, before the graph depends on them."""
+        pattern = decision.match.pattern
+        op = op_of(pattern)
+        flat = op.flatten({p.name: v for p, v in zip(pattern.params, values, strict=True)})
+        chosen = {"forward": decision.forward, "backward": decision.backward or "vjp", "save": decision.save}
+        mode = next(v for v in values if isinstance(v, torch.Tensor)).fake_mode
+        try:
+            with mode, torch.no_grad():
+                out = op.overload(*flat, **chosen)
+                decision.value = out if isinstance(out, tuple) else (out,)
+                if torch.cuda.is_available() and "kernel" in (decision.forward, decision.backward):
+                    self.compile_kernels(op, flat, decision)
+        except Exception as error:
+            line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            return f"its kernel failed: {type(error).__name__}: {line}"
+        return ""
+
+    def compile_kernels(self, op, flat: list, decision: Decision) -> None:
+        with trial(compile_only):
+            if decision.forward == "kernel":
+                op.forward(*flat, forward="kernel", backward="vjp", save=decision.save)
+            if decision.backward == "kernel":
+                op.backward(*decision.value, [True] * len(op.tensors), *flat)
+
+
+def result_differs(decision: Decision, values: list) -> str:
+    """Later views rely on the strides that the graph was traced with, and later in-place code on fresh memory."""
+    given = {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+    for out, root in zip(decision.value, decision.match.roots, strict=False):
+        want = root.meta["val"]
+        if out.dtype != want.dtype:
+            return f"the kernel gives {out.dtype}, the graph has {want.dtype}"
+        if out.untyped_storage()._cdata in given:
+            return "the result would share memory with an argument"
+        same = all(
+            guard_or_false(sym_eq(have, need)) or statically_known_true(size <= 1)
+            for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
+        )
+        if not same:
+            return f"the result has strides {tuple(out.stride())}, the graph has {tuple(want.stride())}"
+    return ""
+
+
+def interior_bytes(match: Match, canon: Canon) -> int | None:
+    """Bytes that eager writes and reads again for values inside the match; None when a size is symbolic."""
+    total = 0
+    for n in match.interior:
+        v = n.meta["val"]
+        if canon.of[n].op in FREE or peel(canon.of[n]).op in FREE:
+            continue
+        if not isinstance(v.numel(), int):
+            return None
+        total += 2 * v.numel() * v.element_size()
+    return total

@@ -1,0 +1,331 @@
+"""Pattern x node -> Match or Mismatch.
+
+Matching works on canonical expressions (canonical.py) with backtracking over the order of commutative operands. Casts
+between fp32, bf16 and fp16 inside a match are looked through: a fused kernel computes in fp32 and rounds once per
+output. The dtypes and shapes of the outputs must agree with the graph; the operands of a matrix product keep their
+dtype. Whatever the expressions say, the walk over the real nodes has the last word on what is inside a match.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fusion_backend.canonical import COMMUTATIVE, Canon, Expr
+from fusion_backend.pattern import Pattern
+from fusion_backend.template import FORMS, Template, templates
+from fusion_backend.torch_api import guard_or_false, sym_eq
+
+KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these decides what is computed
+BUDGET = 5_000  # unification steps for one template at one node
+
+
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """An argument that no node holds but a free view of one does (a linear layer's weight, transposed)."""
+
+    node: fx.Node
+    order: tuple[int, ...]  # from the right
+
+
+@dataclasses.dataclass
+class Match:
+    """A place where a pattern stands in a view."""
+
+    pattern: Pattern
+    template: Template
+    roots: list[fx.Node]  # the nodes whose values the pattern computes
+    arguments: dict[str, object]  # argument -> node, Permuted, number or None
+    interior: list[fx.Node]  # nodes between arguments and roots, in graph order
+
+    def tensors(self) -> dict[str, fx.Node | Permuted]:
+        return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Permuted))}
+
+
+@dataclasses.dataclass
+class Mismatch:
+    """Where matching stopped: `matched` of `size` operators agreed, then `reason` at `node`."""
+
+    pattern: Pattern
+    root: fx.Node
+    matched: int
+    size: int
+    node: fx.Node
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    expr: Expr
+    pinned: bool  # its dtype matters
+
+
+def peel(e: Expr) -> Expr:
+    while e.op == "cast":
+        e = e.args[0]
+    return e
+
+
+def flat(e: Expr, op: str) -> list[Expr]:
+    """The operands of a chain of one associative operator."""
+    return [leaf for a in e.args for leaf in (flat(peel(a), op) if peel(a).op == op else [a])]
+
+
+class Unifier:
+    """Match one template at one expression, remembering the deepest point that was reached."""
+
+    def __init__(self, template: Template):
+        self.reciprocal = template.pattern.reciprocal
+        self.depth = 0
+        self.steps = 0
+        self.best: tuple[int, Expr | None, str] = (-1, None, "")
+
+    def miss(self, g: Expr, reason: str) -> None:
+        if self.depth > self.best[0]:
+            self.best = (self.depth, g, reason)
+
+    def unify(self, p: Expr, g: Expr, env: dict, pinned: bool = False) -> Iterator[dict]:
+        self.steps += 1
+        if self.steps > BUDGET:
+            return
+        if p.op == "var":
+            yield from self.bind(p.attr, g, env, pinned)
+        elif p.op == "scalar":
+            yield from self.capture(p.attr, peel(g), env)
+        elif p.op == "const":
+            if g.op == "const" and math.isclose(p.attr, g.attr, rel_tol=1e-6):
+                yield env
+            else:
+                self.miss(g, f"expected {p.attr:g}, found {describe(g)}")
+        else:
+            yield from self.operator(p, peel(g), env, pinned and p.op == "permute")
+
+    def operator(self, p: Expr, g: Expr, env: dict, pinned: bool) -> Iterator[dict]:
+        if p.op != g.op:
+            found = list(self.as_reciprocal(p, g, env))
+            if not found:
+                self.miss(g, f"expected {p.op}, found {describe(g)}")
+            yield from found
+            return
+        if p.attr != g.attr or len(p.args) != len(g.args):
+            self.miss(g, f"expected {p.op} over {p.attr}, found {g.attr}")
+            return
+        self.depth += 1
+        pinned = pinned or p.op in KEEPS_DTYPE
+        for order in ((0, 1), (1, 0)) if p.op in COMMUTATIVE else (range(len(p.args)),):
+            yield from self.all([(p.args[i], g.args[j]) for i, j in enumerate(order)], env, pinned)
+        if p.op in ("add", "mul"):
+            yield from self.chain(p, g, env)
+        self.depth -= 1
+
+    def all(self, pairs: list, env: dict, pinned: bool) -> Iterator[dict]:
+        if not pairs:
+            yield env
+            return
+        for found in self.unify(*pairs[0], env, pinned):
+            yield from self.all(pairs[1:], found, pinned)
+
+    def chain(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
+        """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
+        wanted, given = flat(p, p.op), flat(g, p.op)
+        if not 2 < len(wanted) == len(given) <= 6:
+            return
+        wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # what can fail fails first
+
+        def assign(i: int, left: list[Expr], env: dict) -> Iterator[dict]:
+            if i == len(wanted):
+                yield env
+            for k, choice in enumerate(left):
+                for found in self.unify(wanted[i], choice, env) if i < len(wanted) else ():
+                    yield from assign(i + 1, left[:k] + left[k + 1 :], found)
+
+        yield from assign(0, given, env)
+
+    def as_reciprocal(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
+        """x·s against x/c: s is 1/c. Exact for powers of two, else only where the pattern allows a rounding more."""
+        scalar = [a for a in p.args if a.op == "scalar"]
+        if {p.op, g.op} != {"mul", "div"} or not scalar or (p.op == "div" and p.args[1] is not scalar[0]):
+            return
+        x, c = sorted(g.args, key=lambda e: e.op == "const") if g.op == "mul" else g.args
+        if c.op != "const" or not c.attr or not (self.reciprocal or abs(math.frexp(c.attr)[0]) == 0.5):
+            return
+        rest = next(a for a in p.args if a is not scalar[0])
+        inverse = Expr("const", (), 1.0 / c.attr, (), -1)
+        self.depth += 1
+        yield from self.all([(rest, x), (scalar[0], inverse)], env, False)
+        self.depth -= 1
+
+    def bind(self, name: str, g: Expr, env: dict, pinned: bool) -> Iterator[dict]:
+        had = env.get(name)
+        number = bool(g.nodes) and not isinstance(g.nodes[0].meta.get("val"), torch.Tensor)
+        if number or g.op in ("const", "scalar", "sym"):
+            self.miss(g, f"argument {name} must be a tensor, found {describe(g)}")
+        elif had is None:
+            yield {**env, name: Bound(g, pinned)}
+        elif peel(had.expr) is not peel(g) or (had.pinned and pinned and had.expr is not g):
+            self.miss(g, f"argument {name} is two different values")
+        else:
+            yield {**env, name: Bound(g, True)} if pinned else env
+
+    def capture(self, attr: tuple[str, str], g: Expr, env: dict) -> Iterator[dict]:
+        name, form = attr
+        if g.op != "const":
+            self.miss(g, f"argument {name} must be a number known at compile time, found {describe(g)}")
+            return
+        try:
+            number = FORMS[form][1](g.attr)
+        except ZeroDivisionError:
+            self.miss(g, f"argument {name} would be 1/0")
+            return
+        if name in env and not math.isclose(env[name], number, rel_tol=1e-12):
+            self.miss(g, f"argument {name} is two different numbers")
+        else:
+            yield {**env, name: number}
+
+
+def describe(e: Expr) -> str:
+    if e.op == "const":
+        return f"{e.attr:g}"
+    return {"input": f"the value {e.attr}", "sym": "a symbolic number"}.get(e.op, e.op.removeprefix("aten.").split(".")[0])
+
+
+class Matcher:
+    """All patterns against one view."""
+
+    def __init__(self, graph: fx.Graph, canon: Canon, patterns: list[Pattern]):
+        self.canon = canon
+        self.patterns = patterns
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.by_op: dict[str, list[fx.Node]] = {}
+        for n, e in canon.of.items():
+            if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor):
+                self.by_op.setdefault(peel(e).op, []).append(n)
+        self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
+
+    def candidates(self) -> Iterator[Match]:
+        """Matches, the largest templates first, the latest nodes first. Overlaps are for the caller to refuse."""
+        ranked = sorted((t for p in self.patterns for t in templates(p)), key=lambda t: -t.size)
+        for t in ranked:
+            for n in reversed(self.by_op.get(t.roots[0].op, ())):
+                found = self.at(t, n)
+                if found is not None:
+                    yield found
+
+    def at(self, t: Template, n: fx.Node) -> Match | None:
+        unifier = Unifier(t)
+        reason, where = "", n
+        for env in unifier.unify(t.roots[0], self.canon.of[n], {}):
+            for roots, env in self.other_roots(t, unifier, [n], env):
+                found = self.complete(t, roots, env)
+                if isinstance(found, Match):
+                    return found
+                where, reason = found
+                unifier.best = (t.size, None, reason)
+        matched, expr, why = unifier.best
+        if not why and not reason:
+            return None
+        node = expr.nodes[0] if expr is not None and expr.nodes else where
+        self.note(Mismatch(t.pattern, n, max(matched, 0), t.size, node, why or reason))
+        return None
+
+    def note(self, miss: Mismatch) -> None:
+        key = (miss.pattern.name, miss.root)
+        if key not in self.misses or miss.matched > self.misses[key].matched:
+            self.misses[key] = miss
+
+    def other_roots(self, t: Template, unifier: Unifier, roots: list, env: dict) -> Iterator[tuple]:
+        if len(roots) == len(t.roots):
+            yield roots, env
+            return
+        p = t.roots[len(roots)]
+        for n in self.by_op.get(p.op, ()):
+            if n not in roots:
+                for found in unifier.unify(p, self.canon.of[n], env):
+                    yield from self.other_roots(t, unifier, [*roots, n], found)
+
+    def complete(self, t: Template, roots: list[fx.Node], env: dict) -> Match | tuple[fx.Node, str]:
+        """Bound expressions -> nodes, in dtypes that reproduce the graph's outputs; then the nodes in between."""
+        why = (roots[0], "")
+        for peeled in (True, False):
+            arguments: dict[str, object] = {}
+            for p, kind in zip(t.pattern.params, t.kinds, strict=True):
+                if kind != "tensor":
+                    arguments[p.name] = None if kind == "none" else p.scalar(env[p.name])
+                    continue
+                arguments[p.name] = holder(env[p.name], peeled)
+                if arguments[p.name] is None:
+                    return roots[0], ""  # inside one operator of the user's: nothing that a user could change
+            found = Match(t.pattern, t, roots, arguments, [])
+            reason = disagreement(found)
+            if reason:
+                why = (roots[0], reason)
+                continue
+            inside = self.between(found)
+            if isinstance(inside, str):
+                why = (roots[0], inside)
+                continue
+            found.interior = sorted(inside, key=self.order.__getitem__)
+            return found
+        return why
+
+    def between(self, match: Match) -> set[fx.Node] | str:
+        """The nodes inside; a sentence when the match reads something that is not among its arguments."""
+        stops = {v.node if isinstance(v, Permuted) else v for v in match.tensors().values()}
+        bound = {peel(self.canon.of[s]) for s in stops}
+        inside: set[fx.Node] = set()
+        stack = list(match.roots)
+        while stack:
+            for a in stack.pop().all_input_nodes:
+                if a in stops or a in inside or a in match.roots or not isinstance(a.meta.get("val"), torch.Tensor):
+                    continue
+                same = peel(self.canon.of[a]) in bound
+                if same and not any(peel(self.canon.of[b]) is peel(self.canon.of[a]) for b in a.all_input_nodes):
+                    continue  # computed twice: the argument is the other one
+                if a.op != "call_function" or self.canon.of[a].op == "input":
+                    return f"it reads {a.name}, which is not one of the arguments"
+                inside.add(a)
+                stack.append(a)
+        return inside
+
+
+def holder(bound: Bound, peeled: bool) -> fx.Node | Permuted | None:
+    """The first node with the bound value; before rounding casts where they do not matter."""
+    e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
+    if e.nodes:
+        return e.nodes[0]
+    if e.op == "permute" and e.args[0].nodes:
+        return Permuted(e.args[0].nodes[0], e.attr)
+    return None
+
+
+def value_of(argument):
+    """The fake value of an argument."""
+    if isinstance(argument, Permuted):
+        value = argument.node.meta["val"]
+        rank = value.dim()
+        order = list(range(rank - len(argument.order))) + [d + rank for d in argument.order]
+        return value.permute(order)
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def disagreement(match: Match) -> str:
+    """Why the reference on these arguments is not what the graph computes there; empty when it is."""
+    values = [value_of(match.arguments[p.name]) for p in match.pattern.params]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            outs = match.pattern.reference(*values)
+    except Exception as error:
+        return f"the reference refuses these arguments: {type(error).__name__}: {str(error).splitlines()[0]}"
+    for out, root in zip(outs if isinstance(outs, tuple) else (outs,), match.roots, strict=True):
+        want = root.meta["val"]
+        if out.dtype != want.dtype:
+            return f"the result is {want.dtype}, the pattern gives {out.dtype}"
+        if out.device != want.device or out.dim() != want.dim():
+            return f"the result is {tuple(want.shape)}, the pattern gives {tuple(out.shape)}"
+        if not guard_or_false(sym_eq(tuple(out.shape), tuple(want.shape))):
+            return f"the result is {tuple(want.shape)}, the pattern gives {tuple(out.shape)}"
+    return ""

@@ -1,0 +1,218 @@
+"""Pattern -> torch.ops.fusion.<name>: dispatch, shape rule, autograd.
+
+The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kernels from its own wrapper. Its keyword
+arguments are the gate's decision: `forward` is "kernel" or "reference" (inlined, for Inductor to fuse as if we were
+not there), `backward` is "kernel" or "vjp" (of the reference), `save` says whether anybody will differentiate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+
+import torch
+from torch import Tensor
+
+from fusion_backend.kernels.launch import interpreting
+from fusion_backend.pattern import Pattern, PatternError
+from fusion_backend.torch_api import plain_tensors, triton_op
+
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
+
+
+class Op:
+    """The registered operators of one pattern, and how arguments map to their schema."""
+
+    def __init__(self, pattern: Pattern):
+        self.pattern = pattern
+        self.fields = [field for p in pattern.params for field in fields(p)]
+        self.tensors = [p.name for p in pattern.params if p.tensor]
+        self.results = pattern.outputs + len(pattern.saves)
+        self.call = triton_op(f"fusion::{pattern.name}", signed(self.forward, self.schema()), mutates_args=())
+        self.call.register_autograd(self.gradient, setup_context=self.keep)
+        self.backward_call = None
+        if pattern.backward_fn is not None:
+            name = f"fusion::{pattern.name}_backward"
+            self.backward_call = triton_op(name, signed(self.backward, self.backward_schema()), mutates_args=())
+
+    @property
+    def overload(self):
+        """The torch operator that goes into graphs."""
+        return getattr(torch.ops.fusion, self.pattern.name).default
+
+    # Schemas. A `Tensor | float` argument has two fields, of which one is None.
+
+    def schema(self) -> inspect.Signature:
+        keep = inspect.Parameter.KEYWORD_ONLY
+        decision = [inspect.Parameter(k, keep, default=v, annotation=type(v)) for k, v in DECISION.items()]
+        return inspect.Signature([*self.fields, *decision], return_annotation=returns(self.results))
+
+    def backward_schema(self) -> inspect.Signature:
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = [inspect.Parameter(f"grad_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
+        saved = [inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.pattern.saves]
+        needs = inspect.Parameter("needs", plain, annotation=list[bool])
+        return inspect.Signature(
+            [*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors))
+        )
+
+    def flatten(self, arguments: dict[str, object]) -> list:
+        """Arguments of the pattern -> arguments of the op. Works on tensors, fakes and graph nodes alike."""
+        out = []
+        for p in self.pattern.params:
+            value = arguments[p.name]
+            number = isinstance(value, (int, float))
+            if p.tensor:
+                out.append(None if number else value)
+            if p.scalar is not None:
+                out.append(p.scalar(value) if number else None)
+        return out
+
+    def unflatten(self, flat: tuple) -> list:
+        rest = iter(flat)
+        out = []
+        for p in self.pattern.params:
+            values = [next(rest) for _ in fields(p)]
+            out.append(next((v for v in values if v is not None), None))
+        return out
+
+    # What the operators do.
+
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True):
+        pattern, args = self.pattern, self.unflatten(flat)
+        with without_autocast():
+            if forward == "kernel" and pattern.kernel_fn is not None and runs_kernel(args):
+                out = pattern.kernel_fn(*args, save) if pattern.saves else pattern.kernel_fn(*args)
+                out = out if isinstance(out, tuple) else (out,)
+            else:
+                out = pattern.reference(*args)
+                out = out if isinstance(out, tuple) else (out,)
+                out += self.saved(args, save and backward == "kernel", out[0])
+        if len(out) != self.results:
+            raise PatternError(f"{pattern.where}: the kernel returns {len(out)} tensors, not {self.results}")
+        return out[0] if self.results == 1 else out
+
+    def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
+        if wanted and self.pattern.saved_fn is not None:
+            out = self.pattern.saved_fn(*args)
+            return out if isinstance(out, tuple) else (out,)
+        return tuple(like.new_empty(0, dtype=torch.float32) for _ in self.pattern.saves)
+
+    def keep(self, ctx, inputs, keyword_only_inputs, output) -> None:
+        out = output if isinstance(output, tuple) else (output,)
+        saves = out[self.pattern.outputs :]
+        ctx.mark_non_differentiable(*saves)
+        ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
+        ctx.has = [isinstance(a, Tensor) for a in inputs]
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *saves)
+        ctx.decision = {**DECISION, **keyword_only_inputs}
+
+    def gradient(self, ctx, *grads):
+        """The backward formula, run by autograd; under AOTAutograd it is traced."""
+        tensors = iter(ctx.saved_tensors)
+        flat = [next(tensors) if has else number for has, number in zip(ctx.has, ctx.numbers, strict=True)]
+        saves = list(tensors)
+        grads = grads[: self.pattern.outputs]
+        needs = list(ctx.needs_input_grad[: len(flat)])
+        usable = self.backward_call is not None and ctx.decision["save"]
+        if usable and ctx.decision["forward"] == "reference":
+            usable = self.pattern.can_inline_forward
+        if usable and ctx.decision["backward"] == "kernel" and runs_kernel(flat):
+            wanted = [needs[i] for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
+            out = self.backward_call(*grads, *saves, wanted, *flat)
+            rest = iter(out if isinstance(out, tuple) else (out,))
+            found = [next(rest) if f.annotation in (Tensor, Tensor | None) else None for f in self.fields]
+            return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+        return self.vjp(flat, needs, grads)
+
+    def backward(self, *flat):
+        grads, rest = flat[: self.pattern.outputs], flat[self.pattern.outputs :]
+        n = len(self.pattern.saves)
+        saves, needs, rest = rest[:n], rest[n], rest[n + 1 :]
+        args = self.unflatten(rest)
+        saved = types.SimpleNamespace(**{p.name: a for p, a in zip(self.pattern.params, args, strict=True)})
+        for name, tensor in zip(self.pattern.saves, saves, strict=True):
+            setattr(saved, name, tensor)
+        saved.needs = dict(zip(self.tensors, needs, strict=True))
+        with without_autocast():
+            out = self.pattern.backward_fn(saved, *grads)
+        out = out if isinstance(out, tuple) else (out,)
+        if len(out) != len(self.tensors):
+            raise PatternError(
+                f"{self.pattern.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
+            )
+        filler = grads[0]
+        out = tuple(filler.new_empty(0) if g is None else g for g in out)
+        return out[0] if len(out) == 1 else out
+
+    def vjp(self, flat: list, needs: list[bool], grads):
+        """The gradient of the reference. Differentiable again when autograd is recording."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), without_autocast():
+            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]
+            out = self.pattern.reference(*self.unflatten(inputs))
+            out = out if isinstance(out, tuple) else (out,)
+            pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]
+            wanted = [i for i, need in zip(inputs, needs, strict=True) if need]
+            found = iter(
+                torch.autograd.grad(
+                    [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True, create_graph=again
+                )
+                if pairs
+                else [None] * len(wanted)
+            )
+        return tuple(next(found) if need else None for need in needs)
+
+
+def fields(p) -> list[inspect.Parameter]:
+    """The schema arguments of one pattern argument."""
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    either = p.tensor and p.scalar is not None
+    out = []
+    if p.tensor:
+        hint = Tensor | None if p.optional or either else Tensor
+        out.append(inspect.Parameter(p.name, plain, annotation=hint))
+    if p.scalar is not None:
+        name = f"{p.name}_{p.scalar.__name__}" if either else p.name
+        out.append(inspect.Parameter(name, plain, annotation=p.scalar | None if either else p.scalar))
+    return out
+
+
+def returns(n: int):
+    return Tensor if n == 1 else tuple[(Tensor,) * n]
+
+
+def signed(method, signature: inspect.Signature):
+    """A function with the signature that the schema is read from."""
+
+    def call(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return method(*bound.args, **bound.kwargs)
+
+    call.__signature__ = signature
+    call.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {
+        "return": signature.return_annotation
+    }
+    return call
+
+
+@contextlib.contextmanager
+def without_autocast():
+    """The casts of a fused site are explicit on its inputs."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def runs_kernel(args: list) -> bool:
+    """Kernels run on CUDA, and on real CPU tensors in Triton's interpreter."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    return all(t.is_cuda for t in tensors) or (interpreting() and plain_tensors(tensors))
+
+
+def op_of(pattern: Pattern) -> Op:
+    """The operator of a pattern, registered at first use."""
+    if "op" not in pattern.memo:
+        pattern.memo["op"] = Op(pattern)
+    return pattern.memo["op"]

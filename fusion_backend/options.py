@@ -1,0 +1,67 @@
+"""The `fusion.*` options of torch.compile: what the user wants."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+
+GATES = ("auto", "always", "never")
+DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong answer to one
+    rewrite); gate  auto: where it is known to pay, always: wherever it is possible, never: report only."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    limit: int | None = None
+    gate: str = "auto"
+
+
+def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
+    """Split torch.compile's options into ours and Inductor's. Raises ValueError naming what is valid."""
+    ours, theirs = {}, {}
+    for key, value in (options or {}).items():
+        if key.startswith("fusion."):
+            ours[key.removeprefix("fusion.")] = value
+        else:
+            theirs[key] = value
+    valid = [f.name for f in dataclasses.fields(Options)]
+    for key in ours:
+        if key not in valid:
+            raise ValueError(f"unknown option fusion.{key}; valid are {', '.join('fusion.' + v for v in valid)}")
+    for key in ("only", "skip"):
+        if key in ours:
+            ours[key] = names(key, ours[key], known)
+    limit = ours.get("limit")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        raise ValueError(f"fusion.limit is {limit!r}; it must be a number of sites, 0 or more")
+    if ours.get("gate", "auto") not in GATES:
+        raise ValueError(f"fusion.gate is {ours['gate']!r}; valid are {', '.join(GATES)}")
+    return Options(**ours), theirs
+
+
+def names(key: str, value, known: list[str]) -> tuple[str, ...]:
+    listed = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple, set)) or not all(isinstance(v, str) for v in listed):
+        raise ValueError(f"fusion.{key} is {value!r}; it must be pattern names")
+    for name in listed:
+        if name not in known:
+            raise ValueError(f"fusion.{key} names {name!r}; known patterns are {', '.join(known)}")
+    return tuple(sorted(listed))
+
+
+@contextlib.contextmanager
+def disable():
+    """Compile as plain Inductor would: graphs compiled inside are handed on untouched.
+
+    Functions that were compiled before keep what they have.
+    """
+    token = DISABLED.set(True)
+    try:
+        yield
+    finally:
+        DISABLED.reset(token)

@@ -1,0 +1,224 @@
+"""What a pattern is: a plain torch function, and when, how fast and with what inputs its kernel runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+class PatternError(Exception):
+    """A pattern is defined wrongly. The message names the pattern, its file and its line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reject:
+    """The answer "no" of a guard, with its reason: a sentence that a user reads in the report.
+
+    With `forward_only`, from `worthwhile`: in training the forward is left to Inductor as the inlined reference and
+    the backward kernel is used all the same.
+    """
+
+    reason: str
+    forward_only: bool = False
+
+    def __bool__(self):  # `if guard(...)` reads as "may it?"
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One argument of a pattern: a tensor, a captured scalar, or either."""
+
+    name: str
+    tensor: bool
+    scalar: type | None = None
+    optional: bool = False
+
+    def kinds(self) -> tuple[str, ...]:
+        """The forms in which a graph may supply this argument."""
+        forms = ("tensor",) * self.tensor + ("scalar",) * (self.scalar is not None)
+        return forms + ("none",) * self.optional
+
+
+SCALARS = (float, int)
+REGISTRY: dict[str, Pattern] = {}
+
+
+def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
+    """Read the parameters off a reference's annotations, or say which one is not understood."""
+    try:
+        hints = typing.get_type_hints(fn)
+    except NameError as error:
+        raise PatternError(f"{where}: an annotation cannot be read: {error}") from None
+    params = []
+    for p in inspect.signature(fn).parameters.values():
+        hint = hints.get(p.name)
+        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        members = set(typing.get_args(hint)) if union else {hint}
+        optional = type(None) in members
+        scalars = [s for s in SCALARS if s in members]
+        if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
+            raise PatternError(f"{where}: argument {p.name} must be positional and without a default")
+        if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or (optional and Tensor not in members):
+            raise PatternError(
+                f"{where}: argument {p.name} has annotation {hint!r}; "
+                "use Tensor, Tensor | None, float, int or Tensor | float"
+            )
+        params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
+    if not any(p.tensor for p in params):
+        raise PatternError(f"{where}: a pattern needs at least one Tensor argument")
+    return tuple(params)
+
+
+def outputs_of(fn: Callable, where: str) -> int:
+    """How many tensors a reference returns, by its annotation (one, when there is none)."""
+    hint = typing.get_type_hints(fn).get("return", Tensor)
+    members = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    if not members or any(m is not Tensor for m in members):
+        raise PatternError(f"{where}: it returns {hint!r}; a pattern returns Tensor or tuple[Tensor, Tensor, ...]")
+    return len(members)
+
+
+class Pattern:
+    """A subgraph to find and what to run in its place. Use as a decorator of the reference.
+
+    The reference is a plain torch function of annotated positional arguments (`Tensor`, `Tensor | None`,
+    `float`, `int`, `Tensor | float`) that returns a tensor or a tuple of tensors. It is the subgraph to look
+    for, the CPU implementation, the shape rule, the default gradient (its vjp) and the test oracle.
+
+    Options, as in `@Pattern(reciprocal=True)`:
+      reciprocal  division by a constant and multiplication by its reciprocal count as the same
+                  (off by default: the two differ by a rounding).
+
+    Raises PatternError, naming file and line, when the annotations are not understood or the name is taken.
+    """
+
+    def __new__(cls, reference: Callable | None = None, **options):
+        if reference is None:
+            return functools.partial(cls, **options)
+        return super().__new__(cls)
+
+    def __init__(self, reference: Callable, *, reciprocal: bool = False):
+        code = reference.__code__
+        self.name = reference.__name__
+        self.reference = reference
+        self.reciprocal = reciprocal
+        self.file, self.line = code.co_filename, code.co_firstlineno
+        self.where = f"pattern {self.name} ({self.file}:{self.line})"
+        self.params = params_of(reference, self.where)
+        self.outputs = outputs_of(reference, self.where)
+        self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
+        self.spellings: list[Callable] = [reference]
+        self.guard_fn: Callable | None = None
+        self.worthwhile_fn: Callable | None = None
+        self.kernel_fn: Callable | None = None
+        self.saves: tuple[str, ...] = ()
+        self.saved_fn: Callable | None = None
+        self.backward_fn: Callable | None = None
+        self.inputs_fn: Callable | None = None
+        self.cases: tuple[dict, ...] = ()
+        self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
+        register(self)
+
+    def __call__(self, *args):
+        """Run the reference."""
+        return self.reference(*args)
+
+    @property
+    def can_inline_forward(self) -> bool:
+        """May the backward kernel run after an inlined forward? What it reads must be computable without the kernel."""
+        return self.backward_fn is not None and (not self.saves or self.saved_fn is not None)
+
+    def __repr__(self):
+        return f"<Pattern {self.name} at {self.file}:{self.line}>"
+
+    def spelling(self, fn: Callable) -> Callable:
+        """Another way of writing the same function, with the same arguments; check_pattern proves that it agrees."""
+        self.same_arguments(fn, "spelling")
+        self.spellings.append(fn)
+        self.memo.clear()
+        return fn
+
+    def guard(self, fn: Callable) -> Callable:
+        """May the kernel take these (fake) inputs? Return Reject("why not") or None."""
+        self.same_arguments(fn, "guard")
+        self.guard_fn = fn
+        return fn
+
+    def worthwhile(self, fn: Callable) -> Callable:
+        """Is the kernel faster here than what Inductor would generate? Return Reject("why not") or None.
+
+        Called as `fn(*inputs, training)`. Return a Reject only on the strength of a committed measurement.
+        """
+        self.worthwhile_fn = fn
+        return fn
+
+    def kernel(self, fn: Callable | None = None, *, saves: Sequence[str] = ()):
+        """The launcher of the forward kernel: same arguments, same results as the reference.
+
+        With `saves=("mean", "rstd")` it takes one more argument, `save: bool`, and returns these
+        tensors after the results; they are handed to the backward. When `save` is false nobody will
+        read them: return empty tensors.
+        """
+        if fn is None:
+            return functools.partial(self.kernel, saves=saves)
+        self.same_arguments(fn, "kernel", extra=bool(saves))
+        self.kernel_fn, self.saves = fn, tuple(saves)
+        self.memo.clear()
+        return fn
+
+    def saved(self, fn: Callable) -> Callable:
+        """Plain torch code for what the kernel saves, so that the forward may be inlined and the backward not."""
+        self.same_arguments(fn, "saved")
+        self.saved_fn = fn
+        return fn
+
+    def backward(self, fn: Callable) -> Callable:
+        """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
+
+        `saved` carries the inputs by name, the kernel's saved tensors by name, and `saved.needs[name]`,
+        whether anybody wants that gradient. Without a backward the vjp of the reference is used.
+        """
+        self.backward_fn = fn
+        return fn
+
+    def inputs(self, *cases: dict) -> Callable:
+        """Example inputs: `fn(tensor, **case)` returns the arguments. The first case serves tests, the last benchmarks.
+
+        `tensor(*shape)` makes a random floating tensor; the caller decides dtype and device.
+        """
+
+        def keep(fn: Callable) -> Callable:
+            self.inputs_fn, self.cases = fn, cases or ({},)
+            self.memo.clear()
+            return fn
+
+        return keep
+
+    def same_arguments(self, fn: Callable, what: str, extra: bool = False) -> None:
+        want = [p.name for p in self.params] + ["save"] * extra
+        have = list(inspect.signature(fn).parameters)
+        if have != want:
+            line = fn.__code__.co_firstlineno
+            raise PatternError(
+                f"{self.where}: the {what} at line {line} takes ({', '.join(have)}), not ({', '.join(want)})"
+            )
+
+
+def register(pattern: Pattern) -> None:
+    """Add a pattern to the registry. A second definition from the same file (a notebook cell run again) replaces the first."""
+    old = REGISTRY.get(pattern.name)
+    if old is not None and old.file != pattern.file:
+        raise PatternError(f"{pattern.where}: the name is taken by {old.where}")
+    REGISTRY[pattern.name] = pattern
+
+
+def unregister(name: str) -> None:
+    """Forget a pattern (tests and notebooks)."""
+    REGISTRY.pop(name, None)

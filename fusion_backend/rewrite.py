@@ -1,0 +1,194 @@
+"""Accepted decisions -> the Dynamo graph with torch.ops.fusion.* at their sites.
+
+Only Dynamo nodes that a site touches are replaced, by their ATen expansion; everything else stays the very node that
+Dynamo made. An expanded group reads only values that Dynamo nodes produce (to a fixpoint), and a chain of in-place
+operators is expanded whole or not at all. The plan is made and checked first: nothing accepted, the same object.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from fusion_backend.canonical import Canon
+from fusion_backend.capture import View
+from fusion_backend.gate import Decision
+from fusion_backend.matcher import Permuted, value_of
+from fusion_backend.op import op_of
+from fusion_backend.torch_api import aten, pytree
+
+# What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static inputs).
+CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
+
+
+def rewrite(
+    view: View, canon: Canon, decisions: list[Decision], chains: dict, bodies: dict[str, fx.GraphModule]
+) -> fx.GraphModule:
+    """The Dynamo graph with the accepted sites written in, or the very same object when there is nothing to write."""
+    accepted = [d for d in decisions if d.fused]
+    bodies = {k: b for k, b in bodies.items() if b is not operator.attrgetter(k)(view.source)}
+    if not accepted and not bodies:
+        return view.source
+    return Writer(view, chains).write(accepted, bodies)
+
+
+def put(graph: fx.Graph, d: Decision) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Insert the op of a decision before its first root. Returns the new nodes and root -> result."""
+    match = d.match
+    op = op_of(match.pattern)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    first = min(match.roots, key=order.__getitem__)
+    new: list[fx.Node] = []
+
+    def call(target, args, kwargs, value) -> fx.Node:
+        n = graph.call_function(target, args, kwargs)
+        kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+        n.meta = {k: first.meta[k] for k in kept if k in first.meta}
+        n.meta["val"] = value
+        n.meta["fusion"] = match.pattern.name
+        new.append(n)
+        return n
+
+    def argument(a):
+        if not isinstance(a, Permuted):
+            return a
+        value = value_of(a)
+        rank = value.dim()
+        moved = list(range(rank - len(a.order))) + [i + rank for i in a.order]
+        return call(aten.permute.default, (a.node, moved), {}, value)
+
+    with graph.inserting_before(first):
+        flat = op.flatten({name: argument(a) for name, a in match.arguments.items()})
+        chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
+        result = call(op.overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])
+        if len(d.value) == 1:
+            return new, {match.roots[0]: result}
+        return new, {
+            root: call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)
+        }
+
+
+class Writer:
+    """Carries out one rewrite of one Dynamo graph."""
+
+    def __init__(self, view: View, chains: dict[fx.Node, list[fx.Node]]):
+        self.view, self.chains = view, chains
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.touched: set[fx.Node] = set()  # Dynamo nodes
+
+    def write(self, accepted: list[Decision], bodies: dict[str, fx.GraphModule]) -> fx.GraphModule:
+        for d in accepted:
+            self.apply(d)
+        self.groups: dict[fx.Node, list[fx.Node]] = {}
+        for n in self.view.graph.nodes:
+            if n in self.view.owner:
+                self.groups.setdefault(self.view.owner[n], []).append(n)
+        self.close()
+        graph = self.emit()
+        source = self.view.source
+        new = fx.GraphModule(source, graph)
+        new.meta = source.meta
+        for name in CARRIED:
+            if name in source.__dict__:
+                setattr(new, name, source.__dict__[name])
+        for name, body in bodies.items():
+            new.set_submodule(name, body)
+        graph.lint()
+        return new
+
+    def apply(self, d: Decision) -> None:
+        """Put the op into the view and take out what it computes."""
+        owner = self.view.owner
+        first_owner = owner[min(d.match.roots, key={n: i for i, n in enumerate(self.view.graph.nodes)}.__getitem__)]
+        involved = [*d.match.roots, *d.match.interior, *(a for a in d.match.tensors().values() if isinstance(a, fx.Node))]
+        for n in involved:
+            if self.chain_of(n):
+                self.touched |= {owner[m] for m in self.chain_of(n)}
+        new, replaced = put(self.view.graph, d)
+        owner |= dict.fromkeys(new, first_owner)
+        self.replaced |= replaced
+        self.touched.add(first_owner)
+        for root, result in replaced.items():
+            root.replace_all_uses_with(result)
+            self.touched.add(owner[root])
+        for n in [*d.match.roots, *reversed(d.match.interior)]:
+            if not n.users:
+                self.touched.add(owner[n])
+                self.view.graph.erase_node(n)
+
+    def chain_of(self, n: fx.Node) -> set[fx.Node]:
+        """All members of the in-place chain that a node belongs to."""
+        found = {m for m, older in self.chains.items() if n is m or n in older}
+        return found | {o for m in found for o in self.chains[m]}
+
+    def close(self) -> None:
+        """Touch what the touched groups need, to a fixpoint."""
+        produced = {self.now(v) for v in self.view.value.values() if isinstance(v, fx.Node)}
+        pending = list(self.touched)
+        while pending:
+            for n in self.groups.get(pending.pop(), ()):
+                for a in n.all_input_nodes:
+                    owner = self.view.owner.get(a)
+                    if a not in produced and owner is not None and owner not in self.touched:
+                        self.touched.add(owner)
+                        pending.append(owner)
+
+    def now(self, n: fx.Node) -> fx.Node:
+        """The node that holds a value after the rewrite."""
+        while n in self.replaced:
+            n = self.replaced[n]
+        return n
+
+    def emit(self) -> fx.Graph:
+        graph = fx.Graph()
+        dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
+        atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
+        for d in self.view.source.graph.nodes:
+            if d.op == "output" or d not in self.touched:
+                dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
+                if hasattr(d, "_dynamo_source"):
+                    dynamo[d]._dynamo_source = d._dynamo_source
+                held = self.view.value.get(d)
+                if isinstance(held, fx.Node):
+                    atens[self.now(held)] = dynamo[d]
+                continue
+            for n in self.groups.get(d, ()):
+                atens[n] = graph.node_copy(n, lambda x: atens[x])
+                clean(atens[n])
+            dynamo[d] = self.result(d, atens)
+            if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
+                dynamo[d].meta["example_value"] = d.meta["example_value"]
+            self.repoint(d, dynamo, atens)
+        for n in reversed(list(graph.nodes)):
+            if n.op == "call_function" and not n.users and dead_if_unused(n):
+                graph.erase_node(n)
+        return graph
+
+    def result(self, d: fx.Node, atens: dict):
+        """What a touched Dynamo node's value is now; None for a value that nobody reads any more."""
+        return pytree.tree_map(
+            lambda v: atens.get(self.now(v)) if isinstance(v, fx.Node) else v,
+            self.view.value[d],
+            is_leaf=lambda v: isinstance(v, fx.Node),
+        )
+
+    def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
+        """After an in-place operator became functional, its older names mean the new value."""
+        for m, older in self.chains.items():
+            if self.view.owner.get(m) is d and self.now(m) in atens:
+                for earlier, held in self.view.value.items():
+                    if earlier in dynamo and isinstance(held, fx.Node) and held in older:
+                        dynamo[earlier] = atens[self.now(m)]
+
+
+def clean(n: fx.Node) -> None:
+    """Dynamo graphs carry example_value, never val."""
+    n.meta = dict(n.meta)
+    n.meta["example_value"] = n.meta.pop("val", None)
+    n.meta.pop("tensor_meta", None)
+
+
+def dead_if_unused(n: fx.Node) -> bool:
+    schema = getattr(n.target, "_schema", None)
+    return n.target is operator.getitem and "fusion" in n.meta or schema is not None and not schema.is_mutable

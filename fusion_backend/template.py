@@ -1,0 +1,162 @@
+"""Pattern -> templates: the expressions to look for, one for each spelling and each form of the arguments.
+
+A reference is traced twice, with other values for its scalars. A number that equals a scalar's value in both traces
+is that scalar, captured; the two templates must come out the same, so no constant is baked in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from fusion_backend.canonical import LEAVES, Canon, Expr
+from fusion_backend.capture import View
+from fusion_backend.functional import functionalize_locals
+from fusion_backend.pattern import Pattern, PatternError
+from fusion_backend.torch_api import FakeTensorMode, pytree, trace
+
+PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these
+# How a captured scalar may reach the graph, and how to get it back from there.
+FORMS: dict[str, tuple[Callable, Callable]] = {
+    "s": (lambda s: s, lambda v: v),
+    "-s": (lambda s: -s, lambda v: -v),
+    "1/s": (lambda s: 1 / s, lambda v: 1 / v),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """One form of a pattern as expressions: `kinds` says for each argument tensor, scalar or none."""
+
+    pattern: Pattern
+    kinds: tuple[str, ...]
+    roots: tuple[Expr, ...]
+    size: int  # operators in it
+    line: int  # of the spelling
+
+
+def templates(pattern: Pattern) -> list[Template]:
+    """All templates of a pattern, the largest first; traced once. Raises PatternError."""
+    if "templates" not in pattern.memo:
+        found: dict[str, Template] = {}
+        for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
+            for t in template(pattern, fn, kinds):
+                found.setdefault(f"{kinds}{t.roots!r}", t)
+        pattern.memo["templates"] = sorted(found.values(), key=lambda t: -t.size)
+    return pattern.memo["templates"]
+
+
+def forms(pattern: Pattern):
+    return itertools.product(*(p.kinds() for p in pattern.params))
+
+
+def example_inputs(pattern: Pattern, make: Callable, case: dict | None = None) -> list:
+    """The arguments of a case (the first by default), tensors made by `make(*shape)`."""
+    if pattern.inputs_fn is None:
+        made = [make(6, 6) if p.tensor else 0.5 if p.scalar is float else 3 for p in pattern.params]
+    else:
+        made = list(pattern.inputs_fn(make, **(pattern.cases[0] if case is None else case)))
+    if len(made) != len(pattern.params):
+        raise PatternError(f"{pattern.where}: inputs gives {len(made)} values for {len(pattern.params)} arguments")
+    return made
+
+
+def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: float = 1.0) -> list:
+    """The arguments in the asked-for forms; scalars moved off their example value by `probe`."""
+    out = []
+    for i, (p, kind, arg) in enumerate(zip(pattern.params, kinds, args, strict=True)):
+        if kind == "none":
+            out.append(None)
+        elif kind == "tensor":
+            if not isinstance(arg, torch.Tensor):
+                raise PatternError(f"{pattern.where}: inputs gives {arg!r} for the tensor {p.name}")
+            out.append(arg)
+        else:
+            number = arg if isinstance(arg, (int, float)) else 0.37 * (i + 1)
+            out.append(int(number) + int(1000 * probe) + i if p.scalar is int else (number or 0.11) * probe + 0.001 * i)
+    return out
+
+
+def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
+    """No template where a form is not supported by the spelling (a bias without a weight, say)."""
+    first, second = (traced(pattern, fn, kinds, probe) for probe in PROBES)
+    if first is None or second is None:
+        if fn is pattern.reference and "none" not in kinds:
+            raise PatternError(f"{pattern.where}: the reference cannot be traced: {pattern.memo.get('trace_error')}")
+        return []
+    roots, size = first
+    if repr(roots) != repr(second[0]):
+        raise PatternError(
+            f"{pattern.where}: a scalar is computed with before it reaches the graph and cannot be captured: "
+            f"{roots!r} against {second[0]!r}"
+        )
+    used = {e.attr if e.op == "var" else e.attr[0] for e in subexpressions(roots) if e.op in ("var", "scalar")}
+    unused = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind != "none" and p.name not in used]
+    if unused and fn is pattern.reference:
+        raise PatternError(f"{pattern.where}: argument {unused[0]} is not used")
+    if unused:
+        return []  # a spelling for some forms only, for example without the zero point
+    return [Template(pattern, kinds, roots, size, fn.__code__.co_firstlineno)]
+
+
+def subexpressions(roots) -> set[Expr]:
+    found, stack = set(), list(roots)
+    while stack:
+        e = stack.pop()
+        if e not in found:
+            found.add(e)
+            stack.extend(e.args)
+    return found
+
+
+def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
+    fake_mode = FakeTensorMode()
+
+    def make(*shape):
+        return torch.empty(*shape)
+
+    with fake_mode:
+        args = with_kinds(pattern, kinds, example_inputs(pattern, make), probe)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    names = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"]
+    scalars = {p.name: a for p, kind, a in zip(pattern.params, kinds, args, strict=True) if kind == "scalar"}
+
+    def call(*given):
+        rest = iter(given)
+        return fn(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+    try:
+        with torch.no_grad():
+            gm = trace(call, tensors, fake_mode)
+    except Exception as error:  # whatever a user's function raises; told with the pattern's name
+        pattern.memo["trace_error"] = f"{type(error).__name__}: {error}"
+        return None
+    view = View(gm, gm.graph, {}, {}, {}, set(), {}, {})
+    functionalize_locals(view)
+    canon = Canon(lambda number: scalar_named(scalars, number))
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for name, n in zip(names, placeholders, strict=True):
+        canon.variable(n, name)
+    canon.run(gm.graph)
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    outs = pytree.tree_leaves(output.args[0])
+    if not outs or not all(isinstance(o, torch.fx.Node) and o.op == "call_function" for o in outs):
+        raise PatternError(f"{pattern.where}: it must return a tensor or a tuple of tensors that it computes")
+    if len(outs) != pattern.outputs:
+        raise PatternError(f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}")
+    roots = tuple(canon.of[o] for o in outs)
+    return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
+
+
+def scalar_named(scalars: dict[str, float], number) -> tuple[str, str] | None:
+    """The scalar that this number is, and in which form."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return None
+    for form, (of, _) in FORMS.items():
+        for name, value in scalars.items():
+            if value and float(of(value)) == float(number):
+                return name, form
+    return None

@@ -1,0 +1,102 @@
+"""Every private torch name the project uses, and every difference between torch 2.11 and 2.13. Nothing else imports either."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.triton_kernel_wrap import (
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
+)
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false, statically_known_true, sym_eq
+from torch.library import triton_op
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = [
+    "CustomGraphPass", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "STATE_FUNCTIONS",
+    "ShapeEnv", "TorchDispatchMode", "TRITON_HOPS", "aten", "fake_mode_of", "get_proxy_mode",
+    "guard_or_false", "inductor", "make_fx", "many_recompiles", "pass_slot", "plain_tensors", "pytree", "reset_cudagraphs",
+    "statically_known_true", "sym_eq", "trace", "track_tensor_tree", "tracing_under", "triton_op", "without_torch_function",
+]  # fmt: skip
+
+aten = torch.ops.aten
+TRITON_HOPS = (triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation)
+
+
+def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
+    """The fake mode of a Dynamo graph's own example values (the tracing context's has been swapped by then)."""
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
+            while is_traceable_wrapper_subclass(value):
+                names, _ = value.__tensor_flatten__()
+                value = getattr(value, names[0])
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+    return None
+
+
+def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
+    """Trace `fn(*args)` on fake tensors into ATen above autograd: composites stay whole."""
+    with contextlib.ExitStack() as stack:
+        if fake_mode is not None:
+            stack.enter_context(tracing(TracingContext(fake_mode)))
+            stack.enter_context(fake_mode)
+        stack.enter_context(fx.traceback.preserve_node_meta())
+        return make_fx(fn, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+
+
+def without_torch_function():
+    """Run state functions for real: no torch function mode sees them."""
+    return torch._C.DisableTorchFunction()
+
+
+def plain_tensors(tensors) -> bool:
+    """Real tensors with memory: not fake, functional, or any other subclass."""
+    return all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def inductor(mode: str | None, options: dict | None):
+    """The callable that torch.compile(backend="inductor", mode, options) uses; it validates both."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def pass_slot(options: dict) -> tuple[str, object]:
+    """The Inductor option that carries our cache identity, and what the user has put there."""
+    name = "joint_custom_pre_pass"
+    return name, options.get(name, getattr(inductor_config, name))
+
+
+def reset_cudagraphs() -> None:
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+def many_recompiles():
+    """Dynamo keeps graphs by code object: explaining one model often must not run into the recompile limit."""
+    return dynamo_config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
+
+
+@contextlib.contextmanager
+def tracing_under(fake_mode: FakeTensorMode | None):
+    """Run shape rules on the fakes of an exported program."""
+    with tracing(TracingContext(fake_mode)):
+        yield

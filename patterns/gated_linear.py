@@ -1,0 +1,170 @@
+"""Gated linear unit: sigmoid(x W1 + b1) · (x W2 + b2) (Dauphin et al. 2017). Both products share one pass over x."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import interpreted, launch
+from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes
+
+DECODE = 64  # rows up to which a step only streams the weights
+
+
+@Pattern
+def gated_linear(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+    gate, up = x @ w1, x @ w2
+    gate = gate if b1 is None else gate + b1
+    up = up if b2 is None else up + b2
+    return torch.sigmoid(gate) * up
+
+
+@gated_linear.guard
+def _(x, w1, b1, w2, b2):
+    if x.dim() < 2 or w1.dim() != 2 or w2.dim() != 2:
+        return Reject(f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 are needed")
+    sizes = (*w1.shape, *w2.shape, *w1.stride(), *w2.stride())
+    if any(dynamic(size) for size in sizes):
+        return Reject("a weight has a dynamic shape")
+    if tuple(w1.shape) != tuple(w2.shape):
+        return Reject(f"w1 has shape {tuple(w1.shape)} and w2 {tuple(w2.shape)}")
+    for name, bias in dict(b1=b1, b2=b2).items():
+        if bias is not None and not (tuple(bias.shape) == (w1.shape[1],) and bias.stride(0) == 1):
+            return Reject(f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector")
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return Reject("fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')")
+    return reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+
+
+@gated_linear.worthwhile
+def _(x, w1, b1, w2, b2, training):
+    k, n = w1.shape
+    rows = x.numel() // k if k else 0
+    if statically_known_true(rows <= DECODE):
+        return Reject(f"{rows} rows only stream the weights: that needs the columns of x split over programs")
+    if k % 8 or n % 8:
+        return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
+
+
+@gated_linear.kernel(saves=("gate", "up"))
+def _(x, w1, b1, w2, b2, save):
+    rows = as_rows(x)
+    out, gate, up = forward(rows, w1, b1, w2, b2, save, config(rows.shape[0], x.dtype))
+    shape = (*x.shape[:-1], w1.shape[1])
+    return out.view(shape), gate, up
+
+
+@gated_linear.saved
+def _(x, w1, b1, w2, b2):
+    x = x.reshape(-1, x.shape[-1])
+    gate, up = x @ w1, x @ w2
+    return gate if b1 is None else gate + b1, up if b2 is None else up + b2
+
+
+@gated_linear.backward
+def _(saved, dy):
+    x, w1, w2 = as_rows(saved.x), saved.w1, saved.w2
+    dy = dy.reshape(-1, dy.shape[-1]).float()
+    gate = torch.sigmoid(saved.gate.float())
+    d_up = (dy * gate).to(x.dtype)
+    d_gate = (dy * saved.up.float() * gate * (1 - gate)).to(x.dtype)
+    grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
+    if saved.needs["x"]:
+        grads["x"] = torch.addmm(d_gate @ w1.t(), d_up, w2.t()).view(saved.x.shape)
+    for w, b, d in (("w1", "b1", d_gate), ("w2", "b2", d_up)):
+        if saved.needs[w]:
+            grads[w] = weight_gradient(x, d, getattr(saved, w))
+        if getattr(saved, b) is not None and saved.needs[b]:
+            grads[b] = d.sum(0)
+    return tuple(grads.values())
+
+
+def weight_gradient(x, d, weight):
+    """xᵀ d, laid out in memory as the weight is: the view of a linear layer's weight gets a gradient it can keep."""
+    return (d.t() @ x).t() if weight.stride(0) == 1 else x.t() @ d
+
+
+def config(rows, dtype) -> dict:
+    """Tiles whose two accumulators fill the registers; for fp32 smaller ones, as a stage takes twice the memory."""
+    if dtype == torch.float32:
+        return dict(BM=64, BN=64, BK=32, GROUP=8, num_warps=4, num_stages=3)
+    short = not dynamic(rows) and rows <= 64
+    return dict(BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4)
+
+
+def forward(x, w1, b1, w2, b2, save, config):
+    """x `[m, k]` with unit column stride, w1 and w2 `[k, n]` with any strides. Grid: tiles of the output."""
+    (m, k), n = x.shape, w1.shape[1]
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    gate, up = (torch.empty((m, n) if save else (0,), dtype=x.dtype, device=x.device) for _ in range(2))
+    tiles = ((m + config["BM"] - 1) // config["BM"]) * ((n + config["BN"] - 1) // config["BN"])
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    launch(
+        gated_linear_kernel, (tiles,), x, w1, b1, w2, b2, out, gate if save else None, up if save else None, m,
+        N=n, K=k, X_ROW=x.stride(0), W1_ROW=w1.stride(0), W1_COL=w1.stride(1), W2_ROW=w2.stride(0),
+        W2_COL=w2.stride(1), PRECISION=precision, UPCAST=interpreted(gated_linear_kernel), **config,
+    )  # fmt: skip
+    return out, gate, up
+
+
+# Operations: 4 m n k. Bytes: x, w1, w2 and the output once, gate and up where saved.
+@triton.jit
+def gated_linear_kernel(
+    X, W1, B1, W2, B2, OUT, GATE, UP, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W1_ROW: tl.constexpr,
+    W1_COL: tl.constexpr, W2_ROW: tl.constexpr, W2_COL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Programs that run together share rows of x and columns of the weights: GROUP tiles down, then one to the right.
+    down = tl.cdiv(m, BM)
+    across: tl.constexpr = (N + BN - 1) // BN
+    group = tl.program_id(0) // (GROUP * across)
+    height = min(down - group * GROUP, GROUP)
+    top = (group * GROUP + (tl.program_id(0) % (GROUP * across)) % height) * BM
+    left = (tl.program_id(0) % (GROUP * across)) // height * BN
+    # Scalar pointers in 64 bits, offsets within a tile in 32. Rows and columns beyond the edge repeat others inside it,
+    # so that the loop needs no mask for them.
+    row = tl.arange(0, BM)
+    col = (left + tl.arange(0, BN)) % N
+    step = tl.arange(0, BK)
+    X += top.to(tl.int64) * X_ROW
+    x_at = tl.minimum(row, m - top - 1)[:, None] * X_ROW + step[None, :]
+    w1_at = step[:, None] * W1_ROW + col[None, :] * W1_COL
+    w2_at = step[:, None] * W2_ROW + col[None, :] * W2_COL
+    gate = tl.zeros([BM, BN], tl.float32)
+    up = tl.zeros([BM, BN], tl.float32)
+    for start in tl.range(0, K, BK):
+        if K % BK == 0:
+            x = tl.load(X + x_at)
+            w1 = tl.load(W1 + w1_at)
+            w2 = tl.load(W2 + w2_at)
+        else:
+            x = tl.load(X + x_at, step[None, :] < K - start, 0.0)
+            w1 = tl.load(W1 + w1_at, step[:, None] < K - start, 0.0)
+            w2 = tl.load(W2 + w2_at, step[:, None] < K - start, 0.0)
+        if UPCAST:  # the interpreter multiplies bf16 wrongly
+            x, w1, w2 = x.to(tl.float32), w1.to(tl.float32), w2.to(tl.float32)
+        gate = tl.dot(x, w1, gate, input_precision=PRECISION)
+        up = tl.dot(x, w2, up, input_precision=PRECISION)
+        X += BK
+        W1 += BK * W1_ROW
+        W2 += BK * W2_ROW
+    if B1 is not None:
+        gate += tl.load(B1 + col).to(tl.float32)[None, :]
+    if B2 is not None:
+        up += tl.load(B2 + col).to(tl.float32)[None, :]
+    corner = top.to(tl.int64) * N + left
+    out = row[:, None] * N + tl.arange(0, BN)[None, :]
+    keep = (row[:, None] < m - top) & (tl.arange(0, BN)[None, :] < N - left)
+    tl.store(OUT + corner + out, tl.sigmoid(gate) * up, keep)
+    if GATE is not None:
+        tl.store(GATE + corner + out, gate, keep)
+        tl.store(UP + corner + out, up, keep)
+
+
+@gated_linear.inputs(dict(m=5, k=33, n=17), dict(m=16384, k=1024, n=4096))
+def _(tensor, m, k, n):
+    return tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n)
