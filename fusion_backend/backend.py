@@ -18,7 +18,7 @@ from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pattern import REGISTRY, Pattern, PatternError
 from fusion_backend.rewrite import rewrite
 from fusion_backend.template import templates
-from fusion_backend.torch_api import inductor, reset_cudagraphs
+from fusion_backend.torch_api import RestartAnalysis, inductor, reset_cudagraphs
 
 LOADED: list[str] = []
 
@@ -109,12 +109,17 @@ def site(d: Decision) -> reporting.Site:
 
 
 def nearest(matcher: Matcher, gate: Gate) -> list[reporting.Miss]:
-    """Partial matches of at least half a pattern, outside what was fused."""
-    return [
-        reporting.Miss(m.pattern.name, reporting.location(m.root), m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")
-        for m in matcher.misses.values()
-        if 2 * m.matched >= m.size > 1 and m.root not in gate.claimed and m.matched > 1
-    ]
+    """The best partial match of a pattern on each source line, at least half of it, outside what was fused."""
+    best: dict[tuple[str, str], reporting.Miss] = {}
+    for m in matcher.misses.values():
+        if 2 * m.matched < m.size or m.size < 3 or m.root in gate.claimed:
+            continue
+        where = reporting.location(m.root)
+        found = reporting.Miss(m.pattern.name, where, m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")
+        key = (m.pattern.name, where)
+        if key not in best or found.matched > best[key].matched:
+            best[key] = found
+    return list(best.values())
 
 
 class FusionBackend:
@@ -136,13 +141,16 @@ class FusionBackend:
             self.give_up(record, error)
             new = gm
         reporting.log(record)
-        if new is gm:
-            return inductor(mode, theirs)(gm, example_inputs)
         used = {d.match.pattern for d in decisions if d.fused}
         key = key_of(list(used), [str(ours), *(str(s) for s in record.sites)])
         try:
-            return inductor(mode, with_identity(theirs, key))(new, example_inputs)
+            return inductor(mode, theirs if new is gm else with_identity(theirs, key))(new, example_inputs)
+        except RestartAnalysis:  # Dynamo hands the graph over again, with a float that Inductor wants constant
+            del reporting.REPORT.graphs[-1]
+            raise
         except Exception as error:
+            if new is gm:
+                raise
             self.give_up(record, error)
             return inductor(mode, theirs)(gm, example_inputs)
 

@@ -79,16 +79,18 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     decisions = best_answers([d for d in map(gate.decide, matcher.candidates()) if d is not None])
     record.sites += [site(d) for d in decisions]
     record.misses += nearest(matcher, gate)
+    replaced: dict[fx.Node, fx.Node] = {}
     for d in decisions:
         if d.fused:
-            write(gm.graph, d)
+            write(gm.graph, d, replaced)
     gm.graph.lint()
     gm.recompile()
 
 
-def write(graph: fx.Graph, d) -> None:
-    _, replaced = put(graph, d)
-    for root, result in replaced.items():
+def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:
+    _, results = put(graph, d, lambda n: replaced.get(n, n))
+    replaced |= results
+    for root, result in results.items():
         name = root.name
         root.replace_all_uses_with(result)
         graph.erase_node(root)

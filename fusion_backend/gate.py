@@ -14,7 +14,7 @@ from torch import fx
 from fusion_backend.canonical import FREE, Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.functional import storages
-from fusion_backend.kernels.launch import compile_only, trial
+from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match, peel, value_of
 from fusion_backend.op import op_of
 from fusion_backend.options import Options
@@ -74,6 +74,7 @@ class Gate:
 
     def training(self, match: Match) -> bool:
         grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
+        grad = grad and any(r.meta["val"].is_floating_point() for r in match.roots)
         names = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors().values()}
         return grad and any(n in self.view.requires_grad or self.from_training(n) for n in (*names, *match.roots))
 
@@ -108,8 +109,9 @@ class Gate:
             return "it crosses a change of grad mode, autocast or other state"
         for n in match.interior:
             outside = [u for u in n.users if u not in inside]
+            outside += [m for m in self.canon.of[n].nodes if m not in inside and m.users and not set(m.users) <= inside]
             if outside and self.canon.of[n].op not in FREE:
-                return f"{n.name} inside it is used elsewhere, at {location(outside[0])}"
+                return f"{n.name} inside it is used elsewhere too, at {location(outside[0])}"
         first_root = min(self.order[r] for r in match.roots)
         readers = [self.order[n] for n in inside]
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
@@ -146,7 +148,7 @@ class Gate:
     def provide(self, match: Match, training: bool) -> Decision:
         pattern = match.pattern
         values = [value_of(match.arguments[p.name]) for p in pattern.params]
-        cuda = all(v.is_cuda for v in values if isinstance(v, torch.Tensor) and v.dim())
+        cuda = all(on_gpu(v) for v in values if isinstance(v, torch.Tensor))
         backward = ("kernel" if cuda and pattern.backward_fn else "vjp") if training else None
         no = self.kernel_refused(match, values, training, cuda)
         inline = not cuda and self.options.gate == "always"

@@ -14,8 +14,8 @@ import types
 import torch
 from torch import Tensor
 
-from fusion_backend.kernels.launch import interpreting
-from fusion_backend.pattern import Pattern, PatternError
+from fusion_backend.kernels.launch import interpreting, on_gpu
+from fusion_backend.pattern import Pattern, PatternError, Reject
 from fusion_backend.torch_api import plain_tensors, triton_op
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
@@ -82,7 +82,7 @@ class Op:
     def forward(self, *flat, forward="kernel", backward="kernel", save=True):
         pattern, args = self.pattern, self.unflatten(flat)
         with without_autocast():
-            if forward == "kernel" and pattern.kernel_fn is not None and runs_kernel(args):
+            if forward == "kernel" and self.kernel_takes(args):
                 out = pattern.kernel_fn(*args, save) if pattern.saves else pattern.kernel_fn(*args)
                 out = out if isinstance(out, tuple) else (out,)
             else:
@@ -92,6 +92,13 @@ class Op:
         if len(out) != self.results:
             raise PatternError(f"{pattern.where}: the kernel returns {len(out)} tensors, not {self.results}")
         return out[0] if self.results == 1 else out
+
+    def kernel_takes(self, args: list) -> bool:
+        """The gate has asked before; whoever calls the op directly gets the reference where the guard says no."""
+        p = self.pattern
+        if p.kernel_fn is None or not runs_kernel(args):
+            return False
+        return p.guard_fn is None or not isinstance(p.guard_fn(*args), Reject)
 
     def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
         if wanted and self.pattern.saved_fn is not None:
@@ -115,10 +122,10 @@ class Op:
         saves = list(tensors)
         grads = grads[: self.pattern.outputs]
         needs = list(ctx.needs_input_grad[: len(flat)])
-        usable = self.backward_call is not None and ctx.decision["save"]
+        usable = self.backward_call is not None and ctx.decision["save"] and ctx.decision["backward"] == "kernel"
         if usable and ctx.decision["forward"] == "reference":
             usable = self.pattern.can_inline_forward
-        if usable and ctx.decision["backward"] == "kernel" and runs_kernel(flat):
+        if usable and self.kernel_takes(self.unflatten(flat)):
             wanted = [needs[i] for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
             out = self.backward_call(*grads, *saves, wanted, *flat)
             rest = iter(out if isinstance(out, tuple) else (out,))
@@ -175,7 +182,8 @@ def fields(p) -> list[inspect.Parameter]:
         out.append(inspect.Parameter(p.name, plain, annotation=hint))
     if p.scalar is not None:
         name = f"{p.name}_{p.scalar.__name__}" if either else p.name
-        out.append(inspect.Parameter(name, plain, annotation=p.scalar | None if either else p.scalar))
+        hint = p.scalar | None if either or p.optional else p.scalar
+        out.append(inspect.Parameter(name, plain, annotation=hint))
     return out
 
 
@@ -208,7 +216,7 @@ def without_autocast():
 def runs_kernel(args: list) -> bool:
     """Kernels run on CUDA, and on real CPU tensors in Triton's interpreter."""
     tensors = [a for a in args if isinstance(a, Tensor)]
-    return all(t.is_cuda for t in tensors) or (interpreting() and plain_tensors(tensors))
+    return all(map(on_gpu, tensors)) or (interpreting() and plain_tensors(tensors))
 
 
 def op_of(pattern: Pattern) -> Op:

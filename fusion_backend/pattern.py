@@ -65,10 +65,10 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
         scalars = [s for s in SCALARS if s in members]
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
             raise PatternError(f"{where}: argument {p.name} must be positional and without a default")
-        if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or (optional and Tensor not in members):
+        if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
             raise PatternError(
                 f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, Tensor | None, float, int or Tensor | float"
+                "use Tensor, float, int, Tensor | float, and `| None` where it may be missing"
             )
         params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
     if not any(p.tensor for p in params):

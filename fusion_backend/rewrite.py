@@ -8,6 +8,7 @@ operators is expanded whole or not at all. The plan is made and checked first: n
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 from torch import fx
 
@@ -33,8 +34,11 @@ def rewrite(
     return Writer(view, chains).write(accepted, bodies)
 
 
-def put(graph: fx.Graph, d: Decision) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Insert the op of a decision before its first root. Returns the new nodes and root -> result."""
+def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Insert the op of a decision before its first root. Returns the new nodes and root -> result.
+
+    `now` maps an argument that was the result of an earlier site to what holds it now.
+    """
     match = d.match
     op = op_of(match.pattern)
     order = {n: i for i, n in enumerate(graph.nodes)}
@@ -52,11 +56,11 @@ def put(graph: fx.Graph, d: Decision) -> tuple[list[fx.Node], dict[fx.Node, fx.N
 
     def argument(a):
         if not isinstance(a, Permuted):
-            return a
+            return now(a) if isinstance(a, fx.Node) else a
         value = value_of(a)
         rank = value.dim()
         moved = list(range(rank - len(a.order))) + [i + rank for i in a.order]
-        return call(aten.permute.default, (a.node, moved), {}, value)
+        return call(aten.permute.default, (now(a.node), moved), {}, value)
 
     with graph.inserting_before(first):
         flat = op.flatten({name: argument(a) for name, a in match.arguments.items()})
@@ -105,7 +109,7 @@ class Writer:
         for n in involved:
             if self.chain_of(n):
                 self.touched |= {owner[m] for m in self.chain_of(n)}
-        new, replaced = put(self.view.graph, d)
+        new, replaced = put(self.view.graph, d, self.now)
         owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
         self.touched.add(first_owner)

@@ -8,6 +8,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.triton_kernel_wrap import (
     triton_kernel_wrapper_functional,
@@ -30,7 +31,7 @@ from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
-    "CustomGraphPass", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "STATE_FUNCTIONS",
+    "CustomGraphPass", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "RestartAnalysis", "STATE_FUNCTIONS",
     "ShapeEnv", "TorchDispatchMode", "TRITON_HOPS", "aten", "fake_mode_of", "get_proxy_mode",
     "guard_or_false", "inductor", "make_fx", "many_recompiles", "pass_slot", "plain_tensors", "pytree", "reset_cudagraphs",
     "statically_known_true", "sym_eq", "trace", "track_tensor_tree", "tracing_under", "triton_op", "without_torch_function",

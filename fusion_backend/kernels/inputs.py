@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
@@ -14,6 +16,11 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def dynamic(value) -> bool:
     """Is this size or scalar symbolic, so that a kernel cannot be compiled for its value?"""
     return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def first(*answers: Reject | None) -> Reject | None:
+    """The first refusal. (`a or b` would lose it: a Reject is false.)"""
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
@@ -59,12 +66,18 @@ def in_layout(out: Tensor, t: Tensor) -> Tensor:
     return t if same_layout(t, out) else torch.empty_like(out, dtype=t.dtype).copy_(t)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """`[..., n]` as `[rows, n]`: a view where possible, else a copy.
+def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """`[..., n]` seen as rows of n: the tensor, the number of rows and their distance in memory.
 
     Columns are one element apart. Rows may be padded, but their distance is a number, so that a kernel can be compiled
-    for it: only then does Triton know how wide its loads may be.
+    for it: only then does Triton know how wide its loads may be. The tensor itself is returned where it can be walked
+    through like that, not a view: Inductor would compute a value anew for each view of it. Else a copy.
     """
-    x = x.reshape(-1, x.shape[-1])
-    known = not dynamic(x.stride(0)) and not dynamic(x.stride(1)) and x.stride(1) == 1
-    return x if known else x.contiguous()
+    *shape, n = x.shape
+    *strides, column = x.stride()
+    rows = math.prod(shape)
+    distance = strides[-1] if strides else n
+    even = all(guard_or_false(strides[i] == strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 1))
+    if even and not dynamic(distance) and not dynamic(column) and (column == 1 or n == 1):
+        return x, rows, distance
+    return x.contiguous(), rows, n

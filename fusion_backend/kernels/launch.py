@@ -18,6 +18,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Can a compiled kernel read it?"""
+    return tensor.is_cuda
+
+
 def interpreted(kernel) -> bool:
     """Does this kernel run in Triton's interpreter (TRITON_INTERPRET=1 when it was defined)?"""
     return isinstance(kernel, InterpretedFunction)

@@ -1,0 +1,34 @@
+"""CPU runs interpret the kernels; every test starts with fresh compilers and poisoned empties."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+
+import pytest
+
+import fusion_backend
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    fusion_backend.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empties():
+    """An element that a kernel never writes is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

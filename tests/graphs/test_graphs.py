@@ -1,0 +1,158 @@
+"""What the rewrite writes, one positive and its near misses a pattern. Update with EXPECTTEST_ACCEPT=1."""
+
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+
+from fusion_backend.testing import assert_fuses, graph_text, rewritten
+
+
+def tensor(*shape):
+    return torch.randn(*shape)
+
+
+def text(fn, *inputs):
+    return graph_text(rewritten(fn, *inputs, dynamic=False))
+
+
+class AddMul(TestCase):
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(lambda x, y, z: ((x + y) * z).relu(), tensor(3, 5), tensor(3, 5), tensor(5)), """\
+add_mul_default = fusion.add_mul(l_x_, l_y_, l_z_, None, forward=reference, backward=vjp, save=False)
+relu = relu(add_mul_default)
+return (relu,)"""
+        )
+
+    def test_scalar(self):
+        self.assertExpectedInline(text(lambda x, y: 3.0 * (y + x), tensor(3, 5), tensor(3, 5)), """\
+add_mul_default = fusion.add_mul(l_y_, l_x_, None, 3.0, forward=reference, backward=vjp, save=False)
+return (add_mul_default,)""")
+
+    def test_near_misses(self):
+        x, y, z = tensor(3, 5), tensor(3, 5), tensor(3, 5)
+        assert_fuses(lambda x, y, z: (x - y) * z, x, y, z, pattern="add_mul", count=0)
+        assert_fuses(lambda x, y, z: x + y * z, x, y, z, pattern="add_mul", count=0)
+        assert_fuses(lambda x, y, z: torch.add(x, y, alpha=2) * z, x, y, z, pattern="add_mul", count=0)
+        assert_fuses(lambda x, y, z: ((x + y) * z, x + y), x, y, z, pattern="add_mul", count=0)
+        assert_fuses(lambda x, y, z: (x + y) * z, x, y, z.long(), pattern="add_mul", count=0)
+        assert_fuses(lambda x, y, z: ((x + y).detach()) * z, x.requires_grad_(), y, z, pattern="add_mul", count=0)
+
+
+class AddMulExp(TestCase):
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(lambda x, y: torch.exp((x + y) * 2), tensor(3, 5), tensor(3, 5)), """\
+add_mul_exp_default = fusion.add_mul_exp(l_x_, l_y_, 2.0, forward=reference, backward=vjp, save=False)
+return (add_mul_exp_default,)"""
+        )
+
+    def test_division_is_multiplication_by_the_reciprocal(self):
+        report = assert_fuses(lambda x, y: ((x + y) / 3).exp(), tensor(4), tensor(4), pattern="add_mul_exp")
+        self.assertEqual(len(report.fused), 1)
+
+    def test_near_misses(self):
+        x, y = tensor(3, 5), tensor(3, 5)
+        assert_fuses(lambda x, y: torch.exp2((x + y) * 2), x, y, pattern="add_mul_exp", count=0)
+        assert_fuses(lambda x, y: torch.expm1((x + y) * 2), x, y, pattern="add_mul_exp", count=0)
+        assert_fuses(lambda x, y: torch.exp(x + y * 2), x, y, pattern="add_mul_exp", count=0)
+        assert_fuses(lambda x, y: torch.exp((x + y) * x.sum()), x, y, pattern="add_mul_exp", count=0)
+
+
+class QuantizeInt8(TestCase):
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int8), tensor(3, 5)), """\
+quantize_int8_default = fusion.quantize_int8(l_x_, 0.1, 3.0, forward=reference, backward=vjp, save=False)
+return (quantize_int8_default,)"""
+        )
+
+    def test_near_misses(self):
+        x = tensor(3, 5)
+        for fn in (
+            lambda x: torch.clamp(torch.round(x * 10.0 + 3), -128, 127).to(torch.int8),  # not a true division
+            lambda x: torch.clamp(torch.round(x / 0.1 + 3), -127, 127).to(torch.int8),
+            lambda x: torch.clamp(torch.floor(x / 0.1 + 3), -128, 127).to(torch.int8),
+            lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int16),
+            lambda x: torch.clamp(torch.round(x / 0.1 + 3, decimals=1), -128, 127).to(torch.int8),
+            lambda x: torch.round(torch.clamp(x / 0.1, -128, 127) + 3).to(torch.int8),
+        ):
+            assert_fuses(fn, x, pattern="quantize_int8", count=0)
+
+
+class LayerNorm(TestCase):
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(lambda x, w, b: F.layer_norm(x, (5,), w, b, 1e-6), tensor(2, 3, 5), tensor(5), tensor(5)), """\
+layer_norm_default = fusion.layer_norm(l_x_, l_w_, l_b_, 1e-06, forward=reference, backward=vjp, save=False)
+getitem = getitem(layer_norm_default, 0)
+return (getitem,)"""
+        )
+
+    def test_by_hand(self):
+        def by_hand(x, w):
+            centred = x - x.mean(-1, keepdim=True)
+            return centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-5) * w
+
+        assert_fuses(by_hand, tensor(3, 5), tensor(5), pattern="layer_norm")
+
+    def test_near_misses(self):
+        x, w = tensor(4, 4), tensor(4)
+
+        def norm(x, eps_inside=True, dim=-1, unbiased=False):
+            m, v = x.mean(dim, keepdim=True), x.var(dim, unbiased=unbiased, keepdim=True)
+            return (x - m) * torch.rsqrt(v + 1e-5) if eps_inside else (x - m) / (torch.sqrt(v) + 1e-5)
+
+        assert_fuses(lambda x: norm(x), x, pattern="layer_norm")
+        assert_fuses(lambda x: norm(x, eps_inside=False), x, pattern="layer_norm", count=0)
+        assert_fuses(lambda x: norm(x, dim=0), x, pattern="layer_norm", count=0)
+        assert_fuses(lambda x: norm(x, unbiased=True), x, pattern="layer_norm", count=0)
+        assert_fuses(lambda x: F.layer_norm(x, (4, 4)), x, pattern="layer_norm", count=0)
+        assert_fuses(lambda x, w: F.rms_norm(x, (4,), w), x, w, pattern="layer_norm", count=0)
+
+
+class GatedLinear(TestCase):
+    def inputs(self):
+        return tensor(3, 4), tensor(4, 5), tensor(5), tensor(4, 5), tensor(5)
+
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()), """\
+gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
+getitem = getitem(gated_linear_default, 0)
+return (getitem,)"""
+        )
+
+    def test_linear_passes_the_weight_transposed(self):
+        x, w = tensor(2, 3, 4), tensor(5, 4)
+        self.assertExpectedInline(
+            text(lambda x, w, v: F.linear(x, v) * F.linear(x, w).sigmoid(), x, w, tensor(5, 4)), """\
+permute_default = aten.permute(l_w_, [1, 0])
+permute_default_1 = aten.permute(l_v_, [1, 0])
+gated_linear_default = fusion.gated_linear(l_x_, permute_default, None, permute_default_1, None, forward=reference, backward=vjp, save=False)
+getitem = getitem(gated_linear_default, 0)
+return (getitem,)"""
+        )
+
+    def test_in_place(self):
+        def gate(x, w1, b1, w2, b2):
+            r = x @ w1 + b1
+            r.sigmoid_()
+            r *= x @ w2 + b2
+            return r
+
+        self.assertExpectedInline(text(gate, *self.inputs()), """\
+gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
+getitem = getitem(gated_linear_default, 0)
+return (getitem,)""")
+
+    def test_near_misses(self):
+        x, w1, b1, w2, b2 = self.inputs()
+        for fn in (
+            lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) + (x @ w2 + b2),
+            lambda x, w1, b1, w2, b2: torch.tanh(x @ w1 + b1) * (x @ w2 + b2),
+            lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x.relu() @ w2 + b2),
+            lambda x, w1, b1, w2, b2: torch.sigmoid((x @ w1 + b1) * 2) * (x @ w2 + b2),
+            lambda x, w1, b1, w2, b2: (lambda g: (g * (x @ w2 + b2), g))(torch.sigmoid(x @ w1 + b1)),
+        ):
+            assert_fuses(fn, x, w1, b1, w2, b2, pattern="gated_linear", count=0)

@@ -1,0 +1,162 @@
+"""The contract that every registered pattern keeps: nothing here knows any of them by name."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from fusion_backend.backend import patterns
+from fusion_backend.op import op_of
+from fusion_backend.template import templates
+from fusion_backend.testing import (
+    arguments,
+    check_pattern,
+    close,
+    collect,
+    fused_nodes,
+    rewritten,
+    supported_forms,
+    value_and_gradients,
+    with_kernels,
+)
+
+ALL = {p.name: p for p in patterns()}
+every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
+
+
+def forms():
+    return [pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}") for p in ALL.values() for kinds in supported_forms(p)]
+
+
+every_form = pytest.mark.parametrize("pattern, kinds", forms())
+
+
+def split(args):
+    """Tensors, and a call that puts the numbers back (as literals of the traced code)."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+
+    def call(fn):
+        def run(*given):
+            rest = iter(given)
+            return fn(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+        return run
+
+    return tensors, call
+
+
+@every
+def test_pattern_keeps_the_contract(pattern):
+    assert check_pattern(pattern, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+
+
+@every_form
+def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
+    """The whole way on CPU: rewrite, then run the rewritten graph with interpreted kernels, value and gradient."""
+    args = arguments(pattern, kinds, torch.float32)
+    tensors, call = split(args)
+    gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
+    assert len(fused_nodes(gm)) == 1
+    exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    plain = value_and_gradients(pattern.reference, args)
+    want = value_and_gradients(pattern.reference, exact)
+    for got, p, w in zip(value_and_gradients(lambda *a: gm(*a), tensors), plain, want, strict=True):
+        assert close(got, p, w) == ""
+
+
+@every_form
+def test_compiled_agrees(pattern, kinds):
+    """Through Inductor, with the inlined reference."""
+    args = arguments(pattern, kinds, torch.float32)
+    tensors, call = split(args)
+    compiled = torch.compile(call(pattern.reference), backend="fusion", options={"fusion.gate": "always"}, dynamic=False)
+    exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    plain = value_and_gradients(pattern.reference, args)
+    want = value_and_gradients(pattern.reference, exact)
+    for got, p, w in zip(value_and_gradients(compiled, tensors), plain, want, strict=True):
+        assert close(got, p, w) == ""
+
+
+@every
+def test_gradient_of_some_inputs_only(pattern):
+    kinds = supported_forms(pattern)[0]
+    args = arguments(pattern, kinds, torch.float32)
+    tensors, call = split(args)
+    if not pattern.reference(*args).requires_grad:
+        return
+    gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
+    for wanted in range(len(tensors)):
+        some = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
+        for got, want in zip(
+            value_and_gradients(lambda *a: gm(*a), some), value_and_gradients(call(pattern.reference), some), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+
+
+@every
+def test_dynamic_shapes_are_recognised(pattern):
+    kinds = supported_forms(pattern)[0]
+    tensors, call = split(arguments(pattern, kinds, torch.float32))
+    with torch._dynamo.config.patch(specialize_float=True):  # numbers of the code, not of the call
+        report = collect(call(pattern.reference), *tensors, dynamic=True).report
+    assert [s.pattern for s in report.fused] == [pattern.name], str(report)
+
+
+@every
+def test_permuted_and_expanded_inputs(pattern):
+    """Right whatever the strides; the report says whether it fused."""
+    kinds = supported_forms(pattern)[0]
+    args = arguments(pattern, kinds, torch.float32, grad=False)
+
+    def odd(t):
+        return torch.stack([t, t], -1)[..., 0] if t.dim() else t
+
+    def expanded(t):
+        return t[:1].expand(t.shape) if t.dim() > 1 else t
+
+    def permuted(t):
+        return t.mT.contiguous().mT if t.dim() > 1 else t
+
+    for change in (odd, expanded, permuted):
+        changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
+        tensors, call = split(changed)
+        gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
+        (got,) = gm(*tensors)
+        want = pattern.reference(*changed)
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+
+
+@every
+def test_refused_tensors_fall_through(pattern):
+    """fp64, complex, integer and empty tensors: not fused, with a reason, and right."""
+    kinds = supported_forms(pattern)[0]
+    args = arguments(pattern, kinds, torch.float32, grad=False)
+    for change in (lambda t: t.double(), lambda t: t.to(torch.complex64), lambda t: t.int(), lambda t: t[:0]):
+        changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
+        try:
+            want = pattern.reference(*changed)
+        except (RuntimeError, NotImplementedError):
+            continue
+        tensors, call = split(changed)
+        collector = collect(call(pattern.reference), *tensors, dynamic=False)
+        assert not collector.report.fused, str(collector.report)
+        assert all(s.reason for s in collector.report.sites)
+        torch.testing.assert_close(call(pattern.reference)(*tensors), want)
+
+
+@every
+def test_op_is_a_good_torch_citizen(pattern):
+    kinds = supported_forms(pattern)[0]
+    args = arguments(pattern, kinds, torch.float32)
+    op = op_of(pattern)
+    flat = op.flatten(dict(zip([p.name for p in pattern.params], args, strict=True)))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    opcheck(op.overload, tuple(flat), {"forward": "reference", "backward": "vjp"}, test_utils=checks)
+
+
+@every
+def test_templates_hold_no_baked_constant(pattern):
+    """Traced with other scalars, the templates are the same: checked at tracing, and here for every form."""
+    first = [repr(t.roots) for t in templates(pattern)]
+    pattern.memo.pop("templates")
+    assert first == [repr(t.roots) for t in templates(pattern)]

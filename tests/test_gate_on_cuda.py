@@ -1,0 +1,127 @@
+"""What the gate decides where kernels can run, without a GPU: fake CPU tensors that pass for CUDA tensors.
+
+Run in a process of its own, because kernels here must not be interpreted.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import torch, torch.nn.functional as F, warnings
+from torch import fx, Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+import fusion_backend
+from fusion_backend import Pattern, Reject
+from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.options import Options
+from fusion_backend.reporting import GraphRecord
+from fusion_backend.testing import fused_nodes, graph_text
+
+import fusion_backend.gate, fusion_backend.op
+fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+
+class Examples(fx.Interpreter):
+    def run_node(self, n):
+        out = super().run_node(n)
+        n.meta["example_value"] = out
+        return out
+
+def run(fn, *shapes, dtype=torch.bfloat16, grad=False, **options):
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        inputs = [torch.empty(*s, dtype=dtype).requires_grad_(grad) for s in shapes]
+        gm = fx.symbolic_trace(fn)
+        Examples(gm).run(*inputs)
+    record = GraphRecord(0)
+    patterns()
+    new, decisions = fuse_graph(gm, Options(**options), record)
+    return gm, new, record
+
+def norm(x, w, b):
+    return F.layer_norm(x, (x.shape[-1],), w, b)
+"""
+
+CASES = {
+    "layer norm runs kernels, forward and backward": """
+gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), (64, 4096), (4096,), (4096,), grad=True, gate="always")
+(site,) = record.sites
+assert site.fused and (site.forward, site.backward) == ("kernel", "kernel"), str(site)
+(node,) = fused_nodes(new)
+assert node.kwargs == {"forward": "kernel", "backward": "kernel", "save": True}
+""",
+    "inference saves nothing": """
+gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b), (64, 4096), (4096,), (4096,), gate="always")
+(node,) = fused_nodes(new)
+assert node.kwargs["save"] is False and record.sites[0].backward is None
+""",
+    "a guard's sentence is the reason": """
+gm, new, record = run(lambda x, y: torch.exp((x + y) * 2), (8, 8), (8, 8), dtype=torch.float64, gate="always")
+assert new is gm and "float64" in record.sites[0].reason, record
+""",
+    "a kernel that fails is refused with a warning that names the pattern": """
+@Pattern
+def doubled_cosine(x: Tensor) -> Tensor:
+    return torch.cos(x) * 2
+@doubled_cosine.kernel
+def _(x):
+    raise RuntimeError("no such instruction")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    gm, new, record = run(lambda x: x.cos() * 2, (8, 8))
+assert new is gm and "no such instruction" in record.sites[0].reason, record
+assert [w for w in caught if "doubled_cosine" in str(w.message)], caught
+""",
+    "worthwhile may ask for the backward alone": """
+@Pattern
+def doubled_sine(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2
+@doubled_sine.worthwhile
+def _(x, training):
+    return Reject("Inductor is as fast", forward_only=True)
+@doubled_sine.kernel
+def _(x):
+    return torch.empty_like(x)
+@doubled_sine.backward
+def _(saved, dy):
+    return dy * saved.x.cos() * 2
+gm, new, record = run(lambda x: x.sin() * 2, (8, 8), grad=True)
+(site,) = record.sites
+assert (site.forward, site.backward) == ("reference", "kernel") and "as fast" in site.reason, str(site)
+gm, new, record = run(lambda x: x.sin() * 2, (8, 8))
+assert new is gm and record.sites[0].reason == "Inductor is as fast"
+""",
+    "a result with other strides is refused": """
+@Pattern
+def doubled_tangent(x: Tensor) -> Tensor:
+    return torch.tan(x) * 2
+@doubled_tangent.kernel
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).mT.contiguous().mT
+gm, new, record = run(lambda x: x.tan() * 2, (8, 4))
+assert new is gm and "strides" in record.sites[0].reason, record
+""",
+    "the five kernels take ordinary inputs": """
+for fn, shapes, name in (
+    (lambda x, y, z: (x + y) * z, [(64, 64)] * 3, "add_mul"),
+    (lambda x, y: torch.exp((x + y) * 2), [(64, 64)] * 2, "add_mul_exp"),
+    (lambda x: torch.clamp(torch.round(x / 0.1 + 3.0), -128, 127).to(torch.int8), [(64, 64)], "quantize_int8"),
+    (lambda x, w, b: F.layer_norm(x, (64,), w, b), [(64, 64), (64,), (64,)], "layer_norm"),
+    (lambda x, a, b, c, d: torch.sigmoid(F.linear(x, a, b)) * F.linear(x, c, d),
+     [(2, 64, 64), (128, 64), (128,), (128, 64), (128,)], "gated_linear"),
+):
+    for grad in (False, name != "quantize_int8"):
+        gm, new, record = run(fn, *shapes, grad=grad, gate="always")
+        assert [s.pattern for s in record.sites if s.fused and s.forward == "kernel"] == [name], record
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decision(case):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PRELUDE + case], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
