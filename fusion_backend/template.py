@@ -49,6 +49,14 @@ def templates(pattern: Pattern) -> list[Template]:
     return pattern.memo["templates"]
 
 
+def backward_of(pattern: Pattern) -> str:
+    """Who computes the gradient, in words."""
+    templates(pattern)
+    if not pattern.memo.get("differentiable"):
+        return "none (integers)"
+    return "own" if pattern.backward_fn else "vjp of the reference"
+
+
 def forms(pattern: Pattern):
     return itertools.product(*(p.kinds() for p in pattern.params))
 
@@ -147,6 +155,7 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
         raise PatternError(f"{pattern.where}: it must return a tensor or a tuple of tensors that it computes")
     if len(outs) != pattern.outputs:
         raise PatternError(f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}")
+    pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)
     return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
 
