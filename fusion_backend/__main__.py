@@ -50,10 +50,11 @@ def explain_target(arguments) -> int:
 
 
 def doctor() -> str:
+    registered = "fusion" in torch.compiler.list_backends()
     lines = [
         f"python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}",
         f"GPU: {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none; kernels are not used'}",
-        f"backend registered: {'yes' if 'fusion' in torch.compiler.list_backends() else 'no, is the package installed?'}",
+        f"backend registered: {'yes' if registered else 'no, is the package installed?'}",
     ]
     for p in patterns():
         try:

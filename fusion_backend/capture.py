@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend.recipes import Position, Recipes
 from fusion_backend.torch_api import (
     STATE_FUNCTIONS,
     FakeTensor,
@@ -79,17 +80,17 @@ def ordinary(value) -> bool:
 
 def state_key(unknown: object) -> tuple:
     """What decides how an operator behaves besides its arguments."""
-    autocast = tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
-    )
+    autocast = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, unknown)
 
 
 class Capture(fx.Interpreter):
     """Run a Dynamo graph node by node under make_fx."""
 
-    def __init__(self, gm: fx.GraphModule):
+    def __init__(self, gm: fx.GraphModule, recipes: Recipes | None):
         super().__init__(gm, garbage_collect_values=False)
+        self.recipes = recipes
+        self.untracked: dict[int, fx.Proxy] = {}
         self.level = 0
         self.unknown: object = None  # the last state function we do not understand
         self.autocast_stack: list = []
@@ -103,6 +104,7 @@ class Capture(fx.Interpreter):
     def run_node(self, n: fx.Node):
         tracer = get_proxy_mode().tracer
         if n.op == "output":
+            self.track(n, tracer)
             return fx.node.map_aggregate(
                 self.map_nodes_to_values(n.args[0], n), lambda v: v.proxy if is_opaque(v) else v
             )
@@ -128,6 +130,15 @@ class Capture(fx.Interpreter):
 
     def lower(self, n: fx.Node, tracer, last: fx.Node):
         """Run the node for real; on any disagreement with Dynamo take it back and copy."""
+        recipe = None
+        if self.recipes is not None:
+            leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
+            recipe = self.recipes.find(n, leaves, tracer, lambda v: self.proxy_of(v, tracer))
+            if isinstance(recipe, Position):
+                return leaves[recipe.position]
+            if isinstance(recipe, fx.Proxy):
+                return self.replayed(n, recipe)
+        self.track(n, tracer)
         try:
             out = super().run_node(n)
             expected = pytree.tree_leaves(n.meta.get("example_value"))
@@ -138,11 +149,32 @@ class Capture(fx.Interpreter):
                     raise ValueError(f"retracing {n.name} gives {have}, Dynamo says {want}")
             if any(new.op == "get_attr" for new in nodes_after(last)):
                 raise ValueError(f"{n.name} bakes a constant in")
+            if recipe is not None:
+                self.recipes.learn(recipe, list(nodes_after(last)), out, leaves, tracer)
             return out
         except Exception as error:  # the view is best effort: a node that cannot be lowered is a fence
             for new in reversed(list(nodes_after(last))):
                 tracer.graph.erase_node(new)
             return self.copy(n, tracer, f"{type(error).__name__}: {error}")
+
+    def replayed(self, n: fx.Node, proxy: fx.Proxy):
+        """The result of a recipe: Dynamo's value, which the tracer hears of when it needs it."""
+        self.describe(n, proxy)
+        example = n.meta["example_value"]
+        proxy.node.meta["val"] = example
+        self.untracked[id(example)] = proxy
+        return example
+
+    def proxy_of(self, value, tracer):
+        known = self.untracked.get(id(value))
+        return tracer.unwrap_proxy(value) if known is None else known
+
+    def track(self, n: fx.Node, tracer) -> None:
+        """Tell the tracer of the arguments that recipes made."""
+        for value in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)):
+            proxy = self.untracked.pop(id(value), None)
+            if proxy is not None:
+                track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
     def must_copy(self, n: fx.Node) -> str:
         if n.op == "call_function" and n.target in STATE_FUNCTIONS:
@@ -167,25 +199,26 @@ class Capture(fx.Interpreter):
     def copy(self, n: fx.Node, tracer, why: str):
         """Put the node itself into the view."""
         self.kept[n] = why
+        self.track(n, tracer)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
 
         def lift(a):
             if is_opaque(a):
                 return a.proxy
             if isinstance(a, torch.nn.Module):
-                name = self.names.get(id(a), n.name)
-                return tracer.create_proxy("get_attr", name, (), {})
+                return held(tracer, self.names.get(id(a), n.name), a)
             return tracer.unwrap_proxy(a)
 
-        args, kwargs = pytree.tree_map(
-            lift, (args, kwargs), is_leaf=lambda a: isinstance(a, (Opaque, torch.nn.Module))
-        )
+        args, kwargs = pytree.tree_map(lift, (args, kwargs), is_leaf=lambda a: isinstance(a, (Opaque, torch.nn.Module)))
         return self.emit(n, tracer.create_proxy(n.op, n.target, args, kwargs, name=n.name), tracer)
 
-    def emit(self, n: fx.Node, proxy: fx.Proxy, tracer):
+    def describe(self, n: fx.Node, proxy: fx.Proxy) -> None:
         for key, item in n.meta.items():
             if key not in ("example_value", "val"):
                 proxy.node.meta.setdefault(key, item)
+
+    def emit(self, n: fx.Node, proxy: fx.Proxy, tracer):
+        self.describe(n, proxy)
         example = n.meta.get("example_value")
         leaves = pytree.tree_leaves(example)
         if example is None or not leaves or not ordinary(example):
@@ -196,7 +229,7 @@ class Capture(fx.Interpreter):
         value = super().run_node(n)
         if not isinstance(value, torch.Tensor):
             return value
-        return self.emit(n, tracer.create_proxy("get_attr", n.target, (), {}), tracer)
+        return self.emit(n, held(tracer, n.target, value), tracer)
 
     def autocast(self, n: fx.Node, name: str, tracer):
         """Copied, and really entered, or the dtypes of the view would be wrong."""
@@ -212,7 +245,7 @@ class Capture(fx.Interpreter):
         def node_of(v):
             proxy = v.proxy if is_opaque(v) else v
             if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-                proxy = tracer.unwrap_proxy(v)
+                proxy = self.proxy_of(v, tracer)
             if not isinstance(proxy, fx.Proxy):
                 return v
             if isinstance(v, torch.Tensor) and v.requires_grad:
@@ -225,6 +258,19 @@ class Capture(fx.Interpreter):
             self.region[new] = key
             if "stack_trace" in n.meta:
                 new.meta["stack_trace"] = n.meta["stack_trace"]
+
+
+def held(tracer, name: str, value) -> fx.Proxy:
+    """A get_attr node of the view, whose module must own what its nodes name."""
+    *path, last = name.split(".")
+    root = tracer.root
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    if not hasattr(root, last):
+        setattr(root, last, value)
+    return fx.Proxy(tracer.graph.create_node("get_attr", name, (), {}), tracer)
 
 
 def nodes_after(last: fx.Node):
@@ -251,21 +297,34 @@ def state_kept():
 
 
 def capture(gm: fx.GraphModule) -> View | None:
-    """The view of a Dynamo graph; None when it holds no tensor to look at."""
+    """The view of a Dynamo graph; None when it holds no tensor to look at.
+
+    Repeated layers are lowered from recipes. Their values are Dynamo's own, whose storages are not those of values that
+    were run again here: with in-place or copied operators, where storages matter, every node is run.
+    """
+    view = captured(gm, Recipes())
+    if view is not None and any(storage_matters(n, view) for n in view.graph.nodes):
+        view = captured(gm, None)
+    return view
+
+
+def storage_matters(n: fx.Node, view: View) -> bool:
+    if is_lowered(n):
+        return n.target._schema.is_mutable
+    return view.owner.get(n) in view.kept and bool(n.all_input_nodes)
+
+
+def captured(gm: fx.GraphModule, recipes: Recipes | None) -> View | None:
     fake_mode = fake_mode_of(gm)
     if fake_mode is None:
         return None
     bodies = {name: capture(body) for name, body in inner_bodies(gm)}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    interpreter = Capture(gm)
+    interpreter = Capture(gm, recipes)
     with state_kept():
-        traced = trace(
-            lambda *args: interpreter.run(*args), [n.meta["example_value"] for n in placeholders], fake_mode
-        )
+        traced = trace(lambda *args: interpreter.run(*args), [n.meta["example_value"] for n in placeholders], fake_mode)
     live = set(traced.graph.nodes)
-    for mine, theirs in zip(
-        [n for n in traced.graph.nodes if n.op == "placeholder"], placeholders, strict=True
-    ):
+    for mine, theirs in zip([n for n in traced.graph.nodes if n.op == "placeholder"], placeholders, strict=True):
         interpreter.value[theirs] = mine
         interpreter.owner[mine] = theirs
         if isinstance(theirs.meta["example_value"], torch.Tensor) and theirs.meta["example_value"].requires_grad:

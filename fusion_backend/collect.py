@@ -32,7 +32,7 @@ def explain(model, *inputs, options: dict | None = None, dynamic: bool | None = 
     """Run `model(*inputs, **kwargs)` once, eagerly, and report every site: fused or not, and why.
 
     options: the `fusion.*` options of torch.compile. Call it as the model will be called: under torch.no_grad() for
-    inference, under autocast if you train so. Print the result; `.to_json()` for programs. Raises what the model raises.
+    inference, under autocast if you train so. Print the result, or take its `.to_json()`. Raises what the model raises.
     """
     collector = Collector(options)
     with many_recompiles():

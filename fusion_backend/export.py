@@ -24,8 +24,8 @@ from fusion_backend.torch_api import fake_mode_of, tracing_under
 def fuse(program: ExportedProgram, **options) -> ExportedProgram:
     """A new exported program with `torch.ops.fusion.*` at the accepted sites; the given one is not changed.
 
-    options: only, skip, limit, gate, as in torch.compile's `fusion.*`. The sites are added to `fusion_backend.report()`.
-    Raises ValueError for an unknown option.
+    options: only, skip, limit, gate, as in torch.compile's `fusion.*`. The sites are added to
+    `fusion_backend.report()`. Raises ValueError for an unknown option.
     """
     ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
     record = reporting.GraphRecord(len(program.graph.nodes))

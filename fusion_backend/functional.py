@@ -65,9 +65,7 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
     for n in order:
         for s in storages(n):
             by_storage.setdefault(s, []).append(n)
-    last_mutation = {
-        s: max((order[n] for n in group if is_mutation(n)), default=-1) for s, group in by_storage.items()
-    }
+    last_mutation = {s: max((order[n] for n in group if is_mutation(n)), default=-1) for s, group in by_storage.items()}
     chains: dict[fx.Node, list[fx.Node]] = {}
     for n in list(order):
         if not is_mutation(n) or not isinstance(n.args[0], fx.Node):

@@ -11,8 +11,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from fusion_backend.canonical import FREE, Canon
+from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.expressions import FREE
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match, peel, value_of
@@ -107,14 +108,16 @@ class Gate:
         regions = {self.view.region.get(n) for n in inside if n.op == "call_function"}
         if len(regions) > 1:
             return "it crosses a change of grad mode, autocast or other state"
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
         for n in match.interior:
+            if any(self.canon.of[n] is self.canon.of[a] for a in arguments):
+                continue  # an argument again, after a dropout in evaluation, say: nothing is computed there
             outside = [u for u in n.users if u not in inside]
             outside += [m for m in self.canon.of[n].nodes if m not in inside and m.users and not set(m.users) <= inside]
             if outside and self.canon.of[n].op not in FREE:
                 return f"{n.name} inside it is used elsewhere too, at {location(outside[0])}"
         first_root = min(self.order[r] for r in match.roots)
         readers = [self.order[n] for n in inside]
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
         for a in arguments:
             if self.order[a] > first_root:
                 return f"its argument {a.name} is computed after its first result"

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fusion_backend.canonical import COMMUTATIVE, Canon, Expr
+from fusion_backend.canonical import Canon
+from fusion_backend.expressions import COMMUTATIVE, Expr
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import FORMS, Template, templates
 from fusion_backend.torch_api import guard_or_false, sym_eq
@@ -114,6 +115,10 @@ class Unifier:
         if p.attr != g.attr or len(p.args) != len(g.args):
             self.miss(g, f"expected {p.op} over {p.attr}, found {g.attr}")
             return
+        if env.get(id(g), p) is not p:  # silu(x w) is no gated_linear(x, w, w), which would multiply twice
+            self.miss(g, f"{describe(g)} would stand for two operators of the pattern")
+            return
+        env = {**env, id(g): p}
         self.depth += 1
         pinned = pinned or p.op in KEEPS_DTYPE
         for order in ((0, 1), (1, 0)) if p.op in COMMUTATIVE else (range(len(p.args)),):
@@ -190,7 +195,8 @@ class Unifier:
 def describe(e: Expr) -> str:
     if e.op == "const":
         return f"{e.attr:g}"
-    return {"input": f"the value {e.attr}", "sym": "a symbolic number"}.get(e.op, e.op.removeprefix("aten.").split(".")[0])
+    known = {"input": f"the value {e.attr}", "sym": "a symbolic number"}
+    return known.get(e.op, e.op.removeprefix("aten.").split(".")[0])
 
 
 class Matcher:
@@ -218,8 +224,8 @@ class Matcher:
     def at(self, t: Template, n: fx.Node) -> Match | None:
         unifier = Unifier(t)
         reason, where = "", n
-        for env in unifier.unify(t.roots[0], self.canon.of[n], {}):
-            for roots, env in self.other_roots(t, unifier, [n], env):
+        for first in unifier.unify(t.roots[0], self.canon.of[n], {}):
+            for roots, env in self.other_roots(t, unifier, [n], first):
                 found = self.complete(t, roots, env)
                 if isinstance(found, Match):
                     return found
@@ -249,6 +255,9 @@ class Matcher:
 
     def complete(self, t: Template, roots: list[fx.Node], env: dict) -> Match | tuple[fx.Node, str]:
         """Bound expressions -> nodes, in dtypes that reproduce the graph's outputs; then the nodes in between."""
+        for name, bound in env.items():
+            if isinstance(bound, Bound) and id(peel(bound.expr)) in env:
+                return roots[0], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
         for peeled in (True, False):
             arguments: dict[str, object] = {}

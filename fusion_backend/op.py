@@ -53,9 +53,7 @@ class Op:
         first = [inspect.Parameter(f"grad_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
         saved = [inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.pattern.saves]
         needs = inspect.Parameter("needs", plain, annotation=list[bool])
-        return inspect.Signature(
-            [*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors))
-        )
+        return inspect.Signature([*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors)))
 
     def flatten(self, arguments: dict[str, object]) -> list:
         """Arguments of the pattern -> arguments of the op. Works on tensors, fakes and graph nodes alike."""

@@ -212,7 +212,7 @@ class Pattern:
 
 
 def register(pattern: Pattern) -> None:
-    """Add a pattern to the registry. A second definition from the same file (a notebook cell run again) replaces the first."""
+    """Add a pattern. A second definition from the same file (a notebook cell run again) replaces the first."""
     old = REGISTRY.get(pattern.name)
     if old is not None and old.file != pattern.file:
         raise PatternError(f"{pattern.where}: the name is taken by {old.where}")

@@ -49,7 +49,8 @@ class Miss:
     reason: str
 
     def __str__(self):
-        return f"near miss  {self.pattern:14} {self.where}  {self.matched} of {self.size} operators matched, then {self.reason}"
+        how_far = f"{self.matched} of {self.size} operators matched, then {self.reason}"
+        return f"near miss  {self.pattern:14} {self.where}  {how_far}"
 
 
 @dataclasses.dataclass

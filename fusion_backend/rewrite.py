@@ -8,7 +8,6 @@ operators is expanded whole or not at all. The plan is made and checked first: n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 from torch import fx
 
@@ -68,9 +67,7 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         result = call(op.overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])
         if len(d.value) == 1:
             return new, {match.roots[0]: result}
-        return new, {
-            root: call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)
-        }
+        return new, {root: call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)}
 
 
 class Writer:
@@ -104,9 +101,10 @@ class Writer:
     def apply(self, d: Decision) -> None:
         """Put the op into the view and take out what it computes."""
         owner = self.view.owner
-        first_owner = owner[min(d.match.roots, key={n: i for i, n in enumerate(self.view.graph.nodes)}.__getitem__)]
-        involved = [*d.match.roots, *d.match.interior, *(a for a in d.match.tensors().values() if isinstance(a, fx.Node))]
-        for n in involved:
+        order = {n: i for i, n in enumerate(self.view.graph.nodes)}
+        first_owner = owner[min(d.match.roots, key=order.__getitem__)]
+        arguments = [a for a in d.match.tensors().values() if isinstance(a, fx.Node)]
+        for n in (*d.match.roots, *d.match.interior, *arguments):
             if self.chain_of(n):
                 self.touched |= {owner[m] for m in self.chain_of(n)}
         new, replaced = put(self.view.graph, d, self.now)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_backend.canonical import LEAVES, Canon, Expr
+from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
+from fusion_backend.expressions import LEAVES, Expr
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.pattern import Pattern, PatternError
 from fusion_backend.torch_api import FakeTensorMode, pytree, trace

@@ -29,20 +29,20 @@ def collect(fn: Callable, *inputs, dynamic: bool | None = None, options: dict | 
     return collector
 
 
-def rewritten(fn: Callable, *inputs, dynamic: bool | None = None, options: dict | None = None, **kwargs) -> fx.GraphModule:
+def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
     """The graph of `fn(*inputs)` after the rewrite; the very graph Dynamo made when nothing fuses.
 
     On a machine without a GPU sites are written with the inlined reference; `with_kernels` switches them to the
     kernels, which then run in Triton's interpreter. Raises AssertionError when Dynamo breaks the function into pieces.
     """
-    collector = collect(fn, *inputs, dynamic=dynamic, options=options, **kwargs)
+    collector = collect(fn, *inputs, **kwargs)
     if len(collector.graphs) != 1:
         raise AssertionError(f"expected one graph, Dynamo made {len(collector.graphs)}")
     return collector.graphs[0]
 
 
 def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) -> Report:
-    """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`; 0 asserts that it does not. Returns the report."""
+    """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`, none with 0. Returns the report."""
     report = collect(fn, *inputs, **kwargs).report
     found = sum(s.pattern == pattern for s in report.fused)
     if found != count:
@@ -94,7 +94,8 @@ def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str:
     mine = (got.double() - exact)[finite].abs().max().item()
     theirs = (plain.double() - exact)[finite].abs().max().item()
     floor = ULPS * torch.finfo(got.dtype).eps * exact[finite].abs().max().item()
-    return "" if mine <= max(FACTOR * theirs, floor) else f"error {mine:.3g} against fp64, the unfused one has {theirs:.3g}"
+    fine = mine <= max(FACTOR * theirs, floor)
+    return "" if fine else f"error {mine:.3g} against fp64, the unfused one has {theirs:.3g}"
 
 
 def check_pattern(pattern: Pattern, dtypes=(torch.float32,), device: str | None = None) -> list[str]:
@@ -197,6 +198,3 @@ def kernels_agree(pattern: Pattern, kinds, dtype: torch.dtype, device: str) -> N
         if wrong:
             what = "result" if i < pattern.outputs else f"gradient {i - pattern.outputs}"
             raise AssertionError(f"{pattern.where}: {what} of the kernel for {kinds} in {dtype}: {wrong}")
-
-
-__all__ = ["assert_fuses", "check_pattern", "close", "collect", "fused_nodes", "graph_text", "rewritten", "with_kernels"]

@@ -1,5 +1,6 @@
-"""Every private torch name the project uses, and every difference between torch 2.11 and 2.13. Nothing else imports either."""
+"""Every private torch name the project uses, and every difference between torch 2.11 and 2.13."""
 
+# ruff: noqa: F401 (the imports are what this file is for)
 from __future__ import annotations
 
 import contextlib
@@ -10,10 +11,6 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
-from torch._higher_order_ops.triton_kernel_wrap import (
-    triton_kernel_wrapper_functional,
-    triton_kernel_wrapper_mutation,
-)
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator, OpOverload
@@ -21,24 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
 )
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    make_fx,
-    track_tensor_tree,
-)
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_or_false, statically_known_true, sym_eq
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_eq
 from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = [
-    "CustomGraphPass", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "RestartAnalysis", "STATE_FUNCTIONS",
-    "ShapeEnv", "TorchDispatchMode", "TRITON_HOPS", "aten", "fake_mode_of", "get_proxy_mode",
-    "guard_or_false", "inductor", "make_fx", "many_recompiles", "pass_slot", "plain_tensors", "pytree", "reset_cudagraphs",
-    "statically_known_true", "sym_eq", "trace", "track_tensor_tree", "tracing_under", "triton_op", "without_torch_function",
-]  # fmt: skip
-
 aten = torch.ops.aten
-TRITON_HOPS = (triton_kernel_wrapper_functional, triton_kernel_wrapper_mutation)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
@@ -61,6 +46,11 @@ def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
             stack.enter_context(fake_mode)
         stack.enter_context(fx.traceback.preserve_node_meta())
         return make_fx(fn, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+
+
+def sym_key(value):
+    """A symbolic number as part of a dictionary key."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
 def without_torch_function():

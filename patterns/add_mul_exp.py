@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import first, in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern(reciprocal=True)
@@ -19,7 +19,7 @@ def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
 
 @add_mul_exp.guard
 def _(x, y, s):
-    return reject_dtypes(x=x, y=y) or reject_layouts(x=x, y=y) or reject_dynamic(s=s)
+    return first(reject_dtypes(x=x, y=y), reject_layouts(x=x, y=y), reject_dynamic(s=s))
 
 
 @add_mul_exp.kernel
@@ -27,9 +27,7 @@ def _(x, y, s):
     out = torch.empty_like(x)
     size, block = out.numel(), 2048
     grid = ((size + block - 1) // block,)
-    launch(
-        add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, size, s, BLOCK=block, num_warps=4
-    )
+    launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, size, s, BLOCK=block, num_warps=4)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -35,43 +37,38 @@ def _(x, w1, b1, w2, b2):
     for name, bias in dict(b1=b1, b2=b2).items():
         if bias is not None and not (tuple(bias.shape) == (w1.shape[1],) and bias.stride(0) == 1):
             return Reject(f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector")
-    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return Reject("fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')")
     return reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
 
 
 @gated_linear.worthwhile
 def _(x, w1, b1, w2, b2, training):
     k, n = w1.shape
-    rows = x.numel() // k if k else 0
+    rows = math.prod(x.shape[:-1])
     if statically_known_true(rows <= DECODE):
         return Reject(f"{rows} rows only stream the weights: that needs the columns of x split over programs")
     if k % 8 or n % 8:
         return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return Reject("fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')")
 
 
 @gated_linear.kernel(saves=("gate", "up"))
 def _(x, w1, b1, w2, b2, save):
-    rows = as_rows(x)
-    out, gate, up = forward(rows, w1, b1, w2, b2, save, config(rows.shape[0], x.dtype))
-    shape = (*x.shape[:-1], w1.shape[1])
-    return out.view(shape), gate, up
+    return forward(x, w1, b1, w2, b2, save, config(x))
 
 
 @gated_linear.saved
 def _(x, w1, b1, w2, b2):
-    x = x.reshape(-1, x.shape[-1])
     gate, up = x @ w1, x @ w2
     return gate if b1 is None else gate + b1, up if b2 is None else up + b2
 
 
 @gated_linear.backward
 def _(saved, dy):
-    x, w1, w2 = as_rows(saved.x), saved.w1, saved.w2
-    dy = dy.reshape(-1, dy.shape[-1]).float()
-    gate = torch.sigmoid(saved.gate.float())
-    d_up = (dy * gate).to(x.dtype)
-    d_gate = (dy * saved.up.float() * gate * (1 - gate)).to(x.dtype)
+    x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
+    dy, gate = dy.float(), torch.sigmoid(saved.gate.float())
+    d_up = (dy * gate).to(x.dtype).reshape(-1, dy.shape[-1])
+    d_gate = (dy * saved.up.float() * gate * (1 - gate)).to(x.dtype).reshape(-1, dy.shape[-1])
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     if saved.needs["x"]:
         grads["x"] = torch.addmm(d_gate @ w1.t(), d_up, w2.t()).view(saved.x.shape)
@@ -88,24 +85,25 @@ def weight_gradient(x, d, weight):
     return (d.t() @ x).t() if weight.stride(0) == 1 else x.t() @ d
 
 
-def config(rows, dtype) -> dict:
+def config(x) -> dict:
     """Tiles whose two accumulators fill the registers; for fp32 smaller ones, as a stage takes twice the memory."""
-    if dtype == torch.float32:
+    if x.dtype == torch.float32:
         return dict(BM=64, BN=64, BK=32, GROUP=8, num_warps=4, num_stages=3)
-    short = not dynamic(rows) and rows <= 64
+    short = statically_known_true(math.prod(x.shape[:-1]) <= 64)
     return dict(BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4)
 
 
 def forward(x, w1, b1, w2, b2, save, config):
-    """x `[m, k]` with unit column stride, w1 and w2 `[k, n]` with any strides. Grid: tiles of the output."""
-    (m, k), n = x.shape, w1.shape[1]
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    gate, up = (torch.empty((m, n) if save else (0,), dtype=x.dtype, device=x.device) for _ in range(2))
+    """x `[..., k]`, w1 and w2 `[k, n]` with any strides. Grid: tiles of the output."""
+    (k, n), shape = w1.shape, (*x.shape[:-1], w1.shape[1])
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    gate, up = (torch.empty(shape if save else (0,), dtype=x.dtype, device=x.device) for _ in range(2))
+    x, m, stride = as_rows(x)
     tiles = ((m + config["BM"] - 1) // config["BM"]) * ((n + config["BN"] - 1) // config["BN"])
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     launch(
         gated_linear_kernel, (tiles,), x, w1, b1, w2, b2, out, gate if save else None, up if save else None, m,
-        N=n, K=k, X_ROW=x.stride(0), W1_ROW=w1.stride(0), W1_COL=w1.stride(1), W2_ROW=w2.stride(0),
+        N=n, K=k, X_ROW=stride, W1_ROW=w1.stride(0), W1_COL=w1.stride(1), W2_ROW=w2.stride(0),
         W2_COL=w2.stride(1), PRECISION=precision, UPCAST=interpreted(gated_linear_kernel), **config,
     )  # fmt: skip
     return out, gate, up

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.inputs import as_rows, dynamic, first, reject_dtypes, reject_dynamic
 
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD_FORWARD = 65536  # bytes of the longest row that stays in the registers of one program
@@ -63,13 +63,12 @@ def _(x, weight, bias, eps):
             return Reject(f"{name} with shape {tuple(t.shape)} and strides {t.stride()} is not a plain vector")
     if dynamic(x.stride(-1)) or x.stride(-1) != 1:
         return Reject(f"the elements of a row are {x.stride(-1)} apart")
-    return reject_dtypes(x=x, weight=weight, bias=bias) or reject_dynamic(eps=eps)
+    return first(reject_dtypes(x=x, weight=weight, bias=bias), reject_dynamic(eps=eps))
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))
 def _(x, weight, bias, eps, save):
-    rows = as_rows(x)
-    return forward(rows, weight, bias, eps, save, x.shape, *forward_config(rows.shape[1], x.element_size()))
+    return forward(x, weight, bias, eps, save, *forward_config(x.shape[-1], x.element_size()))
 
 
 @layer_norm.saved
@@ -81,17 +80,10 @@ def _(x, weight, bias, eps):
 
 @layer_norm.backward
 def _(saved, dy):
-    x, dy = as_rows(saved.x), as_rows(dy)
     needs = tuple(getattr(saved, name) is not None and saved.needs[name] for name in ("x", "weight", "bias"))
-    stats = saved.weight, saved.mean, saved.rstd
-    if x.shape[1] <= MAX_HELD_BACKWARD:
-        dx, dw, db = backward(dy, x, *stats, needs, *backward_config(x.shape[1]))
-    else:
-        dx, dw, db = backward_long(dy, x, *stats, needs)
-    dx = dx.view(saved.x.shape) if dx is not None else None
-    # Partial sums come one row a program: no atomics, so the same gradient every time.
-    dw, db = (t.sum(0).to(x.dtype) if t is not None else None for t in (dw, db))
-    return dx, dw, db
+    run = backward if saved.x.shape[-1] <= MAX_HELD_BACKWARD else backward_long
+    dx, sums = run(dy, saved.x, saved.weight, saved.mean, saved.rstd, needs)
+    return dx, *add_up(sums, saved.x.dtype, *needs[1:])
 
 
 def forward_config(n: int, itemsize: int) -> tuple[int, int, int]:
@@ -113,17 +105,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def forward(x, weight, bias, eps, save, shape, block, rows_each, warps):
-    """Normalise `x [rows, n]` with any row stride. Grid: rows / rows_each."""
-    rows, n = x.shape
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    stats = (rows if save else 0,)
-    mean, rstd = (torch.empty(stats, dtype=torch.float32, device=x.device) for _ in range(2))
+def forward(x, weight, bias, eps, save, block, rows_each, warps):
+    """Normalise `x [..., n]`. Grid: rows / rows_each."""
+    n, y = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, rows, stride = as_rows(x)
+    mean, rstd = (torch.empty(rows if save else 0, dtype=torch.float32, device=x.device) for _ in range(2))
     kernel = layer_norm_kernel if block >= n else layer_norm_long_kernel
     rest = dict(ROWS=rows_each) if block >= n else {}
     launch(
         kernel, ((rows + rows_each - 1) // rows_each,), x, weight, bias, y, mean if save else None,
-        rstd if save else None, rows, eps, STRIDE=x.stride(0), N=n, BLOCK=block, num_warps=warps, **rest,
+        rstd if save else None, rows, eps, STRIDE=stride, N=n, BLOCK=block, num_warps=warps, **rest,
     )  # fmt: skip
     return y, mean, rstd
 
@@ -133,7 +124,7 @@ def forward(x, weight, bias, eps, save, shape, block, rows_each, warps):
 def layer_norm_kernel(
     X, W, B, Y, MEAN, RSTD, rows, eps, STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     keep = (row < rows) & (col < N)
@@ -155,8 +146,8 @@ def layer_norm_kernel(
 # Bytes: as above; the second reading of a row comes from L2.
 @triton.jit
 def layer_norm_long_kernel(
-    X, W, B, Y, MEAN, RSTD, rows, eps, STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
-):
+    X, W, B, Y, MEAN, RSTD, rows, eps, STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += row * STRIDE
     Y += row * N
@@ -187,33 +178,35 @@ def layer_norm_long_kernel(
 
 
 def gradients(x, needs, programs):
-    """Empty dx `[rows, n]` and fp32 partial sums `[programs, n]` for weight and bias, None where nobody asks."""
-    n = x.shape[1]
+    """Empty dx, and fp32 partial sums `[weight and bias, programs, n]`; None where nobody asks."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
-    sums = (torch.empty((programs, n), dtype=torch.float32, device=x.device) if need else None for need in needs[1:])
-    return dx, *sums
+    count = sum(needs[1:])
+    shape = (count, programs, x.shape[-1])
+    return dx, torch.empty(shape, dtype=torch.float32, device=x.device) if count else None
 
 
-def backward(dy, x, weight, mean, rstd, needs, block, rows_each, warps, programs_each, stages):
+def backward(dy, x, weight, mean, rstd, needs, config=None):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
-    rows, n = x.shape
-    programs = multiprocessors(x.device) * programs_each
+    n = x.shape[-1]
+    block, rows_each, warps, programs, stages = config or backward_config(n)
+    programs *= multiprocessors(x.device)
+    (dy, _, dy_stride), (x, rows, x_stride) = as_rows(dy), as_rows(x)
     if not dynamic(rows):
         programs = min(programs, (rows + rows_each - 1) // rows_each)
-    dx, dw, db = gradients(x, needs, programs)
+    dx, sums = gradients(x, needs, programs)
     launch(
-        layer_norm_backward_kernel, (programs,), dy, x, weight, mean, rstd, dx, dw, db, rows,
-        DY_STRIDE=dy.stride(0), X_STRIDE=x.stride(0), N=n, BLOCK=block, ROWS=rows_each, STAGES=stages, num_warps=warps,
+        layer_norm_backward_kernel, (programs,), dy, x, weight, mean, rstd, dx, sums, rows, DY_STRIDE=dy_stride,
+        X_STRIDE=x_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], BLOCK=block, ROWS=rows_each, STAGES=stages,
+        num_warps=warps,
     )  # fmt: skip
-    return dx, dw, db
+    return dx, sums
 
 
 # Bytes: dy and x once, dx once, 8 a program and column.
 @triton.jit
 def layer_norm_backward_kernel(
-    DY, X, W, MEAN, RSTD, DX, DW, DB, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    DY, X, W, MEAN, RSTD, DX, SUMS, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, N: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)[None, :]
     inside = col < N
@@ -221,58 +214,58 @@ def layer_norm_backward_kernel(
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    for top in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        row = (top + tl.arange(0, ROWS))[:, None].to(tl.int64)
         keep = (row < rows) & inside
         dy = tl.load(DY + row * DY_STRIDE + col, keep, 0.0).to(tl.float32)
         x = tl.load(X + row * X_STRIDE + col, keep, 0.0).to(tl.float32)
         mean = tl.load(MEAN + row, row < rows, 0.0)
         rstd = tl.load(RSTD + row, row < rows, 0.0)
         x = tl.where(inside, (x - mean) * rstd, 0.0)
-        if DW is not None:
+        if WEIGHT:
             dw += dy * x
-        if DB is not None:
+        if BIAS:
             db += dy
         if DX is not None:
             if W is not None:
                 dy *= w
             dx = (dy - x * (tl.sum(dy * x, 1, keep_dims=True) / N) - tl.sum(dy, 1, keep_dims=True) / N) * rstd
             tl.store(DX + row * N + col, dx, keep)
-    out = tl.program_id(0) * N + col
-    if DW is not None:
-        tl.store(DW + out, tl.sum(dw, 0, keep_dims=True), inside)
-    if DB is not None:
-        tl.store(DB + out, tl.sum(db, 0, keep_dims=True), inside)
+    at = tl.program_id(0) * N + col
+    if WEIGHT:
+        tl.store(SUMS + at, tl.sum(dw, 0, keep_dims=True), inside)
+        at += tl.num_programs(0) * N
+    if BIAS:
+        tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
 
 
-def backward_long(dy, x, weight, mean, rstd, needs):
+def backward_long(dy, x, weight, mean, rstd, needs, config=(1024, 4, 8, 4)):
     """Two passes: the two means of every row, then dx and partial sums, block of columns by block of columns."""
-    rows, n = x.shape
-    rows_each, cols, blocks = 4, 1024, (n + 1023) // 1024
-    programs = max(1, multiprocessors(x.device) * 4 // blocks)
+    n = x.shape[-1]
+    cols, rows_each, warps, programs = config
+    blocks = (n + cols - 1) // cols
+    programs = max(1, multiprocessors(x.device) * programs // blocks)
+    (dy, _, dy_stride), (x, rows, x_stride) = as_rows(dy), as_rows(x)
     if not dynamic(rows):
         programs = min(programs, (rows + rows_each - 1) // rows_each)
-    dx, dw, db = gradients(x, needs, programs)
-    means = torch.empty((2, rows), dtype=torch.float32, device=x.device)
-    strides = dict(DY_STRIDE=dy.stride(0), X_STRIDE=x.stride(0))
+    dx, sums = gradients(x, needs, programs)
+    means = torch.empty((2, rows), dtype=torch.float32, device=x.device) if needs[0] else None
+    args, strides = (dy, x, weight, mean, rstd, means), dict(DY_STRIDE=dy_stride, X_STRIDE=x_stride)
     if needs[0]:
-        launch(
-            layer_norm_backward_means_kernel, (rows,), dy, x, weight, mean, rstd, means, rows, **strides,
-            N=n, BLOCK=4096, num_warps=8,
-        )  # fmt: skip
+        launch(layer_norm_backward_means_kernel, (rows,), *args, rows, **strides, N=n, BLOCK=4096, num_warps=8)
     launch(
-        layer_norm_backward_columns_kernel, (blocks, programs), dy, x, weight, mean, rstd, means, dx, dw, db, rows, **strides,
-        N=n, COLS=cols, ROWS=rows_each, num_warps=8,
+        layer_norm_backward_columns_kernel, (blocks, programs), *args, dx, sums, rows, **strides, N=n,
+        WEIGHT=needs[1], BIAS=needs[2], COLS=cols, ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
-    return dx, dw, db
+    return dx, sums
 
 
 # Bytes: dy and x once.
 @triton.jit
 def layer_norm_backward_means_kernel(
-    DY, X, W, MEAN, RSTD, MEANS, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr
-):
+    DY, X, W, MEAN, RSTD, MEANS, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     DY += row * DY_STRIDE
     X += row * X_STRIDE
@@ -295,9 +288,8 @@ def layer_norm_backward_means_kernel(
 # Bytes: dy and x once more, dx once, 8 a program and column.
 @triton.jit
 def layer_norm_backward_columns_kernel(
-    DY, X, W, MEAN, RSTD, MEANS, DX, DW, DB, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
-    N: tl.constexpr, COLS: tl.constexpr,
-    ROWS: tl.constexpr,
+    DY, X, W, MEAN, RSTD, MEANS, DX, SUMS, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, N: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     col = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :]
     inside = col < N
@@ -305,27 +297,59 @@ def layer_norm_backward_columns_kernel(
     db = tl.zeros([ROWS, COLS], tl.float32)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32)
-    for first in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    for top in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = (top + tl.arange(0, ROWS))[:, None].to(tl.int64)
         known = row < rows
         dy = tl.load(DY + row * DY_STRIDE + col, known & inside, 0.0).to(tl.float32)
         x = tl.load(X + row * X_STRIDE + col, known & inside, 0.0).to(tl.float32)
         rstd = tl.load(RSTD + row, known, 0.0)
         x = (x - tl.load(MEAN + row, known, 0.0)) * rstd
-        if DW is not None:
+        if WEIGHT:
             dw += dy * x
-        if DB is not None:
+        if BIAS:
             db += dy
         if DX is not None:
             if W is not None:
                 dy *= w
             dx = (dy - x * tl.load(MEANS + row, known, 0.0) - tl.load(MEANS + rows + row, known, 0.0)) * rstd
             tl.store(DX + row * N + col, dx, known & inside)
-    out = tl.program_id(1) * N + col
+    at = tl.program_id(1) * N + col
+    if WEIGHT:
+        tl.store(SUMS + at, tl.sum(dw, 0, keep_dims=True), inside)
+        at += tl.num_programs(1) * N
+    if BIAS:
+        tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
+
+
+def add_up(sums, dtype, weight, bias):
+    """Partial sums of all programs to the gradients. Without atomics: the same bits every time."""
+    if not weight and not bias:
+        return None, None
+    _, programs, n = sums.shape
+    dw, db = (torch.empty(n, dtype=dtype, device=sums.device) if need else None for need in (weight, bias))
+    launch(layer_norm_sums_kernel, ((n + 31) // 32,), sums, dw, db, programs, N=n, COLS=32, ROWS=64, num_warps=4)
+    return dw, db
+
+
+# Bytes: 4 a program and column, for each of the two.
+@triton.jit
+def layer_norm_sums_kernel(SUMS, DW, DB, programs, N: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr):
+    col = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :]
+    inside = col < N
+    dw = tl.zeros([ROWS, COLS], tl.float32)
+    db = tl.zeros([ROWS, COLS], tl.float32)
+    for top in tl.range(0, programs, ROWS):
+        row = top + tl.arange(0, ROWS)[:, None]
+        at, keep = SUMS + row * N + col, (row < programs) & inside
+        if DW is not None:
+            dw += tl.load(at, keep, 0.0)
+            at += programs * N
+        if DB is not None:
+            db += tl.load(at, keep, 0.0)
     if DW is not None:
-        tl.store(DW + out, tl.sum(dw, 0, keep_dims=True), inside)
+        tl.store(DW + col, tl.sum(dw, 0, keep_dims=True), inside)
     if DB is not None:
-        tl.store(DB + out, tl.sum(db, 0, keep_dims=True), inside)
+        tl.store(DB + col, tl.sum(db, 0, keep_dims=True), inside)
 
 
 @layer_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

@@ -9,59 +9,35 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import first, in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern
-def quantize_int8(x: Tensor, scale: float, zero_point: float) -> Tensor:
-    return torch.clamp(torch.round(x / scale + zero_point), -128, 127).to(torch.int8)
+def quantize_int8(x: Tensor, scale: float, zero_point: float | None) -> Tensor:
+    q = x / scale if zero_point is None else x / scale + zero_point
+    return torch.clamp(torch.round(q), -128, 127).to(torch.int8)
 
 
 @quantize_int8.spelling
 def _(x, scale, zero_point):
-    return torch.round(torch.clamp(x / scale + zero_point, -128, 127)).to(torch.int8)
-
-
-@Pattern
-def quantize_int8_symmetric(x: Tensor, scale: float) -> Tensor:
-    """Quantise to int8 with one scale and no zero point: clamp(round(x / scale), -128, 127)."""
-    return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8)
-
-
-@quantize_int8_symmetric.spelling
-def _(x, scale):
-    return torch.round(torch.clamp(x / scale, -128, 127)).to(torch.int8)
+    q = x / scale if zero_point is None else x / scale + zero_point
+    return torch.round(torch.clamp(q, -128, 127)).to(torch.int8)
 
 
 @quantize_int8.guard
 def _(x, scale, zero_point):
-    return reject_dtypes(x=x) or reject_layouts(x=x) or reject_dynamic(scale=scale, zero_point=zero_point)
-
-
-@quantize_int8_symmetric.guard
-def _(x, scale):
-    return reject_dtypes(x=x) or reject_layouts(x=x) or reject_dynamic(scale=scale)
+    return first(reject_dtypes(x=x), reject_layouts(x=x), reject_dynamic(scale=scale, zero_point=zero_point))
 
 
 @quantize_int8.kernel
 def _(x, scale, zero_point):
-    return quantize(x, scale, zero_point)
-
-
-@quantize_int8_symmetric.kernel
-def _(x, scale):
-    return quantize(x, scale, 0.0)
-
-
-def quantize(x, scale, zero_point):
-    """Launch the kernel. Torch divides by a scalar exactly on CPU and multiplies with its fp32 reciprocal on CUDA;
-    the kernel does what eager does on the same device, so that every integer agrees."""
     out = torch.empty_like(x, dtype=torch.int8)
     size, block = out.numel(), 4096
-    x = in_layout(out, x)
     grid = ((size + block - 1) // block,)
+    # Torch divides by a scalar exactly on CPU and multiplies with its fp32 reciprocal on CUDA. The kernel does what
+    # eager does on the same device, so that every integer agrees.
     options = dict(DIVIDE=x.device.type == "cpu", BLOCK=block, num_warps=8)
-    launch(quantize_int8_kernel, grid, x, out, size, scale, zero_point, **options)
+    launch(quantize_int8_kernel, grid, in_layout(out, x), out, size, scale, zero_point or 0.0, **options)
     return out
 
 
@@ -87,8 +63,3 @@ def quantize_int8_kernel(X, OUT, size, scale, zero_point, DIVIDE: tl.constexpr, 
 @quantize_int8.inputs(dict(size=1003), dict(size=50_000_000))
 def _(tensor, size):
     return tensor(size), 0.05, 3.0
-
-
-@quantize_int8_symmetric.inputs(dict(size=1003), dict(size=50_000_000))
-def _(tensor, size):
-    return tensor(size), 0.05

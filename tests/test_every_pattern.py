@@ -24,7 +24,9 @@ every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 
 
 def forms():
-    return [pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}") for p in ALL.values() for kinds in supported_forms(p)]
+    return [
+        pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}") for p in ALL.values() for kinds in supported_forms(p)
+    ]
 
 
 every_form = pytest.mark.parametrize("pattern, kinds", forms())
@@ -68,7 +70,9 @@ def test_compiled_agrees(pattern, kinds):
     """Through Inductor, with the inlined reference."""
     args = arguments(pattern, kinds, torch.float32)
     tensors, call = split(args)
-    compiled = torch.compile(call(pattern.reference), backend="fusion", options={"fusion.gate": "always"}, dynamic=False)
+    compiled = torch.compile(
+        call(pattern.reference), backend="fusion", options={"fusion.gate": "always"}, dynamic=False
+    )
     exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     plain = value_and_gradients(pattern.reference, args)
     want = value_and_gradients(pattern.reference, exact)
@@ -87,7 +91,9 @@ def test_gradient_of_some_inputs_only(pattern):
     for wanted in range(len(tensors)):
         some = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
         for got, want in zip(
-            value_and_gradients(lambda *a: gm(*a), some), value_and_gradients(call(pattern.reference), some), strict=True
+            value_and_gradients(lambda *a: gm(*a), some),
+            value_and_gradients(call(pattern.reference), some),
+            strict=True,
         ):
             torch.testing.assert_close(got, want)
 

@@ -47,7 +47,8 @@ def norm(x, w, b):
 
 CASES = {
     "layer norm runs kernels, forward and backward": """
-gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), (64, 4096), (4096,), (4096,), grad=True, gate="always")
+shapes = (64, 4096), (4096,), (4096,)
+gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), *shapes, grad=True, gate="always")
 (site,) = record.sites
 assert site.fused and (site.forward, site.backward) == ("kernel", "kernel"), str(site)
 (node,) = fused_nodes(new)

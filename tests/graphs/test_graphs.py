@@ -18,16 +18,20 @@ def text(fn, *inputs):
 class AddMul(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, y, z: ((x + y) * z).relu(), tensor(3, 5), tensor(3, 5), tensor(5)), """\
+            text(lambda x, y, z: ((x + y) * z).relu(), tensor(3, 5), tensor(3, 5), tensor(5)),
+            """\
 add_mul_default = fusion.add_mul(l_x_, l_y_, l_z_, None, forward=reference, backward=vjp, save=False)
 relu = relu(add_mul_default)
-return (relu,)"""
+return (relu,)""",
         )
 
     def test_scalar(self):
-        self.assertExpectedInline(text(lambda x, y: 3.0 * (y + x), tensor(3, 5), tensor(3, 5)), """\
+        self.assertExpectedInline(
+            text(lambda x, y: 3.0 * (y + x), tensor(3, 5), tensor(3, 5)),
+            """\
 add_mul_default = fusion.add_mul(l_y_, l_x_, None, 3.0, forward=reference, backward=vjp, save=False)
-return (add_mul_default,)""")
+return (add_mul_default,)""",
+        )
 
     def test_near_misses(self):
         x, y, z = tensor(3, 5), tensor(3, 5), tensor(3, 5)
@@ -42,9 +46,10 @@ return (add_mul_default,)""")
 class AddMulExp(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, y: torch.exp((x + y) * 2), tensor(3, 5), tensor(3, 5)), """\
+            text(lambda x, y: torch.exp((x + y) * 2), tensor(3, 5), tensor(3, 5)),
+            """\
 add_mul_exp_default = fusion.add_mul_exp(l_x_, l_y_, 2.0, forward=reference, backward=vjp, save=False)
-return (add_mul_exp_default,)"""
+return (add_mul_exp_default,)""",
         )
 
     def test_division_is_multiplication_by_the_reciprocal(self):
@@ -62,9 +67,10 @@ return (add_mul_exp_default,)"""
 class QuantizeInt8(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int8), tensor(3, 5)), """\
+            text(lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int8), tensor(3, 5)),
+            """\
 quantize_int8_default = fusion.quantize_int8(l_x_, 0.1, 3.0, forward=reference, backward=vjp, save=False)
-return (quantize_int8_default,)"""
+return (quantize_int8_default,)""",
         )
 
     def test_near_misses(self):
@@ -83,10 +89,11 @@ return (quantize_int8_default,)"""
 class LayerNorm(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, w, b: F.layer_norm(x, (5,), w, b, 1e-6), tensor(2, 3, 5), tensor(5), tensor(5)), """\
+            text(lambda x, w, b: F.layer_norm(x, (5,), w, b, 1e-6), tensor(2, 3, 5), tensor(5), tensor(5)),
+            """\
 layer_norm_default = fusion.layer_norm(l_x_, l_w_, l_b_, 1e-06, forward=reference, backward=vjp, save=False)
 getitem = getitem(layer_norm_default, 0)
-return (getitem,)"""
+return (getitem,)""",
         )
 
     def test_by_hand(self):
@@ -117,21 +124,23 @@ class GatedLinear(TestCase):
 
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()), """\
+            text(lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()),
+            """\
 gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
-return (getitem,)"""
+return (getitem,)""",
         )
 
     def test_linear_passes_the_weight_transposed(self):
         x, w = tensor(2, 3, 4), tensor(5, 4)
         self.assertExpectedInline(
-            text(lambda x, w, v: F.linear(x, v) * F.linear(x, w).sigmoid(), x, w, tensor(5, 4)), """\
+            text(lambda x, w, v: F.linear(x, v) * F.linear(x, w).sigmoid(), x, w, tensor(5, 4)),
+            """\
 permute_default = aten.permute(l_w_, [1, 0])
 permute_default_1 = aten.permute(l_v_, [1, 0])
 gated_linear_default = fusion.gated_linear(l_x_, permute_default, None, permute_default_1, None, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
-return (getitem,)"""
+return (getitem,)""",
         )
 
     def test_in_place(self):
@@ -141,10 +150,13 @@ return (getitem,)"""
             r *= x @ w2 + b2
             return r
 
-        self.assertExpectedInline(text(gate, *self.inputs()), """\
+        self.assertExpectedInline(
+            text(gate, *self.inputs()),
+            """\
 gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
-return (getitem,)""")
+return (getitem,)""",
+        )
 
     def test_near_misses(self):
         x, w1, b1, w2, b2 = self.inputs()
