@@ -1,4 +1,8 @@
-"""Add, then multiply: (x + y) · z, elementwise; z is a tensor or a scalar."""
+"""Add, then multiply: (x + y) · z, elementwise.
+
+x, y and z have one shape and one dense layout; z may be a number instead. fp32, bf16 or fp16, computed in fp32 and
+rounded once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import first, in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern
@@ -19,7 +23,7 @@ def add_mul(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
 
 @add_mul.guard
 def _(x, y, z):
-    return first(reject_dtypes(x=x, y=y, z=z), reject_layouts(x=x, y=y, z=z), reject_dynamic(z=z))
+    return refusal(reject_dtypes(x=x, y=y, z=z), reject_layouts(x=x, y=y, z=z), reject_dynamic(z=z))
 
 
 @add_mul.kernel

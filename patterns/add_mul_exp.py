@@ -1,4 +1,7 @@
-"""The exponential of a scaled sum: exp((x + y) · s), elementwise, for a scalar s."""
+"""The exponential of a scaled sum: exp((x + y) · s), elementwise.
+
+x and y have one shape and one dense layout, s is a number. fp32, bf16 or fp16, computed in fp32 and rounded once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import first, in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern(reciprocal=True)
@@ -19,7 +22,7 @@ def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
 
 @add_mul_exp.guard
 def _(x, y, s):
-    return first(reject_dtypes(x=x, y=y), reject_layouts(x=x, y=y), reject_dynamic(s=s))
+    return refusal(reject_dtypes(x=x, y=y), reject_layouts(x=x, y=y), reject_dynamic(s=s))
 
 
 @add_mul_exp.kernel

@@ -1,4 +1,8 @@
-"""Gated linear unit: sigmoid(x W1 + b1) · (x W2 + b2) (Dauphin et al. 2017). Both products share one pass over x."""
+"""Gated linear unit: sigmoid(x W1 + b1) · (x W2 + b2), both products in one pass over x.
+
+x is `[..., k]`, W1 and W2 `[k, n]` with any strides (nn.Linear holds their transposes), b1 and b2 `[n]` may be missing;
+bf16, fp16 or fp32, sums in fp32, rounded once. Source: Dauphin et al. 2017.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,8 @@ def _(x, w1, b1, w2, b2):
         return Reject("a weight has a dynamic shape")
     if tuple(w1.shape) != tuple(w2.shape):
         return Reject(f"w1 has shape {tuple(w1.shape)} and w2 {tuple(w2.shape)}")
+    if max(size * stride for w in (w1, w2) for size, stride in zip(w.shape, w.stride(), strict=True)) >= 2**31:
+        return Reject(f"weights of {tuple(w1.shape)} exceed offsets of 32 bits")
     for name, bias in dict(b1=b1, b2=b2).items():
         if bias is not None and not (tuple(bias.shape) == (w1.shape[1],) and bias.stride(0) == 1):
             return Reject(f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector")
@@ -45,7 +51,7 @@ def _(x, w1, b1, w2, b2, training):
     k, n = w1.shape
     rows = math.prod(x.shape[:-1])
     if statically_known_true(rows <= DECODE):
-        return Reject(f"{rows} rows only stream the weights: that needs the columns of x split over programs")
+        return Reject(f"{rows} rows fill too few tiles; such a step waits for the weights")
     if k % 8 or n % 8:
         return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
     if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
@@ -157,7 +163,7 @@ def gated_linear_kernel(
     corner = top.to(tl.int64) * N + left
     out = row[:, None] * N + tl.arange(0, BN)[None, :]
     keep = (row[:, None] < m - top) & (tl.arange(0, BN)[None, :] < N - left)
-    tl.store(OUT + corner + out, tl.sigmoid(gate) * up, keep)
+    tl.store(OUT + corner + out, tl.sigmoid(gate) * up, keep)  # last, it would spill registers
     if GATE is not None:
         tl.store(GATE + corner + out, gate, keep)
         tl.store(UP + corner + out, up, keep)

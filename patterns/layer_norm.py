@@ -1,4 +1,8 @@
-"""Layer normalisation over the last dimension: (x - mean) / sqrt(var + eps) · weight + bias (Ba et al. 2016)."""
+"""Layer normalisation over the last dimension: (x - mean) / sqrt(var + eps) · weight + bias.
+
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight and bias `[n]` may be missing. Sums are taken
+in fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, dynamic, first, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.inputs import as_rows, dynamic, refusal, reject_dtypes, reject_dynamic
 
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD_FORWARD = 65536  # bytes of the longest row that stays in the registers of one program
@@ -63,7 +67,7 @@ def _(x, weight, bias, eps):
             return Reject(f"{name} with shape {tuple(t.shape)} and strides {t.stride()} is not a plain vector")
     if dynamic(x.stride(-1)) or x.stride(-1) != 1:
         return Reject(f"the elements of a row are {x.stride(-1)} apart")
-    return first(reject_dtypes(x=x, weight=weight, bias=bias), reject_dynamic(eps=eps))
+    return refusal(reject_dtypes(x=x, weight=weight, bias=bias), reject_dynamic(eps=eps))
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))
@@ -239,15 +243,15 @@ def layer_norm_backward_kernel(
         tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
 
 
-def backward_long(dy, x, weight, mean, rstd, needs, config=(1024, 4, 8, 4)):
+def backward_long(dy, x, weight, mean, rstd, needs, config=(2048, 8, 4, 3)):
     """Two passes: the two means of every row, then dx and partial sums, block of columns by block of columns."""
     n = x.shape[-1]
-    cols, rows_each, warps, programs = config
+    cols, warps, programs, stages = config
     blocks = (n + cols - 1) // cols
     programs = max(1, multiprocessors(x.device) * programs // blocks)
     (dy, _, dy_stride), (x, rows, x_stride) = as_rows(dy), as_rows(x)
     if not dynamic(rows):
-        programs = min(programs, (rows + rows_each - 1) // rows_each)
+        programs = min(programs, rows)
     dx, sums = gradients(x, needs, programs)
     means = torch.empty((2, rows), dtype=torch.float32, device=x.device) if needs[0] else None
     args, strides = (dy, x, weight, mean, rstd, means), dict(DY_STRIDE=dy_stride, X_STRIDE=x_stride)
@@ -255,7 +259,7 @@ def backward_long(dy, x, weight, mean, rstd, needs, config=(1024, 4, 8, 4)):
         launch(layer_norm_backward_means_kernel, (rows,), *args, rows, **strides, N=n, BLOCK=4096, num_warps=8)
     launch(
         layer_norm_backward_columns_kernel, (blocks, programs), *args, dx, sums, rows, **strides, N=n,
-        WEIGHT=needs[1], BIAS=needs[2], COLS=cols, ROWS=rows_each, num_warps=warps,
+        WEIGHT=needs[1], BIAS=needs[2], COLS=cols, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dx, sums
 
@@ -289,21 +293,20 @@ def layer_norm_backward_means_kernel(
 @triton.jit
 def layer_norm_backward_columns_kernel(
     DY, X, W, MEAN, RSTD, MEANS, DX, SUMS, rows, DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, N: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    col = (tl.program_id(0) * COLS + tl.arange(0, COLS))[None, :]
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < N
-    dw = tl.zeros([ROWS, COLS], tl.float32)
-    db = tl.zeros([ROWS, COLS], tl.float32)
+    dw = tl.zeros([COLS], tl.float32)
+    db = tl.zeros([COLS], tl.float32)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32)
-    for top in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
-        row = (top + tl.arange(0, ROWS))[:, None].to(tl.int64)
-        known = row < rows
-        dy = tl.load(DY + row * DY_STRIDE + col, known & inside, 0.0).to(tl.float32)
-        x = tl.load(X + row * X_STRIDE + col, known & inside, 0.0).to(tl.float32)
-        rstd = tl.load(RSTD + row, known, 0.0)
-        x = (x - tl.load(MEAN + row, known, 0.0)) * rstd
+    for i in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=STAGES):
+        row = tl.cast(i, tl.int64)
+        dy = tl.load(DY + row * DY_STRIDE + col, inside, 0.0).to(tl.float32)
+        x = tl.load(X + row * X_STRIDE + col, inside, 0.0).to(tl.float32)
+        rstd = tl.load(RSTD + row)
+        x = (x - tl.load(MEAN + row)) * rstd
         if WEIGHT:
             dw += dy * x
         if BIAS:
@@ -311,14 +314,14 @@ def layer_norm_backward_columns_kernel(
         if DX is not None:
             if W is not None:
                 dy *= w
-            dx = (dy - x * tl.load(MEANS + row, known, 0.0) - tl.load(MEANS + rows + row, known, 0.0)) * rstd
-            tl.store(DX + row * N + col, dx, known & inside)
+            dx = (dy - x * tl.load(MEANS + row) - tl.load(MEANS + rows + row)) * rstd
+            tl.store(DX + row * N + col, dx, inside)
     at = tl.program_id(1) * N + col
     if WEIGHT:
-        tl.store(SUMS + at, tl.sum(dw, 0, keep_dims=True), inside)
+        tl.store(SUMS + at, dw, inside)
         at += tl.num_programs(1) * N
     if BIAS:
-        tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
+        tl.store(SUMS + at, db, inside)
 
 
 def add_up(sums, dtype, weight, bias):

@@ -1,4 +1,8 @@
-"""Quantise to int8 with one scale: clamp(round(x / scale + zero_point), -128, 127), rounding half to even."""
+"""Quantise to int8 with one scale: clamp(round(x / scale + zero_point), -128, 127), rounding half to even.
+
+x is dense, in fp32, bf16 or fp16, computed in fp32; scale and zero_point are numbers, zero_point may be missing. The
+integers are those of eager fp32 on the same device; NaN becomes 0. Not differentiable.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import first, in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern
@@ -26,7 +30,7 @@ def _(x, scale, zero_point):
 
 @quantize_int8.guard
 def _(x, scale, zero_point):
-    return first(reject_dtypes(x=x), reject_layouts(x=x), reject_dynamic(scale=scale, zero_point=zero_point))
+    return refusal(reject_dtypes(x=x), reject_layouts(x=x), reject_dynamic(scale=scale, zero_point=zero_point))
 
 
 @quantize_int8.kernel

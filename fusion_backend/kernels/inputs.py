@@ -18,7 +18,7 @@ def dynamic(value) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def first(*answers: Reject | None) -> Reject | None:
+def refusal(*answers: Reject | None) -> Reject | None:
     """The first refusal. (`a or b` would lose it: a Reject is false.)"""
     return next((answer for answer in answers if answer is not None), None)
 
@@ -26,19 +26,19 @@ def first(*answers: Reject | None) -> Reject | None:
 def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
     """Refuse dtypes the kernels do not compute in, and inputs whose dtypes differ."""
     named = {name: t.dtype for name, t in tensors.items() if isinstance(t, Tensor)}
-    first, want = next(iter(named.items()))
+    leader, want = next(iter(named.items()))
     if want not in DTYPES:
-        return Reject(f"{first} is {want}; the kernel takes {', '.join(DTYPES.values())}")
+        return Reject(f"{leader} is {want}; the kernel takes {', '.join(DTYPES.values())}")
     for name, dtype in named.items():
         if dtype != want:
-            return Reject(f"{first} is {want} and {name} is {dtype}")
+            return Reject(f"{leader} is {want} and {name} is {dtype}")
 
 
 def reject_dynamic(**scalars) -> Reject | None:
     """Refuse symbolic scalars: Inductor would hand them to a kernel as integers."""
     for name, value in scalars.items():
         if dynamic(value):
-            return Reject(f"{name} is dynamic; mark it as constant or pass a tensor")
+            return Reject(f"{name} is dynamic: a number that changes from call to call")
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
@@ -54,7 +54,7 @@ def reject_layouts(**tensors: Tensor | float) -> Reject | None:
     """Refuse tensors that an elementwise kernel cannot walk through in the order of their memory."""
     named = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
     first, x = next(iter(named.items()))
-    if not same_layout(x, torch.empty_like(x)):
+    if not same_layout(x, torch.empty_like(x, device="meta")):
         return Reject(f"{first} is not dense: {memory(x)}")
     for name, t in named.items():
         if not same_layout(x, t):

@@ -1,0 +1,63 @@
+# `make demo` and `make test` need only Python >= 3.11 and a C++ compiler: they set up .venv on the first call.
+#   PYTHON=/path/to/python   the interpreter to build .venv with (default: the first suitable one on PATH)
+#   VENV=/path/to/venv       another place for the environment
+#   DEMO="--only llama"      arguments of the demo; TESTS="tests/test_models.py -x" those of pytest
+#   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
+#   OUT=benchmarks/results   where `make gpu` puts its JSON
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch already in VENV is kept.
+
+VENV ?= .venv
+DEMO ?=
+TESTS ?=
+GPU_PYTHON ?= python3
+OUT ?= benchmarks/results
+PY := $(VENV)/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test gpu check docs clean
+
+demo: $(VENV)/.bench
+	$(PY) -m benchmarks.demo $(DEMO)
+
+test: $(VENV)/.test
+	$(PY) -m pytest $(TESTS)
+
+# The benchmark runs also when a test fails.
+gpu:
+	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
+	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu -q || status=1; \
+	$(GPU_PYTHON) -m benchmarks.patterns --out $(OUT)/patterns.json || status=1; exit $$status
+
+check: $(VENV)/.check
+	$(PY) -m ruff check .
+	$(PY) -m pytest $(TESTS)
+
+docs: $(VENV)/.bench
+	$(PY) -m fusion_backend catalogue > docs/catalogue.md
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+
+# One stamp a set of extras. The environment is made once; a changed pyproject.toml only reinstalls.
+# The project goes in editable: from the checkout, only then is patterns/ importable as fusion_backend.patterns.
+$(VENV)/.bench: EXTRAS = bench
+$(VENV)/.test: EXTRAS = test,bench
+$(VENV)/.check: EXTRAS = test,bench,dev
+$(VENV)/.bench $(VENV)/.test $(VENV)/.check: pyproject.toml | $(PY)
+	@echo "installing fusion-backend[$(EXTRAS)] into $(VENV) (the first time this downloads PyTorch)"
+	$(PY) -m pip install -e '.[$(EXTRAS)]'
+	@touch $@
+
+# Python.h is needed by what Inductor and Triton compile, ensurepip by venv: an interpreter without them is passed over.
+SUITABLE := import ensurepip, os, sys, sysconfig; \
+  sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+
+$(PY):
+	@for python in "$(PYTHON)" python3 python3.11 python3.12 python3.13 python3.14; do \
+	  if [ -n "$$python" ] && "$$python" -c '$(SUITABLE)' 2>/dev/null; then \
+	    echo "making $(VENV) with $$python ($$("$$python" --version))"; exec "$$python" -m venv "$(VENV)"; \
+	  elif [ -n "$$python" ] && [ "$$python" = "$(PYTHON)" ]; then break; fi; \
+	done; \
+	echo "No suitable Python$(if $(PYTHON), at $(PYTHON)). Needed: >= 3.11 with venv and C headers" \
+	  "(on Debian and Ubuntu: apt install python3-venv python3-dev). Then: make PYTHON=/path/to/python ..." >&2; exit 2

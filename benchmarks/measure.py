@@ -1,0 +1,74 @@
+"""How the benchmarks measure: interleaved step times, peak memory, and the distance from an fp64 result."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleaved(
+    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7, least_ms: float = 20
+) -> dict[str, float]:
+    """Milliseconds a call of each step: the median over rounds, in each of which every step has its turn.
+
+    Clock frequency and neighbours drift slowly, so only times from the same rounds compare. The order rotates;
+    one turn repeats its step until `least_ms` have passed. Every step runs once before the first round.
+    """
+    names = list(steps)
+    calls = {}
+    for name, step in steps.items():
+        step()  # compile, and warm the allocator
+        calls[name] = max(1, round(least_ms / max(milliseconds(step, 1, device), 1e-3)))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            times[name].append(milliseconds(steps[name], calls[name], device))
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+def milliseconds(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Wall time a call, host and device."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3 / calls
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """The most memory a step takes on the GPU beyond what was allocated before it."""
+    synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = step()  # held until the peak is read
+    synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del result
+    return peak
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    """|got - exact| / |exact| in fp64, Euclidean norms."""
+    exact = exact.double()
+    norm = exact.norm().item()
+    return (got.double() - exact).norm().item() / (norm or 1.0)
+
+
+def joint_distance(got: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The distance of several tensors taken as one long vector (all the gradients of a model)."""
+    assert got.keys() == exact.keys(), f"different tensors: {sorted(got.keys() ^ exact.keys())[:4]} ..."
+    return distance(
+        torch.cat([got[name].double().flatten() for name in exact]),
+        torch.cat([exact[name].double().flatten() for name in exact]),
+    )

@@ -1,0 +1,110 @@
+"""Time the configurations of a kernel directly, to choose the ones its launcher picks.
+
+python -m benchmarks.patterns --sweep NAME ...
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from fusion_backend.patterns import add_mul_exp, gated_linear, layer_norm, quantize_int8
+
+from fusion_backend.kernels.launch import trial
+
+Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
+
+
+def run_now(kernel, grid, args, options) -> None:
+    """Launch without torch's wrapper, which costs a millisecond a call outside compiled code."""
+    kernel[grid](*args, **options)
+
+
+def elementwise(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    size = 50_000_000 if big else 5000
+    x, y = (torch.randn(size, device=device) for _ in range(2))
+    out, narrow = torch.empty_like(x), torch.empty_like(x, dtype=torch.int8)
+    for block, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
+        grid, rest = ((size + block - 1) // block,), dict(BLOCK=block, num_warps=warps)
+        words = f"BLOCK={block} warps={warps}"
+        run = functools.partial(run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, size, 0.5), rest)
+        yield f"add_mul_exp f32 {size}", words, run
+        run = functools.partial(
+            run_now, quantize_int8.quantize_int8_kernel, grid, (x, narrow, size, 0.05, 3.0), rest | dict(DIVIDE=False)
+        )
+        yield f"quantize_int8 f32 {size}", words, run
+
+
+def norms(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (64, 131072), (32768, 1024)) if big else ((64, 256),):
+        x, w, b, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), n, n, (rows, n)))
+        block = triton.next_power_of_2(n)
+        forward = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
+        forward = [c for c in forward if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        for c in forward:
+            run = functools.partial(layer_norm.forward, x, w, b, 1e-5, True, *c)
+            yield f"layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+        _, mean, rstd = layer_norm.forward(x, w, b, 1e-5, True, *layer_norm.forward_config(n, 2))
+        args = dy, x, w, mean, rstd, (True, True, True)
+        for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
+            if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
+                words = f"rows={each} warps={warps} programs={programs} stages={stages}"
+                run = functools.partial(layer_norm.backward, *args, (block, each, warps, programs, stages))
+                yield f"layer_norm backward {rows}x{n}", words, run
+        for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
+            if n >= 8192 and cols // (32 * warps) == 8:
+                words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
+                run = functools.partial(layer_norm.backward_long, *args, (cols, warps, programs, stages))
+                yield f"layer_norm backward {rows}x{n}", words, run
+
+
+def gated(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for m, k, n in ((16384, 1024, 4096), (16384, 512, 2048), (8192, 4096, 14336)) if big else ((64, 64, 64),):
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        w1, w2 = (torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5 for _ in range(2))
+        b = torch.randn(n, device=device, dtype=torch.bfloat16)
+        tiles = ((128, 128, 8), (128, 64, 4), (64, 128, 4), (256, 64, 8))
+        for (bm, bn, warps), stages, group in itertools.product(tiles, (3, 4), (8, 16)):
+            if group != 8 and bm * bn < 128 * 128:
+                continue
+            config = dict(BM=bm, BN=bn, BK=64, GROUP=group, num_warps=warps, num_stages=stages)
+            words = " ".join(f"{key}={value}" for key, value in config.items())
+            for layout, a1, a2 in (("linear", w1.t(), w2.t()), ("plain", w1.view(k, n), w2.view(k, n))):
+                run = functools.partial(gated_linear.forward, x, a1, b, a2, b, False, config)
+                yield f"gated_linear {layout} m={m} k={k} n={n}", words, run
+
+
+SWEEPS = {"add_mul_exp": elementwise, "quantize_int8": elementwise, "layer_norm": norms, "gated_linear": gated}
+
+
+def sweep(names: list[str], clock: Callable, device: torch.device, out: Path | None, calls: int = 7) -> None:
+    """Print every configuration, fastest first within its work; one that does not compile is named."""
+    if unknown := set(names) - set(SWEEPS):
+        raise SystemExit(f"no sweep for {', '.join(sorted(unknown))}; there is {', '.join(SWEEPS)}")
+    found: dict[str, list[tuple[float, str]]] = {}
+    with trial(run_now):
+        for configs in dict.fromkeys(SWEEPS[name] for name in names):
+            for work, words, run in configs(device):
+                try:
+                    run()
+                except Exception as error:  # out of registers or shared memory: worth a line, not the end
+                    print(f"{work}: {words} fails: {type(error).__name__}: {str(error)[:80]}")
+                    continue
+                found.setdefault(work, []).append((statistics.median(clock(run) for _ in range(calls)), words))
+    for work, times in found.items():
+        print(work)
+        for ms, words in sorted(times)[:12]:
+            print(f"  {ms:9.4f} ms  {words}")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,293 @@
+"""On a GPU: the built-in patterns inside models, through Inductor, in inference and training."""
+
+import copy
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fusion_backend
+from benchmarks.measure import interleaved, joint_distance, peak_bytes
+from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import launch
+from fusion_backend.pattern import unregister
+
+pytestmark = pytest.mark.gpu
+ALWAYS = {"fusion.gate": "always"}
+KERNELS = {
+    "add_mul": "add_mul_kernel",
+    "add_mul_exp": "add_mul_exp_kernel",
+    "quantize_int8": "quantize_int8_kernel",
+    "layer_norm": "layer_norm_kernel",
+    "gated_linear": "gated_linear_kernel",
+}
+BACKWARD_KERNELS = {"layer_norm_backward_kernel", "layer_norm_sums_kernel"}
+
+
+class AllFive(nn.Module):
+    """Every built-in pattern once, each between ops that Inductor generates."""
+
+    def __init__(self, width: int = 512, inner: int = 1024):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, inner)
+        self.up = nn.Linear(width, inner)
+        self.skip = nn.Linear(width, inner, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x.cos())
+        gated = torch.sigmoid(self.gate(h)) * self.up(h)
+        mixed = (gated + self.skip(x)) * self.skip(x).tanh()
+        growth = torch.exp((mixed.sin() + gated) * 0.25)
+        integers = torch.clamp(torch.round(growth.detach() / 0.05 - 3.0), -128, 127).to(torch.int8)
+        return growth, integers
+
+
+def rows(count: int = 2048, width: int = 512, dtype=torch.bfloat16, grad: bool = False) -> Tensor:
+    return torch.randn(count, width, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def model(dtype=torch.bfloat16, **sizes) -> nn.Module:
+    return AllFive(**sizes).to("cuda", dtype)
+
+
+def results(module, call, x) -> dict[str, Tensor]:
+    """Output and gradients of one training step."""
+    module.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    out = call(x)
+    out = out[0] if isinstance(out, tuple) else out
+    generator = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=generator).to(out))
+    return {"out": out.detach(), "x": x.grad, **{n: p.grad for n, p in module.named_parameters()}}
+
+
+def as_close_as_eager(module, call, x) -> None:
+    """Output and every gradient are at most twice as far from fp64 as eager's."""
+    wide = copy.deepcopy(module).double()
+    exact = results(wide, wide, x.double())
+    eager, ours = results(module, module, x), results(module, call, x)
+    for name in exact:
+        mine, theirs = (joint_distance({name: r[name]}, {name: exact[name]}) for r in (ours, eager))
+        assert mine <= 2 * theirs + 1e-7, f"{name}: {mine:.2e} against fp64, eager {theirs:.2e}"
+
+
+def fused() -> dict[str, list]:
+    found: dict[str, list] = {}
+    for site in fusion_backend.report().sites:
+        if site.fused:
+            found.setdefault(site.pattern, []).append(site)
+    return found
+
+
+def profiled(call) -> tuple[set[str], set[str]]:
+    """Names of the kernels a call runs, and of the operators on the host."""
+    call()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = {e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA}
+    return on_gpu, {e.name for e in prof.events()} - on_gpu
+
+
+def ran(kernel: str, names: set[str]) -> bool:
+    return any(name == kernel or name.startswith(kernel + "_0") for name in names)
+
+
+def test_all_five_fuse_forward():
+    m, x = model(), rows()
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    with torch.no_grad():
+        growth, integers = compiled(x)
+        sites = fused()
+        assert set(KERNELS) <= set(sites), str(fusion_backend.report())
+        assert all(site.forward == "kernel" for name in KERNELS for site in sites[name])
+        kernels, host = profiled(lambda: compiled(x))
+    missing = {k for k in KERNELS.values() if not ran(k, kernels)}
+    assert not missing, f"{missing} not among {sorted(kernels)}"
+    assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
+    exact = copy.deepcopy(m).double()(x.double())[0]
+    distances = [joint_distance({"": t}, {"": exact}) for t in (growth, m(x)[0])]
+    assert distances[0] <= 2 * distances[1]
+    want = torch.clamp(torch.round(growth.float() / 0.05 - 3.0), -128, 127).to(torch.int8)
+    assert torch.equal(integers, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_all_five_train(dtype):
+    m, x = model(dtype), rows(dtype=dtype)
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    as_close_as_eager(m, compiled, x)
+    sites = fused()
+    assert set(KERNELS) <= set(sites), str(fusion_backend.report())
+    assert sites["layer_norm"][0].backward == "kernel" and sites["gated_linear"][0].backward == "kernel"
+    kernels, host = profiled(lambda: results(m, compiled, x))
+    missing = {k for k in {*KERNELS.values(), *BACKWARD_KERNELS} if not ran(k, kernels)}
+    assert not missing, f"{missing} not among {sorted(kernels)}"
+    assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+
+
+MODULES = {
+    "layer_norm": lambda: nn.LayerNorm(1024),
+    "gated_linear": lambda: Gated(1024, 4096),
+    "all_five": lambda: AllFive(1024, 4096),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_training_takes_no_more_memory(name):
+    m, x = MODULES[name]().to("cuda", torch.bfloat16), rows(8192, 1024, grad=True)
+
+    def train(call):
+        m.zero_grad(set_to_none=True)
+        out = call(x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    peaks = {}
+    for how, call in dict(inductor=torch.compile(m), fusion=torch.compile(m, backend="fusion", options=ALWAYS)).items():
+        train(call)
+        peaks[how] = peak_bytes(lambda call=call: train(call), x.device) / 2**20
+    assert fused()
+    assert peaks["fusion"] <= peaks["inductor"] * 1.005, peaks  # partial sums of the norm's gradients
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
+def test_modes(mode):
+    m, x = model(), rows(4096)
+    compiled = torch.compile(m, backend="fusion", mode=mode, fullgraph=True)
+
+    def call(x):
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(x)
+
+    for _ in range(3):  # cudagraphs: warm up, record, replay
+        as_close_as_eager(m, call, x)
+    assert fused(), str(fusion_backend.report())
+
+
+def test_dynamic_shapes():
+    m = model()
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, dynamic=True, fullgraph=True)
+    for count in (2048, 1000, 17):
+        as_close_as_eager(m, compiled, rows(count))
+    assert set(KERNELS) <= set(fused()), str(fusion_backend.report())
+
+
+def test_layer_norm_trains_faster_than_inductor():
+    x, dy = rows(16384, 4096, grad=True), rows(16384, 4096)
+    m = nn.LayerNorm(4096, device="cuda", dtype=torch.bfloat16)
+    calls = {"inductor": torch.compile(m), "fusion": torch.compile(m, backend="fusion", options=ALWAYS)}
+    wanted = [x, *m.parameters()]
+    steps = {name: lambda call=call: torch.autograd.grad(call(x), wanted, dy) for name, call in calls.items()}
+    times = interleaved(steps, x.device)
+    assert fused()["layer_norm"][0].backward == "kernel"
+    assert times["fusion"] < times["inductor"], times
+
+
+def seed(x, w1, b1, w2, b2):
+    r = x @ w1 + b1
+    r.sigmoid_()
+    r *= x @ w2 + b2
+    return r
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_in_place_gate(transposed):
+    x, (w1, w2) = rows(4096, 1024), (torch.randn(2, 1024, 2048, device="cuda", dtype=torch.bfloat16) / 32).unbind()
+    if transposed:
+        w1, w2 = w1.t().contiguous().t(), w2.t().contiguous().t()
+    b1, b2 = rows(2, 2048).unbind()
+    compiled = torch.compile(seed, backend="fusion", options=ALWAYS)
+    with torch.no_grad():
+        got = compiled(x, w1, b1, w2, b2)
+        exact = seed(*(t.double() for t in (x, w1, b1, w2, b2)))
+        eager, ours = (joint_distance({"": t}, {"": exact}) for t in (seed(x, w1, b1, w2, b2), got))
+        assert ours <= 2 * eager
+        assert fused()["gated_linear"][0].forward == "kernel", str(fusion_backend.report())
+        kernels, _ = profiled(lambda: compiled(x, w1, b1, w2, b2))
+    assert ran("gated_linear_kernel", kernels)
+
+
+@triton.jit
+def soft_sign_kernel(X, OUT, size, scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + i, i < size, 0.0).to(tl.float32)
+    tl.store(OUT + i, x / (1 + tl.abs(x)) * tl.cast(scale, tl.float32), i < size)
+
+
+@pytest.fixture
+def soft_sign():
+    @Pattern
+    def soft_sign(x: Tensor, scale: float) -> Tensor:
+        return x / (1 + x.abs()) * scale
+
+    @soft_sign.guard
+    def _(x, scale):
+        if not x.is_contiguous():
+            return Reject("x is not contiguous")
+
+    @soft_sign.kernel
+    def _(x, scale):
+        out = torch.empty_like(x)
+        launch(soft_sign_kernel, ((x.numel() + 1023) // 1024,), x, out, x.numel(), scale, BLOCK=1024)
+        return out
+
+    @soft_sign.inputs(dict(size=1003))
+    def _(tensor, size):
+        return tensor(size), 2.0
+
+    yield soft_sign
+    unregister("soft_sign")
+
+
+def test_a_users_own_pattern(soft_sign):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(512, 512)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return h / (1 + h.abs()) * 3.0
+
+    m, x = Model().to("cuda", torch.bfloat16), rows()
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    as_close_as_eager(m, compiled, x)
+    assert fused()["soft_sign"][0].forward == "kernel", str(fusion_backend.report())
+    kernels, _ = profiled(lambda: results(m, compiled, x))
+    assert ran("soft_sign_kernel", kernels)
+
+
+def test_quantized_integers_are_eagers():
+    """As eager on CUDA: a scalar divisor is its fp32 reciprocal there."""
+    pattern = torch.compile(
+        lambda x: torch.clamp(torch.round(x / 0.037 + 5.0), -128, 127).to(torch.int8), backend="fusion", options=ALWAYS
+    )
+    x = torch.randn(20_000_000, device="cuda") * 2
+    got = pattern(x)
+    assert fused()["quantize_int8"][0].forward == "kernel"
+    assert torch.equal(got, torch.clamp(torch.round(x / 0.037 + 5.0), -128, 127).to(torch.int8))
+
+
+@pytest.mark.parametrize("shape", [(70_000, 32_768), (20_000, 131_072)])
+def test_layer_norm_beyond_32_bit_offsets(shape):
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    norm = torch.compile(
+        lambda x: nn.functional.layer_norm(x, x.shape[-1:]), backend="fusion", options=ALWAYS, dynamic=False
+    )
+    last = x[-2:].double()
+    got = norm(x)[-2:]
+    assert fused()["layer_norm"][0].forward == "kernel"
+    assert joint_distance({"": got}, {"": nn.functional.layer_norm(last, last.shape[-1:])}) < 5e-3

@@ -1,0 +1,229 @@
+"""Compile every kernel for sm_90, without a GPU: registers, spills and shared memory of what the launchers would run.
+
+    python -m tests.sm90 [--mutations] [pattern ...]
+
+The launchers run on tensors without data and say what they would launch; the kernels' own choice of tile sizes is
+compiled. With --mutations, instead: which arguments torch believes that a kernel writes. When its analysis fails, it
+believes all, and Inductor copies them. Must not run under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import fusion_backend.patterns  # noqa: F401
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fusion_backend.kernels.launch import trial
+from fusion_backend.pattern import REGISTRY, Pattern
+
+SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
+HALF, FULL = torch.bfloat16, torch.float32
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
+
+# Pattern, case, dtype, does a backward follow?
+SITES = [
+    ("add_mul", dict(size=20_000_000), FULL, False),
+    ("add_mul_exp", dict(size=20_000_000), FULL, False),
+    ("add_mul_exp", dict(size=20_000_000), HALF, False),
+    ("quantize_int8", dict(size=50_000_000), FULL, False),
+    ("quantize_int8", dict(size=64_000_000), HALF, False),
+    ("layer_norm", dict(rows=7, n=100), FULL, True),
+    ("layer_norm", dict(rows=16384, n=1024), HALF, True),
+    ("layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("layer_norm", dict(rows=16384, n=4096), FULL, True),
+    ("layer_norm", dict(rows=16384, n=2049), HALF, True),
+    ("layer_norm", dict(rows=8192, n=8192), HALF, True),
+    ("layer_norm", dict(rows=8192, n=8192), FULL, True),
+    ("layer_norm", dict(rows=2048, n=16384), HALF, True),
+    ("layer_norm", dict(rows=2048, n=32768), HALF, True),
+    ("layer_norm", dict(rows=2048, n=32768), FULL, True),
+    ("layer_norm", dict(rows=64, n=131072), HALF, True),
+    ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
+    ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
+    ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),
+    ("gated_linear", dict(m=16, k=4096, n=14336), HALF, False),
+    ("gated_linear", dict(m=4096, k=1024, n=1024), FULL, False),
+]
+
+
+class Launch(NamedTuple):
+    kernel: object
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+    aligned: tuple[int, ...]  # indices of arguments known to be multiples of 16
+    options: tuple[tuple[str, int], ...]
+    inputs: tuple[str, ...]  # the arguments that share memory with what the launcher was given
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+class Usage(NamedTuple):
+    registers: int
+    spilled: int  # bytes of stack and local memory a thread
+    shared: int  # bytes a block
+    tensor_core: str  # the matrix instruction, if any
+
+
+def storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def arguments(kernel, args: tuple, options: dict) -> dict[str, object]:
+    named = dict(zip(kernel.arg_names, args, strict=False))
+    return named | {name: value for name, value in options.items() if name in kernel.arg_names}
+
+
+def describe(kernel, args: tuple, options: dict, given: set[int]) -> Launch:
+    """What Triton would specialise on for these arguments, launched by Inductor (floats are fp64 then)."""
+    values = arguments(kernel, args, options)
+    signature, constants, aligned = [], [], []
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature.append((param.name, "constexpr"))
+            constants.append((param.name, value))
+            continue
+        if isinstance(value, Tensor):
+            signature.append((param.name, "*" + TYPES[value.dtype]))
+        elif isinstance(value, int):
+            signature.append((param.name, "i32" if -(2**31) <= value < 2**31 else "i64"))
+        else:
+            signature.append((param.name, "fp64"))
+        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            aligned.append(i)
+    rest = {name: value for name, value in options.items() if name not in kernel.arg_names}
+    inputs = [name for name, value in values.items() if isinstance(value, Tensor) and storage(value) in given]
+    return Launch(kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)))
+
+
+def launches(
+    pattern: Pattern, case: dict, dtype: torch.dtype, backward: bool, transposed: bool = False
+) -> list[Launch]:
+    """Run the launchers of a pattern on tensors without data and collect what they launch."""
+    found: list[Launch] = []
+    seen: list[Tensor] = []  # what a kernel was given or left behind; held, so that no address is used twice
+
+    def record(kernel, grid, values, options):
+        found.append(describe(kernel, values, options, {storage(t) for t in seen}))
+        seen.extend(t for t in arguments(kernel, values, options).values() if isinstance(t, Tensor))
+
+    def tensor(*shape):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    args = pattern.inputs_fn(tensor, **case)
+    if transposed:  # the weight of a linear layer, seen from x @ w
+        args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
+    seen.extend(a for a in args if isinstance(a, Tensor))
+    with trial(record):
+        results = pattern.kernel_fn(*args, *([backward] if pattern.saves else []))
+        if backward:
+            out, *kept = results
+            inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
+            needs = dict.fromkeys(inputs, True)
+            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), needs=needs)
+            seen.append(torch.empty_like(out))
+            pattern.backward_fn(saved, seen[-1])
+    return found
+
+
+def usage(launch: Launch) -> Usage:
+    """Compile for sm_90 and read the resources off the machine code."""
+    names = [name for name, _ in launch.signature]
+    source = ASTSource(
+        launch.kernel,
+        dict(launch.signature),
+        constexprs={(names.index(name),): value for name, value in launch.constants},
+        attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    mma = re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
+    return Usage(
+        int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), compiled.metadata.shared, mma[0] if mma else ""
+    )
+
+
+def mutated(launch: Launch) -> list[str]:
+    """The arguments that torch finds a kernel to write."""
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+
+    constants = dict(launch.constants)
+    tensors = {}
+    for name, kind in launch.signature:
+        if kind.startswith("*"):
+            tensors[name] = torch.empty(2, dtype=next(d for d, short in TYPES.items() if "*" + short == kind))
+        elif name not in constants:
+            constants[name] = 0.5 if kind == "fp64" else 48
+    indices = kernel_side_table.add_kernel(launch.kernel), kernel_side_table.add_constant_args(constants)
+    return get_mutated_tensors(*indices, tensors, {})
+
+
+class NoDriver:
+    """Stands for the GPU that torch asks about before its analysis."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def sites(only: list[str]):
+    """Every distinct launch of the patterns, with the words that tell where it comes from."""
+    seen = set()
+    for name, case, dtype, backward in SITES:
+        for transposed in (False, True) if name == "gated_linear" else (False,):
+            for launch in (
+                launches(REGISTRY[name], case, dtype, backward, transposed) if not only or name in only else ()
+            ):
+                if launch not in seen:
+                    seen.add(launch)
+                    words = [f"{k}={v}" for k, v in case.items()] + ["transposed"] * transposed
+                    yield launch, TYPES[dtype], " ".join(words)
+
+
+def check_resources(only: list[str]) -> int:
+    bad = 0
+    print(f"triton {triton.__version__}, sm_90")
+    print(f"{'kernel':37}{'dtype':6}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}")
+    for launch, dtype, words in sites(only):
+        use = usage(launch)
+        wrong = use.spilled > 0 or use.shared > SHARED_LIMIT
+        bad += wrong
+        numbers = f"{dict(launch.options)['num_warps']:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
+        mark = "  TOO MUCH" if wrong else ""
+        print(f"{launch.name:37}{dtype:6}{numbers}  {words} {use.tensor_core}{mark}", flush=True)
+    print(f"{bad} that spill or exceed {SHARED_LIMIT} bytes of shared memory")
+    return bad
+
+
+def check_mutations(only: list[str]) -> int:
+    triton.runtime.driver.set_active(NoDriver())
+    bad = 0
+    for launch, dtype, _ in sites(only):
+        written = mutated(launch)
+        tensors = [name for name, kind in launch.signature if kind.startswith("*")]
+        wrong = set(written) != set(tensors) - set(launch.inputs)
+        bad += wrong
+        print(f"{launch.name:37}{dtype:6}writes {', '.join(written)}{'  WRONG' if wrong else ''}", flush=True)
+    print(f"{bad} launches whose written arguments torch does not see")
+    return bad
+
+
+if __name__ == "__main__":
+    flags, names = sys.argv[1:2] == ["--mutations"], [a for a in sys.argv[1:] if not a.startswith("-")]
+    sys.exit(1 if (check_mutations if flags else check_resources)(names) else 0)

@@ -1,0 +1,138 @@
+"""The rules of the repository that a reader can check by looking, checked by looking: `ast`, no imports."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CORE = sorted((ROOT / "fusion_backend").rglob("*.py"))
+ROOMS = sorted((ROOT / "patterns").glob("*.py"))
+LINES = 400
+
+# Who may import whom: pattern <- canonical <- matcher <- gate <- rewrite <- backend, op beside pattern.
+# A module that is not named here, or that imports what its line does not name, fails the test below.
+LEAVES = {"torch_api", "reporting"}
+VIEW = {"capture", "functional", "autocast", "expressions", "canonical"}
+MATCH = VIEW | {"pattern", "template", "matcher"}
+ALLOWED = {
+    "torch_api": set(),
+    "reporting": set(),
+    "options": set(),
+    "pattern": set(),
+    "kernels": {"pattern"},
+    "op": {"pattern", "kernels"},
+    "recipes": set(),
+    "capture": {"recipes"},
+    "functional": {"capture"},
+    "autocast": {"capture", "functional"},
+    "expressions": set(),
+    "canonical": {"capture", "expressions"},
+    "template": {"pattern", "capture", "functional", "canonical", "expressions"},
+    "matcher": {"pattern", "canonical", "expressions", "template"},
+    "catalogue": {"pattern", "template"},
+    "cache": {"pattern", "kernels", "op"},
+    "gate": MATCH | {"op", "kernels", "options"},
+    "rewrite": MATCH | {"op", "gate"},
+    "backend": MATCH | {"op", "gate", "rewrite", "cache", "options", "patterns"},
+    "collect": {"backend", "options"},
+    "export": MATCH | {"gate", "rewrite", "backend", "options"},
+}
+ANYTHING = {"__init__", "__main__", "testing"}  # the public names, the command line and the users' test helpers
+FOR_ROOMS = {"", "kernels"}  # a room writes `from fusion_backend import ...`, as a user's own pattern does
+
+
+def module_of(path: Path) -> str:
+    """fusion_backend/kernels/launch.py -> kernels; fusion_backend/op.py -> op."""
+    return path.relative_to(ROOT / "fusion_backend").with_suffix("").parts[0]
+
+
+def imports(path: Path) -> list[tuple[int, str, str]]:
+    """Every import in a file, in functions too: (line, module, name), with name "" for a whole module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            found += [(node.lineno, node.module, alias.name) for alias in node.names]
+    return found
+
+
+def own_imports(path: Path) -> list[tuple[int, str]]:
+    """The modules of ours that a file imports: (line, "op"), with "" for the package itself."""
+    found = []
+    for line, module, name in imports(path):
+        parts = module.split(".")
+        if parts[0] != "fusion_backend":
+            continue
+        submodule = len(parts) == 1 and (name in ALLOWED or name in ANYTHING | {"patterns"})
+        found.append((line, name if submodule else (parts + [""])[1]))
+    return found
+
+
+def private_torch_names(path: Path) -> list[tuple[int, str]]:
+    """Underscored names of torch that a file imports or reaches for by attribute (torch._dynamo, torch.fx._x)."""
+    found = []
+    for line, module, name in imports(path):
+        words = f"{module}.{name}".split(".")
+        if words[0] == "torch" and any(w.startswith("_") and not w.startswith("__") for w in words):
+            found.append((line, f"{module} {name}".strip()))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            words = ast.unparse(node).split(".")
+            if words[0] == "torch":
+                found.append((node.lineno, ast.unparse(node)))
+    return found
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_table_has_no_cycle():
+    list(graphlib.TopologicalSorter(ALLOWED).static_order())
+
+
+@pytest.mark.parametrize("path", CORE, ids=name)
+def test_imports_go_one_way(path):
+    module = module_of(path)
+    if module in ANYTHING:
+        return
+    assert module in ALLOWED, f"{name(path)}: add {module!r} to ALLOWED, saying which modules it may import"
+    wrong = [
+        f"{name(path)}:{line} imports {other or 'fusion_backend'}"
+        for line, other in own_imports(path)
+        if other != module and other not in ALLOWED[module] | LEAVES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=name)
+def test_a_room_imports_only_the_public_names_and_kernels(path):
+    allowed = FOR_ROOMS | ({"patterns"} if path.stem == "__init__" else set())
+    wrong = [f"{name(path)}:{line} imports fusion_backend.{other}" for line, other in own_imports(path)
+             if other not in allowed]  # fmt: skip
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [p for p in CORE + ROOMS if p.stem != "torch_api"], ids=name)
+def test_private_torch_names_live_in_torch_api(path):
+    wrong = [f"{name(path)}:{line}: {what}" for line, what in private_torch_names(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", CORE + ROOMS, ids=name)
+def test_a_file_stays_short(path):
+    length = len(path.read_text().splitlines())
+    assert length <= LINES, f"{name(path)} has {length} lines"
+
+
+@pytest.mark.parametrize("path", CORE + ROOMS, ids=name)
+def test_no_opaque_op(path):
+    calls = [node.lineno for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("custom_op")]  # fmt: skip
+    decorators = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
+                  for d in node.decorator_list if ast.unparse(d).endswith("custom_op")]  # fmt: skip
+    assert not calls + decorators, f"{name(path)}: custom_op at lines {calls + decorators}; Inductor cannot open it up"
