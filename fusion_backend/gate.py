@@ -206,7 +206,8 @@ class Gate:
             if decision.forward == "kernel":
                 op.forward(*flat, forward="kernel", backward="vjp", save=decision.save)
             if decision.backward == "kernel":
-                op.backward(*decision.value, [True] * len(op.tensors), *flat)
+                grads = decision.value[: op.pattern.outputs]
+                op.backward(*grads, *decision.value, [True] * len(op.tensors), *flat)
 
 
 def result_differs(decision: Decision, values: list) -> str:

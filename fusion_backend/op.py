@@ -51,6 +51,7 @@ class Op:
     def backward_schema(self) -> inspect.Signature:
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
         first = [inspect.Parameter(f"grad_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
+        first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
         saved = [inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.pattern.saves]
         needs = inspect.Parameter("needs", plain, annotation=list[bool])
         return inspect.Signature([*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors)))
@@ -110,14 +111,14 @@ class Op:
         ctx.mark_non_differentiable(*saves)
         ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
         ctx.has = [isinstance(a, Tensor) for a in inputs]
-        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *saves)
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *out)
         ctx.decision = {**DECISION, **keyword_only_inputs}
 
     def gradient(self, ctx, *grads):
         """The backward formula, run by autograd; under AOTAutograd it is traced."""
         tensors = iter(ctx.saved_tensors)
         flat = [next(tensors) if has else number for has, number in zip(ctx.has, ctx.numbers, strict=True)]
-        saves = list(tensors)
+        results = list(tensors)  # and what the kernel saved
         grads = grads[: self.pattern.outputs]
         needs = list(ctx.needs_input_grad[: len(flat)])
         usable = self.backward_call is not None and ctx.decision["save"] and ctx.decision["backward"] == "kernel"
@@ -125,20 +126,20 @@ class Op:
             usable = self.pattern.can_inline_forward
         if usable and self.kernel_takes(self.unflatten(flat)):
             wanted = [needs[i] for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
-            out = self.backward_call(*grads, *saves, wanted, *flat)
+            out = self.backward_call(*grads, *results, wanted, *flat)
             rest = iter(out if isinstance(out, tuple) else (out,))
             found = [next(rest) if f.annotation in (Tensor, Tensor | None) else None for f in self.fields]
             return tuple(g if need else None for g, need in zip(found, needs, strict=True))
         return self.vjp(flat, needs, grads)
 
     def backward(self, *flat):
-        grads, rest = flat[: self.pattern.outputs], flat[self.pattern.outputs :]
-        n = len(self.pattern.saves)
-        saves, needs, rest = rest[:n], rest[n], rest[n + 1 :]
-        args = self.unflatten(rest)
+        n, k = self.pattern.outputs, len(self.pattern.saves)
+        grads, results, saves = flat[:n], flat[n : 2 * n], flat[2 * n : 2 * n + k]
+        needs, args = flat[2 * n + k], self.unflatten(flat[2 * n + k + 1 :])
         saved = types.SimpleNamespace(**{p.name: a for p, a in zip(self.pattern.params, args, strict=True)})
         for name, tensor in zip(self.pattern.saves, saves, strict=True):
             setattr(saved, name, tensor)
+        saved.result = results if n > 1 else results[0]
         saved.needs = dict(zip(self.tensors, needs, strict=True))
         with without_autocast():
             out = self.pattern.backward_fn(saved, *grads)

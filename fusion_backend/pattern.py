@@ -27,9 +27,6 @@ class Reject:
     reason: str
     forward_only: bool = False
 
-    def __bool__(self):  # `if guard(...)` reads as "may it?"
-        return False
-
 
 @dataclasses.dataclass(frozen=True)
 class Param:
@@ -182,8 +179,9 @@ class Pattern:
     def backward(self, fn: Callable) -> Callable:
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
 
-        `saved` carries the inputs by name, the kernel's saved tensors by name, and `saved.needs[name]`,
-        whether anybody wants that gradient. Without a backward the vjp of the reference is used.
+        `saved` carries the inputs by name, the kernel's saved tensors by name, `saved.result` (a tuple where the
+        pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient. What is not read is
+        not kept. Without a backward the vjp of the reference is used.
         """
         self.backward_fn = fn
         return fn

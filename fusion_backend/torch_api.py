@@ -11,7 +11,9 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config as inductor_config
+from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -24,6 +26,10 @@ from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
+
+# A value that a kernel reads is written to memory for it. Without this Inductor would not know, and would compute a
+# pointwise value (a residual sum) once for the kernel and again for every other reader.
+lowering.needs_realized_inputs.add(triton_kernel_wrapper_mutation)
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:

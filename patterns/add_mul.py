@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern
@@ -23,7 +23,7 @@ def add_mul(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
 
 @add_mul.guard
 def _(x, y, z):
-    return refusal(reject_dtypes(x=x, y=y, z=z), reject_layouts(x=x, y=y, z=z), reject_dynamic(z=z))
+    return reject_dtypes(x=x, y=y, z=z) or reject_layouts(x=x, y=y, z=z) or reject_dynamic(z=z)
 
 
 @add_mul.kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern(reciprocal=True)
@@ -22,7 +22,7 @@ def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
 
 @add_mul_exp.guard
 def _(x, y, s):
-    return refusal(reject_dtypes(x=x, y=y), reject_layouts(x=x, y=y), reject_dynamic(s=s))
+    return reject_dtypes(x=x, y=y) or reject_layouts(x=x, y=y) or reject_dynamic(s=s)
 
 
 @add_mul_exp.kernel

@@ -58,15 +58,15 @@ def _(x, w1, b1, w2, b2, training):
         return Reject("fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')")
 
 
-@gated_linear.kernel(saves=("gate", "up"))
+@gated_linear.kernel(saves=("gate",))
 def _(x, w1, b1, w2, b2, save):
     return forward(x, w1, b1, w2, b2, save, config(x))
 
 
 @gated_linear.saved
 def _(x, w1, b1, w2, b2):
-    gate, up = x @ w1, x @ w2
-    return gate if b1 is None else gate + b1, up if b2 is None else up + b2
+    gate = x @ w1
+    return gate if b1 is None else gate + b1
 
 
 @gated_linear.backward
@@ -74,7 +74,7 @@ def _(saved, dy):
     x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
     dy, gate = dy.float(), torch.sigmoid(saved.gate.float())
     d_up = (dy * gate).to(x.dtype).reshape(-1, dy.shape[-1])
-    d_gate = (dy * saved.up.float() * gate * (1 - gate)).to(x.dtype).reshape(-1, dy.shape[-1])
+    d_gate = (dy * saved.result.float() * (1 - gate)).to(x.dtype).reshape(-1, dy.shape[-1])
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     if saved.needs["x"]:
         grads["x"] = torch.addmm(d_gate @ w1.t(), d_up, w2.t()).view(saved.x.shape)
@@ -103,22 +103,22 @@ def forward(x, w1, b1, w2, b2, save, config):
     """x `[..., k]`, w1 and w2 `[k, n]` with any strides. Grid: tiles of the output."""
     (k, n), shape = w1.shape, (*x.shape[:-1], w1.shape[1])
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    gate, up = (torch.empty(shape if save else (0,), dtype=x.dtype, device=x.device) for _ in range(2))
+    gate = torch.empty(shape if save else (0,), dtype=x.dtype, device=x.device)
     x, m, stride = as_rows(x)
     tiles = ((m + config["BM"] - 1) // config["BM"]) * ((n + config["BN"] - 1) // config["BN"])
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     launch(
-        gated_linear_kernel, (tiles,), x, w1, b1, w2, b2, out, gate if save else None, up if save else None, m,
+        gated_linear_kernel, (tiles,), x, w1, b1, w2, b2, out, gate if save else None, m,
         N=n, K=k, X_ROW=stride, W1_ROW=w1.stride(0), W1_COL=w1.stride(1), W2_ROW=w2.stride(0),
         W2_COL=w2.stride(1), PRECISION=precision, UPCAST=interpreted(gated_linear_kernel), **config,
     )  # fmt: skip
-    return out, gate, up
+    return out, gate
 
 
-# Operations: 4 m n k. Bytes: x, w1, w2 and the output once, gate and up where saved.
+# Operations: 4 m n k. Bytes: x, w1, w2 and the output once, gate where saved.
 @triton.jit
 def gated_linear_kernel(
-    X, W1, B1, W2, B2, OUT, GATE, UP, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W1_ROW: tl.constexpr,
+    X, W1, B1, W2, B2, OUT, GATE, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W1_ROW: tl.constexpr,
     W1_COL: tl.constexpr, W2_ROW: tl.constexpr, W2_COL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,6 @@ def gated_linear_kernel(
     tl.store(OUT + corner + out, tl.sigmoid(gate) * up, keep)  # last, it would spill registers
     if GATE is not None:
         tl.store(GATE + corner + out, gate, keep)
-        tl.store(UP + corner + out, up, keep)
 
 
 @gated_linear.inputs(dict(m=5, k=33, n=17), dict(m=16384, k=1024, n=4096))

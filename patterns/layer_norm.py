@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, dynamic, refusal, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes, reject_dynamic
 
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD_FORWARD = 65536  # bytes of the longest row that stays in the registers of one program
@@ -67,7 +67,7 @@ def _(x, weight, bias, eps):
             return Reject(f"{name} with shape {tuple(t.shape)} and strides {t.stride()} is not a plain vector")
     if dynamic(x.stride(-1)) or x.stride(-1) != 1:
         return Reject(f"the elements of a row are {x.stride(-1)} apart")
-    return refusal(reject_dtypes(x=x, weight=weight, bias=bias), reject_dynamic(eps=eps))
+    return reject_dtypes(x=x, weight=weight, bias=bias) or reject_dynamic(eps=eps)
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import in_layout, refusal, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
 @Pattern
@@ -30,7 +30,7 @@ def _(x, scale, zero_point):
 
 @quantize_int8.guard
 def _(x, scale, zero_point):
-    return refusal(reject_dtypes(x=x), reject_layouts(x=x), reject_dynamic(scale=scale, zero_point=zero_point))
+    return reject_dtypes(x=x) or reject_layouts(x=x) or reject_dynamic(scale=scale, zero_point=zero_point)
 
 
 @quantize_int8.kernel

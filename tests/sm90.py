@@ -132,7 +132,7 @@ def launches(
             out, *kept = results
             inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
             needs = dict.fromkeys(inputs, True)
-            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), needs=needs)
+            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=out, needs=needs)
             seen.append(torch.empty_like(out))
             pattern.backward_fn(saved, seen[-1])
     return found

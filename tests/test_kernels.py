@@ -69,12 +69,13 @@ def check_gradient(name: str, *args, needs=None, factor: float = 4, dy=None) -> 
     dy = randn(*want.shape, dtype=args[0].dtype) if dy is None else dy
     wanted = [k for k in tensors if needs[k]]
     gradients = dict(zip(wanted, torch.autograd.grad(want, [leaves[k] for k in wanted], dy.double()), strict=True))
-    _, *saves = pattern.kernel_fn(*args, True)
+    out, *saves = pattern.kernel_fn(*args, True)
     plain = pattern.saved_fn(*args)
+    plain = plain if isinstance(plain, tuple) else (plain,)
     for kept, other in zip(saves, plain, strict=True):
         assert kept.shape == other.shape and kept.dtype == other.dtype
-    for kept in (saves, plain):
-        saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), needs=needs)
+    for result, kept in ((out, saves), (pattern.reference(*args), plain)):
+        saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=result, needs=needs)
         results = dict(zip(tensors, pattern.backward_fn(saved, dy), strict=True))
         for k in tensors:
             assert (results[k] is not None) == needs[k], k
@@ -308,9 +309,9 @@ def test_gated_linear_layouts():
 @runs_kernels
 def test_gated_linear_gradients_lie_in_memory_like_the_weights():
     x, (w1, w2) = randn(5, 8), linear_pair(8, 6, torch.float32, True)
-    _, gate, up = REGISTRY["gated_linear"].kernel_fn(x, w1, None, w2, None, True)
+    out, gate = REGISTRY["gated_linear"].kernel_fn(x, w1, None, w2, None, True)
     needs = dict.fromkeys(("x", "w1", "b1", "w2", "b2"), True)
-    saved = SimpleNamespace(x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, up=up, needs=needs)
+    saved = SimpleNamespace(x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, result=out, needs=needs)
     _, d1, _, d2, _ = REGISTRY["gated_linear"].backward_fn(saved, randn(5, 6))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
 
@@ -368,7 +369,7 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
                 if pattern.backward_fn:
                     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
                     kept = dict(zip(pattern.saves, out[1:], strict=True))
-                    saved = SimpleNamespace(**inputs, **kept, needs=dict.fromkeys(inputs, True))
+                    saved = SimpleNamespace(**inputs, **kept, result=out[0], needs=dict.fromkeys(inputs, True))
                     pattern.backward_fn(saved, torch.empty_like(out[0]))
             assert isinstance(grids[0][0], torch.SymInt), name
     assert not env.guards, [str(g.expr) for g in env.guards]

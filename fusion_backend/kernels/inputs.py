@@ -18,11 +18,6 @@ def dynamic(value) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def refusal(*answers: Reject | None) -> Reject | None:
-    """The first refusal. (`a or b` would lose it: a Reject is false.)"""
-    return next((answer for answer in answers if answer is not None), None)
-
-
 def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
     """Refuse dtypes the kernels do not compute in, and inputs whose dtypes differ."""
     named = {name: t.dtype for name, t in tensors.items() if isinstance(t, Tensor)}
