@@ -29,8 +29,10 @@ def patterns() -> list[Pattern]:
     """All usable patterns in order of registration; loads the built-in and the installed ones at first use."""
     if not LOADED:
         LOADED.append("fusion_backend.patterns")
-        import fusion_backend.patterns  # noqa: F401
-
+        try:
+            import fusion_backend.patterns  # noqa: F401
+        except Exception as error:
+            reporting.warn_once("built-in", f"fusion: the built-in patterns cannot be loaded: {error}")
         for entry in importlib.metadata.entry_points(group="fusion_backend.patterns"):
             try:
                 entry.load()
@@ -157,7 +159,7 @@ class FusionBackend:
             new = gm
         reporting.log(record)
         used = {d.match.pattern for d in decisions if d.fused}
-        key = key_of(list(used), [str(ours), *(str(s) for s in record.sites)])
+        key = key_of(list(used), [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)])
         try:
             return inductor(mode, theirs if new is gm else with_identity(theirs, key))(new, example_inputs)
         except RestartAnalysis:  # Dynamo hands the graph over again, with a float that Inductor wants constant

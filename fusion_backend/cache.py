@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,16 +53,27 @@ def own_sources() -> str:
 
 
 def source_of(pattern: Pattern) -> str:
-    """The text of the file that a pattern is defined in; of its functions where there is no file (a notebook)."""
-    module = sys.modules.get(pattern.reference.__module__)
-    file = getattr(module, "__file__", None) or pattern.file
-    if Path(file).is_file():
-        return Path(file).read_text()
-    functions = [*pattern.spellings, pattern.kernel_fn, pattern.backward_fn, pattern.saved_fn, pattern.guard_fn]
-    return "\n".join(text(f) for f in functions if f is not None)
+    """The text behind a pattern: the files of its functions and of the functions and kernels that they use."""
+    own = [*pattern.spellings, pattern.kernel_fn, pattern.backward_fn, pattern.saved_fn, pattern.guard_fn]
+    pending, seen, texts = [f for f in own if f is not None], set(), set()
+    while pending:
+        fn = pending.pop()
+        fn = getattr(fn, "fn", fn)  # a Triton kernel holds its function
+        package = fn.__module__.removeprefix("fusion_backend.patterns").partition(".")[0]
+        if fn in seen or package in ("torch", "triton", "fusion_backend"):
+            continue  # other people's, in torch's own keys, or hashed as ours
+        seen.add(fn)
+        texts.add(text(fn))
+        used = (fn.__globals__.get(name) for name in fn.__code__.co_names)
+        pending += [u for u in used if isinstance(getattr(u, "fn", u), types.FunctionType)]
+    return "\n".join(sorted(texts))
 
 
 def text(fn: Callable) -> str:
+    """The file that a function is in; its own source or code where there is no file (a notebook)."""
+    file = fn.__code__.co_filename
+    if Path(file).is_file():
+        return Path(file).read_text()
     try:
         return inspect.getsource(fn)
     except (OSError, TypeError):
