@@ -15,8 +15,9 @@ from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import FREE
 from fusion_backend.functional import storages
+from fusion_backend.index import peel
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
-from fusion_backend.matcher import Match, peel, value_of
+from fusion_backend.matcher import Match, value_of
 from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import Reject

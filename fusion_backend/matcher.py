@@ -17,6 +17,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.expressions import COMMUTATIVE, Expr
+from fusion_backend.index import Below, flat, needs, peel
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import FORMS, Template, templates
 from fusion_backend.torch_api import guard_or_false, sym_eq
@@ -63,17 +64,6 @@ class Mismatch:
 class Bound:
     expr: Expr
     pinned: bool  # its dtype matters
-
-
-def peel(e: Expr) -> Expr:
-    while e.op == "cast":
-        e = e.args[0]
-    return e
-
-
-def flat(e: Expr, op: str) -> list[Expr]:
-    """The operands of a chain of one associative operator."""
-    return [leaf for a in e.args for leaf in (flat(peel(a), op) if peel(a).op == op else [a])]
 
 
 class Unifier:
@@ -210,13 +200,24 @@ class Matcher:
         for n, e in canon.of.items():
             if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor):
                 self.by_op.setdefault(peel(e).op, []).append(n)
+        self.below = Below()
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
+
+    def starts(self, t: Template) -> list[fx.Node]:
+        """The nodes where a template can start, the latest first."""
+        root = t.roots[0]
+        nodes = self.by_op.get(root.op, [])
+        if root.op in ("mul", "div") and any(a.op == "scalar" for a in root.args):  # x / c for x · s
+            other = self.by_op.get("div" if root.op == "mul" else "mul", [])
+            nodes = sorted([*nodes, *other], key=self.order.__getitem__)
+        wanted = needs(root)
+        return [n for n in reversed(nodes) if wanted <= self.below(self.canon.of[n])]
 
     def candidates(self) -> Iterator[Match]:
         """Matches, the largest templates first, the latest nodes first. Overlaps are for the caller to refuse."""
         ranked = sorted((t for p in self.patterns for t in templates(p)), key=lambda t: -t.size)
         for t in ranked:
-            for n in reversed(self.by_op.get(t.roots[0].op, ())):
+            for n in self.starts(t):
                 found = self.at(t, n)
                 if found is not None:
                     yield found
