@@ -101,6 +101,13 @@ def reshaped(c: Canon, a: Args, s):
     return x if x.shape == s else c.make("view", (x,), hashable(s), s)
 
 
+def dropped(c: Canon, a: Args, s):
+    """Every draw is another value: its name tells it apart, and the matcher does not compare the names."""
+    if not a.get("train") or a.get("p") == 0:
+        return a("input")
+    return c.make("dropout", (a("input"), c.const(a.get("p"))), a.node.name, s)
+
+
 def expanded(c: Canon, a: Args, s):
     x = a("self")
     return x if x.shape == s else c.make("expand", (x,), hashable(s), s)
@@ -205,7 +212,7 @@ RULES = {
     "aten::clone": lambda c, a, s: a("self"),
     "aten::contiguous": lambda c, a, s: a("self"),
     "aten::alias": lambda c, a, s: a("self"),
-    "aten::dropout": lambda c, a, s: a("input") if not a.get("train") or a.get("p") == 0 else None,
+    "aten::dropout": dropped,
     # casts
     "aten::to": same_device_cast,
     "aten::_to_copy": same_device_cast,

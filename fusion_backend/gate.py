@@ -155,7 +155,7 @@ class Gate:
         cuda = all(on_gpu(v) for v in values if isinstance(v, torch.Tensor))
         backward = ("kernel" if cuda and pattern.backward_fn else "vjp") if training else None
         no = self.kernel_refused(match, values, training, cuda)
-        inline = not cuda and self.options.gate == "always"
+        inline = not cuda and self.options.gate == "always" and not pattern.memo.get("random")
         inline |= no is not None and no.forward_only and backward == "kernel" and pattern.can_inline_forward
         if no is not None and not inline:
             return Decision(match, False, no.reason)

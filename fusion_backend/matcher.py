@@ -102,7 +102,7 @@ class Unifier:
                 self.miss(g, f"expected {p.op}, found {describe(g)}")
             yield from found
             return
-        if p.attr != g.attr or len(p.args) != len(g.args):
+        if (p.attr != g.attr and p.op != "dropout") or len(p.args) != len(g.args):
             self.miss(g, f"expected {p.op} over {p.attr}, found {g.attr}")
             return
         if env.get(id(g), p) is not p:  # silu(x w) is no gated_linear(x, w, w), which would multiply twice
@@ -264,7 +264,8 @@ class Matcher:
             arguments: dict[str, object] = {}
             for p, kind in zip(t.pattern.params, t.kinds, strict=True):
                 if kind != "tensor":
-                    arguments[p.name] = None if kind == "none" else p.scalar(env[p.name])
+                    word = kind.removeprefix("=") if p.words else None
+                    arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
                     continue
                 arguments[p.name] = holder(env[p.name], peeled)
                 if arguments[p.name] is None:

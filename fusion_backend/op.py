@@ -62,6 +62,8 @@ class Op:
         for p in self.pattern.params:
             value = arguments[p.name]
             number = isinstance(value, (int, float))
+            if p.words:
+                out.append(value)
             if p.tensor:
                 out.append(None if number else value)
             if p.scalar is not None:
@@ -176,6 +178,8 @@ def fields(p) -> list[inspect.Parameter]:
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     either = p.tensor and p.scalar is not None
     out = []
+    if p.words:
+        out.append(inspect.Parameter(p.name, plain, annotation=str))
     if p.tensor:
         hint = Tensor | None if p.optional or either else Tensor
         out.append(inspect.Parameter(p.name, plain, annotation=hint))

@@ -30,17 +30,18 @@ class Reject:
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One argument of a pattern: a tensor, a captured scalar, or either."""
+    """One argument of a pattern: a tensor, a captured scalar, either, or one of a few words."""
 
     name: str
     tensor: bool
     scalar: type | None = None
     optional: bool = False
+    words: tuple[str, ...] = ()
 
     def kinds(self) -> tuple[str, ...]:
-        """The forms in which a graph may supply this argument."""
+        """The forms in which a graph may supply this argument. A word is a form of its own: `=relu`."""
         forms = ("tensor",) * self.tensor + ("scalar",) * (self.scalar is not None)
-        return forms + ("none",) * self.optional
+        return forms + ("none",) * self.optional + tuple(f"={w}" for w in self.words)
 
 
 SCALARS = (float, int)
@@ -56,6 +57,9 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
     params = []
     for p in inspect.signature(fn).parameters.values():
         hint = hints.get(p.name)
+        if typing.get_origin(hint) is typing.Literal and all(isinstance(w, str) for w in typing.get_args(hint)):
+            params.append(Param(p.name, False, words=typing.get_args(hint)))
+            continue
         union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
         members = set(typing.get_args(hint)) if union else {hint}
         optional = type(None) in members
@@ -65,7 +69,7 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
         if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
             raise PatternError(
                 f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, float, int, Tensor | float, and `| None` where it may be missing"
+                "use Tensor, float, int, Tensor | float, Literal[words], and `| None` where it may be missing"
             )
         params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
     if not any(p.tensor for p in params):
@@ -85,9 +89,9 @@ def outputs_of(fn: Callable, where: str) -> int:
 class Pattern:
     """A subgraph to find and what to run in its place. Use as a decorator of the reference.
 
-    The reference is a plain torch function of annotated positional arguments (`Tensor`, `Tensor | None`,
-    `float`, `int`, `Tensor | float`) that returns a tensor or a tuple of tensors. It is the subgraph to look
-    for, the CPU implementation, the shape rule, the default gradient (its vjp) and the test oracle.
+    The reference is a plain torch function of annotated positional arguments (`Tensor`, `Tensor | None`, `float`,
+    `int`, `Tensor | float`, `Literal["relu", "silu"]`) that returns a tensor or a tuple of tensors. It is the
+    subgraph to look for, the CPU implementation, the shape rule, the default gradient (its vjp) and the test oracle.
 
     Options, as in `@Pattern(reciprocal=True)`:
       reciprocal  division by a constant and multiplication by its reciprocal count as the same
@@ -112,6 +116,7 @@ class Pattern:
         self.outputs = outputs_of(reference, self.where)
         self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
         self.spellings: list[Callable] = [reference]
+        self.near_misses: list[Callable] = []
         self.guard_fn: Callable | None = None
         self.worthwhile_fn: Callable | None = None
         self.kernel_fn: Callable | None = None
@@ -140,6 +145,12 @@ class Pattern:
         self.same_arguments(fn, "spelling")
         self.spellings.append(fn)
         self.memo.clear()
+        return fn
+
+    def near_miss(self, fn: Callable) -> Callable:
+        """Code that looks like the pattern and is not: check_pattern proves that it is left alone."""
+        self.same_arguments(fn, "near miss")
+        self.near_misses.append(fn)
         return fn
 
     def guard(self, fn: Callable) -> Callable:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_backend.canonical import Canon
-from fusion_backend.capture import View
+from fusion_backend.canonical import Canon, unrepeatable
+from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import LEAVES, Expr
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.pattern import Pattern, PatternError
@@ -65,7 +65,10 @@ def forms(pattern: Pattern):
 def example_inputs(pattern: Pattern, make: Callable, case: dict | None = None) -> list:
     """The arguments of a case (the first by default), tensors made by `make(*shape)`."""
     if pattern.inputs_fn is None:
-        made = [make(6, 6) if p.tensor else 0.5 if p.scalar is float else 3 for p in pattern.params]
+        made = [
+            make(6, 6) if p.tensor else 0.5 if p.scalar is float else 3 if p.scalar else p.words[0]
+            for p in pattern.params
+        ]
     else:
         made = list(pattern.inputs_fn(make, **(pattern.cases[0] if case is None else case)))
     if len(made) != len(pattern.params):
@@ -79,6 +82,8 @@ def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: floa
     for i, (p, kind, arg) in enumerate(zip(pattern.params, kinds, args, strict=True)):
         if kind == "none":
             out.append(None)
+        elif p.words:
+            out.append(kind.removeprefix("="))
         elif kind == "tensor":
             if not isinstance(arg, torch.Tensor):
                 raise PatternError(f"{pattern.where}: inputs gives {arg!r} for the tensor {p.name}")
@@ -103,7 +108,8 @@ def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Tem
             f"{roots!r} against {second[0]!r}"
         )
     used = {e.attr if e.op == "var" else e.attr[0] for e in subexpressions(roots) if e.op in ("var", "scalar")}
-    unused = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind != "none" and p.name not in used]
+    given = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind != "none" and not p.words]
+    unused = [name for name in given if name not in used]
     if unused and fn is pattern.reference:
         raise PatternError(f"{pattern.where}: argument {unused[0]} is not used")
     if unused:
@@ -156,6 +162,13 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
         raise PatternError(f"{pattern.where}: it must return a tensor or a tuple of tensors that it computes")
     if len(outs) != pattern.outputs:
         raise PatternError(f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}")
+    random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
+    pattern.memo["random"] = bool(random)
+    for n in random:
+        if n.target._schema.name != "aten::dropout":
+            raise PatternError(
+                f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random numbers"
+            )
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)
     return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
