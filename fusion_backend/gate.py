@@ -20,10 +20,11 @@ from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match, value_of
 from fusion_backend.op import op_of
 from fusion_backend.options import Options
-from fusion_backend.pattern import Reject
+from fusion_backend.pattern import Pattern, Reject
 from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
 
+EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -127,6 +128,10 @@ class Gate:
             written = set().union(*(storages(a) for a in m.all_input_nodes), set())
             if min(readers) < self.order[m] < first_root and written & held:
                 return f"an argument may be changed in between, at {location(m)}"
+            # the op keeps its arguments for backward, where plain autograd may keep only what it computed from them
+            later = is_lowered(m) and self.order[m] > first_root and isinstance(m.args[0], fx.Node)
+            if later and storages(m.args[0]) & held and self.training(match):
+                return f"an argument that backward reads is changed afterwards, at {location(m)}"
         return ""
 
     # May the kernel take it?
@@ -138,8 +143,10 @@ class Gate:
                 return f"{name} is a {type(v).__name__}"
             if v.layout != torch.strided or v.is_quantized:
                 return f"{name} is {'quantized' if v.is_quantized else v.layout}"
-            if v.dtype not in FLOATS:
-                return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take float32, bfloat16 and float16"
+            exact = match.pattern.memo.get("dtypes", {}).get(name)
+            if v.dtype not in FLOATS if exact is None else v.dtype != exact:
+                wanted = "float32, bfloat16 and float16" if exact is None else str(exact).removeprefix("torch.")
+                return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take {wanted}"
             if statically_known_true(v.numel() == 0):
                 return f"{name} is empty"
         devices = {value_of(n).device for n in match.tensors().values() if value_of(n).dim()}
@@ -153,10 +160,10 @@ class Gate:
         pattern = match.pattern
         values = [value_of(match.arguments[p.name]) for p in pattern.params]
         cuda = all(on_gpu(v) for v in values if isinstance(v, torch.Tensor))
-        backward = ("kernel" if cuda and pattern.backward_fn else "vjp") if training else None
+        backward = self.backward_provider(pattern, cuda) if training else None
         no = self.kernel_refused(match, values, training, cuda)
         inline = not cuda and self.options.gate == "always" and not pattern.memo.get("random")
-        inline |= no is not None and no.forward_only and backward == "kernel" and pattern.can_inline_forward
+        inline |= no is not None and no.forward_only and backward != "vjp" and training and pattern.can_inline_forward
         if no is not None and not inline:
             return Decision(match, False, no.reason)
         forward = "kernel" if no is None else "reference"
@@ -167,6 +174,22 @@ class Gate:
             return Decision(match, False, failure, failure=failure)
         wrong = result_differs(decision, values)
         return Decision(match, False, wrong) if wrong else decision
+
+    def backward_provider(self, pattern: Pattern, cuda: bool) -> str:
+        if pattern.backward_fn is None:
+            return "vjp"
+        return "formula" if pattern.backward_plain else "kernel" if cuda else "vjp"
+
+    def fusable_neighbour(self, match: Match, training: bool) -> Reject | None:
+        """A kernel of ours stands alone. A pointwise pattern gains nothing by that, and loses where Inductor would
+        have kept a neighbour's value in registers, or in training chosen what to save."""
+        if training:
+            return Reject("in training Inductor fuses it too, and chooses what to save")
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
+        for n in (*arguments, *(u for r in match.roots for u in r.users)):
+            if is_lowered(n) and peel(self.canon.of[n]).op not in EXTERN and self.canon.of[n].op != "input":
+                return Reject(f"Inductor fuses it with its neighbour at {location(n)}")
+        return None
 
     def kernel_refused(self, match: Match, values: list, training: bool, cuda: bool) -> Reject | None:
         pattern = match.pattern
@@ -182,6 +205,8 @@ class Gate:
                 return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
             if isinstance(answer, Reject):
                 return answer
+        if pattern.pointwise and self.options.gate != "always":
+            return self.fusable_neighbour(match, training)
         return None
 
     def try_out(self, decision: Decision, values: list) -> str:

@@ -20,7 +20,7 @@ from fusion_backend.expressions import COMMUTATIVE, Expr
 from fusion_backend.index import Below, flat, needs, peel
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import FORMS, Template, templates
-from fusion_backend.torch_api import guard_or_false, sym_eq
+from fusion_backend.torch_api import enable_python_dispatcher, guard_or_false, sym_eq
 
 KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these decides what is computed
 BUDGET = 5_000  # unification steps for one template at one node
@@ -328,7 +328,8 @@ def disagreement(match: Match) -> str:
     values = [value_of(match.arguments[p.name]) for p in match.pattern.params]
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            outs = match.pattern.reference(*values)
+            with enable_python_dispatcher():  # torch 2.11: a 3-D matmul of symbolic sizes needs it
+                outs = match.pattern.reference(*values)
     except Exception as error:
         return f"the reference refuses these arguments: {type(error).__name__}: {str(error).splitlines()[0]}"
     for out, root in zip(outs if isinstance(outs, tuple) else (outs,), match.roots, strict=True):

@@ -2,7 +2,8 @@
 
 The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kernels from its own wrapper. Its keyword
 arguments are the gate's decision: `forward` is "kernel" or "reference" (inlined, for Inductor to fuse as if we were
-not there), `backward` is "kernel" or "vjp" (of the reference), `save` says whether anybody will differentiate.
+not there), `backward` is "kernel", "formula" (the pattern's own, in plain torch) or "vjp" (of the reference), `save`
+says whether anybody will differentiate.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class Op:
         self.pattern = pattern
         self.fields = [field for p in pattern.params for field in fields(p)]
         self.tensors = [p.name for p in pattern.params if p.tensor]
+        self.tensor_fields = [i for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
         self.results = pattern.outputs + len(pattern.saves)
         self.call = triton_op(f"fusion::{pattern.name}", signed(self.forward, self.schema()), mutates_args=())
         self.call.register_autograd(self.gradient, setup_context=self.keep)
         self.backward_call = None
-        if pattern.backward_fn is not None:
+        if pattern.backward_fn is not None and not pattern.backward_plain:
             name = f"fusion::{pattern.name}_backward"
             self.backward_call = triton_op(name, signed(self.backward, self.backward_schema()), mutates_args=())
 
@@ -89,7 +91,7 @@ class Op:
             else:
                 out = pattern.reference(*args)
                 out = out if isinstance(out, tuple) else (out,)
-                out += self.saved(args, save and backward == "kernel", out[0])
+                out += self.saved(args, save and backward != "vjp", out[0])
         if len(out) != self.results:
             raise PatternError(f"{pattern.where}: the kernel returns {len(out)} tensors, not {self.results}")
         return out[0] if self.results == 1 else out
@@ -123,18 +125,28 @@ class Op:
         results = list(tensors)  # and what the kernel saved
         grads = grads[: self.pattern.outputs]
         needs = list(ctx.needs_input_grad[: len(flat)])
-        usable = self.backward_call is not None and ctx.decision["save"] and ctx.decision["backward"] == "kernel"
-        if usable and ctx.decision["forward"] == "reference":
-            usable = self.pattern.can_inline_forward
-        if usable and self.kernel_takes(self.unflatten(flat)):
-            wanted = [needs[i] for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
-            out = self.backward_call(*grads, *results, wanted, *flat)
-            rest = iter(out if isinstance(out, tuple) else (out,))
-            found = [next(rest) if f.annotation in (Tensor, Tensor | None) else None for f in self.fields]
-            return tuple(g if need else None for g, need in zip(found, needs, strict=True))
-        return self.vjp(flat, needs, grads)
+        choice, pattern, args = ctx.decision, self.pattern, self.unflatten(flat)
+        own = pattern.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
+        taken = self.kernel_takes(args)
+        if not own or not (pattern.can_inline_forward or (taken and choice["forward"] == "kernel")):
+            return self.vjp(flat, needs, grads)
+        wanted = [needs[i] for i in self.tensor_fields]
+        if pattern.backward_plain:
+            found = self.run_backward(*grads, *results, wanted, *flat)
+        elif taken:
+            found = self.backward_call(*grads, *results, wanted, *flat)
+            found = found if isinstance(found, tuple) else (found,)
+        else:
+            return self.vjp(flat, needs, grads)
+        by_field = dict(zip(self.tensor_fields, found, strict=True))
+        return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
 
     def backward(self, *flat):
+        """The backward as an operator: nobody's gradient is an empty tensor."""
+        out = tuple(flat[0].new_empty(0) if g is None else g for g in self.run_backward(*flat))
+        return out[0] if len(out) == 1 else out
+
+    def run_backward(self, *flat):
         n, k = self.pattern.outputs, len(self.pattern.saves)
         grads, results, saves = flat[:n], flat[n : 2 * n], flat[2 * n : 2 * n + k]
         needs, args = flat[2 * n + k], self.unflatten(flat[2 * n + k + 1 :])
@@ -150,9 +162,7 @@ class Op:
             raise PatternError(
                 f"{self.pattern.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
             )
-        filler = grads[0]
-        out = tuple(filler.new_empty(0) if g is None else g for g in out)
-        return out[0] if len(out) == 1 else out
+        return out
 
     def vjp(self, flat: list, needs: list[bool], grads):
         """The gradient of the reference. Differentiable again when autograd is recording."""

@@ -95,7 +95,9 @@ class Pattern:
 
     Options, as in `@Pattern(reciprocal=True)`:
       reciprocal  division by a constant and multiplication by its reciprocal count as the same
-                  (off by default: the two differ by a rounding).
+                  (off by default: the two differ by a rounding);
+      pointwise   Inductor generates as good a kernel and can fuse it with what stands around it: by itself the gate
+                  takes only sites in inference whose neighbours cannot be fused.
 
     Raises PatternError, naming file and line, when the annotations are not understood or the name is taken.
     """
@@ -105,11 +107,11 @@ class Pattern:
             return functools.partial(cls, **options)
         return super().__new__(cls)
 
-    def __init__(self, reference: Callable, *, reciprocal: bool = False):
+    def __init__(self, reference: Callable, *, reciprocal: bool = False, pointwise: bool = False):
         code = reference.__code__
         self.name = reference.__name__
         self.reference = reference
-        self.reciprocal = reciprocal
+        self.reciprocal, self.pointwise = reciprocal, pointwise
         self.file, self.line = code.co_filename, code.co_firstlineno
         self.where = f"pattern {self.name} ({self.file}:{self.line})"
         self.params = params_of(reference, self.where)
@@ -123,6 +125,7 @@ class Pattern:
         self.saves: tuple[str, ...] = ()
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
+        self.backward_plain = False
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
@@ -187,14 +190,17 @@ class Pattern:
         self.saved_fn = fn
         return fn
 
-    def backward(self, fn: Callable) -> Callable:
+    def backward(self, fn: Callable | None = None, *, plain: bool = False):
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
 
         `saved` carries the inputs by name, the kernel's saved tensors by name, `saved.result` (a tuple where the
         pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient. What is not read is
-        not kept. Without a backward the vjp of the reference is used.
+        not kept. With `plain=True` it launches no kernel: it is torch code that is better than the vjp of the
+        reference, which is used where there is no backward; it may be differentiated again.
         """
-        self.backward_fn = fn
+        if fn is None:
+            return functools.partial(self.backward, plain=plain)
+        self.backward_fn, self.backward_plain = fn, plain
         return fn
 
     def inputs(self, *cases: dict) -> Callable:

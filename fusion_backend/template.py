@@ -46,6 +46,9 @@ def templates(pattern: Pattern) -> list[Template]:
         for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
             for t in template(pattern, fn, kinds):
                 found.setdefault(f"{kinds}{t.roots!r}", t)
+        if not found:
+            error = pattern.memo.get("trace_error")
+            raise PatternError(f"{pattern.where}: the reference cannot be traced: {error}")
         pattern.memo["templates"] = sorted(found.values(), key=lambda t: -t.size)
     return pattern.memo["templates"]
 
@@ -55,7 +58,9 @@ def backward_of(pattern: Pattern) -> str:
     templates(pattern)
     if not pattern.memo.get("differentiable"):
         return "none (integers)"
-    return "own" if pattern.backward_fn else "vjp of the reference"
+    if pattern.backward_fn is None:
+        return "vjp of the reference"
+    return "own formula" if pattern.backward_plain else "own kernel"
 
 
 def forms(pattern: Pattern):
@@ -96,10 +101,9 @@ def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: floa
 
 def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
     """No template where a form is not supported by the spelling (a bias without a weight, say)."""
-    first, second = (traced(pattern, fn, kinds, probe) for probe in PROBES)
+    first = traced(pattern, fn, kinds, PROBES[0])
+    second = first and traced(pattern, fn, kinds, PROBES[1])
     if first is None or second is None:
-        if fn is pattern.reference and "none" not in kinds:
-            raise PatternError(f"{pattern.where}: the reference cannot be traced: {pattern.memo.get('trace_error')}")
         return []
     roots, size = first
     if repr(roots) != repr(second[0]):
@@ -137,6 +141,7 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
         args = with_kinds(pattern, kinds, example_inputs(pattern, make), probe)
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     names = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"]
+    note_dtypes(pattern, args)
     scalars = {p.name: a for p, kind, a in zip(pattern.params, kinds, args, strict=True) if kind == "scalar"}
 
     def call(*given):
@@ -172,6 +177,14 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)
     return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
+
+
+def note_dtypes(pattern: Pattern, args: list) -> None:
+    """A mask, an index or a quantised weight is what the example inputs show; the gate asks for nothing else there."""
+    exact = pattern.memo.setdefault("dtypes", {})
+    for p, a in zip(pattern.params, args, strict=True):
+        if isinstance(a, torch.Tensor) and not a.is_floating_point():
+            exact[p.name] = a.dtype
 
 
 def scalar_named(scalars: dict[str, float], number) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation

@@ -15,7 +15,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
-@Pattern(reciprocal=True)
+@Pattern(reciprocal=True, pointwise=True)
 def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
     return torch.exp((x + y) * s)
 
@@ -32,6 +32,13 @@ def _(x, y, s):
     grid = ((size + block - 1) // block,)
     launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, size, s, BLOCK=block, num_warps=4)
     return out
+
+
+@add_mul_exp.backward(plain=True)
+def _(saved, grad):
+    """From the result alone: neither x nor y is kept."""
+    d = (grad.float() * saved.result.float() * saved.s).to(grad.dtype)
+    return d.sum_to_size(saved.x.shape), d.sum_to_size(saved.y.shape)
 
 
 # Bytes: 3 times the tensor (x, y, out).

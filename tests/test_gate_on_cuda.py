@@ -105,6 +105,24 @@ def _(x):
 gm, new, record = run(lambda x: x.tan() * 2, (8, 4))
 assert new is gm and "strides" in record.sites[0].reason, record
 """,
+    "pointwise patterns stand back where Inductor fuses their neighbours": """
+def alone(x, y):
+    return torch.exp((x + y) * 2)
+def between(x, y):
+    return torch.exp((x.sin() + y) * 2)
+def before(x, y):
+    return torch.exp((x + y) * 2).sum()
+def after_a_product(x, y):
+    return torch.exp((x @ y + y) * 2) @ x
+for fn, taken in ((alone, True), (between, False), (before, False), (after_a_product, True)):
+    gm, new, record = run(fn, (8, 8), (8, 8))
+    (site,) = [s for s in record.sites if s.pattern == "add_mul_exp"]
+    assert site.fused is taken and (taken or "neighbour" in site.reason), str(site)
+gm, new, record = run(alone, (8, 8), (8, 8), grad=True)
+assert new is gm and "in training" in record.sites[0].reason
+gm, new, record = run(alone, (8, 8), (8, 8), grad=True, gate="always")
+assert record.sites[0].backward == "formula"
+""",
     "the five kernels take ordinary inputs": """
 for fn, shapes, name in (
     (lambda x, y, z: (x + y) * z, [(64, 64)] * 3, "add_mul"),

@@ -366,6 +366,7 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
                 pattern.worthwhile_fn(*args, True)
             with trial(lambda kernel, grid, values, options, grids=grids: grids.append(grid)):
                 out = pattern.kernel_fn(*args, *([True] if pattern.saves else []))
+                out = out if isinstance(out, tuple) else (out,)
                 if pattern.backward_fn:
                     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
                     kept = dict(zip(pattern.saves, out[1:], strict=True))
