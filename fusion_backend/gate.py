@@ -181,14 +181,13 @@ class Gate:
         return "formula" if pattern.backward_plain else "kernel" if cuda else "vjp"
 
     def fusable_neighbour(self, match: Match, training: bool) -> Reject | None:
-        """A kernel of ours stands alone. A pointwise pattern gains nothing by that, and loses where Inductor would
-        have kept a neighbour's value in registers, or in training chosen what to save."""
-        if training:
+        """A kernel of ours stands alone: next to code that Inductor would fuse with its own, it moves more bytes."""
+        if training and match.pattern.inductor == "pointwise":
             return Reject("in training Inductor fuses it too, and chooses what to save")
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
         for n in (*arguments, *(u for r in match.roots for u in r.users)):
             if is_lowered(n) and peel(self.canon.of[n]).op not in EXTERN and self.canon.of[n].op != "input":
-                return Reject(f"Inductor fuses it with its neighbour at {location(n)}")
+                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
         return None
 
     def kernel_refused(self, match: Match, values: list, training: bool, cuda: bool) -> Reject | None:
@@ -205,7 +204,7 @@ class Gate:
                 return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
             if isinstance(answer, Reject):
                 return answer
-        if pattern.pointwise and self.options.gate != "always":
+        if pattern.inductor and self.options.gate != "always":
             return self.fusable_neighbour(match, training)
         return None
 

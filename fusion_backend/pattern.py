@@ -8,6 +8,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -96,8 +97,9 @@ class Pattern:
     Options, as in `@Pattern(reciprocal=True)`:
       reciprocal  division by a constant and multiplication by its reciprocal count as the same
                   (off by default: the two differ by a rounding);
-      pointwise   Inductor generates as good a kernel and can fuse it with what stands around it: by itself the gate
-                  takes only sites in inference whose neighbours cannot be fused.
+      inductor    what Inductor itself makes of it and can fuse with its neighbours: "pointwise" (as good a kernel:
+                  by itself the gate takes only sites in inference without such neighbours), "reduction" (next to
+                  such neighbours the forward is inlined), or None (library calls).
 
     Raises PatternError, naming file and line, when the annotations are not understood or the name is taken.
     """
@@ -107,11 +109,17 @@ class Pattern:
             return functools.partial(cls, **options)
         return super().__new__(cls)
 
-    def __init__(self, reference: Callable, *, reciprocal: bool = False, pointwise: bool = False):
+    def __init__(
+        self,
+        reference: Callable,
+        *,
+        reciprocal: bool = False,
+        inductor: Literal["pointwise", "reduction"] | None = None,
+    ):
         code = reference.__code__
         self.name = reference.__name__
         self.reference = reference
-        self.reciprocal, self.pointwise = reciprocal, pointwise
+        self.reciprocal, self.inductor = reciprocal, inductor
         self.file, self.line = code.co_filename, code.co_firstlineno
         self.where = f"pattern {self.name} ({self.file}:{self.line})"
         self.params = params_of(reference, self.where)

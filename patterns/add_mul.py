@@ -16,7 +16,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
-@Pattern(pointwise=True)
+@Pattern(inductor="pointwise")
 def add_mul(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
     return (x + y) * z
 

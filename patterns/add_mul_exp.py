@@ -15,7 +15,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
-@Pattern(reciprocal=True, pointwise=True)
+@Pattern(reciprocal=True, inductor="pointwise")
 def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
     return torch.exp((x + y) * s)
 

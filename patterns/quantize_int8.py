@@ -16,7 +16,7 @@ from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 
 
-@Pattern(pointwise=True)
+@Pattern(inductor="pointwise")
 def quantize_int8(x: Tensor, scale: float, zero_point: float | None) -> Tensor:
     q = x / scale if zero_point is None else x / scale + zero_point
     return torch.clamp(torch.round(q), -128, 127).to(torch.int8)
