@@ -1,0 +1,57 @@
+"""What the pass costs: milliseconds a graph node for capture, match and rewrite, on six small Hugging Face models.
+
+    python -m benchmarks.capture_cost [--runs 7] [--dynamic] [--json FILE]
+
+The median of several runs after one to warm up (patterns are traced once a process). Sites are rewritten wherever
+possible (fusion.gate=always), so that the rewrite counts; Inductor does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+import fusion_backend
+from benchmarks.tiny_models import MODELS, Tiny
+
+PHASES = ("capture_s", "match_s", "rewrite_s")
+
+
+def once(tiny: Tiny, train: bool, dynamic: bool) -> dict[str, float]:
+    """The nodes of a model's graphs, and the milliseconds a node of every phase."""
+    model, inputs = tiny.model(), tiny.example(2, 16)
+    torch.compiler.reset()
+    with contextlib.nullcontext() if train else torch.no_grad():
+        report = fusion_backend.explain(model, options={"fusion.gate": "always"}, dynamic=dynamic, **inputs)
+    nodes = sum(graph.nodes for graph in report.graphs)
+    cost = {phase: sum(getattr(graph, phase) for graph in report.graphs) * 1e3 / nodes for phase in PHASES}
+    return cost | dict(nodes=nodes, sum=sum(cost.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.capture_cost", description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
+    parser.add_argument("--json", type=Path, help="write the table there")
+    arguments = parser.parse_args()
+    rows = []
+    print(f"{'ms a node':<20}{'nodes':>8}{'capture':>10}{'match':>10}{'rewrite':>10}{'sum':>10}")
+    for name, tiny in MODELS.items():
+        for train in (False, True):
+            once(tiny, train, arguments.dynamic)
+            runs = [once(tiny, train, arguments.dynamic) for _ in range(arguments.runs)]
+            row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            kind = "training" if train else "inference"
+            print(f"{name + ' ' + kind:<20}{row['nodes']:>8}" + "".join(f"{row[k]:>10.3f}" for k in (*PHASES, "sum")))
+            rows.append(dict(model=name, kind=kind, dynamic=arguments.dynamic, **row))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

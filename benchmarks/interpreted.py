@@ -1,0 +1,84 @@
+"""Every pattern's Triton kernels on small CPU tensors, in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m benchmarks.interpreted
+
+Prints, for each pattern, how often a kernel was launched, and the error of result and gradients against fp64 beside
+that of the plain torch code in fp32. Integer results must be those of the plain code exactly. Exit status 1 if not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import fusion_backend.patterns  # noqa: F401  (fills the registry)
+import torch
+from torch import Tensor
+
+from benchmarks.measure import distance
+from fusion_backend.kernels.launch import trial
+from fusion_backend.op import op_of
+from fusion_backend.pattern import REGISTRY, Pattern
+
+
+def run(fn, args: list) -> tuple[list[Tensor], list[Tensor]]:
+    """The results of fn, and the gradients of their weighted sum for every floating tensor among the arguments."""
+    args = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    results = fn(*args)
+    results = [results] if isinstance(results, Tensor) else list(results)
+    smooth = [r for r in results if r.requires_grad]
+    if not smooth:
+        return [r.detach() for r in results], []
+    weights = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype).reshape(r.shape) for r in smooth]
+    sources = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+    gradients = torch.autograd.grad(smooth, sources, weights)
+    return [r.detach() for r in results], list(gradients)
+
+
+def compare(pattern: Pattern) -> bool:
+    """Print the pattern's line; are the kernels no worse than twice the plain code's error?"""
+    generator = torch.Generator().manual_seed(0)
+    args = pattern.inputs_fn(lambda *shape: torch.randn(*shape, generator=generator), **pattern.cases[0])
+    launches = []
+
+    def launch(kernel, grid, args, options):
+        launches.append(kernel)
+        kernel[grid](*args, **options)
+
+    op = op_of(pattern)
+
+    def fused(*args):
+        out = op.overload(*op.flatten(dict(zip((p.name for p in pattern.params), args, strict=True))))
+        return out[: pattern.outputs] if isinstance(out, tuple) else out  # what the backward needs comes after them
+
+    with trial(launch):
+        results, gradients = run(fused, args)
+    plain = run(pattern.reference, args)
+    exact = run(pattern.reference, [a.double() if isinstance(a, Tensor) else a for a in args])
+    shapes = ", ".join("x".join(map(str, a.shape)) if isinstance(a, Tensor) else str(a) for a in args)
+    line, ok = f"  {pattern.name:<24} {shapes:<32} kernel launches: {len(launches)};", bool(launches)
+    if results[0].is_floating_point():
+        pairs = [("result", results, plain[0], exact[0]), ("gradients", gradients, plain[1], exact[1])]
+        for what, got, reference, true in pairs[: 2 if gradients else 1]:
+            ours = max(map(distance, got, true))
+            theirs = max(map(distance, reference, true))
+            line += f" {what} {ours:.1e} (plain code {theirs:.1e})"
+            ok &= ours <= 2 * theirs + 1e-7  # the floor: about one fp32 rounding
+    else:
+        different = sum((a != b).sum().item() for a, b in zip(results, plain[0], strict=True))
+        line += f" {different} integers differ from the plain code's"
+        ok &= different == 0
+    print(line + ("" if ok else "  FAILED"))
+    return ok
+
+
+def main() -> int:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        print("benchmarks.interpreted: set TRITON_INTERPRET=1 before Python starts", file=sys.stderr)
+        return 2
+    ok = [compare(pattern) for pattern in REGISTRY.values() if pattern.kernel_fn and pattern.inputs_fn]
+    return not all(ok)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""A cache directory of its own for the session: nothing compiled before may answer."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fresh_cache(tmp_path_factory):
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()

@@ -1,0 +1,159 @@
+"""What a user installs: one top-level package, found by name, whatever folders lie about where the user works."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import venv
+import zipfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("pyproject.toml", "README.md", "fusion_backend", "patterns")
+
+# Run from a folder with a patterns/ of its own. The backend is found by its name alone, through the entry point.
+USER_SCRIPT = """
+    import sys
+    import torch
+
+    f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options={"fusion.gate": "always"})
+    x = torch.arange(24.0).reshape(4, 6)
+    torch.testing.assert_close(f(x, x + 1), x + 0.5)
+    assert "patterns" not in sys.modules
+    fusion_backend = sys.modules["fusion_backend"]
+    report = fusion_backend.report()
+    assert [site.pattern for site in report.sites if site.fused] == ["add_mul"], report
+    print(fusion_backend.__file__)
+    print(sys.modules["fusion_backend.patterns"].__file__)
+"""
+
+THEIR_PATTERN = '''
+from torch import Tensor
+import torch
+from fusion_backend import Pattern
+
+@Pattern
+def tanh_gate(x: Tensor, y: Tensor) -> Tensor:
+    """x tanh(y)"""
+    return x * torch.tanh(y)
+'''
+
+THEIR_SCRIPT = """
+    import sys
+    import torch
+
+    f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options={"fusion.gate": "always"})
+    x = torch.linspace(-2, 2, 12).requires_grad_()
+    y = f(x, x)
+    y.sum().backward()
+    torch.testing.assert_close(y, x * x.tanh())
+    torch.testing.assert_close(x.grad, (x.tanh() + x * (1 - x.tanh() ** 2)).detach())
+    report = sys.modules["fusion_backend"].report()
+    assert [site.pattern for site in report.sites if site.fused] == ["tanh_gate"], report
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what is packaged, so that a build leaves nothing in the checkout."""
+    # By metadata: merely looking for the module pip makes setuptools give up its distutils in this process.
+    installed = {name: int(version(name).split(".")[0]) for name in ("pip", "setuptools") if is_installed(name)}
+    if installed.get("setuptools", 0) < 77 or "pip" not in installed:
+        pytest.skip("pip or setuptools >= 77 is not installed here, and a build would have to download them")
+    folder = tmp_path_factory.mktemp("source")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    call([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)])
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def call(command: list[str], **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def environment(folder: Path) -> str:
+    """The Python of a new environment that sees this one's packages, but not a project installed here as editable."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "packages_of_the_parent.pth").write_text("\n".join(packages))
+    return str(folder / "bin" / "python")
+
+
+def install(python: str, *what: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    call([*command, "--no-build-isolation", "--ignore-installed", *what])
+
+
+def run_script(python: str, folder: Path, text: str, **variables: str) -> list[str]:
+    """Run a user's script in a folder with a patterns package that must never be imported; what it prints, by line."""
+    (folder / "patterns").mkdir()
+    (folder / "patterns" / "__init__.py").write_text("raise AssertionError('the user\\'s own patterns was imported')\n")
+    (folder / "script.py").write_text(textwrap.dedent(text))
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return call([python, "script.py"], cwd=folder, env=clean | variables).splitlines()
+
+
+def test_the_wheel_has_one_top_level_package(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"{wheel.name.partition('-py3')[0]}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"fusion_backend", info}
+    shipped = {name for name in names if name.endswith(".py")}
+    core = {str(path.relative_to(ROOT)) for path in (ROOT / "fusion_backend").rglob("*.py")}
+    rooms = {f"fusion_backend/patterns/{path.name}" for path in (ROOT / "patterns").glob("*.py")}
+    assert shipped == core | rooms
+
+
+def test_a_wheel_works_beside_a_folder_named_patterns(wheel, tmp_path):
+    python = environment(tmp_path / "venv")
+    install(python, str(wheel))
+    package, patterns = run_script(python, tmp_path, USER_SCRIPT)
+    assert package.startswith(str(tmp_path)) and Path(patterns) == Path(package).parent / "patterns" / "__init__.py"
+
+
+def test_an_editable_install_works_beside_a_folder_named_patterns(source, tmp_path):
+    python = environment(tmp_path / "venv")
+    install(python, "-e", str(source))
+    package, patterns = run_script(python, tmp_path, USER_SCRIPT)
+    assert package == str(source / "fusion_backend" / "__init__.py")
+    assert patterns == str(source / "patterns" / "__init__.py")
+
+
+def test_a_bare_import_of_patterns_is_refused():
+    done = subprocess.run([sys.executable, "-c", "import patterns"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "ImportError: import fusion_backend.patterns" in done.stderr, done.stderr
+
+
+def test_another_package_adds_a_pattern_by_entry_point(wheel, tmp_path):
+    python = environment(tmp_path / "venv")
+    install(python, str(wheel))
+    theirs = tmp_path / "theirs"
+    info = theirs / "their_patterns-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-patterns\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fusion_backend.patterns]\ngates = their_patterns\n")
+    (theirs / "their_patterns.py").write_text(THEIR_PATTERN)
+    run_script(python, tmp_path, THEIR_SCRIPT, PYTHONPATH=str(theirs))
