@@ -1,16 +1,22 @@
-"""What identifies us in Inductor's caches: a pass that does nothing, whose uuid is everything we changed."""
+"""What identifies us in Inductor's caches: a pass that does nothing, whose uuid is everything we changed.
+
+And a cache of our own: traced patterns, beside Inductor's, under the same kind of key.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
+import os
+import pickle
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 from fusion_backend.pattern import Pattern
-from fusion_backend.torch_api import CustomGraphPass, pass_slot
+from fusion_backend.torch_api import CustomGraphPass, cache_folder, pass_slot, torch_version
 
 
 class Identity(CustomGraphPass):
@@ -34,6 +40,34 @@ def with_identity(options: dict, key: str) -> dict:
     """Inductor options that carry our identity."""
     slot, theirs = pass_slot(options)
     return {**options, slot: Identity(key, theirs)}
+
+
+def file_of(pattern: Pattern) -> Path | None:
+    """Where a traced pattern is kept; nowhere when Inductor's caches are off."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    text = f"{own_sources()}{source_of(pattern)}{pattern.where}{torch_version()}"
+    return Path(folder) / "fusion" / f"{pattern.name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.pkl"
+
+
+def load(pattern: Pattern):
+    """What was stored, or None. A file that cannot be read is as good as none."""
+    try:
+        return pickle.loads(file_of(pattern).read_bytes())
+    except Exception:
+        return None
+
+
+def store(pattern: Pattern, value) -> None:
+    """Keep what tracing found. A full disk or a value that cannot be written costs the next process a trace."""
+    with contextlib.suppress(Exception):
+        file = file_of(pattern)
+        content = pickle.dumps(value)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(content)
+        scratch.replace(file)
 
 
 def key_of(patterns: list[Pattern], decisions: list[str]) -> str:

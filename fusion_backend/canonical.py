@@ -12,8 +12,9 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend import attention, composites
 from fusion_backend.capture import is_lowered
-from fusion_backend.expressions import Builder, Expr, hashable
+from fusion_backend.expressions import Builder, Expr, hashable, same
 
 
 class Canon(Builder):
@@ -36,6 +37,16 @@ class Canon(Builder):
             self.of[n] = e
             e.nodes.append(n)
         return self
+
+    def mul(self, x: Expr, y: Expr, shape) -> Expr:
+        return composites.as_gelu(self, x, y, shape) or super().mul(x, y, shape)
+
+    def div(self, x: Expr, y: Expr, shape) -> Expr:
+        return attention.as_softmax(self, x, y, shape) or super().div(x, y, shape)
+
+    def filled(self, number: float, a: Args, shape) -> Expr | None:
+        same = a.node.meta["val"].dtype == a.node.args[0].meta["val"].dtype
+        return self.make("expand", (self.const(number),), hashable(shape), shape) if same else None
 
     def read(self, n: fx.Node, fences) -> Expr:
         if n.op == "call_function" and n.target is operator.getitem and self.of[n.args[0]].op == "tuple":
@@ -86,6 +97,8 @@ def shape_of(n: fx.Node):
 
 def unrepeatable(n: fx.Node) -> bool:
     """Two such nodes with the same arguments are not the same value."""
+    if n.target._schema.name == "aten::scaled_dot_product_attention":
+        return (n.args[4] if len(n.args) > 4 else n.kwargs.get("dropout_p", 0.0)) != 0
     return torch.Tag.nondeterministic_seeded in n.target.tags or n.target._schema.is_mutable
 
 
@@ -94,11 +107,6 @@ def same_device_cast(c: Canon, a: Args, s):
     if source.device != target.device or source.layout != target.layout:
         return None
     return c.cast(a("self"), source.dtype, target.dtype, s)
-
-
-def reshaped(c: Canon, a: Args, s):
-    x = a("self")
-    return x if x.shape == s else c.make("view", (x,), hashable(s), s)
 
 
 def dropped(c: Canon, a: Args, s):
@@ -110,12 +118,22 @@ def dropped(c: Canon, a: Args, s):
 
 def expanded(c: Canon, a: Args, s):
     x = a("self")
-    return x if x.shape == s else c.make("expand", (x,), hashable(s), s)
+    return x if same(x.shape, s) else c.make("expand", (x,), hashable(s), s)
 
 
 def unsqueezed(c: Canon, a: Args, s):
     x, axis = a("self"), (a.get("dim") % len(s)) - len(s)
     return x.args[0] if x.op == "squeeze" and x.attr == (axis,) else c.make("unsqueeze", (x,), axis, s)
+
+
+def squeezed(c: Canon, a: Args, s):
+    x, dim = a("self"), a.get("dim")
+    if not isinstance(dim, int) or x.shape is None:
+        return None
+    axis = (dim % max(len(x.shape), 1)) - len(x.shape)
+    if len(x.shape) == len(s):  # not of size 1: nothing happens
+        return x
+    return x.args[0] if x.op == "unsqueeze" and x.attr == axis else c.make("squeeze", (x,), (axis,), s)
 
 
 def reduction(c: Canon, a: Args, s, op: str):
@@ -129,10 +147,18 @@ def variance_of(c: Canon, a: Args, shape):
     return c.variance(a("self"), a.get("dim"), correction, a.get("keepdim", False), shape)
 
 
-def plain_addmm(c: Canon, a: Args, s):
-    if (a.get("beta", 1), a.get("alpha", 1)) != (1, 1):
-        return None
-    return c.bias(c.make("matmul", (a("mat1"), a("mat2")), None, s), a("self"), s)
+def product(c: Canon, x: Expr, y: Expr, s):
+    """Of integers converted to int32, or to fp64: exact, and the same as the product that takes int8."""
+    if all(e.op == "convert" and e.attr in (torch.int32, torch.float64) for e in (x, y)):
+        if x.attr == y.attr == torch.int32:
+            return c.make("int_matmul", (x.args[0], y.args[0]), None, s)
+    return c.make("matmul", (x, y), None, s)
+
+
+def added_product(c: Canon, a: Args, s, left: str, right: str):
+    """beta · self + alpha · left @ right; without self where beta is 0."""
+    product = c.scale(c.make("matmul", (a(left), a(right)), None, s), a.get("alpha", 1), s)
+    return product if a.get("beta", 1) == 0 else c.add(product, c.scale(a("self"), a.get("beta", 1), s), s)
 
 
 def constant(c: Canon, a: Args, s, name: str):
@@ -182,19 +208,14 @@ RULES = {
     "aten::var_mean": lambda c, a, s: c.make(
         "tuple", (variance_of(c, a, s), c.reduce("mean", a("self"), a.get("dim"), a.get("keepdim", False), s))
     ),
-    # normalisation over the last k dimensions, its affine part apart
-    "aten::layer_norm": lambda c, a, s: c.affine(
-        c.make("normalize", (a("input"), c.const(a.get("eps", 1e-5))), len(a.get("normalized_shape")), s),
-        a("weight"),
-        a("bias"),
-        s,
-    ),
     # matrix products
     "aten::linear": lambda c, a, s: c.linear(a("input"), a("weight"), a("bias"), s),
-    "aten::matmul": lambda c, a, s: c.make("matmul", (a("self"), a("other")), None, s),
-    "aten::mm": lambda c, a, s: c.make("matmul", (a("self"), a("mat2")), None, s),
-    "aten::bmm": lambda c, a, s: c.make("matmul", (a("self"), a("mat2")), None, s),
-    "aten::addmm": plain_addmm,
+    "aten::matmul": lambda c, a, s: product(c, a("self"), a("other"), s),
+    "aten::mm": lambda c, a, s: product(c, a("self"), a("mat2"), s),
+    "aten::bmm": lambda c, a, s: product(c, a("self"), a("mat2"), s),
+    "aten::addmm": lambda c, a, s: added_product(c, a, s, "mat1", "mat2"),
+    "aten::baddbmm": lambda c, a, s: added_product(c, a, s, "batch1", "batch2"),
+    "aten::_int_mm": lambda c, a, s: c.make("int_matmul", (a("self"), a("mat2")), None, s),
     # order and shape
     "aten::t": lambda c, a, s: c.permute(a("self"), list(reversed(range(len(s)))), s),
     "aten::numpy_T": lambda c, a, s: c.permute(a("self"), list(reversed(range(len(s)))), s),
@@ -202,12 +223,9 @@ RULES = {
     "aten::transpose": lambda c, a, s: c.transpose(a("self"), a.get("dim0"), a.get("dim1"), s),
     "aten::permute": lambda c, a, s: c.permute(a("self"), a.get("dims"), s),
     "aten::expand": expanded,
-    "aten::view": reshaped,
-    "aten::reshape": reshaped,
-    "aten::_unsafe_view": reshaped,
-    "aten::flatten": reshaped,
-    "aten::unflatten": reshaped,
+    "aten::expand_as": expanded,
     "aten::unsqueeze": unsqueezed,
+    "aten::squeeze": squeezed,
     # the same value
     "aten::clone": lambda c, a, s: a("self"),
     "aten::contiguous": lambda c, a, s: a("self"),
@@ -220,8 +238,12 @@ RULES = {
     # numbers held in 0-d tensors
     "aten::full": lambda c, a, s: constant(c, a, s, "fill_value"),
     "aten::scalar_tensor": lambda c, a, s: constant(c, a, s, "s"),
+    "aten::zeros_like": lambda c, a, s: c.filled(0.0, a, s),
+    "aten::ones_like": lambda c, a, s: c.filled(1.0, a, s),
 }
-for spelled, name in {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div"}.items():
+RULES |= composites.RULES | attention.RULES
+ALIASES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "concat": "cat"}
+for spelled, name in ALIASES.items():
     RULES[f"aten::{spelled}"] = RULES[f"aten::{name}"]
 
 

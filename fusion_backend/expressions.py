@@ -7,11 +7,12 @@ import math
 import torch
 from torch import fx
 
-from fusion_backend.torch_api import statically_known_true
+from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
 # Operators that cost nothing worth counting when they are done twice.
-FREE = {"permute", "view", "expand", "squeeze", "unsqueeze", "cast", "const", "scalar", "sym"}
+FREE = {"permute", "view", "rows", "expand", "squeeze", "unsqueeze", "half", "every_other", "slice", "cast"}
+FREE |= {"const", "scalar", "sym"}
 LEAVES = {"var", "scalar", "const", "sym", "input"}
 # Between these a cast only changes the rounding of an intermediate value, and a fused kernel rounds once.
 ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -26,10 +27,21 @@ class Expr:
         self.op, self.args, self.attr, self.shape, self.id = op, args, attr, shape, id
         self.nodes: list[fx.Node] = []  # graph nodes with this value, in graph order
 
+    def __reduce__(self):
+        """Kept on disk without the graph it was read from."""
+        return Expr, (self.op, self.args, self.attr, self.shape, self.id)
+
     def __repr__(self):
         attr = "" if self.attr is None else f"[{self.attr}]"
         args = f"({', '.join(map(repr, self.args))})" if self.args else ""
         return f"{self.op}{attr}{args}"
+
+
+def describe(e: Expr) -> str:
+    if e.op == "const":
+        return f"{e.attr:g}"
+    known = {"input": f"the value {e.attr}", "sym": "a symbolic number"}
+    return known.get(e.op, e.op.removeprefix("aten.").split(".")[0])
 
 
 def is_const(e: Expr) -> bool:
@@ -43,6 +55,11 @@ def hashable(value):
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(value)
     return value
+
+
+def same(a, b) -> bool:
+    """Are two shapes known to be equal? Adds no guard."""
+    return a is not None and len(a) == len(b) and guard_or_false(sym_eq(tuple(a), tuple(b)))
 
 
 def from_right(dims, rank: int) -> tuple[int, ...]:
@@ -114,13 +131,16 @@ class Builder:
     def div(self, x: Expr, y: Expr, shape) -> Expr:
         if y.op == "sqrt":
             return self.mul(x, self.make("rsqrt", y.args, None, y.shape), shape)
+        if x.op == "squeeze" and self.is_count(x.args[0], y):
+            return self.make("squeeze", (self.div(x.args[0], y, x.args[0].shape),), x.attr, shape)
         if self.is_count(x, y):
             return self.make("mean", x.args, x.attr, x.shape)
         if is_const(x) and x.attr == 1.0 and y.op == "add":  # 1 / (1 + exp(-a)) is sigmoid(a)
             e, one = sorted(y.args, key=is_const)
             if is_const(one) and one.attr == 1.0 and e.op == "exp" and e.args[0].op == "mul":
                 inner, minus = sorted(e.args[0].args, key=is_const)
-                if is_const(minus) and minus.attr == -1.0:
+                if is_const(minus):  # of c·a it is sigmoid(−c·a)
+                    inner = self.mul(inner, self.const(-minus.attr), e.args[0].shape)
                     return self.make("sigmoid", (inner,), None, shape)
         return self.elementwise("div", x, y, shape=shape)
 
@@ -211,4 +231,6 @@ class Builder:
     def cast(self, x: Expr, source: torch.dtype, target: torch.dtype, shape) -> Expr:
         """`cast` changes a rounding only; `convert` changes the kind of number and is never looked through."""
         rounding = source in ROUNDING_DTYPES and target in ROUNDING_DTYPES
+        if target in ROUNDING_DTYPES - {torch.float32} and not source.is_floating_point and not source.is_complex:
+            x, rounding = self.make("convert", (x,), torch.float32, shape), True  # an integer, then a rounding
         return x if source == target else self.make("cast" if rounding else "convert", (x,), target, shape)

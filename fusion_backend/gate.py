@@ -7,6 +7,7 @@ worth it. A decision names who computes the forward and the backward, separately
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import torch
 from torch import fx
@@ -17,12 +18,13 @@ from fusion_backend.expressions import FREE
 from fusion_backend.functional import storages
 from fusion_backend.index import peel
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
-from fusion_backend.matcher import Match, value_of
+from fusion_backend.matcher import Match
 from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import Pattern, Reject
 from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
+from fusion_backend.views import value_of
 
 EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -71,9 +73,17 @@ class Gate:
         decision = self.provide(match, training)
         if decision.fused:
             self.fused += 1
-            self.claimed |= dict.fromkeys((*match.roots, *match.interior), match)
+            results = {self.canon.of[r] for r in match.roots}
+            again = [n for n in match.interior if self.canon.of[n] in results]
+            self.claimed |= dict.fromkeys((*match.roots, *again, *self.computed(match)), match)
         decision.bytes_saved = interior_bytes(match, self.canon)
         return decision
+
+    def computed(self, match: Match) -> list[fx.Node]:
+        """What is computed inside; an argument or a result again, after a dropout in evaluation, say, is not."""
+        given = {id(self.canon.of[v if isinstance(v, fx.Node) else v.node]) for v in match.tensors().values()}
+        given |= {id(self.canon.of[r]) for r in match.roots}
+        return [n for n in match.interior if id(self.canon.of[n]) not in given]
 
     def training(self, match: Match) -> bool:
         grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
@@ -90,7 +100,7 @@ class Gate:
     # Does the user want it?
 
     def overlap(self, match: Match) -> str:
-        taken = [n for n in match.interior if n in self.claimed and self.canon.of[n].op not in FREE]
+        taken = [n for n in self.computed(match) if n in self.claimed and self.canon.of[n].op not in FREE]
         return f"overlaps {self.claimed[taken[0]].pattern.name}, which is larger" if taken else ""
 
     def unwanted(self, match: Match) -> str:
@@ -107,14 +117,14 @@ class Gate:
 
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
-        regions = {self.view.region.get(n) for n in inside if n.op == "call_function"}
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
+        names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
+        computed = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
+        regions = {self.view.region.get(n) for n in computed}  # a mask may come from anywhere: it has no gradient
         if len(regions) > 1:
             return "it crosses a change of grad mode, autocast or other state"
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
-        for n in match.interior:
-            if any(self.canon.of[n] is self.canon.of[a] for a in arguments):
-                continue  # an argument again, after a dropout in evaluation, say: nothing is computed there
-            outside = [u for u in n.users if u not in inside]
+        for n in self.computed(match):
+            outside = [u for u in n.users if u not in inside and (u.users or u.target is not operator.getitem)]
             outside += [m for m in self.canon.of[n].nodes if m not in inside and m.users and not set(m.users) <= inside]
             if outside and self.canon.of[n].op not in FREE:
                 return f"{n.name} inside it is used elsewhere too, at {location(outside[0])}"
@@ -162,7 +172,9 @@ class Gate:
         cuda = all(on_gpu(v) for v in values if isinstance(v, torch.Tensor))
         backward = self.backward_provider(pattern, cuda) if training else None
         no = self.kernel_refused(match, values, training, cuda)
-        inline = not cuda and self.options.gate == "always" and not pattern.memo.get("random")
+        inline = (
+            not cuda and self.options.gate == "always" and match.template.kinds not in pattern.memo.get("random", ())
+        )
         inline |= no is not None and no.forward_only and backward != "vjp" and training and pattern.can_inline_forward
         if no is not None and not inline:
             return Decision(match, False, no.reason)
@@ -231,8 +243,9 @@ class Gate:
             if decision.forward == "kernel":
                 op.forward(*flat, forward="kernel", backward="vjp", save=decision.save)
             if decision.backward == "kernel":
-                grads = decision.value[: op.pattern.outputs]
-                op.backward(*grads, *decision.value, [True] * len(op.tensors), *flat)
+                results = decision.value[: op.pattern.outputs]
+                kept = decision.value if op.pattern.backward_result else decision.value[op.pattern.outputs :]
+                op.backward(*results, *kept, [True] * len(op.tensors), *flat)
 
 
 def result_differs(decision: Decision, values: list) -> str:
@@ -258,7 +271,7 @@ def interior_bytes(match: Match, canon: Canon) -> int | None:
     total = 0
     for n in match.interior:
         v = n.meta["val"]
-        if canon.of[n].op in FREE or peel(canon.of[n]).op in FREE:
+        if not isinstance(v, torch.Tensor) or canon.of[n].op in FREE or peel(canon.of[n]).op in FREE:
             continue
         if not isinstance(v.numel(), int):
             return None

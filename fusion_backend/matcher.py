@@ -8,6 +8,7 @@ dtype. Whatever the expressions say, the walk over the real nodes has the last w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -16,22 +17,16 @@ import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
-from fusion_backend.expressions import COMMUTATIVE, Expr
+from fusion_backend.expressions import COMMUTATIVE, Expr, describe
 from fusion_backend.index import Below, flat, needs, peel
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import FORMS, Template, templates
-from fusion_backend.torch_api import enable_python_dispatcher, guard_or_false, sym_eq
+from fusion_backend.torch_api import FakeTensor, enable_python_dispatcher, guard_or_false, sym_eq
+from fusion_backend.views import Viewed, seen, unpermuted, value_of
 
 KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these decides what is computed
+OWN_ATTR = {"dropout", "repeat_heads"}  # a name that tells draws apart; how often, which the shapes say
 BUDGET = 5_000  # unification steps for one template at one node
-
-
-@dataclasses.dataclass(frozen=True)
-class Permuted:
-    """An argument that no node holds but a free view of one does (a linear layer's weight, transposed)."""
-
-    node: fx.Node
-    order: tuple[int, ...]  # from the right
 
 
 @dataclasses.dataclass
@@ -41,11 +36,11 @@ class Match:
     pattern: Pattern
     template: Template
     roots: list[fx.Node]  # the nodes whose values the pattern computes
-    arguments: dict[str, object]  # argument -> node, Permuted, number or None
+    arguments: dict[str, object]  # argument -> node, Viewed, number or None
     interior: list[fx.Node]  # nodes between arguments and roots, in graph order
 
-    def tensors(self) -> dict[str, fx.Node | Permuted]:
-        return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Permuted))}
+    def tensors(self) -> dict[str, fx.Node | Viewed]:
+        return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
 
 
 @dataclasses.dataclass
@@ -96,13 +91,16 @@ class Unifier:
             yield from self.operator(p, peel(g), env, pinned and p.op == "permute")
 
     def operator(self, p: Expr, g: Expr, env: dict, pinned: bool) -> Iterator[dict]:
+        if p.op == "permute" and p.args[0].op == "var" and (p.op, p.attr) != (g.op, g.attr):
+            yield from self.bind(p.args[0].attr, unpermuted(g, p.attr), env, pinned)
+            return
         if p.op != g.op:
             found = list(self.as_reciprocal(p, g, env))
             if not found:
                 self.miss(g, f"expected {p.op}, found {describe(g)}")
             yield from found
             return
-        if (p.attr != g.attr and p.op != "dropout") or len(p.args) != len(g.args):
+        if (p.attr != g.attr and p.op not in OWN_ATTR) or len(p.args) != len(g.args):
             self.miss(g, f"expected {p.op} over {p.attr}, found {g.attr}")
             return
         if env.get(id(g), p) is not p:  # silu(x w) is no gated_linear(x, w, w), which would multiply twice
@@ -115,6 +113,10 @@ class Unifier:
             yield from self.all([(p.args[i], g.args[j]) for i, j in enumerate(order)], env, pinned)
         if p.op in ("add", "mul"):
             yield from self.chain(p, g, env)
+        elif p.op == "where" and p.args[0].op == "var":
+            mask, x, y = g.args
+            complement = Expr("not", (mask,), None, mask.shape, -1)
+            yield from self.all(list(zip(p.args, (complement, y, x), strict=True)), env, False)
         self.depth -= 1
 
     def all(self, pairs: list, env: dict, pinned: bool) -> Iterator[dict]:
@@ -182,13 +184,6 @@ class Unifier:
             yield {**env, name: number}
 
 
-def describe(e: Expr) -> str:
-    if e.op == "const":
-        return f"{e.attr:g}"
-    known = {"input": f"the value {e.attr}", "sym": "a symbolic number"}
-    return known.get(e.op, e.op.removeprefix("aten.").split(".")[0])
-
-
 class Matcher:
     """All patterns against one view."""
 
@@ -198,9 +193,11 @@ class Matcher:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.by_op: dict[str, list[fx.Node]] = {}
         for n, e in canon.of.items():
-            if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor):
+            again = any(canon.of[a] is e for a in n.all_input_nodes)  # the same value under another name
+            if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor) and not again:
                 self.by_op.setdefault(peel(e).op, []).append(n)
         self.below = Below()
+        self.outcomes: dict = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
 
     def starts(self, t: Template) -> list[fx.Node]:
@@ -249,7 +246,7 @@ class Matcher:
             yield roots, env
             return
         p = t.roots[len(roots)]
-        for n in self.by_op.get(p.op, ()):
+        for n in reversed(self.by_op.get(p.op, ())):  # of nodes with one value the last is what others read
             if n not in roots:
                 for found in unifier.unify(p, self.canon.of[n], env):
                     yield from self.other_roots(t, unifier, [*roots, n], found)
@@ -271,7 +268,8 @@ class Matcher:
                 if arguments[p.name] is None:
                     return roots[0], ""  # inside one operator of the user's: nothing that a user could change
             found = Match(t.pattern, t, roots, arguments, [])
-            reason = disagreement(found)
+            reason = mixed(env, arguments) if peeled else ""
+            reason = reason or disagreement(found, self.outcomes)
             if reason:
                 why = (roots[0], reason)
                 continue
@@ -285,59 +283,89 @@ class Matcher:
 
     def between(self, match: Match) -> set[fx.Node] | str:
         """The nodes inside; a sentence when the match reads something that is not among its arguments."""
-        stops = {v.node if isinstance(v, Permuted) else v for v in match.tensors().values()}
+        stops = {v.node if isinstance(v, Viewed) else v for v in match.tensors().values()}
         bound = {peel(self.canon.of[s]) for s in stops}
         inside: set[fx.Node] = set()
         stack = list(match.roots)
         while stack:
-            for a in stack.pop().all_input_nodes:
-                if a in stops or a in inside or a in match.roots or not isinstance(a.meta.get("val"), torch.Tensor):
+            n = stack.pop()
+            again = [b for b in n.all_input_nodes if peel(self.canon.of[b]) is peel(self.canon.of[n])]
+            for a in again or n.all_input_nodes:  # of type_as(x, y) the value is x, whatever y is
+                if a in stops or a in inside or a in match.roots or not holds_tensors(a):
                     continue
-                same = peel(self.canon.of[a]) in bound
-                if same and not any(peel(self.canon.of[b]) is peel(self.canon.of[a]) for b in a.all_input_nodes):
+                value = peel(self.canon.of[a])
+                alias = any(peel(self.canon.of[b]) is value for b in a.all_input_nodes)
+                if value in bound and not alias:
                     continue  # computed twice: the argument is the other one
-                if a.op != "call_function" or self.canon.of[a].op == "input":
+                if a.op != "call_function" or (value.op == "input" and not alias):
                     return f"it reads {a.name}, which is not one of the arguments"
                 inside.add(a)
                 stack.append(a)
         return inside
 
 
-def holder(bound: Bound, peeled: bool) -> fx.Node | Permuted | None:
+def holds_tensors(n: fx.Node) -> bool:
+    """Sizes and numbers are no values of a match; a tensor or several, as of chunk, are."""
+    value = n.meta.get("val")
+    return isinstance(value, torch.Tensor) or isinstance(value, (list, tuple)) and len(value) > 0
+
+
+def mixed(env: dict, arguments: dict) -> str:
+    """Without its cast, would an argument reach a matrix product whose other operand keeps its dtype?"""
+    bounds = {name: b for name, b in env.items() if isinstance(b, Bound)}
+    kept = {value_of(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
+    uncast = {value_of(arguments[name]).dtype for name, b in bounds.items() if not b.pinned and b.expr.op == "cast"}
+    return "a matrix product would get two dtypes" if kept and uncast - kept else ""
+
+
+def holder(bound: Bound, peeled: bool) -> fx.Node | Viewed | None:
     """The first node with the bound value; before rounding casts where they do not matter."""
     e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
     if e.nodes:
         return e.nodes[0]
-    if e.op == "permute" and e.args[0].nodes:
-        return Permuted(e.args[0].nodes[0], e.attr)
-    return None
+    steps: list[tuple[str, tuple]] = []
+    while e.op in ("permute", "half", "slice", "not") and not e.nodes:
+        steps.insert(0, (e.op, e.attr or ()))
+        e = e.args[0]
+    plain = all(isinstance(v, int) for _, attr in steps for v in attr)
+    return seen(e.nodes[0], steps) if e.nodes and plain else None
 
 
-def value_of(argument):
-    """The fake value of an argument."""
-    if isinstance(argument, Permuted):
-        value = argument.node.meta["val"]
-        rank = value.dim()
-        order = list(range(rank - len(argument.order))) + [d + rank for d in argument.order]
-        return value.permute(order)
-    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+def disagreement(match: Match, known: dict) -> str:
+    """Why the reference on these arguments is not what the graph computes there; empty when it is.
 
-
-def disagreement(match: Match) -> str:
-    """Why the reference on these arguments is not what the graph computes there; empty when it is."""
+    `known` remembers what the reference gives: the layers of a model ask the same again and again.
+    """
     values = [value_of(match.arguments[p.name]) for p in match.pattern.params]
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            with enable_python_dispatcher():  # torch 2.11: a 3-D matmul of symbolic sizes needs it
-                outs = match.pattern.reference(*values)
-    except Exception as error:
-        return f"the reference refuses these arguments: {type(error).__name__}: {str(error).splitlines()[0]}"
-    for out, root in zip(outs if isinstance(outs, tuple) else (outs,), match.roots, strict=True):
+    key = (match.pattern.name, match.template.kinds, *map(signature, values))
+    if key not in known:
+        known[key] = outcome(match.pattern, values)
+    outs = known[key]
+    if isinstance(outs, str):
+        return f"the reference refuses these arguments: {outs}"
+    for (dtype, device, shape), root in zip(outs, match.roots, strict=True):
         want = root.meta["val"]
-        if out.dtype != want.dtype:
-            return f"the result is {want.dtype}, the pattern gives {out.dtype}"
-        if out.device != want.device or out.dim() != want.dim():
-            return f"the result is {tuple(want.shape)}, the pattern gives {tuple(out.shape)}"
-        if not guard_or_false(sym_eq(tuple(out.shape), tuple(want.shape))):
-            return f"the result is {tuple(want.shape)}, the pattern gives {tuple(out.shape)}"
+        if dtype != want.dtype:
+            return f"the result is {want.dtype}, the pattern gives {dtype}"
+        if device != want.device or len(shape) != want.dim() or not guard_or_false(sym_eq(shape, tuple(want.shape))):
+            return f"the result is {tuple(want.shape)}, the pattern gives {shape}"
     return ""
+
+
+def signature(value):
+    """What a shape rule can see of an argument."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+
+
+def outcome(pattern: Pattern, values: list) -> list[tuple] | str:
+    """Dtype, device and shape of what the reference gives on these fakes, or its error."""
+    modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
+    try:
+        with modes[0] if modes else contextlib.nullcontext(), torch.no_grad(), enable_python_dispatcher():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                outs = pattern.reference(*values)  # the dispatcher: torch 2.11, a 3-D matmul of symbolic sizes
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return [(o.dtype, o.device, tuple(o.shape)) for o in (outs if isinstance(outs, tuple) else (outs,))]

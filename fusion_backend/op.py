@@ -53,7 +53,8 @@ class Op:
     def backward_schema(self) -> inspect.Signature:
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
         first = [inspect.Parameter(f"grad_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
-        first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
+        results = range(self.pattern.outputs if self.pattern.backward_result else 0)
+        first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in results]
         saved = [inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.pattern.saves]
         needs = inspect.Parameter("needs", plain, annotation=list[bool])
         return inspect.Signature([*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors)))
@@ -115,7 +116,8 @@ class Op:
         ctx.mark_non_differentiable(*saves)
         ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
         ctx.has = [isinstance(a, Tensor) for a in inputs]
-        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *out)
+        kept = out if self.pattern.backward_result else saves  # a kept result may not be written to in place
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
         ctx.decision = {**DECISION, **keyword_only_inputs}
 
     def gradient(self, ctx, *grads):
@@ -148,12 +150,14 @@ class Op:
 
     def run_backward(self, *flat):
         n, k = self.pattern.outputs, len(self.pattern.saves)
-        grads, results, saves = flat[:n], flat[n : 2 * n], flat[2 * n : 2 * n + k]
-        needs, args = flat[2 * n + k], self.unflatten(flat[2 * n + k + 1 :])
+        m = n if self.pattern.backward_result else 0
+        grads, results, saves = flat[:n], flat[n : n + m], flat[n + m : n + m + k]
+        needs, args = flat[n + m + k], self.unflatten(flat[n + m + k + 1 :])
         saved = types.SimpleNamespace(**{p.name: a for p, a in zip(self.pattern.params, args, strict=True)})
         for name, tensor in zip(self.pattern.saves, saves, strict=True):
             setattr(saved, name, tensor)
-        saved.result = results if n > 1 else results[0]
+        if m:
+            saved.result = results if n > 1 else results[0]
         saved.needs = dict(zip(self.tensors, needs, strict=True))
         with without_autocast():
             out = self.pattern.backward_fn(saved, *grads)

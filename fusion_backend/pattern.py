@@ -133,7 +133,7 @@ class Pattern:
         self.saves: tuple[str, ...] = ()
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
-        self.backward_plain = False
+        self.backward_plain = self.backward_result = False
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
@@ -198,17 +198,17 @@ class Pattern:
         self.saved_fn = fn
         return fn
 
-    def backward(self, fn: Callable | None = None, *, plain: bool = False):
+    def backward(self, fn: Callable | None = None, *, plain: bool = False, result: bool = False):
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
 
-        `saved` carries the inputs by name, the kernel's saved tensors by name, `saved.result` (a tuple where the
-        pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient. What is not read is
-        not kept. With `plain=True` it launches no kernel: it is torch code that is better than the vjp of the
+        `saved` carries the inputs by name, the kernel's saved tensors by name, with `result=True` the forward's result
+        (a tuple where the pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient.
+        With `plain=True` it launches no kernel: it is torch code that is better than the vjp of the
         reference, which is used where there is no backward; it may be differentiated again.
         """
         if fn is None:
-            return functools.partial(self.backward, plain=plain)
-        self.backward_fn, self.backward_plain = fn, plain
+            return functools.partial(self.backward, plain=plain, result=result)
+        self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
         return fn
 
     def inputs(self, *cases: dict) -> Callable:

@@ -14,9 +14,9 @@ from torch import fx
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
 from fusion_backend.gate import Decision
-from fusion_backend.matcher import Permuted, value_of
 from fusion_backend.op import op_of
-from fusion_backend.torch_api import aten, pytree
+from fusion_backend.torch_api import pytree
+from fusion_backend.views import Viewed, step_of
 
 # What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static inputs).
 CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
@@ -30,7 +30,7 @@ def rewrite(
     bodies = {k: b for k, b in bodies.items() if b is not operator.attrgetter(k)(view.source)}
     if not accepted and not bodies:
         return view.source
-    return Writer(view, chains).write(accepted, bodies)
+    return Writer(view, canon, chains).write(accepted, bodies)
 
 
 def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
@@ -54,12 +54,14 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         return n
 
     def argument(a):
-        if not isinstance(a, Permuted):
+        if not isinstance(a, Viewed):
             return now(a) if isinstance(a, fx.Node) else a
-        value = value_of(a)
-        rank = value.dim()
-        moved = list(range(rank - len(a.order))) + [i + rank for i in a.order]
-        return call(aten.permute.default, (now(a.node), moved), {}, value)
+        n, value = now(a.node), a.node.meta["val"]
+        for step in a.steps:
+            target, rest = step_of(step, value)
+            value = target(value, *rest)
+            n = call(target, (n, *rest), {}, value)
+        return n
 
     with graph.inserting_before(first):
         flat = op.flatten({name: argument(a) for name, a in match.arguments.items()})
@@ -73,8 +75,8 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
 class Writer:
     """Carries out one rewrite of one Dynamo graph."""
 
-    def __init__(self, view: View, chains: dict[fx.Node, list[fx.Node]]):
-        self.view, self.chains = view, chains
+    def __init__(self, view: View, canon: Canon, chains: dict[fx.Node, list[fx.Node]]):
+        self.view, self.canon, self.chains = view, canon, chains
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.touched: set[fx.Node] = set()  # Dynamo nodes
 
@@ -146,8 +148,11 @@ class Writer:
         graph = fx.Graph()
         dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
         atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
+        names: dict[fx.Node, list[fx.Node]] = {}  # Dynamo node -> earlier ones with its value that are gone
         for d in self.view.source.graph.nodes:
-            if d.op == "output" or d not in self.touched:
+            # A call that returned its argument has no nodes of its own in the view, and ends where its argument does.
+            gone = d not in self.groups and d.op != "output" and any(dynamo[a] is None for a in d.all_input_nodes)
+            if d not in self.touched and not gone:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
                 if hasattr(d, "_dynamo_source"):
                     dynamo[d]._dynamo_source = d._dynamo_source
@@ -161,6 +166,7 @@ class Writer:
             dynamo[d] = self.result(d, atens)
             if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
                 dynamo[d].meta["example_value"] = d.meta["example_value"]
+            self.rename(d, dynamo, names)
             self.repoint(d, dynamo, atens)
         for n in reversed(list(graph.nodes)):
             if n.op == "call_function" and not n.users and dead_if_unused(n):
@@ -174,6 +180,15 @@ class Writer:
             self.view.value[d],
             is_leaf=lambda v: isinstance(v, fx.Node),
         )
+
+    def rename(self, d: fx.Node, dynamo: dict, names: dict) -> None:
+        """A call may return its argument (x.type_as(x)): later readers of the argument read the call in the view."""
+        value = self.canon.of.get(self.view.value[d]) if isinstance(self.view.value[d], fx.Node) else None
+        for a in d.all_input_nodes:
+            held = self.view.value.get(a)
+            if dynamo[a] is None and value is not None and isinstance(held, fx.Node) and self.canon.of[held] is value:
+                names[d] = [a, *names.get(a, ())]
+                dynamo |= dict.fromkeys(names[d], dynamo[d])
 
     def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
         """After an in-place operator became functional, its older names mean the new value."""
@@ -193,4 +208,6 @@ def clean(n: fx.Node) -> None:
 
 def dead_if_unused(n: fx.Node) -> bool:
     schema = getattr(n.target, "_schema", None)
-    return n.target is operator.getitem and "fusion" in n.meta or schema is not None and not schema.is_mutable
+    if n.target is operator.getitem:
+        return "fusion" in n.meta or not n.all_input_nodes
+    return schema is not None and not schema.is_mutable

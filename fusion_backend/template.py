@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from fusion_backend.cache import load, store
 from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import LEAVES, Expr
@@ -19,6 +20,7 @@ from fusion_backend.functional import functionalize_locals
 from fusion_backend.pattern import Pattern, PatternError
 from fusion_backend.torch_api import FakeTensorMode, pytree, trace
 
+TRACED = ("random", "differentiable", "dtypes")  # what tracing learns of a pattern besides its templates
 PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these
 # How a captured scalar may reach the graph, and how to get it back from there.
 FORMS: dict[str, tuple[Callable, Callable]] = {
@@ -40,8 +42,13 @@ class Template:
 
 
 def templates(pattern: Pattern) -> list[Template]:
-    """All templates of a pattern, the largest first; traced once. Raises PatternError."""
+    """All templates of a pattern, the largest first; traced once, then kept on disk. Raises PatternError."""
     if "templates" not in pattern.memo:
+        kept = load(pattern)
+        if kept is not None:
+            pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
+            pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
+            return pattern.memo["templates"]
         found: dict[str, Template] = {}
         for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
             for t in template(pattern, fn, kinds):
@@ -50,6 +57,8 @@ def templates(pattern: Pattern) -> list[Template]:
             error = pattern.memo.get("trace_error")
             raise PatternError(f"{pattern.where}: the reference cannot be traced: {error}")
         pattern.memo["templates"] = sorted(found.values(), key=lambda t: -t.size)
+        fields = [(t.kinds, t.roots, t.size, t.line) for t in pattern.memo["templates"]]
+        store(pattern, {"templates": fields} | {k: pattern.memo[k] for k in TRACED if k in pattern.memo})
     return pattern.memo["templates"]
 
 
@@ -95,14 +104,22 @@ def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: floa
             out.append(arg)
         else:
             number = arg if isinstance(arg, (int, float)) else 0.37 * (i + 1)
-            out.append(int(number) + int(1000 * probe) + i if p.scalar is int else (number or 0.11) * probe + 0.001 * i)
+            out.append(integer(int(number), i, probe) if p.scalar is int else (number or 0.11) * probe + 0.001 * i)
     return out
+
+
+def integer(number: int, i: int, probe: float) -> int:
+    """Multiples of the example, so that a number of groups still divides the channels; of small numbers no multiples,
+    which would be found everywhere."""
+    if probe == 1.0:
+        return number
+    return number * (3 if probe > 1 else 5) if abs(number) > 1 else number + int(1000 * probe) + i
 
 
 def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
     """No template where a form is not supported by the spelling (a bias without a weight, say)."""
     first = traced(pattern, fn, kinds, PROBES[0])
-    second = first and traced(pattern, fn, kinds, PROBES[1])
+    second = traced(pattern, fn, kinds, PROBES[1]) if first and "scalar" in kinds else first
     if first is None or second is None:
         return []
     roots, size = first
@@ -168,9 +185,10 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     if len(outs) != pattern.outputs:
         raise PatternError(f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}")
     random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
-    pattern.memo["random"] = bool(random)
+    if random:
+        pattern.memo.setdefault("random", set()).add(kinds)
     for n in random:
-        if n.target._schema.name != "aten::dropout":
+        if n.target._schema.name not in ("aten::dropout", "aten::scaled_dot_product_attention"):
             raise PatternError(
                 f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random numbers"
             )

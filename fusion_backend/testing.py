@@ -1,4 +1,7 @@
-"""Helpers to test graph rewrites and patterns, on CPU as well: rewritten, assert_fuses, check_pattern."""
+"""Helpers to test graph rewrites and patterns, on CPU as well.
+
+rewritten, assert_fuses and check_pattern; spellings and near_misses write a pattern in other words.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from fusion_backend.kernels.launch import interpreting
 from fusion_backend.op import op_of
 from fusion_backend.pattern import Pattern, PatternError
 from fusion_backend.reporting import Report
+from fusion_backend.spelling.author import near_misses as near_misses
+from fusion_backend.spelling.author import spellings as spellings
 from fusion_backend.template import example_inputs, forms, templates, with_kinds
 from fusion_backend.torch_api import many_recompiles, pytree
 
@@ -137,7 +142,16 @@ def arguments(pattern: Pattern, kinds, dtype: torch.dtype, device: str = "cpu", 
         return torch.randn(*shape, device=device, dtype=torch.float64).to(dtype)
 
     args = with_kinds(pattern, kinds, example_inputs(pattern, make))
-    return [a.detach().requires_grad_(grad) if isinstance(a, torch.Tensor) else a for a in args]
+    return [
+        a.detach().requires_grad_(grad and a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in args
+    ]
+
+
+def in_fp64(args: list) -> list:
+    """The same arguments, floating tensors in fp64; they require grad where the given ones do."""
+    exact = [a.detach().double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    pairs = zip(exact, args, strict=True)
+    return [e.requires_grad_(a.requires_grad) if isinstance(e, torch.Tensor) else e for e, a in pairs]
 
 
 def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.Tensor]:
@@ -206,7 +220,7 @@ def kernels_agree(pattern: Pattern, kinds, dtype: torch.dtype, device: str) -> N
         out = op.overload(*flat)
         return out[: pattern.outputs] if isinstance(out, tuple) else out
 
-    exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    exact = in_fp64(args)
     got = value_and_gradients(run, args)
     plain = value_and_gradients(pattern.reference, args)
     for i, (g, p, e) in enumerate(zip(got, plain, value_and_gradients(pattern.reference, exact), strict=True)):

@@ -16,6 +16,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch._inductor import config as inductor_config
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -98,3 +99,12 @@ def tracing_under(fake_mode: FakeTensorMode | None):
     """Run shape rules on the fakes of an exported program."""
     with tracing(TracingContext(fake_mode)):
         yield
+
+
+def cache_folder() -> str | None:
+    """Inductor's cache folder; None when TORCHINDUCTOR_FORCE_DISABLE_CACHES asks for none."""
+    return None if inductor_config.force_disable_caches else cache_dir()
+
+
+def torch_version() -> str:
+    return torch.__version__

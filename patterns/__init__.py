@@ -3,6 +3,54 @@
 if __name__ != "fusion_backend.patterns":
     raise ImportError("import fusion_backend.patterns: a bare `import patterns` would load a second copy")
 
-from fusion_backend.patterns import add_mul, add_mul_exp, gated_linear, layer_norm, quantize_int8
+from fusion_backend.patterns import (
+    add_layer_norm,
+    add_mul,
+    add_mul_exp,
+    add_rms_norm,
+    attention,
+    batch_norm,
+    bias_act,
+    cross_entropy,
+    dequantize_linear,
+    dropout_add,
+    dropout_add_layer_norm,
+    gated_linear,
+    group_norm,
+    l2_norm,
+    layer_norm,
+    linear_act,
+    linear_cross_entropy,
+    norm_linear,
+    quantize_int8,
+    quantize_per_token,
+    rms_norm,
+    rotary,
+    softmax,
+)
 
-__all__ = ["add_mul", "add_mul_exp", "gated_linear", "layer_norm", "quantize_int8"]
+__all__ = [
+    "add_layer_norm",
+    "add_mul",
+    "add_mul_exp",
+    "add_rms_norm",
+    "attention",
+    "batch_norm",
+    "bias_act",
+    "cross_entropy",
+    "dequantize_linear",
+    "dropout_add",
+    "dropout_add_layer_norm",
+    "gated_linear",
+    "group_norm",
+    "l2_norm",
+    "layer_norm",
+    "linear_act",
+    "linear_cross_entropy",
+    "norm_linear",
+    "quantize_int8",
+    "quantize_per_token",
+    "rms_norm",
+    "rotary",
+    "softmax",
+]

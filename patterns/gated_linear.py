@@ -1,12 +1,14 @@
-"""Gated linear unit: sigmoid(x W1 + b1) · (x W2 + b2), both products in one pass over x.
+"""Gated linear unit: act(x W1 + b1) · (x W2 + b2), both products in one pass over x.
 
 x is `[..., k]`, W1 and W2 `[k, n]` with any strides (nn.Linear holds their transposes), b1 and b2 `[n]` may be missing;
-bf16, fp16 or fp32, sums in fp32, rounded once. Source: Dauphin et al. 2017.
+the weights may be columns of one packed weight. bf16, fp16 or fp32, sums in fp32, rounded once. The kernel has
+act = sigmoid. Source: Dauphin et al. 2017, Shazeer 2020.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import triton
@@ -16,21 +18,38 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import interpreted, launch
+from fusion_backend.kernels.activations import activate, activation_gradient
 from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes
 
+Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
 DECODE = 64  # rows up to which a step only streams the weights
 
 
 @Pattern
-def gated_linear(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+def gated_linear(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, act: Act) -> Tensor:
     gate, up = x @ w1, x @ w2
     gate = gate if b1 is None else gate + b1
     up = up if b2 is None else up + b2
-    return torch.sigmoid(gate) * up
+    return activate(gate, act) * up
+
+
+@gated_linear.near_miss
+def _(x, w1, b1, w2, b2, act):
+    """gated by another product than that of x"""
+    gate, up = x @ w1, x.flip(0) @ w2
+    return activate(gate, act) * up
+
+
+@gated_linear.near_miss
+def _(x, w1, b1, w2, b2, act):
+    """the sum of the two"""
+    return activate(x @ w1, act) + x @ w2
 
 
 @gated_linear.guard
-def _(x, w1, b1, w2, b2):
+def _(x, w1, b1, w2, b2, act):
+    if act != "sigmoid":
+        return Reject(f"no kernel yet for {act}")
     if x.dim() < 2 or w1.dim() != 2 or w2.dim() != 2:
         return Reject(f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 are needed")
     sizes = (*w1.shape, *w2.shape, *w1.stride(), *w2.stride())
@@ -47,7 +66,7 @@ def _(x, w1, b1, w2, b2):
 
 
 @gated_linear.worthwhile
-def _(x, w1, b1, w2, b2, training):
+def _(x, w1, b1, w2, b2, act, training):
     k, n = w1.shape
     rows = math.prod(x.shape[:-1])
     if statically_known_true(rows <= DECODE):
@@ -59,22 +78,27 @@ def _(x, w1, b1, w2, b2, training):
 
 
 @gated_linear.kernel(saves=("gate",))
-def _(x, w1, b1, w2, b2, save):
+def _(x, w1, b1, w2, b2, act, save):
     return forward(x, w1, b1, w2, b2, save, config(x))
 
 
 @gated_linear.saved
-def _(x, w1, b1, w2, b2):
+def _(x, w1, b1, w2, b2, act):
     gate = x @ w1
     return gate if b1 is None else gate + b1
 
 
-@gated_linear.backward(plain=True)
+@gated_linear.backward(plain=True, result=True)
 def _(saved, dy):
     x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
-    dy, gate = dy.float(), torch.sigmoid(saved.gate.float())
-    d_up = (dy * gate).to(x.dtype).reshape(-1, dy.shape[-1])
-    d_gate = (dy * saved.result.float() * (1 - gate)).to(x.dtype).reshape(-1, dy.shape[-1])
+    dy, gate = dy.float(), saved.gate.float()
+    d_up = (dy * activate(gate, saved.act)).to(x.dtype).reshape(-1, dy.shape[-1])
+    if saved.act == "sigmoid":  # its derivative times the other half is result · (1 - sigmoid)
+        d_gate = dy * saved.result.float() * (1 - torch.sigmoid(gate))
+    else:  # the other half, computed again
+        up = (saved.x @ w2).float() if saved.b2 is None else (saved.x @ w2 + saved.b2).float()
+        d_gate = activation_gradient(dy * up, gate, saved.act)
+    d_gate = d_gate.to(x.dtype).reshape(-1, dy.shape[-1])
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     if saved.needs["x"]:
         grads["x"] = torch.addmm(d_gate @ w1.t(), d_up, w2.t()).view(saved.x.shape)
@@ -170,4 +194,4 @@ def gated_linear_kernel(
 
 @gated_linear.inputs(dict(m=5, k=33, n=17), dict(m=16384, k=1024, n=4096))
 def _(tensor, m, k, n):
-    return tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n)
+    return tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n), "sigmoid"

@@ -21,7 +21,7 @@ MAX_HELD_FORWARD = 65536  # bytes of the longest row that stays in the registers
 MAX_HELD_BACKWARD = 8192  # elements of a row whose x, dy, weight and two partial sums do
 
 
-@Pattern
+@Pattern(inductor="reduction")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -37,22 +37,18 @@ def _(x, weight, bias, eps):
     return affine(y, weight, bias)
 
 
-@layer_norm.spelling
+@layer_norm.near_miss
 def _(x, weight, bias, eps):
-    y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + eps)
+    """the unbiased variance"""
+    y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + eps)
     return affine(y, weight, bias)
 
 
-@layer_norm.spelling
+@layer_norm.near_miss
 def _(x, weight, bias, eps):
-    centred = x - x.mean(-1, keepdim=True)
-    return affine(centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + eps), weight, bias)
-
-
-@layer_norm.spelling
-def _(x, weight, bias, eps):
-    centred = x - x.mean(-1, keepdim=True)
-    return affine(centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps), weight, bias)
+    """eps outside the root"""
+    y = (x - x.mean(-1, keepdim=True)) / (torch.sqrt(x.var(-1, unbiased=False, keepdim=True)) + eps)
+    return affine(y, weight, bias)
 
 
 @layer_norm.guard

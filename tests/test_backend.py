@@ -55,7 +55,7 @@ def test_backend_is_found_by_name():
         ({"only": "layer_norm"}, ["layer_norm"]),
         ({"only": ["add_mul_exp"]}, ["add_mul_exp"]),
         ({"skip": "layer_norm,add_mul"}, ["add_mul_exp"]),
-        ({"limit": 1}, ["add_mul_exp"]),
+        ({"limit": 1}, ["layer_norm"]),
         ({"limit": 0}, []),
         ({"gate": "never"}, []),
     ],
@@ -413,3 +413,17 @@ def test_exported_program_has_the_same_sites(xy):
 def test_rewritten_returns_dynamos_graph_when_nothing_fuses():
     gm = rewritten(lambda x: x.sin(), torch.randn(3))
     assert not any("fusion" in n.meta for n in gm.graph.nodes)
+
+
+def test_result_written_to_in_place_while_training():
+    def f(x):
+        h = F.layer_norm(x, (4,))
+        h[:, 0] = 0
+        return h * 2
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        out = compiled(f, gate="always", only=["layer_norm"])(x)
+    assert fused() == ["layer_norm"]
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(f(x).sum(), x))

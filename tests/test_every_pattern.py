@@ -13,6 +13,7 @@ from fusion_backend.testing import (
     close,
     collect,
     fused_nodes,
+    in_fp64,
     rewritten,
     supported_forms,
     value_and_gradients,
@@ -23,13 +24,31 @@ ALL = {p.name: p for p in patterns()}
 every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 
 
+def written(pattern):
+    """The forms that are written into graphs. Random numbers are never inlined: without a kernel they are reported."""
+    supported = supported_forms(pattern)
+    random = () if pattern.kernel_fn else pattern.memo.get("random", ())
+    return [kinds for kinds in supported if kinds not in random]
+
+
+WRITTEN = {p.name: p for p in ALL.values() if written(p)}
+every_written = pytest.mark.parametrize("pattern", WRITTEN.values(), ids=WRITTEN)
+
+
 def forms():
+    """All forms that a kernel has to get right; one where the reference stands in for it."""
     return [
-        pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}") for p in ALL.values() for kinds in supported_forms(p)
+        pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}")
+        for p in WRITTEN.values()
+        for kinds in written(p)[: None if p.kernel_fn else 1]
     ]
 
 
 every_form = pytest.mark.parametrize("pattern, kinds", forms())
+
+
+def results(out):
+    return out if isinstance(out, tuple) else (out,)
 
 
 def split(args):
@@ -58,7 +77,7 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
     tensors, call = split(args)
     gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
     assert len(fused_nodes(gm)) == 1
-    exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    exact = in_fp64(args)
     plain = value_and_gradients(pattern.reference, args)
     want = value_and_gradients(pattern.reference, exact)
     for got, p, w in zip(value_and_gradients(lambda *a: gm(*a), tensors), plain, want, strict=True):
@@ -73,22 +92,24 @@ def test_compiled_agrees(pattern, kinds):
     compiled = torch.compile(
         call(pattern.reference), backend="fusion", options={"fusion.gate": "always"}, dynamic=False
     )
-    exact = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    exact = in_fp64(args)
     plain = value_and_gradients(pattern.reference, args)
     want = value_and_gradients(pattern.reference, exact)
     for got, p, w in zip(value_and_gradients(compiled, tensors), plain, want, strict=True):
         assert close(got, p, w) == ""
 
 
-@every
+@every_written
 def test_gradient_of_some_inputs_only(pattern):
-    kinds = supported_forms(pattern)[0]
+    kinds = written(pattern)[0]
     args = arguments(pattern, kinds, torch.float32)
     tensors, call = split(args)
-    if not pattern.reference(*args).requires_grad:
+    if not any(out.requires_grad for out in results(pattern.reference(*args))):
         return
     gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
     for wanted in range(len(tensors)):
+        if not tensors[wanted].is_floating_point():
+            continue
         some = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
         for got, want in zip(
             value_and_gradients(lambda *a: gm(*a), some),
@@ -98,19 +119,19 @@ def test_gradient_of_some_inputs_only(pattern):
             torch.testing.assert_close(got, want)
 
 
-@every
+@every_written
 def test_dynamic_shapes_are_recognised(pattern):
-    kinds = supported_forms(pattern)[0]
+    kinds = written(pattern)[0]
     tensors, call = split(arguments(pattern, kinds, torch.float32))
-    with torch._dynamo.config.patch(specialize_float=True):  # numbers of the code, not of the call
+    with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):  # numbers of the code, not of the call
         report = collect(call(pattern.reference), *tensors, dynamic=True).report
     assert [s.pattern for s in report.fused] == [pattern.name], str(report)
 
 
-@every
+@every_written
 def test_permuted_and_expanded_inputs(pattern):
     """Right whatever the strides; the report says whether it fused."""
-    kinds = supported_forms(pattern)[0]
+    kinds = written(pattern)[0]
     args = arguments(pattern, kinds, torch.float32, grad=False)
 
     def odd(t):
@@ -126,28 +147,28 @@ def test_permuted_and_expanded_inputs(pattern):
         changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
         tensors, call = split(changed)
         gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
-        (got,) = gm(*tensors)
-        want = pattern.reference(*changed)
-        torch.testing.assert_close(got, want)
-        assert got.stride() == want.stride()
+        for got, want in zip(gm(*tensors), results(pattern.reference(*changed)), strict=True):
+            torch.testing.assert_close(got, want)
+            assert got.stride() == want.stride()
 
 
-@every
+@every_written
 def test_refused_tensors_fall_through(pattern):
     """fp64, complex, integer and empty tensors: not fused, with a reason, and right."""
-    kinds = supported_forms(pattern)[0]
+    kinds = written(pattern)[0]
     args = arguments(pattern, kinds, torch.float32, grad=False)
     for change in (lambda t: t.double(), lambda t: t.to(torch.complex64), lambda t: t.int(), lambda t: t[:0]):
         changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
         try:
             want = pattern.reference(*changed)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, IndexError, ValueError):
             continue
         tensors, call = split(changed)
         collector = collect(call(pattern.reference), *tensors, dynamic=False)
-        assert not collector.report.fused, str(collector.report)
+        # one operator behind a promotion to float may be a form of its own: softmax(x * 2) of integers
+        assert not [s for s in collector.report.fused if len(s.nodes) > 1], str(collector.report)
         assert all(s.reason for s in collector.report.sites)
-        torch.testing.assert_close(call(pattern.reference)(*tensors), want)
+        torch.testing.assert_close(call(pattern.reference)(*tensors), want, equal_nan=True)
 
 
 @every

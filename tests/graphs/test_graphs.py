@@ -126,7 +126,7 @@ class GatedLinear(TestCase):
         self.assertExpectedInline(
             text(lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()),
             """\
-gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
+gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, sigmoid, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
 return (getitem,)""",
         )
@@ -138,7 +138,7 @@ return (getitem,)""",
             """\
 permute_default = aten.permute(l_w_, [1, 0])
 permute_default_1 = aten.permute(l_v_, [1, 0])
-gated_linear_default = fusion.gated_linear(l_x_, permute_default, None, permute_default_1, None, forward=reference, backward=vjp, save=False)
+gated_linear_default = fusion.gated_linear(l_x_, permute_default, None, permute_default_1, None, sigmoid, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
 return (getitem,)""",
         )
@@ -153,7 +153,7 @@ return (getitem,)""",
         self.assertExpectedInline(
             text(gate, *self.inputs()),
             """\
-gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, forward=reference, backward=vjp, save=False)
+gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, sigmoid, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
 return (getitem,)""",
         )

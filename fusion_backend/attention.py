@@ -1,0 +1,245 @@
+"""Canonical forms of attention, rotary embeddings, reshapes and losses. Continues composites.py, in the same terms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fusion_backend.composites import NUMBERS, number_and_rest, where
+from fusion_backend.expressions import Expr, is_const, same
+
+# softmax(scale · q kᵀ + mask) v. The scale, wherever it was multiplied, stands on the scores, even if it is 1.
+
+
+def softmax(c, a, s):
+    x, val = a("self"), a.node.args[0].meta["val"]
+    if a.get("dtype") is not None:
+        x = c.cast(x, val.dtype, a.get("dtype"), s)
+    return softmax_of(c, x, a.get("dim") % len(s) - len(s), s) if s else None
+
+
+def softmax_of(c, x: Expr, axis: int, s) -> Expr:
+    return c.make("softmax", (scaled(c, x) if axis == -1 else x,), axis, s)
+
+
+def as_softmax(c, x: Expr, y: Expr, s) -> Expr | None:
+    """exp(z) / sum(exp(z)), where z has its largest value subtracted."""
+    if x.op != "exp" or y.op != "sum" or y.args[0] is not x or len(y.attr) != 1:
+        return None
+    z = x.args[0]
+    for inner, shift in (z.args, z.args[::-1]) if z.op == "add" else ():
+        minus, largest = number_and_rest(shift) if shift.op == "mul" else (None, None)
+        if minus is not None and is_const(minus) and minus.attr == -1.0 and largest.op == "amax":
+            if largest.args[0] is inner and largest.attr == y.attr:
+                return softmax_of(c, inner, y.attr[0], s)
+    return None
+
+
+def scaled(c, x: Expr) -> Expr:
+    """Scores with one explicit scale; anything else as it is. A masking around the scores stays."""
+    if x.op == "cast":
+        return c.make("cast", (scaled(c, x.args[0]),), x.attr, x.shape)
+    if x.op == "add" and not any(a.op in NUMBERS for a in x.args):
+        return c.make("add", (scaled(c, a) for a in x.args), None, x.shape)
+    if x.op == "where":
+        return c.make("where", (x.args[0], *(scaled(c, a) for a in x.args[1:])), None, x.shape)
+    product, factor = without_factor(c, x)
+    if product.op != "matmul":
+        return x
+    q, by_q = without_factor(c, product.args[0])
+    k, by_k = without_factor(c, product.args[1])
+    numbers = [f for f in (factor, by_q, by_k) if f is not None]
+    if len(numbers) > 1 and not all(isinstance(f, float) for f in numbers):
+        return x
+    scale = math.prod(numbers, start=1.0) if all(isinstance(f, float) for f in numbers) else numbers[0]
+    product = c.make("matmul", (q, k), None, product.shape)
+    return c.make("mul", (product, c.const(scale) if isinstance(scale, float) else scale), None, product.shape)
+
+
+def without_factor(c, e: Expr) -> tuple[Expr, float | Expr | None]:
+    """A value and the number that multiplies it, if any; a captured scalar as it is."""
+    if e.op == "cast":
+        inner, factor = without_factor(c, e.args[0])
+        return (e, None) if factor is None else (inner, factor)
+    if e.op == "permute":
+        inner, factor = without_factor(c, e.args[0])
+        return (e, None) if factor is None else (c.make("permute", (inner,), e.attr, e.shape), factor)
+    if e.op == "div" and is_const(e.args[1]) and e.args[1].attr:
+        return e.args[0], 1.0 / e.args[1].attr
+    number, rest = number_and_rest(e) if e.op == "mul" else (None, None)
+    if number is None or number.op == "sym":
+        return e, None
+    return rest, number.attr if is_const(number) else number
+
+
+def repeated(c, x: Expr, times, s) -> Expr:
+    """Heads repeated for grouped queries: [..., h, n, d] to [..., h · times, n, d]."""
+    return c.make("repeat_heads", (x,), str(times), s)
+
+
+def repeat_interleaved(c, a, s):
+    x, times = a("self"), a.get("repeats")
+    heads = isinstance(times, int) and a.get("dim") is not None and a.get("dim") % len(s) == len(s) - 3
+    return repeated(c, x, times, s) if heads else None
+
+
+def attention(c, a, s):
+    q, k, v, mask = (a(name) for name in ("query", "key", "value", "attn_mask"))
+    if None in (q.shape, k.shape, v.shape) or not (isinstance(q.shape[-1], int) or a.get("scale")):
+        return None
+    if a.get("enable_gqa", False):
+        heads = q.shape[-3]
+        k, v = (
+            x
+            if same(x.shape[-3:-2], (heads,))
+            else repeated(c, x, heads // x.shape[-3], (*x.shape[:-3], heads, *x.shape[-2:]))
+            for x in (k, v)
+        )
+    scale = 1 / math.sqrt(q.shape[-1]) if a.get("scale") is None else a.get("scale")
+    shape = (*s[:-1], k.shape[-2])
+    scores = c.make("matmul", (q, c.transpose(k, -2, -1, (*k.shape[:-2], k.shape[-1], k.shape[-2]))), None, shape)
+    scores = c.make("mul", (scores, c.const(scale)), None, shape)
+    boolean = mask is not None and a.get("attn_mask").dtype == torch.bool
+    if boolean:
+        scores = where(c, mask, scores, c.const(-math.inf), shape)
+    elif mask is not None:
+        scores = c.add(scores, mask, shape)
+    if a.get("is_causal", False):
+        scores = c.make("causal", (scores,), None, shape)
+    # a row of which everything is masked is 0 here, NaN by hand
+    p = c.make("masked_softmax" if boolean else "softmax", (scores,), -1, shape)
+    if a.get("dropout_p", 0.0):
+        p = c.make("dropout", (p, c.const(a.get("dropout_p"))), a.node.name, shape)
+    return c.make("matmul", (p, v), None, s)
+
+
+def einsum(c, a, s):
+    """Products over one index of two operands, with any batch: bhqd,bhkd->bhqk is a matrix product."""
+    equation, nodes = a.get("equation").replace(" ", ""), a.values["tensors"]
+    if len(nodes) != 2 or not equation.replace(",", "").replace("->", "").isalpha() or "->" not in equation:
+        return None
+    (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    batch = [i for i in out if i in left and i in right]
+    rows, columns = ([i for i in out if i in x and i not in batch] for x in (left, right))
+    summed = [i for i in left if i in right and i not in out]
+    if not len(rows) == len(columns) == len(summed) == 1 or {*left, *right} != {*out, *summed}:
+        return None
+    if len({*left}) < len(left) or len({*right}) < len(right):
+        return None
+    x, y = (c.of[n] for n in nodes)
+    sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, y.shape, strict=True))
+
+    def ordered(e: Expr, have: str | list, want: list) -> Expr:
+        return c.permute(e, [have.index(i) for i in want], tuple(sizes[i] for i in want))
+
+    x, y = ordered(x, left, batch + rows + summed), ordered(y, right, batch + summed + columns)
+    product = c.make("matmul", (x, y), None, tuple(sizes[i] for i in batch + rows + columns))
+    return ordered(product, batch + rows + columns, list(out))
+
+
+# Reshapes that are something else: rows of a tensor, repeated heads, interleaved halves.
+
+
+def viewed(c, a, s):
+    x = a("self")
+    if same(x.shape, s):
+        return x
+    if x.shape is None or not s:
+        return c.make("view", (x,), str(s), s)
+    return behind_product(c, x, s) or as_repeated(c, x, s) or as_interleaved(c, x, s) or reshaped(c, x, s)
+
+
+def reshaped(c, x: Expr, s) -> Expr:
+    if len(s) == 2 and same(x.shape[-1:], s[-1:]):
+        return c.make("rows", (x,), None, s)
+    return c.make("view", (x,), str(s), s)
+
+
+def behind_product(c, x: Expr, s) -> Expr | None:
+    """x seen as rows, times a weight (plus a bias), seen as x again: the product of x itself."""
+    if x.op == "add":
+        for y, b in (x.args, x.args[::-1]):
+            if b.shape is not None and len(b.shape) == 1:
+                y = behind_product(c, y, s)
+                return y and c.add(y, b, s)
+        return None
+    if x.op != "matmul" or x.args[0].op != "rows" or not same(x.shape[-1:], s[-1:]):
+        return None
+    inner = x.args[0].args[0]
+    return c.make("matmul", (inner, x.args[1]), None, s) if same(inner.shape[:-1], s[:-1]) else None
+
+
+def as_repeated(c, x: Expr, s) -> Expr | None:
+    """x[:, :, None].expand(b, h, times, n, d).reshape(b, h · times, n, d)"""
+    if x.op != "expand" or x.args[0].op != "unsqueeze" or x.args[0].attr != -3 or len(s) != len(x.shape) - 1:
+        return None
+    inner = x.args[0].args[0]
+    kept = (*inner.shape[:-3], *inner.shape[-2:])
+    return repeated(c, inner, x.shape[-3], s) if same(kept, (*s[:-3], *s[-2:])) else None
+
+
+def as_interleaved(c, x: Expr, s) -> Expr | None:
+    """stack((a, b), -1).flatten(-2): a and b in turn."""
+    if x.op != "stack" or x.attr != -1 or len(x.args) != 2 or not same(x.shape[:-2], s[:-1]):
+        return None
+    return c.make("interleave", x.args, None, s)
+
+
+def joined(c, a, s, op: str):
+    nodes = a.values["tensors"]
+    if not isinstance(nodes, (list, tuple)):
+        return None
+    return c.make(op, (c.of[n] for n in nodes), a.get("dim", 0) % len(s) - len(s), s)
+
+
+# Losses over rows of logits [..., v] and flattened targets.
+
+REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+def cross_entropy(c, a, s, logits: Expr | None = None):
+    val, target = a.node.args[0].meta["val"], a.get("target")
+    if val.dim() != 2 or target.dtype != torch.int64 or a.get("weight") is not None:
+        return None
+    numbers = [c.const(a.get("ignore_index", -100)), c.const(a.get("label_smoothing", 0.0))]
+    logits = of_rows(c, logits or a("self"))
+    return c.make("cross_entropy", (logits, a("target"), *numbers), REDUCTIONS[a.get("reduction", 1)], s)
+
+
+def of_rows(c, x: Expr) -> Expr:
+    """The logits before they were flattened to rows; their casts stay."""
+    if x.op == "cast":
+        return c.make("cast", (of_rows(c, x.args[0]),), x.attr, None)
+    return of_rows(c, x.args[0]) if x.op == "rows" else x
+
+
+def log_softmax(c, a, s):
+    x, val = a("self"), a.node.args[0].meta["val"]
+    if a.get("dtype") is not None:
+        x = c.cast(x, val.dtype, a.get("dtype"), s)
+    return c.make("log_softmax", (x,), a.get("dim") % len(s) - len(s), s)
+
+
+def negative_log_likelihood(c, a, s):
+    x = a("self")
+    return cross_entropy(c, a, s, x.args[0]) if x.op == "log_softmax" and x.attr == -1 else None
+
+
+RULES = {
+    "aten::softmax": softmax,
+    "aten::log_softmax": log_softmax,
+    "aten::scaled_dot_product_attention": attention,
+    "aten::einsum": einsum,
+    "aten::repeat_interleave": lambda c, a, s: repeat_interleaved(c, a, s) if s and "repeats" in a.values else None,
+    "aten::view": viewed,
+    "aten::reshape": viewed,
+    "aten::_unsafe_view": viewed,
+    "aten::flatten": viewed,
+    "aten::unflatten": viewed,
+    "aten::cat": lambda c, a, s: joined(c, a, s, "cat"),
+    "aten::stack": lambda c, a, s: joined(c, a, s, "stack"),
+    "aten::cross_entropy_loss": cross_entropy,
+    "aten::nll_loss_nd": negative_log_likelihood,
+    "aten::nll_loss": negative_log_likelihood,
+}

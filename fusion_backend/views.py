@@ -1,0 +1,66 @@
+"""Arguments that no node holds but a free view of one does, and how to write that view into a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from fusion_backend.expressions import Expr
+from fusion_backend.torch_api import aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Viewed:
+    """An argument that no node holds but a free view of one does: a linear layer's weight, transposed, or a part of it.
+
+    `steps` are canonical expressions' operators and attributes, from the node outwards: permute, half, slice; and not,
+    for the complement of a mask.
+    """
+
+    node: fx.Node
+    steps: tuple[tuple[str, tuple], ...]
+    value: torch.Tensor = dataclasses.field(compare=False)  # fake
+
+
+def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple]:
+    """The ATen operator of one step over a value, and its arguments after the first."""
+    op, attr = step
+    rank = value.dim()
+    if op == "not":
+        return aten.bitwise_not.default, ()
+    if op == "permute":
+        return aten.permute.default, (list(range(rank - len(attr))) + [d + rank for d in attr],)
+    axis = attr[0] + rank
+    if op == "half":
+        middle = value.shape[axis] // 2
+        return aten.slice.Tensor, (axis, *((middle, 2 * middle) if attr[1] else (0, middle)))
+    return aten.slice.Tensor, (axis, *attr[1:])
+
+
+def seen(node: fx.Node, steps: list[tuple[str, tuple]]) -> Viewed:
+    value = node.meta["val"]
+    for step in steps:
+        target, rest = step_of(step, value)
+        value = target(value, *rest)
+    return Viewed(node, tuple(steps), value)
+
+
+def value_of(argument):
+    """The fake value of an argument."""
+    if isinstance(argument, Viewed):
+        return argument.value
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
+    """The value whose permutation g is; dimensions are counted from the right."""
+    given = g.attr if g.op == "permute" else ()
+    rank = max(len(order), len(given))
+    order, given = ((*range(-rank, -len(o)), *o) for o in (order, given))
+    both = [given[order.index(d)] for d in range(-rank, 0)]
+    while both and both[0] == -len(both):
+        both.pop(0)
+    base = g.args[0] if g.op == "permute" else g
+    return Expr("permute", (base,), tuple(both), None, -1) if both else base

@@ -1,0 +1,45 @@
+"""Batch normalisation in inference: act((x - mean) / sqrt(var + eps) · weight + bias), over dimension 1.
+
+x is `[b, c, ...]`, mean and var `[c]`, which have no gradient; weight and bias `[c]` may be missing. act is relu or
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend import Pattern
+from fusion_backend.kernels.activations import activate
+from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+
+
+@Pattern
+def batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: Literal["identity", "relu"],
+) -> Tensor:
+    return activate(F.batch_norm(x, mean.detach(), var.detach(), weight, bias, False, 0.0, eps), act)
+
+
+@batch_norm.near_miss
+def _(x, mean, var, weight, bias, eps, act):
+    """in training, with the statistics of the batch"""
+    return activate(F.batch_norm(x, None, None, weight, bias, True, 0.0, eps), act)
+
+
+@batch_norm.guard
+def _(x, mean, var, weight, bias, eps, act):
+    return reject_dtypes(x=x) or reject_dynamic(eps=eps)
+
+
+@batch_norm.inputs(dict(b=3, c=6, n=5), dict(b=64, c=256, n=56))
+def _(tensor, b, c, n):
+    return tensor(b, c, n, n), tensor(c), tensor(c).square() + 0.5, tensor(c), tensor(c), 1e-5, "identity"

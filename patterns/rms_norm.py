@@ -1,0 +1,46 @@
+"""RMS normalisation over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
+
+x is `[..., n]`, weight `[n]`; weight and offset may be missing (Gemma: offset 1). The mean is taken in fp32.
+Source: Zhang and Sennrich 2019, torch.nn.functional.rms_norm.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend import Pattern
+from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+
+
+@Pattern
+def rms_norm(x: Tensor, weight: Tensor | None, offset: float | None, eps: float) -> Tensor:
+    y = F.rms_norm(x, x.shape[-1:], None, eps)
+    if weight is None and offset is not None:
+        raise ValueError("an offset belongs to a weight")
+    return y if weight is None else y * (weight if offset is None else weight + offset)
+
+
+@rms_norm.near_miss
+def _(x, weight, offset, eps):
+    """eps outside the root"""
+    y = x / (torch.sqrt((x * x).mean(-1, keepdim=True)) + eps)
+    return y if weight is None else y * (weight if offset is None else weight + offset)
+
+
+@rms_norm.near_miss
+def _(x, weight, offset, eps):
+    """another dimension"""
+    y = x * torch.rsqrt((x * x).mean(0, keepdim=True) + eps)
+    return y if weight is None else y * (weight if offset is None else weight + offset)
+
+
+@rms_norm.guard
+def _(x, weight, offset, eps):
+    return reject_dtypes(x=x, weight=weight) or reject_dynamic(offset=offset, eps=eps)
+
+
+@rms_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))
+def _(tensor, rows, n):
+    return tensor(rows, n), tensor(n), 1.0, 1e-6
