@@ -120,8 +120,7 @@ class Gate:
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
         computed = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
-        regions = {self.view.region.get(n) for n in computed}  # a mask may come from anywhere: it has no gradient
-        if len(regions) > 1:
+        if self.crosses_state(computed):  # a mask may come from anywhere: it has no gradient
             return "it crosses a change of grad mode, autocast or other state"
         for n in self.computed(match):
             outside = [u for u in n.users if u not in inside and (u.users or u.target is not operator.getitem)]
@@ -143,6 +142,14 @@ class Gate:
             if later and storages(m.args[0]) & held and self.training(match):
                 return f"an argument that backward reads is changed afterwards, at {location(m)}"
         return ""
+
+    def crosses_state(self, nodes: list[fx.Node]) -> bool:
+        """Casts, of which some do nothing, are the same under any autocast, but not under another grad mode."""
+        of, regions = self.canon.of, {n: self.view.region.get(n) for n in nodes}
+        casts = {n for n in nodes if any(peel(of[a]) is peel(of[n]) for a in n.all_input_nodes)}
+        whole = {r for n, r in regions.items() if n not in casts}
+        without_autocast = {r and (r[0], r[1], r[3]) for r in regions.values()}
+        return len(whole) > 1 or len(without_autocast) > 1
 
     # May the kernel take it?
 

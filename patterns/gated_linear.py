@@ -92,21 +92,23 @@ def _(x, w1, b1, w2, b2, act):
 def _(saved, dy):
     x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
     dy, gate = dy.float(), saved.gate.float()
-    d_up = (dy * activate(gate, saved.act)).to(x.dtype).reshape(-1, dy.shape[-1])
+    d_up = dy * activate(gate, saved.act)
     if saved.act == "sigmoid":  # its derivative times the other half is result · (1 - sigmoid)
         d_gate = dy * saved.result.float() * (1 - torch.sigmoid(gate))
     else:  # the other half, computed again
         up = (saved.x @ w2).float() if saved.b2 is None else (saved.x @ w2 + saved.b2).float()
         d_gate = activation_gradient(dy * up, gate, saved.act)
-    d_gate = d_gate.to(x.dtype).reshape(-1, dy.shape[-1])
+    # The gradients of the biases are sums in fp32, the operands of the products rounded.
+    d_gate, d_up = (d.reshape(-1, dy.shape[-1]) for d in (d_gate, d_up))
+    gate_rows, up_rows = d_gate.to(x.dtype), d_up.to(x.dtype)
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     if saved.needs["x"]:
-        grads["x"] = torch.addmm(d_gate @ w1.t(), d_up, w2.t()).view(saved.x.shape)
-    for w, b, d in (("w1", "b1", d_gate), ("w2", "b2", d_up)):
+        grads["x"] = torch.addmm(gate_rows @ w1.t(), up_rows, w2.t()).view(saved.x.shape)
+    for w, b, rows, d in (("w1", "b1", gate_rows, d_gate), ("w2", "b2", up_rows, d_up)):
         if saved.needs[w]:
-            grads[w] = weight_gradient(x, d, getattr(saved, w))
+            grads[w] = weight_gradient(x, rows, getattr(saved, w))
         if getattr(saved, b) is not None and saved.needs[b]:
-            grads[b] = d.sum(0)
+            grads[b] = d.sum(0).to(getattr(saved, b).dtype)
     return tuple(grads.values())
 
 

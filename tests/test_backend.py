@@ -304,7 +304,15 @@ def test_a_broken_pattern_costs_a_warning_not_the_model(scratch, xy):
 
 
 def test_two_patterns_of_one_name():
-    source = "from torch import Tensor\nfrom fusion_backend import Pattern\n@Pattern\ndef layer_norm(x: Tensor) -> Tensor:\n    return x.sin()\n"
+    source = "\n".join(
+        (
+            "from torch import Tensor",
+            "from fusion_backend import Pattern",
+            "@Pattern",
+            "def layer_norm(x: Tensor) -> Tensor:",
+            "    return x.sin()",
+        )
+    )
     from fusion_backend.backend import patterns
 
     patterns()

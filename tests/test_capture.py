@@ -1,4 +1,4 @@
-"""Capture: recipes lower what running would lower; what is not understood is copied; canonical values are told apart."""
+"""Capture: recipes lower what running would lower; what is not understood is copied; states are told apart."""
 
 import pytest
 import torch
