@@ -257,14 +257,14 @@ class Matcher:
             if isinstance(bound, Bound) and id(peel(bound.expr)) in env:
                 return roots[0], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
-        for peeled in (True, False):
+        for peeled, through in ((True, False), (True, True), (False, False), (False, True)):
             arguments: dict[str, object] = {}
             for p, kind in zip(t.pattern.params, t.kinds, strict=True):
                 if kind != "tensor":
                     word = kind.removeprefix("=") if p.words else None
                     arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
                     continue
-                arguments[p.name] = holder(env[p.name], peeled)
+                arguments[p.name] = holder(env[p.name], peeled, through)
                 if arguments[p.name] is None:
                     return roots[0], ""  # inside one operator of the user's: nothing that a user could change
             found = Match(t.pattern, t, roots, arguments, [])
@@ -318,13 +318,18 @@ def mixed(env: dict, arguments: dict) -> str:
     return "a matrix product would get two dtypes" if kept and uncast - kept else ""
 
 
-def holder(bound: Bound, peeled: bool) -> fx.Node | Viewed | None:
-    """The first node with the bound value; before rounding casts where they do not matter."""
+def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewed | None:
+    """The first node with the bound value; before rounding casts where they do not matter.
+
+    `through` a permutation that the user has made, but not for this site: a linear layer reads the weight itself.
+    """
     e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
-    if e.nodes:
+    through = through and e.op == "permute" and bool(e.args[0].nodes)
+    if e.nodes and not through:
         return e.nodes[0]
     steps: list[tuple[str, tuple]] = []
-    while e.op in ("permute", "half", "slice", "not") and not e.nodes:
+    while e.op in ("permute", "half", "slice", "not") and (through or not e.nodes):
+        through = False
         steps.insert(0, (e.op, e.attr or ()))
         e = e.args[0]
     plain = all(isinstance(v, int) for _, attr in steps for v in attr)
