@@ -68,7 +68,7 @@ def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphReco
 
 @contextlib.contextmanager
 def collector_paused():
-    """Python's garbage collector walks every module of a large program; during a pass it took half of the time."""
+    """Python's garbage collector walks every module of a large program, again and again during a pass."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -119,8 +119,8 @@ class Gate:
         inside = {*match.interior, *match.roots}
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
-        computed = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
-        if self.crosses_state(computed):  # a mask may come from anywhere: it has no gradient
+        stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
+        if self.crosses_state(stateful):  # a mask may come from anywhere: it has no gradient
             return "it crosses a change of grad mode, autocast or other state"
         for n in self.computed(match):
             outside = [u for u in n.users if u not in inside and (u.users or u.target is not operator.getitem)]
@@ -134,7 +134,7 @@ class Gate:
                 return f"its argument {a.name} is computed after its first result"
         held = set().union(*(storages(a) for a in arguments))
         for m in self.mutations:
-            written = set().union(*(storages(a) for a in m.all_input_nodes), set())
+            written = set().union(*(storages(a) for a in m.all_input_nodes))
             if min(readers) < self.order[m] < first_root and written & held:
                 return f"an argument may be changed in between, at {location(m)}"
             # the op keeps its arguments for backward, where plain autograd may keep only what it computed from them
