@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.recipes import Position, Recipes
+from fusion_backend.lowering import Lowering
 from fusion_backend.torch_api import (
     STATE_FUNCTIONS,
     FakeTensor,
@@ -26,6 +26,7 @@ from fusion_backend.torch_api import (
     track_tensor_tree,
     without_torch_function,
 )
+from fusion_backend.written import Written
 
 # Entering or leaving one of these levels: everything inside is copied verbatim.
 LEVELS = {
@@ -85,12 +86,12 @@ def state_key(unknown: object) -> tuple:
 
 
 class Capture(fx.Interpreter):
-    """Run a Dynamo graph node by node under make_fx."""
+    """Run a Dynamo graph node by node under make_fx; what is one operator is written down without running it."""
 
-    def __init__(self, gm: fx.GraphModule, recipes: Recipes | None):
+    def __init__(self, gm: fx.GraphModule, written: Written | None):
         super().__init__(gm, garbage_collect_values=False)
-        self.recipes = recipes
-        self.untracked: dict[int, fx.Proxy] = {}
+        self.written = written
+        self.lowering: Lowering | None = None
         self.level = 0
         self.unknown: object = None  # the last state function we do not understand
         self.autocast_stack: list = []
@@ -102,9 +103,11 @@ class Capture(fx.Interpreter):
         self.names = {id(v): n for n, v in gm.named_modules(remove_duplicate=False)}
 
     def run_node(self, n: fx.Node):
-        tracer = get_proxy_mode().tracer
+        mode = get_proxy_mode()
+        tracer = mode.tracer
+        self.lowering = self.lowering or Lowering(mode)
         if n.op == "output":
-            self.track(n, tracer)
+            self.lowering.track(self.map_nodes_to_values(n.args[0], n))
             return fx.node.map_aggregate(
                 self.map_nodes_to_values(n.args[0], n), lambda v: v.proxy if is_opaque(v) else v
             )
@@ -130,15 +133,14 @@ class Capture(fx.Interpreter):
 
     def lower(self, n: fx.Node, tracer, last: fx.Node):
         """Run the node for real; on any disagreement with Dynamo take it back and copy."""
-        recipe = None
-        if self.recipes is not None:
-            leaves = pytree.tree_leaves(self.fetch_args_kwargs_from_env(n))
-            recipe = self.recipes.find(n, leaves, tracer, lambda v: self.proxy_of(v, tracer))
-            if isinstance(recipe, Position):
-                return leaves[recipe.position]
-            if isinstance(recipe, fx.Proxy):
-                return self.replayed(n, recipe)
-        self.track(n, tracer)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        again = self.written is not None and n not in self.written.touched
+        out = self.lowering.lower(n, args, kwargs) if again else None
+        if out is not None:
+            return out
+        self.lowering.track((args, kwargs))
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        proxies = [tracer.unwrap_proxy(a) for a in tensors]
         try:
             out = super().run_node(n)
             expected = pytree.tree_leaves(n.meta.get("example_value"))
@@ -149,32 +151,16 @@ class Capture(fx.Interpreter):
                     raise ValueError(f"retracing {n.name} gives {have}, Dynamo says {want}")
             if any(new.op == "get_attr" for new in nodes_after(last)):
                 raise ValueError(f"{n.name} bakes a constant in")
-            if recipe is not None:
-                self.recipes.learn(recipe, list(nodes_after(last)), out, leaves, tracer)
+            if again:
+                self.lowering.learn(n, args, kwargs, list(nodes_after(last)), out)
             return out
         except Exception as error:  # the view is best effort: a node that cannot be lowered is a fence
             for new in reversed(list(nodes_after(last))):
                 tracer.graph.erase_node(new)
+            for a, proxy in zip(tensors, proxies, strict=True):  # what was written to is what it was
+                if isinstance(proxy, fx.Proxy):
+                    track_tensor_tree(a, proxy, constant=None, tracer=tracer)
             return self.copy(n, tracer, f"{type(error).__name__}: {error}")
-
-    def replayed(self, n: fx.Node, proxy: fx.Proxy):
-        """The result of a recipe: Dynamo's value, which the tracer hears of when it needs it."""
-        self.describe(n, proxy)
-        example = n.meta["example_value"]
-        proxy.node.meta["val"] = example
-        self.untracked[id(example)] = proxy
-        return example
-
-    def proxy_of(self, value, tracer):
-        known = self.untracked.get(id(value))
-        return tracer.unwrap_proxy(value) if known is None else known
-
-    def track(self, n: fx.Node, tracer) -> None:
-        """Tell the tracer of the arguments that recipes made."""
-        for value in pytree.tree_leaves(self.fetch_args_kwargs_from_env(n)):
-            proxy = self.untracked.pop(id(value), None)
-            if proxy is not None:
-                track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
     def must_copy(self, n: fx.Node) -> str:
         if n.op == "call_function" and n.target in STATE_FUNCTIONS:
@@ -199,8 +185,8 @@ class Capture(fx.Interpreter):
     def copy(self, n: fx.Node, tracer, why: str):
         """Put the node itself into the view."""
         self.kept[n] = why
-        self.track(n, tracer)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        self.lowering.track((args, kwargs))
 
         def lift(a):
             if is_opaque(a):
@@ -245,7 +231,7 @@ class Capture(fx.Interpreter):
         def node_of(v):
             proxy = v.proxy if is_opaque(v) else v
             if isinstance(v, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-                proxy = self.proxy_of(v, tracer)
+                proxy = self.lowering.proxy_of(v)
             if not isinstance(proxy, fx.Proxy):
                 return v
             if isinstance(v, torch.Tensor) and v.requires_grad:
@@ -299,28 +285,30 @@ def state_kept():
 def capture(gm: fx.GraphModule) -> View | None:
     """The view of a Dynamo graph; None when it holds no tensor to look at.
 
-    Repeated layers are lowered from recipes. Their values are Dynamo's own, whose storages are not those of values that
-    were run again here: with in-place or copied operators, where storages matter, every node is run.
+    What is written down instead of run has Dynamo's own values, as they are at the end of the graph and in storages of
+    Dynamo's. Where memory is written to, calls are run; where that was not foreseen, all of them.
     """
-    view = captured(gm, Recipes())
-    if view is not None and any(storage_matters(n, view) for n in view.graph.nodes):
+    written = Written(gm)
+    view = captured(gm, written)
+    if view is not None and any(unforeseen(n, view, written) for n in view.graph.nodes):
         view = captured(gm, None)
     return view
 
 
-def storage_matters(n: fx.Node, view: View) -> bool:
-    if is_lowered(n):
-        return n.target._schema.is_mutable
-    return view.owner.get(n) in view.kept and bool(n.all_input_nodes)
+def unforeseen(n: fx.Node, view: View, written: Written) -> bool:
+    """Does this node write to memory, or may it, in a call that does not say so?"""
+    owner = view.owner.get(n)
+    writes = n.target._schema.is_mutable if is_lowered(n) else owner in view.kept and bool(n.all_input_nodes)
+    return writes and owner not in written.writers
 
 
-def captured(gm: fx.GraphModule, recipes: Recipes | None) -> View | None:
+def captured(gm: fx.GraphModule, written: Written | None) -> View | None:
     fake_mode = fake_mode_of(gm)
     if fake_mode is None:
         return None
     bodies = {name: capture(body) for name, body in inner_bodies(gm)}
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    interpreter = Capture(gm, recipes)
+    interpreter = Capture(gm, written)
     with state_kept():
         traced = trace(lambda *args: interpreter.run(*args), [n.meta["example_value"] for n in placeholders], fake_mode)
     live = set(traced.graph.nodes)

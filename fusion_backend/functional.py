@@ -3,10 +3,13 @@
 `r = x @ w1 + b1; r.sigmoid_(); r *= x @ w2 + b2` becomes the product it computes. An in-place node is converted
 when (a) it mutates its first argument only and has a functional overload that gives the same dtype, shape and
 strides; (b) the storage was created in this view, by an operator that is not a view, in the same grad and autocast
-region; (c) every other value in that storage is part of the chain or is made after the last mutation.
+region; (c) every other value in that storage is part of the chain, another name for the whole of it, or is made after
+the last mutation.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import fx
@@ -36,6 +39,7 @@ def may_alias(node: fx.Node) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments)
 
 
+@functools.cache
 def functional_overload(op: OpOverload) -> OpOverload | None:
     """The operator that computes what `op` writes into its first argument."""
     name = op._schema.name.split("::")[1]
@@ -49,7 +53,7 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
     found = getattr(packet, op._overloadname, None)
     if found is None or any(a.alias_info for a in found._schema.arguments):
         return None
-    return found if [a.name for a in found._schema.arguments] == [a.name for a in arguments] else None
+    return found if [a.name for a in found._schema.arguments[1:]] == [a.name for a in arguments[1:]] else None
 
 
 def value_of(arg):
@@ -57,7 +61,7 @@ def value_of(arg):
 
 
 def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
-    """Convert what may be converted. Returns converted node -> earlier members of its chain, in order."""
+    """Convert what may be converted. Returns converted node -> its chain: the nodes of its storage, in order."""
     if not any(is_mutation(n) for n in view.graph.nodes):
         return {}
     order = {n: i for i, n in enumerate(view.graph.nodes)}
@@ -65,7 +69,7 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
     for n in order:
         for s in storages(n):
             by_storage.setdefault(s, []).append(n)
-    last_mutation = {s: max((order[n] for n in group if is_mutation(n)), default=-1) for s, group in by_storage.items()}
+    groups = {s: Group(nodes) for s, nodes in by_storage.items() if any(map(is_mutation, nodes))}
     chains: dict[fx.Node, list[fx.Node]] = {}
     for n in list(order):
         if not is_mutation(n) or not isinstance(n.args[0], fx.Node):
@@ -74,26 +78,57 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
         held = storages(n.args[0])
         if target is None or len(held) != 1:
             continue
-        (storage,) = held
-        group = by_storage[storage]
-        if convertible(view, n, target, group, order, last_mutation[storage], chains):
+        group = groups[held.pop()]
+        if group.closed and convertible(view, n, target, group.nodes[0], chains):
+            if torch.Tag.nondeterministic_seeded in n.target.tags:
+                n.meta["in_place"] = n.target  # rewrite.py goes back to it: the other operator draws other numbers
             n.target = target
-            chains[n] = [o for o in group if order[o] < order[n]]
-            for older in chains[n]:  # every later reader of an older name reads the new value
+            chains[n] = group.nodes
+            for older in group.upto(n):  # every later reader of an older name reads the new value
                 older.replace_all_uses_with(n, delete_user_cb=lambda u, n=n: order[u] > order[n])
     return chains
 
 
-def convertible(view, n, target, group, order, last_mutation, chains) -> bool:
-    root = group[0]
+class Group:
+    """The nodes whose values live in one storage."""
+
+    def __init__(self, nodes: list[fx.Node]):
+        self.nodes = nodes
+        last = max(i for i, n in enumerate(nodes) if is_mutation(n))
+        # Until the last write every value is the whole of it.
+        self.closed = all(part_of_chain(n, nodes[0]) for n in nodes[:last])
+        self.position = {n: i for i, n in enumerate(nodes)}
+        self.start = 0
+
+    def upto(self, n: fx.Node) -> list[fx.Node]:
+        """The nodes before n whose later readers do not read a newer value already."""
+        start, self.start = self.start, self.position[n]
+        return self.nodes[start : self.start]
+
+
+def part_of_chain(n: fx.Node, root: fx.Node) -> bool:
+    if n is root or (is_mutation(n) and functional_overload(n.target)):
+        return True
+    return is_lowered(n) and not is_mutation(n) and all_of(n, root)
+
+
+def all_of(n: fx.Node, root: fx.Node) -> bool:
+    """Is it another name for the whole of `root`: x.view(x.shape), x[:]?"""
+    a, b = n.meta.get("val"), root.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return geometry(a) == geometry(b)
+
+
+def geometry(t: torch.Tensor) -> tuple:
+    return t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()
+
+
+def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains) -> bool:
     if not is_lowered(root) or may_alias(root) or (is_mutation(root) and root not in chains):
         return False
     if view.region.get(root) != view.region.get(n):
         return False
-    for other in group:
-        part = other is root or other in chains or (is_mutation(other) and functional_overload(other.target))
-        if not part and order[other] < last_mutation:
-            return False
     had = value_of(n.args[0])
     args, kwargs = pytree.tree_map(value_of, (n.args, n.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
     try:

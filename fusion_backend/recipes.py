@@ -1,11 +1,13 @@
-"""What a torch call lowers to, remembered: models repeat their layers, and running a call on fakes is slow.
+"""What a call of several operators became, remembered for the next call like it: models repeat their layers.
 
-A recipe is kept for calls that became exactly one functional ATen operator, or none. Its key is everything that the
-lowering can depend on: the callee, constants, dtype, device, sizes, strides and requires_grad of the tensors, which
-arguments are the same value, grad mode and autocast.
+The key is everything that the operators can depend on: the callee, constants, dtype, device, sizes, strides and
+requires_grad of the tensors, which arguments are the same value, grad mode and autocast.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import operator
 
 import torch
 from torch import fx
@@ -15,33 +17,35 @@ from fusion_backend.torch_api import OpOverload, pytree, sym_key
 Sym = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The i-th flat argument of the call."""
+
+    i: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What the i-th step gave."""
+
+    i: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operator of a recipe; its arguments are Given, Made, symbolic numbers and constants."""
+
+    target: object
+    args: tuple
+    kwargs: dict
+    value: object
+
+
 class Recipes:
-    """key -> (operator, arguments with inputs by position); the position of the argument that is returned as it is;
-    or None where neither holds."""
+    """key -> steps, of which the last gives the result."""
 
     def __init__(self):
-        self.known: dict[tuple, tuple | None] = {}
-
-    def find(self, n: fx.Node, leaves: list, tracer, proxy_of):
-        """The lowered call as a proxy, or the Position of the argument it returns; the key to learn under when it is
-        new; None when it cannot be a recipe."""
-        example = n.meta.get("example_value")
-        if not isinstance(example, torch.Tensor) or n.op == "get_attr":
-            return None
-        key = self.key(n, leaves)
-        if key is None or self.known.get(key, key) is None:
-            return None
-        if key not in self.known:
-            return key
-        if isinstance(self.known[key], Position):
-            return self.known[key]
-        target, args, kwargs = self.known[key]
-
-        def given(a):
-            return proxy_of(leaves[a.position]) if isinstance(a, Position) else a
-
-        args, kwargs = pytree.tree_map(given, (args, kwargs), is_leaf=lambda a: isinstance(a, Position))
-        return tracer.create_proxy("call_function", target, args, kwargs)
+        self.known: dict[tuple, list[Step]] = {}
 
     def key(self, n: fx.Node, leaves: list):
         spec = pytree.tree_structure((n.args, n.kwargs))
@@ -58,36 +62,29 @@ class Recipes:
             elif isinstance(leaf, slice):
                 parts.append(("slice", sym_key(leaf.start), sym_key(leaf.stop), sym_key(leaf.step)))
             else:
-                parts.append((type(leaf), sym_key(leaf)))
+                parts.append((type(leaf), repr(leaf) if type(leaf) is float else sym_key(leaf)))  # 0.0 is not -0.0
         try:
             hash(key := tuple(parts))
         except TypeError:
             return None
         return key
 
-    def learn(self, key, new: list[fx.Node], out, leaves: list, tracer) -> None:
+    def learn(self, key, new: list[fx.Node], result: fx.Node, given: dict[fx.Node, Given]) -> None:
+        """Keep what a call became; `given` says which nodes of the view held its arguments."""
         made = [m for m in new if not isinstance(m.meta.get("val"), Sym)]  # size arithmetic comes and goes
-        returned = [i for i, leaf in enumerate(leaves) if leaf is out]
-        self.known[key] = Position(returned[0]) if returned and not made else None
-        if len(made) != 1 or not isinstance(out, torch.Tensor) or not isinstance(made[0].target, OpOverload):
+        if not made or made[-1] is not result or not all(map(repeatable, made)):
             return
-        (node,) = made
-        proxy = tracer.unwrap_proxy(out)
-        random = torch.Tag.nondeterministic_seeded in node.target.tags
-        if not isinstance(proxy, fx.Proxy) or proxy.node is not node or node.target._schema.is_mutable or random:
-            return
-        positions: dict[fx.Node, Position] = {}
-        for i, leaf in enumerate(leaves):
-            held = tracer.unwrap_proxy(leaf) if isinstance(leaf, (torch.Tensor, *Sym)) else None
-            if isinstance(held, fx.Proxy):
-                positions.setdefault(held.node, Position(i))
-        if all(a in positions for a in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), positions.__getitem__)
-            self.known[key] = (node.target, args, kwargs)
+        places = {m: Made(i) for i, m in enumerate(made)} | given
+
+        def place(a: fx.Node):
+            return places[a] if a in places else a.meta["val"]
+
+        if all(a in places or isinstance(a.meta.get("val"), Sym) for m in made for a in m.all_input_nodes):
+            arguments = [fx.node.map_arg((m.args, m.kwargs), place) for m in made]
+            self.known[key] = [Step(m.target, *given, m.meta["val"]) for m, given in zip(made, arguments, strict=True)]
 
 
-class Position:
-    """The i-th flat argument of the call."""
-
-    def __init__(self, position: int):
-        self.position = position
+def repeatable(m: fx.Node) -> bool:
+    if not isinstance(m.target, OpOverload):
+        return m.target is operator.getitem
+    return not m.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in m.target.tags

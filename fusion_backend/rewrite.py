@@ -7,8 +7,10 @@ operators is expanded whole or not at all. The plan is made and checked first: n
 
 from __future__ import annotations
 
+import itertools
 import operator
 
+import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
@@ -40,8 +42,7 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
     """
     match = d.match
     op = op_of(match.pattern)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    first = min(match.roots, key=order.__getitem__)
+    first = min(match.roots)  # in graph order
     new: list[fx.Node] = []
 
     def call(target, args, kwargs, value) -> fx.Node:
@@ -76,7 +77,17 @@ class Writer:
     """Carries out one rewrite of one Dynamo graph."""
 
     def __init__(self, view: View, canon: Canon, chains: dict[fx.Node, list[fx.Node]]):
-        self.view, self.canon, self.chains = view, canon, chains
+        self.view, self.canon = view, canon
+        # Node -> the members of the in-place chain that it belongs to, up to the last that was converted.
+        self.chain_of: dict[fx.Node, list[fx.Node]] = {}
+        for m in reversed(chains):
+            if m not in self.chain_of:
+                members = chains[m][: chains[m].index(m) + 1]
+                self.chain_of |= dict.fromkeys(members, members)
+        self.chained: dict[fx.Node, list[fx.Node]] = {}  # Dynamo node -> members of chains that it became
+        for m in chains:
+            self.chained.setdefault(view.owner.get(m), []).append(m)
+        self.chains = chains
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.touched: set[fx.Node] = set()  # Dynamo nodes
 
@@ -87,6 +98,10 @@ class Writer:
         for n in self.view.graph.nodes:
             if n in self.view.owner:
                 self.groups.setdefault(self.view.owner[n], []).append(n)
+        self.holders: dict[fx.Node, list[fx.Node]] = {}  # view node -> Dynamo nodes with its value
+        for d, held in self.view.value.items():
+            if isinstance(held, fx.Node):
+                self.holders.setdefault(held, []).append(d)
         self.close()
         graph = self.emit()
         source = self.view.source
@@ -103,12 +118,10 @@ class Writer:
     def apply(self, d: Decision) -> None:
         """Put the op into the view and take out what it computes."""
         owner = self.view.owner
-        order = {n: i for i, n in enumerate(self.view.graph.nodes)}
-        first_owner = owner[min(d.match.roots, key=order.__getitem__)]
-        arguments = [a for a in d.match.tensors().values() if isinstance(a, fx.Node)]
+        first_owner = owner[min(d.match.roots)]
+        arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
         for n in (*d.match.roots, *d.match.interior, *arguments):
-            if self.chain_of(n):
-                self.touched |= {owner[m] for m in self.chain_of(n)}
+            self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
         new, replaced = put(self.view.graph, d, self.now)
         owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
@@ -120,11 +133,6 @@ class Writer:
             if not n.users:
                 self.touched.add(owner[n])
                 self.view.graph.erase_node(n)
-
-    def chain_of(self, n: fx.Node) -> set[fx.Node]:
-        """All members of the in-place chain that a node belongs to."""
-        found = {m for m, older in self.chains.items() if n is m or n in older}
-        return found | {o for m in found for o in self.chains[m]}
 
     def close(self) -> None:
         """Touch what the touched groups need, to a fixpoint."""
@@ -163,6 +171,8 @@ class Writer:
             for n in self.groups.get(d, ()):
                 atens[n] = graph.node_copy(n, lambda x: atens[x])
                 clean(atens[n])
+                if "in_place" in n.meta:
+                    draw_in_place(atens[n])
             dynamo[d] = self.result(d, atens)
             if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
                 dynamo[d].meta["example_value"] = d.meta["example_value"]
@@ -192,11 +202,12 @@ class Writer:
 
     def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
         """After an in-place operator became functional, its older names mean the new value."""
-        for m, older in self.chains.items():
-            if self.view.owner.get(m) is d and self.now(m) in atens:
-                for earlier, held in self.view.value.items():
-                    if earlier in dynamo and isinstance(held, fx.Node) and held in older:
-                        dynamo[earlier] = atens[self.now(m)]
+        for m in self.chained.get(d, ()):
+            if self.now(m) in atens:
+                for held in itertools.takewhile(lambda older, m=m: older is not m, self.chains[m]):
+                    for earlier in self.holders.get(held, ()):
+                        if earlier in dynamo:
+                            dynamo[earlier] = atens[self.now(m)]
 
 
 def clean(n: fx.Node) -> None:
@@ -204,6 +215,14 @@ def clean(n: fx.Node) -> None:
     n.meta = dict(n.meta)
     n.meta["example_value"] = n.meta.pop("val", None)
     n.meta.pop("tensor_meta", None)
+
+
+def draw_in_place(n: fx.Node) -> None:
+    """A random operator draws its numbers as the user wrote it: in place, here on a copy."""
+    with n.graph.inserting_before(n):
+        copy = n.graph.call_function(torch.ops.aten.clone.default, n.args[:1])
+    n.target, n.args = n.meta.pop("in_place"), (copy, *n.args[1:])
+    copy.meta = dict(n.meta)
 
 
 def dead_if_unused(n: fx.Node) -> bool:

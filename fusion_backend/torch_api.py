@@ -56,13 +56,27 @@ def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
         return make_fx(fn, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
 
 
+def hinted(sizes) -> tuple | None:
+    """Sizes as they are in the example that a graph was traced with; None where one depends on data."""
+    if not all(type(size) is int or (isinstance(size, torch.SymInt) and size.node.has_hint()) for size in sizes):
+        return None
+    return tuple(size if type(size) is int else size.node.hint for size in sizes)
+
+
 def sym_key(value):
     """A symbolic number as part of a dictionary key."""
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
+def operators_go_to(mode, handler):
+    """Have a tracer's mode hand every operator to `handler(op, types, args, kwargs)`. Returns what it did before."""
+    before = mode.__torch_dispatch__
+    mode.__torch_dispatch__ = handler
+    return before
+
+
 def without_torch_function():
-    """Run state functions for real: no torch function mode sees them."""
+    """Run code for real, and looks at tensors fast: no torch function mode sees it."""
     return torch._C.DisableTorchFunction()
 
 

@@ -1,4 +1,4 @@
-"""Capture: recipes lower what running would lower; what is not understood is copied; states are told apart."""
+"""Capture: what is written down is what running would give; what is not understood is copied; states are told apart."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 import fusion_backend.capture as capture_module
 from fusion_backend.capture import captured
-from fusion_backend.recipes import Recipes
+from fusion_backend.collect import Collector
 from fusion_backend.testing import assert_fuses, collect
+from fusion_backend.written import Written
 
 
 class Block(torch.nn.Module):
@@ -27,52 +28,139 @@ def source(fn, *inputs, **kwargs):
 
 
 def lines(view):
-    """(operator, arguments with values by number, shape) of the tensors of a view."""
+    """(operator, arguments with values by number, what is known of the result) of the tensors of a view."""
     number: dict = {}
     found = []
     for n in view.graph.nodes:
-        if n.op == "output" or not isinstance(n.meta.get("val"), torch.Tensor):
+        value = n.meta.get("val")
+        if n.op == "output" or isinstance(value, (torch.SymInt, torch.SymFloat)):
             continue
         number[n] = len(number)
-        arguments = torch.fx.node.map_arg(n.args, lambda a: number.get(a, "size"))
-        found.append((str(n.target) if n.op == "call_function" else n.op, str(arguments), str(n.meta["val"].shape)))
+        arguments = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: number.get(a, str(a.meta.get("val"))))
+        tensors = value if isinstance(value, (tuple, list)) else [value]
+        known = [(str(t.dtype), str(t.shape), str(t.stride())) for t in tensors if isinstance(t, torch.Tensor)]
+        where = (str(view.owner.get(n)), str(view.region.get(n)), n in view.requires_grad)
+        found.append((str(n.target) if n.op == "call_function" else n.op, str(arguments), known, where))
     return found
 
 
+def assert_written_as_run(fn, *inputs, **options):
+    """Written down or run, it is the same view. Returns the operators."""
+    gm = source(fn, *inputs, **options)
+    written = captured(gm, Written(gm))
+    assert lines(written) == lines(captured(gm, None))
+    return [op for op, *_ in lines(written) if op != "placeholder"]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_recipes_lower_like_running(dynamic):
+def test_what_is_written_down_is_what_running_gives(dynamic):
     model = torch.nn.Sequential(*[Block() for _ in range(3)])
-    gm = source(model, torch.randn(2, 3, 8), dynamic=dynamic)
-    recipes = Recipes()
-    replayed, run = captured(gm, recipes), captured(gm, None)
-    assert lines(replayed) == lines(run)
-    assert {n.name for n in replayed.requires_grad} and len(replayed.requires_grad) == len(run.requires_grad)
-    assert any(isinstance(recipe, tuple) for recipe in recipes.known.values())
+    assert len(assert_written_as_run(model, torch.randn(2, 3, 8), dynamic=dynamic)) == 33
 
 
-def test_recipes_tell_equal_arguments_from_different_ones():
-    def f(x, y):
-        return (x * x) + (x * y) + (y * y)
-
-    gm = source(f, torch.randn(3), torch.randn(3))
-    assert lines(captured(gm, Recipes())) == lines(captured(gm, None))
+def test_equal_arguments_are_told_from_different_ones():
+    assert_written_as_run(lambda x, y: (x * x) + (x * y) + (y * y), torch.randn(3), torch.randn(3))
 
 
-def test_graphs_with_in_place_code_are_run(monkeypatch):
+INDICES = {
+    "whole and part": (lambda x: x[:, 0:4], 1),
+    "row and part": (lambda x: x[0, 0:4], 2),  # of [4, 5] the part is no operator, but that is not the result's doing
+    "row and all": (lambda x: x[0, 0:8], 1),
+    "new dimensions": (lambda x: x[:, None, :, None], 2),
+    "twice": (lambda x: x[:, None, 0:2] + x[:, None, 0:2], 5),
+    "mask of one": (lambda x: x[True], 4),
+    "tensors": (lambda x: x[torch.arange(3), torch.arange(3)], 3),
+    "ellipsis": (lambda x: x[..., 2:], 1),
+    "parts": (lambda x: x.split(4, 1)[1] + x.chunk(2, 1)[0], 7),
+    "number and minus zero": (lambda x: F.tanhshrink(x * 0.0) + F.tanhshrink(x * -0.0), 7),
+    "constant": (lambda x: x + torch.zeros(8) + torch.full((8,), 2.0), 4),
+    "argument itself": (lambda x: x.contiguous() + x.to(x.dtype).float(), 3),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", INDICES)
+def test_an_operator_does_not_get_the_result_of_the_next(name, dynamic):
+    f, operators = INDICES[name]
+    found = assert_written_as_run(f, torch.randn(3, 8), dynamic=dynamic)
+    assert dynamic or len(found) == operators, found
+
+
+@torch._dynamo.allow_in_graph
+def looks_at_its_first_operator(x):
+    """The call's result has the shape at which the function would have stopped."""
+    y = x.sum(0, keepdim=True)
+    return y if y.dim() == 1 else y.squeeze(0)
+
+
+def test_functions_of_the_user_may_look_at_their_values():
+    assert len(assert_written_as_run(lambda x: looks_at_its_first_operator(x) * 2, torch.randn(3, 4))) == 3
+
+
+def in_place_root(x):
+    y = x.sin()
+    z = y.view(-1)
+    y.mul_(2)
+    return z + x.cos().view(-1)
+
+
+def in_place_argument(x):
+    x.add_(1)
+    return x.view(-1) * 2
+
+
+def in_place_part(x):
+    y = torch.zeros_like(x)
+    y[:, 1:] = x[:, :-1]
+    y += 1
+    return F.relu(y, inplace=True) + x.exp()
+
+
+def test_a_tensor_that_is_moved_to_other_memory_has_everything_run():
+    def f(x):
+        y = x.sin()
+        v = y.view(-1)
+        y.mul_(2)
+        y.set_(x.cos())
+        return v + y
+
+    gm = source(f, torch.randn(3))
+    assert Written(gm).touched == set(gm.graph.nodes)
+    assert_written_as_run(f, torch.randn(3))
+
+
+@pytest.mark.parametrize("f", [in_place_root, in_place_argument, in_place_part])
+def test_where_memory_is_written_calls_are_run(f, monkeypatch):
+    """Once: the graph says where. What is not written to is written down all the same."""
     used = []
     real = capture_module.captured
-    monkeypatch.setattr(capture_module, "captured", lambda gm, recipes: used.append(recipes) or real(gm, recipes))
+    monkeypatch.setattr(capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written))
+    gm = source(f, torch.randn(3, 4))
+    assert len(used) == 1 and used[0].touched < set(gm.graph.nodes)
+    view = real(gm, used[0])
+    assert lines(view) == lines(real(gm, None))
+    assert aliases(view, used[0].touched) == aliases(real(gm, None), used[0].touched)
+
+
+def aliases(view, among):
+    """Which tensors of some Dynamo nodes share memory, by number."""
+    first: dict = {}
+    nodes = [n for n in view.graph.nodes if view.owner.get(n) in among and isinstance(n.meta.get("val"), torch.Tensor)]
+    return [first.setdefault(n.meta["val"].untyped_storage()._cdata, i) for i, n in enumerate(nodes)]
+
+
+def test_a_write_that_the_call_does_not_name_has_everything_run(monkeypatch):
+    used = []
+    real = capture_module.captured
+    monkeypatch.setattr(capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written))
 
     def f(x):
         y = x.sin()
-        y.mul_(2)
-        return y.view(-1) + 1
+        F.relu(y, True)
+        return y + 1
 
     collect(f, torch.randn(3))
-    assert used[-1] is None
-    used.clear()
-    collect(lambda x: x.sin().view(-1) + 1, torch.randn(3))
-    assert None not in used
+    assert len(used) == 2 and used[-1] is None
 
 
 def test_what_is_not_understood_is_copied_with_a_reason():
@@ -107,3 +195,50 @@ def test_autocast_writes_the_casts_on_the_inputs():
     (node,) = [n for n in collector.graphs[0].graph.nodes if str(n.target).startswith("fusion.")]
     assert {a.meta["example_value"].dtype for a in node.all_input_nodes} == {torch.bfloat16}
     torch.testing.assert_close(collector.graphs[0](x, w1, w2)[0], f(x, w1, w2))
+
+
+@pytest.mark.parametrize("mask", [None, torch.randn(6, 6)], ids=["no mask", "fp32 mask"])
+def test_autocast_does_not_take_the_casts_inside_attention_for_its_own(mask):
+    """With dropout attention of bf16 computes in fp32 on CPU; autocast casts the mask only."""
+
+    def f(q, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, q * 2, q + 1, mask, dropout_p=0.5)
+
+    report = collect(f, torch.randn(2, 4, 6, 8, dtype=torch.bfloat16), mask).report
+    assert [s.pattern for s in report.sites] == ["attention"], str(report)
+
+
+def test_a_value_that_autocast_casts_for_two_products_is_their_argument():
+    def f(x, w1, w2):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.rms_norm(x, (4,)).type_as(x)
+            return F.gelu(F.linear(y, w1)) * F.linear(y, w2)
+
+    assert_fuses(f, torch.randn(3, 4), torch.randn(5, 4), torch.randn(5, 4), pattern="gated_linear")
+
+
+def test_sites_in_two_bodies_have_nodes_of_their_own():
+    def block(x, w):
+        return F.layer_norm(x, (4,), w) * 2
+
+    def f(x, w):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=False)
+        return x
+
+    report = assert_fuses(f, torch.randn(3, 4, requires_grad=True), torch.randn(4), pattern="layer_norm", count=2)
+    assert len({s.nodes for s in report.sites if s.pattern == "layer_norm"}) == 2
+
+
+def test_what_could_not_be_lowered_has_written_nothing():
+    """A write to the whole, x[..., :1] = 0 on one column, is taken back and copied: later readers read x."""
+
+    def fn(x):
+        t = x.amax(-1, keepdim=True)
+        y = x / t
+        t[..., :1] = 0
+        return y, t
+
+    x = torch.rand(7, 10) + 1
+    torch.testing.assert_close(torch.compile(fn, backend=Collector({"fusion.gate": "always"}))(x), fn(x))

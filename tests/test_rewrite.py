@@ -1,9 +1,10 @@
-"""Calls that return their argument, or a view of it, at the edge of what is replaced."""
+"""Calls that return their argument, or a view of it, and writes in between, at the edge of what is replaced."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_backend.collect import Collector
 from fusion_backend.testing import collect, fused_nodes
 
 SAME = {
@@ -47,3 +48,71 @@ def test_every_name_keeps_its_value(code, same):
     got = torch.compile(lambda x, y: code(x, y, same), backend=collector, dynamic=False)(x, y)
     for g, w in zip(got, code(x, y, same), strict=True):
         torch.testing.assert_close(g, w)
+
+
+def interior(x, y, w):
+    t = F.layer_norm(x + y, (4,), w)
+    t[..., :1] *= 2
+    return F.silu(t.transpose(0, 1).transpose(0, 1))
+
+
+def first_result(x, y, w):
+    h = x + y
+    h[..., :1] = 0
+    return F.layer_norm(h, (4,), w), h
+
+
+def first_result_later(x, y, w):
+    h = x + y
+    out = F.layer_norm(h, (4,), w)
+    h[..., :1] = 0
+    return out, h
+
+
+def argument_between_results(x, y, w):
+    h, w = x + y, w * 1.5
+    out = F.layer_norm(h, (4,), w)
+    w[:2] = 0
+    return out * w, h
+
+
+def normalised_twice(x, y, w):
+    t = F.group_norm(x.view(3, 4), 2, w)
+    t[..., :1] *= 2
+    return t.view(3, 4).exp()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "code", [interior, first_result, first_result_later, argument_between_results, normalised_twice]
+)
+def test_what_is_written_in_between(code, grad):
+    """Whatever fuses, the values are those of eager; and the gradients, where eager has them."""
+    given = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(4)]
+    args, again = ([t.clone().requires_grad_(grad) for t in given] for _ in range(2))
+    options = {"fusion.gate": "always"}
+    got = torch.compile(code, backend=Collector(options), dynamic=False)(*args)
+    wanted = code(*again)
+    got, wanted = (out if isinstance(out, tuple) else (out,) for out in (got, wanted))
+    torch.testing.assert_close(got, wanted)
+    try:
+        gradients = torch.autograd.grad(sum(o.sin().sum() for o in wanted), again) if grad else ()
+    except RuntimeError:  # what eager refuses has no right answer
+        return
+    torch.testing.assert_close(torch.autograd.grad(sum(o.sin().sum() for o in got), args) if grad else (), gradients)
+
+
+def test_dropout_in_place_draws_as_before():
+    def fn(x, y):
+        t = (x + y) * 1.5
+        F.dropout(t, 0.5, True, inplace=True)
+        return t.mul_(2)
+
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    collector = Collector({"fusion.gate": "always"})
+    torch.manual_seed(0)
+    got = torch.compile(fn, backend=collector, dynamic=False)(x, y)
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, fn(x, y))
+    assert len(fused_nodes(collector.graphs[0])) == 1
+    assert "dropout_" in str(collector.graphs[0].graph)
