@@ -58,9 +58,9 @@ def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphReco
     record.nodes = len(gm.graph.nodes)
     known = usable(patterns())
     with collector_paused():
-        started = time.perf_counter()
+        started = time.thread_time()
         view = capture(gm)
-        record.capture_s = time.perf_counter() - started
+        record.capture_s = time.thread_time() - started
         if view is None:
             return gm, []
         return fuse_view(view, known, options, record, 0)
@@ -78,15 +78,15 @@ def collector_paused():
             gc.enable()
 
 
-def fuse_view(view: View, known: list[Pattern], options: Options, record, fused: int):
+def fuse_view(view: View, known: list[Pattern], options: Options, record, fused: int, path: str = ""):
     """Match, decide and rewrite one view; the bodies inside it first."""
     decisions: list[Decision] = []
     bodies: dict[str, fx.GraphModule] = {}
     for name, body in view.bodies.items():
-        bodies[name], inner = fuse_view(body, known, options, record, fused)
+        bodies[name], inner = fuse_view(body, known, options, record, fused, f"{path}{name}.")
         decisions += inner
         fused += sum(d.fused for d in inner)
-    started = time.perf_counter()
+    started = time.thread_time()
     fences = autocast.resolve(view)
     chains = functionalize_locals(view)
     canon = Canon().run(view.graph, view.region, fences)
@@ -94,13 +94,13 @@ def fuse_view(view: View, known: list[Pattern], options: Options, record, fused:
     gate = Gate(view, canon, options, fused)
     mine = [d for d in map(gate.decide, matcher.candidates()) if d is not None]
     mine = best_answers(mine)
-    record.sites += [site(d) for d in mine]
+    record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
     record.kept |= {n.name: why for n, why in view.kept.items()}
-    record.match_s += time.perf_counter() - started
-    started = time.perf_counter()
+    record.match_s += time.thread_time() - started
+    started = time.thread_time()
     new = rewrite(view, canon, mine, chains, bodies)
-    record.rewrite_s += time.perf_counter() - started
+    record.rewrite_s += time.thread_time() - started
     return new, decisions + mine
 
 
@@ -114,22 +114,23 @@ def best_answers(decisions: list[Decision]) -> list[Decision]:
     return list(best.values())
 
 
-def site(d: Decision) -> reporting.Site:
+def site(d: Decision, path: str = "") -> reporting.Site:
     m = d.match
     if d.failure:
         reporting.warn_once(
             f"kernel {m.pattern.name}", f"fusion: {m.pattern.where}: {d.failure}; its sites are left to Inductor"
         )
-    nodes = tuple(n.name for n in (*m.interior, *m.roots))
+    nodes = tuple(path + n.name for n in (*m.interior, *m.roots))  # the bodies of a graph share names
     where = reporting.location(m.roots[0])
-    return reporting.Site(m.pattern.name, where, d.fused, d.reason, d.forward, d.backward, d.bytes_saved, nodes)
+    told = (d.fused, d.reason, d.forward, d.backward, d.bytes_saved)
+    return reporting.Site(m.pattern.name, where, *told, nodes, d.covered)
 
 
 def nearest(matcher: Matcher, gate: Gate) -> list[reporting.Miss]:
     """The best partial match of a pattern on each source line, at least half of it, outside what was fused."""
     best: dict[tuple[str, str], reporting.Miss] = {}
     for m in matcher.misses.values():
-        if 2 * m.matched < m.size or m.size < 3 or m.root in gate.claimed:
+        if m.root in gate.claimed:
             continue
         where = reporting.location(m.root)
         found = reporting.Miss(m.pattern.name, where, m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")

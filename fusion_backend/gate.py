@@ -14,9 +14,8 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.expressions import FREE
+from fusion_backend.expressions import FREE, LIKE, hashable, peel, same
 from fusion_backend.functional import storages
-from fusion_backend.index import peel
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match
 from fusion_backend.op import op_of
@@ -24,7 +23,7 @@ from fusion_backend.options import Options
 from fusion_backend.pattern import Pattern, Reject
 from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
-from fusion_backend.views import value_of
+from fusion_backend.views import Viewed, original, value_of
 
 EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -42,6 +41,7 @@ class Decision:
     save: bool = False
     value: object = None  # fake result of the op
     bytes_saved: int | None = None
+    covered: bool = False  # by a larger site that is fused
     failure: str | None = None  # a fault of ours or of the pattern's author, told to the user as a warning
 
 
@@ -53,7 +53,11 @@ class Gate:
         self.order = {n: i for i, n in enumerate(view.graph.nodes)}
         self.claimed: dict[fx.Node, Match] = {}
         self.fused = fused_before
-        self.mutations = [n for n in view.graph.nodes if self.may_mutate(n)]
+        self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
+        self.writers: dict[int, list[fx.Node]] = {}  # storage -> nodes that may change it
+        for n in view.graph.nodes:
+            for storage in set().union(*map(storages, n.all_input_nodes)) if self.may_mutate(n) else ():
+                self.writers.setdefault(storage, []).append(n)
 
     def may_mutate(self, n: fx.Node) -> bool:
         """In-place operators that stayed in place, and copied nodes, which may do anything to their arguments."""
@@ -62,15 +66,17 @@ class Gate:
         return n.op in ("call_function", "call_method", "call_module") and self.view.owner.get(n) in self.view.kept
 
     def decide(self, match: Match) -> Decision | None:
-        """None when a larger match has the same roots: the site is spoken for."""
-        if any(r in self.claimed for r in match.roots):
+        """None when the same pattern is already fused there, in a larger form."""
+        if any(r in self.claimed and self.claimed[r].pattern is match.pattern for r in match.roots):
             return None
-        training = self.training(match)
-        for question in (self.overlap, self.unwanted, self.not_movable, self.not_supported):
+        covered = self.overlap(match)
+        if covered:
+            return Decision(match, False, covered, covered=True)
+        for question in (self.unwanted, self.not_movable, self.not_supported):
             reason = question(match)
             if reason:
                 return Decision(match, False, reason)
-        decision = self.provide(match, training)
+        decision = self.provide(match, self.training(match))
         if decision.fused:
             self.fused += 1
             results = {self.canon.of[r] for r in match.roots}
@@ -80,15 +86,17 @@ class Gate:
         return decision
 
     def computed(self, match: Match) -> list[fx.Node]:
-        """What is computed inside; an argument or a result again, after a dropout in evaluation, say, is not."""
-        given = {id(self.canon.of[v if isinstance(v, fx.Node) else v.node]) for v in match.tensors().values()}
-        given |= {id(self.canon.of[r]) for r in match.roots}
-        return [n for n in match.interior if id(self.canon.of[n]) not in given]
+        """What is computed inside; an argument, whatever it is cast to, or a result again, after a dropout in
+        evaluation, say, is not."""
+        of = self.canon.of
+        given = {id(peel(of[v if isinstance(v, fx.Node) else v.node])) for v in match.tensors.values()}
+        again = {id(of[r]) for r in match.roots}
+        return [n for n in match.interior if id(of[n]) not in again and id(peel(of[n])) not in given]
 
     def training(self, match: Match) -> bool:
         grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
         grad = grad and any(r.meta["val"].is_floating_point() for r in match.roots)
-        names = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors().values()}
+        names = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors.values()}
         return grad and any(n in self.view.requires_grad or self.from_training(n) for n in (*names, *match.roots))
 
     def from_training(self, n: fx.Node) -> bool:
@@ -100,8 +108,12 @@ class Gate:
     # Does the user want it?
 
     def overlap(self, match: Match) -> str:
-        taken = [n for n in self.computed(match) if n in self.claimed and self.canon.of[n].op not in FREE]
-        return f"overlaps {self.claimed[taken[0]].pattern.name}, which is larger" if taken else ""
+        costly = [n for n in self.computed(match) if self.canon.of[n].op not in FREE]
+        other = next((self.claimed[n] for n in (*match.roots, *costly) if n in self.claimed), None)
+        if other is None:
+            return ""
+        larger = other.template.size > match.template.size
+        return f"overlaps {other.pattern.name}, which is {'larger' if larger else 'as large and was registered first'}"
 
     def unwanted(self, match: Match) -> str:
         name, o = match.pattern.name, self.options
@@ -117,30 +129,47 @@ class Gate:
 
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
         stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
         if self.crosses_state(stateful):  # a mask may come from anywhere: it has no gradient
             return "it crosses a change of grad mode, autocast or other state"
         for n in self.computed(match):
-            outside = [u for u in n.users if u not in inside and (u.users or u.target is not operator.getitem)]
-            outside += [m for m in self.canon.of[n].nodes if m not in inside and m.users and not set(m.users) <= inside]
-            if outside and self.canon.of[n].op not in FREE:
-                return f"{n.name} inside it is used elsewhere too, at {location(outside[0])}"
+            if self.canon.of[n].op in FREE:
+                continue
+            for u in n.users:
+                if u not in inside and (u.users or u.target is not operator.getitem) and not reads_only_kind(u, n):
+                    return f"{n.name} inside it is used elsewhere too, at {location(u)}"
+            for m in self.canon.of[n].nodes:
+                if m not in inside and m.users and not inside.issuperset(m.users):
+                    return f"{n.name} inside it is used elsewhere too, at {location(m)}"
         first_root = min(self.order[r] for r in match.roots)
-        readers = [self.order[n] for n in inside]
         for a in arguments:
             if self.order[a] > first_root:
                 return f"its argument {a.name} is computed after its first result"
-        held = set().union(*(storages(a) for a in arguments))
-        for m in self.mutations:
-            written = set().union(*(storages(a) for a in m.all_input_nodes))
-            if min(readers) < self.order[m] < first_root and written & held:
-                return f"an argument may be changed in between, at {location(m)}"
-            # the op keeps its arguments for backward, where plain autograd may keep only what it computed from them
-            later = is_lowered(m) and self.order[m] > first_root and isinstance(m.args[0], fx.Node)
-            if later and storages(m.args[0]) & held and self.training(match):
-                return f"an argument that backward reads is changed afterwards, at {location(m)}"
+        return self.changed(match, arguments) if self.writers else ""
+
+    def changed(self, match: Match, arguments: list[fx.Node]) -> str:
+        """Does something write to what the match reads, keeps or computes?"""
+        held = set().union(*map(storages, arguments))
+        within = set().union(*map(storages, match.interior)) - held
+        results = set().union(*map(storages, match.roots)) - held - within
+        first = min(self.order[n] for n in (*match.interior, *match.roots))
+        last_root = max(self.order[r] for r in match.roots)
+        for m in (m for storage in within for m in self.writers.get(storage, ())):
+            if self.order[m] > first:  # a view of it, say, that is the result
+                return f"a value inside is changed, at {location(m)}"
+        for m in (m for storage in results for m in self.writers.get(storage, ())):
+            if self.order[m] < last_root:
+                return f"a result is changed before the last one, at {location(m)}"
+        for storage in held:
+            for m in self.writers.get(storage, ()):
+                if first < self.order[m] < last_root:
+                    return f"an argument may be changed in between, at {location(m)}"
+                # the op keeps its arguments for backward, where plain autograd may keep only what it made of them
+                later = is_lowered(m) and self.order[m] > last_root and isinstance(m.args[0], fx.Node)
+                if later and storage in storages(m.args[0]) and self.training(match):
+                    return f"an argument that backward reads is changed afterwards, at {location(m)}"
         return ""
 
     def crosses_state(self, nodes: list[fx.Node]) -> bool:
@@ -154,8 +183,8 @@ class Gate:
     # May the kernel take it?
 
     def not_supported(self, match: Match) -> str:
-        for name, node in match.tensors().items():
-            v = value_of(node)
+        for name, node in match.tensors.items():
+            v = original(node)
             if type(v) is not FakeTensor:
                 return f"{name} is a {type(v).__name__}"
             if v.layout != torch.strided or v.is_quantized:
@@ -164,9 +193,11 @@ class Gate:
             if v.dtype not in FLOATS if exact is None else v.dtype != exact:
                 wanted = "float32, bfloat16 and float16" if exact is None else str(exact).removeprefix("torch.")
                 return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take {wanted}"
+            if isinstance(node, Viewed) and any(step in ("half", "slice") for step, _ in node.steps):
+                v = node.value
             if statically_known_true(v.numel() == 0):
                 return f"{name} is empty"
-        devices = {value_of(n).device for n in match.tensors().values() if value_of(n).dim()}
+        devices = {v.device for v in map(original, match.tensors.values()) if v.dim()}
         if len(devices) > 1:
             return f"arguments on {' and '.join(sorted(map(str, devices)))}"
         return ""
@@ -175,10 +206,9 @@ class Gate:
 
     def provide(self, match: Match, training: bool) -> Decision:
         pattern = match.pattern
-        values = [value_of(match.arguments[p.name]) for p in pattern.params]
-        cuda = all(on_gpu(v) for v in values if isinstance(v, torch.Tensor))
+        cuda = all(on_gpu(original(a)) for a in match.tensors.values())
         backward = self.backward_provider(pattern, cuda) if training else None
-        no = self.kernel_refused(match, values, training, cuda)
+        no = self.kernel_refused(match, training, cuda)
         inline = (
             not cuda and self.options.gate == "always" and match.template.kinds not in pattern.memo.get("random", ())
         )
@@ -188,6 +218,7 @@ class Gate:
         forward = "kernel" if no is None else "reference"
         reason = "" if no is None else f"forward inlined: {no.reason}"
         decision = Decision(match, True, reason, forward, backward, training)
+        values = [value_of(match.arguments[p.name]) for p in pattern.params]
         failure = self.try_out(decision, values)
         if failure:
             return Decision(match, False, failure, failure=failure)
@@ -203,18 +234,19 @@ class Gate:
         """A kernel of ours stands alone: next to code that Inductor would fuse with its own, it moves more bytes."""
         if training and match.pattern.inductor == "pointwise":
             return Reject("in training Inductor fuses it too, and chooses what to save")
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors().values()]
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
         for n in (*arguments, *(u for r in match.roots for u in r.users)):
             if is_lowered(n) and peel(self.canon.of[n]).op not in EXTERN and self.canon.of[n].op != "input":
                 return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
         return None
 
-    def kernel_refused(self, match: Match, values: list, training: bool, cuda: bool) -> Reject | None:
+    def kernel_refused(self, match: Match, training: bool, cuda: bool) -> Reject | None:
         pattern = match.pattern
         if pattern.kernel_fn is None:
             return Reject("no kernel yet")
         if not cuda:
             return Reject("the kernel needs CUDA tensors")
+        values = [value_of(match.arguments[p.name]) for p in pattern.params]
         questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
         for question, given in questions[: 1 if self.options.gate == "always" else 2]:
             try:
@@ -234,8 +266,14 @@ class Gate:
         flat = op.flatten({p.name: v for p, v in zip(pattern.params, values, strict=True)})
         chosen = {"forward": decision.forward, "backward": decision.backward or "vjp", "save": decision.save}
         mode = next(v for v in values if isinstance(v, torch.Tensor)).fake_mode
+        key = (pattern.name, *chosen.values(), *map(geometry, values))
         try:
             with mode, torch.no_grad():
+                if key in self.tried:  # the layers of a model are alike
+                    decision.value = tuple(
+                        torch.empty_strided(*g[2:4], dtype=g[0], device=g[1]) for g in self.tried[key]
+                    )
+                    return ""
                 out = op.overload(*flat, **chosen)
                 decision.value = out if isinstance(out, tuple) else (out,)
                 if torch.cuda.is_available() and "kernel" in (decision.forward, decision.backward):
@@ -243,6 +281,8 @@ class Gate:
         except Exception as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else ""
             return f"its kernel failed: {type(error).__name__}: {line}"
+        if not shares_memory(decision.value, values):
+            self.tried[key] = [(o.dtype, o.device, o.shape, o.stride()) for o in decision.value]
         return ""
 
     def compile_kernels(self, op, flat: list, decision: Decision) -> None:
@@ -255,22 +295,40 @@ class Gate:
                 op.backward(*results, *kept, [True] * len(op.tensors), *flat)
 
 
+def geometry(value) -> object:
+    """What the op's own shape rule can see of an argument."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, hashable(value.shape), hashable(value.stride())
+
+
+def shares_memory(results: tuple, values: list) -> bool:
+    given = {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+    return any(out.untyped_storage()._cdata in given for out in results)
+
+
 def result_differs(decision: Decision, values: list) -> str:
     """Later views rely on the strides that the graph was traced with, and later in-place code on fresh memory."""
-    given = {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
+    if shares_memory(decision.value, values):
+        return "the result would share memory with an argument"
     for out, root in zip(decision.value, decision.match.roots, strict=False):
         want = root.meta["val"]
         if out.dtype != want.dtype:
             return f"the kernel gives {out.dtype}, the graph has {want.dtype}"
-        if out.untyped_storage()._cdata in given:
-            return "the result would share memory with an argument"
-        same = all(
+        if not same(out.shape, want.shape):
+            return f"the kernel gives {tuple(out.shape)}, the graph has {tuple(want.shape)}"
+        laid_out = all(
             guard_or_false(sym_eq(have, need)) or statically_known_true(size <= 1)
             for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
         )
-        if not same:
+        if not laid_out:
             return f"the result has strides {tuple(out.stride())}, the graph has {tuple(want.stride())}"
     return ""
+
+
+def reads_only_kind(user: fx.Node, n: fx.Node) -> bool:
+    """Is it the y of x.type_as(y) or its like?"""
+    return user.target in LIKE and n is not user.args[0]
 
 
 def interior_bytes(match: Match, canon: Canon) -> int | None:

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fusion_backend.expressions import LEAVES, Expr
+from fusion_backend.expressions import LEAVES, Expr, peel
 
 # Looking through these loses nothing: a cast is peeled, and x/c may stand for x·s.
 SAME = {"div": "mul"}
 CHAINS = {"add", "mul"}
 
 
-def peel(e: Expr) -> Expr:
-    """Without the casts around it that only change a rounding."""
-    while e.op == "cast":
-        e = e.args[0]
-    return e
+def flat(e: Expr, op: str, most: int = 6) -> list[Expr]:
+    """The operands of a chain of one associative operator, in order; none of a chain of more than `most`.
 
-
-def flat(e: Expr, op: str) -> list[Expr]:
-    """The operands of a chain of one associative operator."""
-    return [leaf for a in e.args for leaf in (flat(peel(a), op) if peel(a).op == op else [a])]
+    A residual stream is such a chain, as long as the model is deep: it must not be walked again at every layer.
+    """
+    found: list[Expr] = []
+    pending = list(reversed(e.args))
+    while pending:
+        a = pending.pop()
+        inner = peel(a)
+        if inner.op == op:
+            pending.extend(reversed(inner.args))
+        else:
+            found.append(a)
+        if len(found) + len(pending) > most:
+            return []
+    return found
 
 
 def kind(e: Expr) -> str:
@@ -74,5 +81,5 @@ def needs(root: Expr) -> frozenset:
             continue
         found.add(kind(a))
         inner = [peel(b) for b in a.args] if a.op not in CHAINS else shallow(a, 8)
-        found |= {(kind(a), kind(b)) for b in inner if b.op not in LEAVES and a.op not in CHAINS}
+        found |= {(kind(a), kind(b)) for b in inner if b.op not in LEAVES}
     return frozenset(found)

@@ -1,32 +1,32 @@
 """Pattern x node -> Match or Mismatch.
 
-Matching works on canonical expressions (canonical.py) with backtracking over the order of commutative operands. Casts
-between fp32, bf16 and fp16 inside a match are looked through: a fused kernel computes in fp32 and rounds once per
-output. The dtypes and shapes of the outputs must agree with the graph; the operands of a matrix product keep their
-dtype. Whatever the expressions say, the walk over the real nodes has the last word on what is inside a match.
+A template is tried where it can start (index.py), fits (fitting.py) and can be unified (unify.py) with the canonical
+expression. Then the dtypes and shapes of the outputs must agree with the graph. Whatever the expressions say, the walk
+over the real nodes has the last word on what is inside a match.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
-from fusion_backend.expressions import COMMUTATIVE, Expr, describe
-from fusion_backend.index import Below, flat, needs, peel
+from fusion_backend.expressions import LIKE, Expr, hashable, peel, same
+from fusion_backend.fitting import Fitting, expected
+from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
-from fusion_backend.template import FORMS, Template, templates
-from fusion_backend.torch_api import FakeTensor, enable_python_dispatcher, guard_or_false, sym_eq
-from fusion_backend.views import Viewed, seen, unpermuted, value_of
+from fusion_backend.template import Template, templates
+from fusion_backend.torch_api import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
+from fusion_backend.unify import Bound, Unifier
+from fusion_backend.views import Viewed, original, value_of
 
-KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these decides what is computed
-OWN_ATTR = {"dropout", "repeat_heads"}  # a name that tells draws apart; how often, which the shapes say
-BUDGET = 5_000  # unification steps for one template at one node
+REMEMBERED = 1000  # shapes a pattern
+NEAR = 50  # nodes to look at for each operator of a template, for a result that is not inside another
 
 
 @dataclasses.dataclass
@@ -39,6 +39,7 @@ class Match:
     arguments: dict[str, object]  # argument -> node, Viewed, number or None
     interior: list[fx.Node]  # nodes between arguments and roots, in graph order
 
+    @functools.cached_property
     def tensors(self) -> dict[str, fx.Node | Viewed]:
         return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
 
@@ -55,135 +56,6 @@ class Mismatch:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    expr: Expr
-    pinned: bool  # its dtype matters
-
-
-class Unifier:
-    """Match one template at one expression, remembering the deepest point that was reached."""
-
-    def __init__(self, template: Template):
-        self.reciprocal = template.pattern.reciprocal
-        self.depth = 0
-        self.steps = 0
-        self.best: tuple[int, Expr | None, str] = (-1, None, "")
-
-    def miss(self, g: Expr, reason: str) -> None:
-        if self.depth > self.best[0]:
-            self.best = (self.depth, g, reason)
-
-    def unify(self, p: Expr, g: Expr, env: dict, pinned: bool = False) -> Iterator[dict]:
-        self.steps += 1
-        if self.steps > BUDGET:
-            return
-        if p.op == "var":
-            yield from self.bind(p.attr, g, env, pinned)
-        elif p.op == "scalar":
-            yield from self.capture(p.attr, peel(g), env)
-        elif p.op == "const":
-            if g.op == "const" and math.isclose(p.attr, g.attr, rel_tol=1e-6):
-                yield env
-            else:
-                self.miss(g, f"expected {p.attr:g}, found {describe(g)}")
-        else:
-            yield from self.operator(p, peel(g), env, pinned and p.op == "permute")
-
-    def operator(self, p: Expr, g: Expr, env: dict, pinned: bool) -> Iterator[dict]:
-        if p.op == "permute" and p.args[0].op == "var" and (p.op, p.attr) != (g.op, g.attr):
-            yield from self.bind(p.args[0].attr, unpermuted(g, p.attr), env, pinned)
-            return
-        if p.op != g.op:
-            found = list(self.as_reciprocal(p, g, env))
-            if not found:
-                self.miss(g, f"expected {p.op}, found {describe(g)}")
-            yield from found
-            return
-        if (p.attr != g.attr and p.op not in OWN_ATTR) or len(p.args) != len(g.args):
-            self.miss(g, f"expected {p.op} over {p.attr}, found {g.attr}")
-            return
-        if env.get(id(g), p) is not p:  # silu(x w) is no gated_linear(x, w, w), which would multiply twice
-            self.miss(g, f"{describe(g)} would stand for two operators of the pattern")
-            return
-        env = {**env, id(g): p}
-        self.depth += 1
-        pinned = pinned or p.op in KEEPS_DTYPE
-        for order in ((0, 1), (1, 0)) if p.op in COMMUTATIVE else (range(len(p.args)),):
-            yield from self.all([(p.args[i], g.args[j]) for i, j in enumerate(order)], env, pinned)
-        if p.op in ("add", "mul"):
-            yield from self.chain(p, g, env)
-        elif p.op == "where" and p.args[0].op == "var":
-            mask, x, y = g.args
-            complement = Expr("not", (mask,), None, mask.shape, -1)
-            yield from self.all(list(zip(p.args, (complement, y, x), strict=True)), env, False)
-        self.depth -= 1
-
-    def all(self, pairs: list, env: dict, pinned: bool) -> Iterator[dict]:
-        if not pairs:
-            yield env
-            return
-        for found in self.unify(*pairs[0], env, pinned):
-            yield from self.all(pairs[1:], found, pinned)
-
-    def chain(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
-        """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
-        wanted, given = flat(p, p.op), flat(g, p.op)
-        if not 2 < len(wanted) == len(given) <= 6:
-            return
-        wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # what can fail fails first
-
-        def assign(i: int, left: list[Expr], env: dict) -> Iterator[dict]:
-            if i == len(wanted):
-                yield env
-            for k, choice in enumerate(left):
-                for found in self.unify(wanted[i], choice, env) if i < len(wanted) else ():
-                    yield from assign(i + 1, left[:k] + left[k + 1 :], found)
-
-        yield from assign(0, given, env)
-
-    def as_reciprocal(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
-        """x·s against x/c: s is 1/c. Exact for powers of two, else only where the pattern allows a rounding more."""
-        scalar = [a for a in p.args if a.op == "scalar"]
-        if {p.op, g.op} != {"mul", "div"} or not scalar or (p.op == "div" and p.args[1] is not scalar[0]):
-            return
-        x, c = sorted(g.args, key=lambda e: e.op == "const") if g.op == "mul" else g.args
-        if c.op != "const" or not c.attr or not (self.reciprocal or abs(math.frexp(c.attr)[0]) == 0.5):
-            return
-        rest = next(a for a in p.args if a is not scalar[0])
-        inverse = Expr("const", (), 1.0 / c.attr, (), -1)
-        self.depth += 1
-        yield from self.all([(rest, x), (scalar[0], inverse)], env, False)
-        self.depth -= 1
-
-    def bind(self, name: str, g: Expr, env: dict, pinned: bool) -> Iterator[dict]:
-        had = env.get(name)
-        number = bool(g.nodes) and not isinstance(g.nodes[0].meta.get("val"), torch.Tensor)
-        if number or g.op in ("const", "scalar", "sym"):
-            self.miss(g, f"argument {name} must be a tensor, found {describe(g)}")
-        elif had is None:
-            yield {**env, name: Bound(g, pinned)}
-        elif peel(had.expr) is not peel(g) or (had.pinned and pinned and had.expr is not g):
-            self.miss(g, f"argument {name} is two different values")
-        else:
-            yield {**env, name: Bound(g, True)} if pinned else env
-
-    def capture(self, attr: tuple[str, str], g: Expr, env: dict) -> Iterator[dict]:
-        name, form = attr
-        if g.op != "const":
-            self.miss(g, f"argument {name} must be a number known at compile time, found {describe(g)}")
-            return
-        try:
-            number = FORMS[form][1](g.attr)
-        except ZeroDivisionError:
-            self.miss(g, f"argument {name} would be 1/0")
-            return
-        if name in env and not math.isclose(env[name], number, rel_tol=1e-12):
-            self.miss(g, f"argument {name} is two different numbers")
-        else:
-            yield {**env, name: number}
-
-
 class Matcher:
     """All patterns against one view."""
 
@@ -191,24 +63,34 @@ class Matcher:
         self.canon = canon
         self.patterns = patterns
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.by_op: dict[str, list[fx.Node]] = {}
+        self.inputs = {n: n.all_input_nodes for n in graph.nodes}
+        self.value = {n: peel(e) for n, e in canon.of.items()}  # what a node computes, but for a rounding
+        below = Below()
+        # Root operator -> what stands below -> nodes: layers are alike, so there are few groups.
+        self.alike: dict[str, dict[frozenset, list[fx.Node]]] = {}
+        self.by_value: dict[Expr, list[fx.Node]] = {}
         for n, e in canon.of.items():
-            again = any(canon.of[a] is e for a in n.all_input_nodes)  # the same value under another name
+            again = any(canon.of[a] is e for a in self.inputs[n])  # the same value under another name
             if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor) and not again:
-                self.by_op.setdefault(peel(e).op, []).append(n)
-        self.below = Below()
-        self.outcomes: dict = {}
+                alike = self.alike.setdefault(self.value[n].op, {})
+                alike.setdefault(below(self.value[n]), []).append(n)
+                self.by_value.setdefault(self.value[n], []).append(n)
+        self.fitting = Fitting()
+        self.outcomes: dict[Pattern, dict[tuple, list[tuple] | str]] = {}
+        self.signatures: dict[fx.Node, tuple | None] = {}
+        self.started: dict[tuple, list[fx.Node]] = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
 
     def starts(self, t: Template) -> list[fx.Node]:
         """The nodes where a template can start, the latest first."""
-        root = t.roots[0]
-        nodes = self.by_op.get(root.op, [])
-        if root.op in ("mul", "div") and any(a.op == "scalar" for a in root.args):  # x / c for x · s
-            other = self.by_op.get("div" if root.op == "mul" else "mul", [])
-            nodes = sorted([*nodes, *other], key=self.order.__getitem__)
-        wanted = needs(root)
-        return [n for n in reversed(nodes) if wanted <= self.below(self.canon.of[n])]
+        root = t.roots[t.start]
+        either = root.op in ("mul", "div") and any(a.op == "scalar" for a in root.args)  # x / c for x · s
+        key = (root.op, either, t.needs)
+        if key not in self.started:
+            groups = [g for op in (("mul", "div") if either else (root.op,)) for g in self.alike.get(op, {}).items()]
+            nodes = [n for below, alike in groups if t.needs <= below for n in alike]
+            self.started[key] = sorted(nodes, key=self.order.__getitem__, reverse=True)
+        return self.started[key]
 
     def candidates(self) -> Iterator[Match]:
         """Matches, the largest templates first, the latest nodes first. Overlaps are for the caller to refuse."""
@@ -220,41 +102,66 @@ class Matcher:
                     yield found
 
     def at(self, t: Template, n: fx.Node) -> Match | None:
-        unifier = Unifier(t)
-        reason, where = "", n
-        for first in unifier.unify(t.roots[0], self.canon.of[n], {}):
-            for roots, env in self.other_roots(t, unifier, [n], first):
-                found = self.complete(t, roots, env)
+        root, e = t.roots[t.start], self.canon.of[n]
+        matched, stopped = self.fitting(t.forms[root], e)
+        if stopped is not None:
+            if 2 * matched.bit_count() >= t.size >= 3:
+                self.note(t, n, matched.bit_count(), stopped[1], expected(*stopped))
+            return None
+        unifier = Unifier(t, self.fitting)
+        where, reason = n, ""
+        roots: list = [None] * len(t.roots)
+        roots[t.start] = n
+        for first in unifier.unify(root, e, {}):
+            for found_roots, env in self.other_roots(t, unifier, roots, first):
+                found = self.complete(t, found_roots, env)
                 if isinstance(found, Match):
                     return found
                 where, reason = found
                 unifier.best = (t.size, None, reason)
-        matched, expr, why = unifier.best
-        if not why and not reason:
-            return None
-        node = expr.nodes[0] if expr is not None and expr.nodes else where
-        self.note(Mismatch(t.pattern, n, max(matched, 0), t.size, node, why or reason))
+        deepest, there, why = unifier.best
+        if (why or reason) and 2 * deepest >= t.size >= 3:
+            self.note(t, n, deepest, there, why or reason, where)
         return None
 
-    def note(self, miss: Mismatch) -> None:
-        key = (miss.pattern.name, miss.root)
-        if key not in self.misses or miss.matched > self.misses[key].matched:
-            self.misses[key] = miss
+    def note(self, t: Template, root: fx.Node, matched: int, there: Expr | None, why: str, where=None) -> None:
+        """Remember the deepest partial match of a pattern at a node."""
+        key = (t.pattern.name, root)
+        if key not in self.misses or matched > self.misses[key].matched:
+            node = there.nodes[0] if there is not None and there.nodes else where or root
+            self.misses[key] = Mismatch(t.pattern, root, matched, t.size, node, why)
 
     def other_roots(self, t: Template, unifier: Unifier, roots: list, env: dict) -> Iterator[tuple]:
-        if len(roots) == len(t.roots):
+        """Nodes for the other results: values inside the match, or what its arguments are used for."""
+        if None not in roots:
             yield roots, env
             return
-        p = t.roots[len(roots)]
-        for n in reversed(self.by_op.get(p.op, ())):  # of nodes with one value the last is what others read
+        i = roots.index(None)
+        p = t.roots[i]
+        inside = next((g for g, q in env.items() if q is p), None)
+        nodes = self.by_value.get(inside, ()) if inside is not None else self.around(env, t, p)
+        for n in reversed(nodes):  # of nodes with one value the last is what others read
             if n not in roots:
                 for found in unifier.unify(p, self.canon.of[n], env):
-                    yield from self.other_roots(t, unifier, [*roots, n], found)
+                    yield from self.other_roots(t, unifier, [*roots[:i], n, *roots[i + 1 :]], found)
+
+    def around(self, env: dict, t: Template, p: Expr) -> list[fx.Node]:
+        """Nodes that p fits among the users, and theirs, of the argument that is used least."""
+        held = [b.expr for b in env.values() if isinstance(b, Bound)]
+        pending = min(([u for n in e.nodes for u in n.users] for e in held), key=len, default=[])
+        seen: set[fx.Node] = set()
+        while pending and len(seen) < NEAR * t.size:
+            n = pending.pop(0)
+            if n not in seen:
+                seen.add(n)
+                pending += n.users
+        found = [n for n in seen if n in self.value and not self.fitting(t.forms[p], self.value[n]).stopped]
+        return sorted(found, key=self.order.__getitem__)
 
     def complete(self, t: Template, roots: list[fx.Node], env: dict) -> Match | tuple[fx.Node, str]:
         """Bound expressions -> nodes, in dtypes that reproduce the graph's outputs; then the nodes in between."""
         for name, bound in env.items():
-            if isinstance(bound, Bound) and id(peel(bound.expr)) in env:
+            if isinstance(bound, Bound) and peel(bound.expr) in env:
                 return roots[0], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
         for peeled, through in ((True, False), (True, True), (False, False), (False, True)):
@@ -269,7 +176,7 @@ class Matcher:
                     return roots[0], ""  # inside one operator of the user's: nothing that a user could change
             found = Match(t.pattern, t, roots, arguments, [])
             reason = mixed(env, arguments) if peeled else ""
-            reason = reason or disagreement(found, self.outcomes)
+            reason = reason or self.disagreement(found)
             if reason:
                 why = (roots[0], reason)
                 continue
@@ -281,20 +188,72 @@ class Matcher:
             return found
         return why
 
+    def disagreement(self, match: Match) -> str:
+        """Why the reference on these arguments is not what the graph computes there; empty when it is.
+
+        What the reference gives is remembered: the layers of a model ask the same again and again, and so do graphs.
+        Symbolic sizes are asked about as they are in the example: reasoning with symbols costs ten times more, and the
+        gate runs the op on the symbols of what it accepts.
+        """
+        arguments = [match.arguments[p.name] for p in match.pattern.params]
+        signatures = [self.signature(a) for a in arguments]
+        exact = None in signatures  # some size is known at run time only
+        key = (match.template.kinds, *(map(self.signature_of_symbols, arguments) if exact else signatures))
+        known = self.outcomes.setdefault(match.pattern, {}) if exact else match.pattern.memo.setdefault("outcomes", {})
+        if key not in known:
+            if len(known) > REMEMBERED:
+                known.clear()
+            values = list(map(value_of, arguments))
+            if not exact and not all(map(static, values)):
+                with FakeTensorMode():
+                    values = [as_in_example(v) for v in values]
+            known[key] = outcome(match.pattern, values)
+        outs = known[key]
+        if isinstance(outs, str):
+            return f"the reference refuses these arguments: {outs}"
+        for (dtype, device, shape), root in zip(outs, match.roots, strict=True):
+            want = root.meta["val"]
+            if dtype != want.dtype:
+                return f"the result is {want.dtype}, the pattern gives {dtype}"
+            if device != want.device or not same(shape, want.shape if exact else hinted(want.shape)):
+                return f"the result is {tuple(want.shape)}, the pattern gives {shape}"
+        return ""
+
+    def signature(self, argument):
+        """What a shape rule can see of an argument, sizes as in the example; None where that is not known."""
+        if isinstance(argument, Viewed):
+            of = self.signature(argument.node)
+            return None if of is None else (argument.steps, of)
+        if not isinstance(argument, fx.Node):
+            return "none" if argument is None else argument
+        if argument not in self.signatures:
+            v = argument.meta["val"]
+            shape, stride = hinted(v.shape), hinted(v.stride())
+            plain = type(v) is FakeTensor and shape is not None and stride is not None
+            self.signatures[argument] = (v.dtype, v.device, shape, stride) if plain else None
+        return self.signatures[argument]
+
+    def signature_of_symbols(self, argument):
+        if isinstance(argument, Viewed):
+            return argument.steps, self.signature_of_symbols(argument.node)
+        if not isinstance(argument, fx.Node):
+            return argument
+        v = argument.meta["val"]
+        return v.dtype, v.device, hashable(v.shape), hashable(v.stride())
+
     def between(self, match: Match) -> set[fx.Node] | str:
         """The nodes inside; a sentence when the match reads something that is not among its arguments."""
-        stops = {v.node if isinstance(v, Viewed) else v for v in match.tensors().values()}
-        bound = {peel(self.canon.of[s]) for s in stops}
+        stops = {v.node if isinstance(v, Viewed) else v for v in match.tensors.values()}
+        bound = {self.value[s] for s in stops}
         inside: set[fx.Node] = set()
         stack = list(match.roots)
         while stack:
             n = stack.pop()
-            again = [b for b in n.all_input_nodes if peel(self.canon.of[b]) is peel(self.canon.of[n])]
-            for a in again or n.all_input_nodes:  # of type_as(x, y) the value is x, whatever y is
+            for a in n.args[:1] if n.target in LIKE else self.inputs[n]:
                 if a in stops or a in inside or a in match.roots or not holds_tensors(a):
                     continue
-                value = peel(self.canon.of[a])
-                alias = any(peel(self.canon.of[b]) is value for b in a.all_input_nodes)
+                value = self.value[a]
+                alias = any(self.value[b] is value for b in self.inputs[a])
                 if value in bound and not alias:
                     continue  # computed twice: the argument is the other one
                 if a.op != "call_function" or (value.op == "input" and not alias):
@@ -302,6 +261,18 @@ class Matcher:
                 inside.add(a)
                 stack.append(a)
         return inside
+
+
+def static(value) -> bool:
+    return not isinstance(value, torch.Tensor) or all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def as_in_example(value):
+    """A fake of the sizes that a symbolic one has in the example; anything but a tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    sizes = hinted(value.shape), hinted(value.stride())
+    return torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
 
 
 def holds_tensors(n: fx.Node) -> bool:
@@ -313,8 +284,8 @@ def holds_tensors(n: fx.Node) -> bool:
 def mixed(env: dict, arguments: dict) -> str:
     """Without its cast, would an argument reach a matrix product whose other operand keeps its dtype?"""
     bounds = {name: b for name, b in env.items() if isinstance(b, Bound)}
-    kept = {value_of(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
-    uncast = {value_of(arguments[name]).dtype for name, b in bounds.items() if not b.pinned and b.expr.op == "cast"}
+    kept = {original(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
+    uncast = {original(arguments[name]).dtype for name, b in bounds.items() if not b.pinned and b.expr.op == "cast"}
     return "a matrix product would get two dtypes" if kept and uncast - kept else ""
 
 
@@ -332,36 +303,11 @@ def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewe
         through = False
         steps.insert(0, (e.op, e.attr or ()))
         e = e.args[0]
+    if not e.nodes and e.rows is not None:
+        steps.insert(0, ("unflatten", e.shape[:-1]))
+        e = e.rows
     plain = all(isinstance(v, int) for _, attr in steps for v in attr)
-    return seen(e.nodes[0], steps) if e.nodes and plain else None
-
-
-def disagreement(match: Match, known: dict) -> str:
-    """Why the reference on these arguments is not what the graph computes there; empty when it is.
-
-    `known` remembers what the reference gives: the layers of a model ask the same again and again.
-    """
-    values = [value_of(match.arguments[p.name]) for p in match.pattern.params]
-    key = (match.pattern.name, match.template.kinds, *map(signature, values))
-    if key not in known:
-        known[key] = outcome(match.pattern, values)
-    outs = known[key]
-    if isinstance(outs, str):
-        return f"the reference refuses these arguments: {outs}"
-    for (dtype, device, shape), root in zip(outs, match.roots, strict=True):
-        want = root.meta["val"]
-        if dtype != want.dtype:
-            return f"the result is {want.dtype}, the pattern gives {dtype}"
-        if device != want.device or len(shape) != want.dim() or not guard_or_false(sym_eq(shape, tuple(want.shape))):
-            return f"the result is {tuple(want.shape)}, the pattern gives {shape}"
-    return ""
-
-
-def signature(value):
-    """What a shape rule can see of an argument."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+    return Viewed(e.nodes[0], tuple(steps)) if e.nodes and plain else None
 
 
 def outcome(pattern: Pattern, values: list) -> list[tuple] | str:

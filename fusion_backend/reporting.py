@@ -28,6 +28,7 @@ class Site:
     backward: str | None = None
     bytes_saved: int | None = None
     nodes: tuple[str, ...] = ()
+    covered: bool = False  # by a larger site that is fused
 
     def __str__(self):
         if self.fused:
@@ -90,7 +91,8 @@ class Report:
 
     def __str__(self):
         graphs = f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
-        lines = [f"fusion: {len(self.fused)} of {len(self.sites)} recognised sites fused in {graphs}"]
+        places = sum(not s.covered for s in self.sites)
+        lines = [f"fusion: {len(self.fused)} of {places} recognised sites fused in {graphs}"]
         lines += [f"  {line}{f'  ×{n}' if n > 1 else ''}" for line, n in counted([*self.sites, *self.misses])]
         for i, g in enumerate(self.graphs):
             if g.error:

@@ -7,6 +7,7 @@ is that scalar, captured; the two templates must come out the same, so no consta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -16,7 +17,9 @@ from fusion_backend.cache import load, store
 from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import LEAVES, Expr
+from fusion_backend.fitting import Form, form_of
 from fusion_backend.functional import functionalize_locals
+from fusion_backend.index import needs
 from fusion_backend.pattern import Pattern, PatternError
 from fusion_backend.torch_api import FakeTensorMode, pytree, trace
 
@@ -39,6 +42,24 @@ class Template:
     roots: tuple[Expr, ...]
     size: int  # operators in it
     line: int  # of the spelling
+
+    @functools.cached_property
+    def start(self) -> int:
+        """The root to start at: the one with the most below it, other results among them."""
+        below = [len(subexpressions([r])) for r in self.roots]
+        return below.index(max(below))
+
+    @functools.cached_property
+    def needs(self) -> frozenset:
+        return needs(self.roots[self.start])
+
+    @functools.cached_property
+    def forms(self) -> dict[Expr, Form]:
+        """The form of every expression in it."""
+        known: dict[Expr, Form] = {}
+        for root in self.roots:
+            form_of(root, known)
+        return known
 
 
 def templates(pattern: Pattern) -> list[Template]:
@@ -169,7 +190,9 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
         with torch.no_grad():
             gm = trace(call, tensors, fake_mode)
     except Exception as error:  # whatever a user's function raises; told with the pattern's name
-        pattern.memo["trace_error"] = f"{type(error).__name__}: {error}"
+        name = type(error).__name__
+        why = "it reads the value of a tensor, to branch on it say: " if "DataDependent" in name else ""
+        pattern.memo["trace_error"] = f"{why}{name}: {error}"
         return None
     view = View(gm, gm.graph, {}, {}, {}, set(), {}, {})
     functionalize_locals(view)
@@ -184,6 +207,12 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
         raise PatternError(f"{pattern.where}: it must return a tensor or a tuple of tensors that it computes")
     if len(outs) != pattern.outputs:
         raise PatternError(f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}")
+    ours = next((n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fusion"), None)
+    if ours is not None:
+        raise PatternError(
+            f"{pattern.where}: it calls {ours.target}, which is what patterns are replaced with and never found in a "
+            "graph: write out what that computes"
+        )
     random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
     if random:
         pattern.memo.setdefault("random", set()).add(kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import fx
@@ -15,13 +16,21 @@ from fusion_backend.torch_api import aten
 class Viewed:
     """An argument that no node holds but a free view of one does: a linear layer's weight, transposed, or a part of it.
 
-    `steps` are canonical expressions' operators and attributes, from the node outwards: permute, half, slice; and not,
-    for the complement of a mask.
+    `steps` are canonical expressions' operators and attributes, from the node outwards: permute, half, slice, unflatten
+    (rows seen as more dimensions again); and not, for the complement of a mask.
     """
 
     node: fx.Node
     steps: tuple[tuple[str, tuple], ...]
-    value: torch.Tensor = dataclasses.field(compare=False)  # fake
+
+    @functools.cached_property
+    def value(self) -> torch.Tensor:
+        """The fake value."""
+        value = self.node.meta["val"]
+        for step in self.steps:
+            target, rest = step_of(step, value)
+            value = target(value, *rest)
+        return value
 
 
 def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple]:
@@ -32,6 +41,8 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
         return aten.bitwise_not.default, ()
     if op == "permute":
         return aten.permute.default, (list(range(rank - len(attr))) + [d + rank for d in attr],)
+    if op == "unflatten":
+        return aten.unflatten.int, (0, list(attr))
     axis = attr[0] + rank
     if op == "half":
         middle = value.shape[axis] // 2
@@ -39,19 +50,16 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
     return aten.slice.Tensor, (axis, *attr[1:])
 
 
-def seen(node: fx.Node, steps: list[tuple[str, tuple]]) -> Viewed:
-    value = node.meta["val"]
-    for step in steps:
-        target, rest = step_of(step, value)
-        value = target(value, *rest)
-    return Viewed(node, tuple(steps), value)
-
-
 def value_of(argument):
     """The fake value of an argument."""
     if isinstance(argument, Viewed):
         return argument.value
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def original(argument) -> torch.Tensor:
+    """The fake value that an argument is, or is a view of: of the same dtype, device and kind of tensor."""
+    return (argument.node if isinstance(argument, Viewed) else argument).meta["val"]
 
 
 def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:

@@ -157,3 +157,18 @@ def test_another_package_adds_a_pattern_by_entry_point(wheel, tmp_path):
     (info / "entry_points.txt").write_text("[fusion_backend.patterns]\ngates = their_patterns\n")
     (theirs / "their_patterns.py").write_text(THEIR_PATTERN)
     run_script(python, tmp_path, THEIR_SCRIPT, PYTHONPATH=str(theirs))
+
+
+def test_import_costs_little_beyond_torch():
+    code = """
+        import time
+        import torch
+        started = time.process_time()
+        import fusion_backend
+        print(time.process_time() - started)
+    """
+    runs = [
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert min(float(run.stdout) for run in runs) <= 0.15

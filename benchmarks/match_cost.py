@@ -1,0 +1,88 @@
+"""What matching costs with the full catalogue: milliseconds for graphs of decoder layers, and for chains of one call.
+
+    python -m benchmarks.match_cost [--nodes 1000 3000 10000] [--runs 5]
+
+Read: the graph into canonical expressions. Match: all patterns at all nodes. Decide: the gate, for what was matched.
+The least CPU time of several runs; capture, which comes before, is measured by benchmarks.capture_cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.synthetic import chain, decoder
+from fusion_backend import autocast
+from fusion_backend.backend import collector_paused, nearest, patterns, usable
+from fusion_backend.canonical import Canon
+from fusion_backend.capture import capture
+from fusion_backend.functional import functionalize_locals
+from fusion_backend.gate import Gate
+from fusion_backend.matcher import Matcher
+from fusion_backend.options import parse
+
+GRAPHS = {
+    "decoder": lambda nodes: decoder(nodes // 36),
+    "x + y": lambda nodes: chain(torch.add, nodes),
+    "x * y": lambda nodes: chain(torch.mul, nodes),
+    "(x + y) * y": lambda nodes: chain(lambda x, y: (x + y) * y, nodes // 2),
+    "sin(x)": lambda nodes: chain(lambda x, y: torch.sin(x), nodes),
+}
+
+
+def cost(gm: torch.fx.GraphModule, runs: int) -> dict[str, float]:
+    """Seconds for each step, and how many sites there are."""
+    known = usable(patterns())
+    options, _ = parse({}, [p.name for p in known])
+    with collector_paused():
+        view = capture(gm)
+        fences = autocast.resolve(view)
+        functionalize_locals(view)
+        read, canon = least(lambda: Canon().run(view.graph, view.region, fences), runs)
+        match, (matcher, found) = least(lambda: matched(view, canon, known), runs)
+        decide, decided = least(lambda: decisions(view, canon, options, matcher, found), runs)
+    return dict(nodes=len(gm.graph.nodes), read=read, match=match, decide=decide, sites=decided)
+
+
+def matched(view, canon, known):
+    matcher = Matcher(view.graph, canon, known)
+    return matcher, list(matcher.candidates())
+
+
+def decisions(view, canon, options, matcher, found) -> int:
+    gate = Gate(view, canon, options)
+    decided = [d for d in map(gate.decide, found) if d is not None]
+    nearest(matcher, gate)
+    return len(decided)
+
+
+def least(fn: Callable, runs: int):
+    """The least CPU time of some runs, and what the last one returned."""
+    times = []
+    for _ in range(runs):
+        started = time.process_time()
+        out = fn()
+        times.append(time.process_time() - started)
+    return min(times), out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.match_cost", description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 3000, 10000])
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    cost(decoder(2), 1)
+    print(f"{'ms':<14}{'nodes':>8}{'read':>9}{'match':>9}{'decide':>9}{'read + match':>14}{'sites':>8}")
+    for name, make in GRAPHS.items():
+        for nodes in arguments.nodes:
+            c = cost(make(nodes), arguments.runs)
+            ms = {k: 1e3 * c[k] for k in ("read", "match", "decide")}
+            times = "".join(f"{v:>9.1f}" for v in ms.values())
+            print(f"{name:<14}{c['nodes']:>8}{times}{ms['read'] + ms['match']:>14.1f}{c['sites']:>8}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

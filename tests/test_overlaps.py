@@ -1,0 +1,131 @@
+"""Patterns that want the same place, and patterns that cannot be: who wins, and what is said."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_backend import Pattern, explain
+from fusion_backend.backend import patterns
+from fusion_backend.pattern import PatternError, unregister
+from fusion_backend.template import templates
+from fusion_backend.testing import check_pattern, rewritten
+
+
+@pytest.fixture
+def scratch():
+    """Patterns of a test are gone after it."""
+    known = {p.name for p in patterns()}
+    yield
+    for p in patterns():
+        if p.name not in known:
+            unregister(p.name)
+
+
+def told(fn, *inputs):
+    report = explain(fn, *inputs, options={"fusion.gate": "always"})
+    return {s.pattern: (s.fused, s.reason) for s in report.sites}
+
+
+def test_the_larger_wins_and_both_are_shown(scratch):
+    @Pattern
+    def sine_of_cosine(x: Tensor) -> Tensor:
+        return torch.cos(x).sin()
+
+    @Pattern
+    def sine_of_cosine_of_tan(x: Tensor) -> Tensor:
+        return torch.tan(x).cos().sin()
+
+    sites = told(lambda x: x.tan().cos().sin(), torch.randn(4))
+    assert sites["sine_of_cosine_of_tan"][0]
+    assert sites["sine_of_cosine"] == (False, "overlaps sine_of_cosine_of_tan, which is larger")
+
+
+def test_of_equals_the_first_registered_wins_and_both_are_shown(scratch):
+    @Pattern
+    def written_first(x: Tensor) -> Tensor:
+        return torch.tan(x).cos()
+
+    @Pattern
+    def written_second(x: Tensor) -> Tensor:
+        return torch.tan(x).cos()
+
+    sites = told(lambda x: x.tan().cos(), torch.randn(4))
+    assert sites["written_first"][0]
+    assert sites["written_second"] == (False, "overlaps written_first, which is as large and was registered first")
+
+
+def test_an_overlap_in_the_middle(scratch):
+    @Pattern
+    def upper(x: Tensor) -> Tensor:
+        return torch.cos(x).sin().exp()
+
+    @Pattern
+    def lower(x: Tensor) -> Tensor:
+        return torch.tan(x).cos()
+
+    sites = told(lambda x: x.tan().cos().sin().exp(), torch.randn(4))
+    assert sites["upper"][0]
+    assert sites["lower"] == (False, "overlaps upper, which is larger")
+
+
+def test_what_a_larger_one_covers_does_not_count_as_left_out():
+    report = explain(lambda x, y: ((x + y) * 1.5).exp(), *torch.randn(2, 4), options={"fusion.gate": "always"})
+    assert [(s.pattern, s.covered) for s in report.sites] == [("add_mul_exp", False), ("add_mul", True)]
+    assert "1 of 1 recognised sites fused" in str(report)
+
+
+def test_nothing_is_found_in_what_was_written(scratch):
+    """A replacement is never matched again, not even by a pattern that maps its own result to itself."""
+
+    @Pattern
+    def twice_absolute(x: Tensor) -> Tensor:
+        return torch.abs(torch.abs(x))
+
+    x = torch.randn(4)
+    once = rewritten(lambda x: x.abs().abs().abs().abs(), x)
+    again = rewritten(lambda x: once(x), x)
+    for gm in (once, again):
+        calls = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+        assert calls == ["fusion.twice_absolute.default"] * 2
+
+
+def definition(kind: str):
+    if kind == "own replacement":
+        templates(next(p for p in patterns() if p.name == "add_mul"))
+        rewritten(lambda x, y: (x + y) * y, torch.ones(2), torch.ones(2))  # now the op exists
+
+        @Pattern
+        def broken(x: Tensor, y: Tensor) -> Tensor:
+            return torch.ops.fusion.add_mul(x, y, y, None).sin()
+
+        return broken, "it calls fusion.add_mul.default, which is what patterns are replaced with"
+    if kind == "control flow":
+
+        @Pattern
+        def broken(x: Tensor) -> Tensor:
+            return x.sin() if x.sum() > 0 else x.cos()
+
+        return broken, "the reference cannot be traced: it reads the value of a tensor"
+    if kind == "random numbers":
+
+        @Pattern
+        def broken(x: Tensor) -> Tensor:
+            return x + torch.rand_like(x)
+
+        return broken, "only dropout may draw random numbers"
+    if kind == "nothing computed":
+
+        @Pattern
+        def broken(x: Tensor) -> Tensor:
+            return x
+
+        return broken, "tensors that it computes"
+
+
+@pytest.mark.parametrize("kind", ["own replacement", "control flow", "random numbers", "nothing computed"])
+def test_a_pattern_that_cannot_be_is_told_so(kind, scratch):
+    broken, why = definition(kind)
+    with pytest.raises(PatternError, match=re.escape(f"pattern broken ({__file__}:") + r"\d+\): .*" + why):
+        check_pattern(broken)
