@@ -38,12 +38,10 @@ def as_softmax(c, x: Expr, y: Expr, s) -> Expr | None:
 
 def scaled(c, x: Expr) -> Expr:
     """Scores with one explicit scale; anything else as it is. A masking around the scores stays."""
-    if x.op == "cast":
-        return c.make("cast", (scaled(c, x.args[0]),), x.attr, x.shape)
-    if x.op == "add" and not any(a.op in NUMBERS for a in x.args):
-        return c.make("add", (scaled(c, a) for a in x.args), None, x.shape)
-    if x.op == "where":
-        return c.make("where", (x.args[0], *(scaled(c, a) for a in x.args[1:])), None, x.shape)
+    if x.op in ("cast", "where") or (x.op == "add" and not any(a.op in NUMBERS for a in x.args)):
+        args = [scaled(c, a) for a in x.args]
+        same = all(a is b for a, b in zip(args, x.args, strict=True))
+        return x if same else c.make(x.op, args, x.attr, x.shape)  # a mask may be of another region: keep it
     product, factor = without_factor(c, x)
     if product.op != "matmul":
         return x
@@ -143,6 +141,8 @@ def einsum(c, a, s):
 
 def viewed(c, a, s):
     x = a("self")
+    while x.op in ("view", "rows"):  # a view of a view
+        x = x.args[0]
     if same(x.shape, s):
         return x
     if x.shape is None or not s:
@@ -156,6 +156,18 @@ def reshaped(c, x: Expr, s) -> Expr:
     return c.make("view", (x,), str(s), s)
 
 
+def of_rows(c, x: Expr) -> Expr:
+    """What was flattened to rows; a cast of the rows, as autocast makes, is a cast of it."""
+    if x.op == "rows":
+        return of_rows(c, x.args[0])
+    inner = of_rows(c, x.args[0]) if x.op == "cast" else x
+    if inner is x or inner is x.args[0]:
+        return x
+    cast = c.make("cast", (inner,), x.attr, inner.shape)
+    cast.rows = x
+    return cast
+
+
 def behind_product(c, x: Expr, s) -> Expr | None:
     """x seen as rows, times a weight (plus a bias), seen as x again: the product of x itself."""
     if x.op == "add":
@@ -164,10 +176,11 @@ def behind_product(c, x: Expr, s) -> Expr | None:
                 y = behind_product(c, y, s)
                 return y and c.add(y, b, s)
         return None
-    if x.op != "matmul" or x.args[0].op != "rows" or not same(x.shape[-1:], s[-1:]):
+    if x.op != "matmul" or not same(x.shape[-1:], s[-1:]):
         return None
-    inner = x.args[0].args[0]
-    return c.make("matmul", (inner, x.args[1]), None, s) if same(inner.shape[:-1], s[:-1]) else None
+    inner = of_rows(c, x.args[0])
+    fits = inner.shape is not None and same(inner.shape[:-1], s[:-1])
+    return c.make("matmul", (inner, x.args[1]), None, s) if fits else None
 
 
 def as_repeated(c, x: Expr, s) -> Expr | None:
@@ -187,10 +200,39 @@ def as_interleaved(c, x: Expr, s) -> Expr | None:
 
 
 def joined(c, a, s, op: str):
-    nodes = a.values["tensors"]
+    nodes, axis = a.values["tensors"], a.get("dim", 0) % len(s) - len(s)
     if not isinstance(nodes, (list, tuple)):
         return None
-    return c.make(op, (c.of[n] for n in nodes), a.get("dim", 0) % len(s) - len(s), s)
+    parts = [c.of[n] for n in nodes]
+    if op == "cat" and all(p.op == "unsqueeze" and p.attr == axis for p in parts):
+        return c.make("stack", (p.args[0] for p in parts), axis, s)
+    return c.make(op, parts, axis, s)
+
+
+def is_pairs(x: Expr) -> bool:
+    """Is it a tensor seen as pairs of neighbours, [..., n, 2]?"""
+    inner = x.args[0].shape if x.op == "view" else None
+    return inner is not None and same(x.shape[:-2], inner[:-1]) and same(x.shape[-1:], (2,))
+
+
+def selected(c, a, s):
+    """x[:, None][:, 0] is x; of pairs it is every other element."""
+    x, dim, index = a("self"), a.get("dim"), a.get("index")
+    if not x.shape or not isinstance(index, int):
+        return None
+    axis = dim % len(x.shape) - len(x.shape)
+    if x.op == "unsqueeze" and x.attr == axis:
+        return x.args[0]
+    every_other = axis == -1 and is_pairs(x)
+    return c.make("every_other", x.args, (-1, index % 2), s) if every_other else None
+
+
+def unbound(c, a, s):
+    x, dim = a("self"), a.get("dim", 0)
+    if not x.shape or dim % len(x.shape) != len(x.shape) - 1 or not is_pairs(x):
+        return None
+    shape = tuple(a.node.meta["val"][0].shape)
+    return c.make("tuple", [c.make("every_other", x.args, (-1, k), shape) for k in (0, 1)])
 
 
 # Losses over rows of logits [..., v] and flattened targets.
@@ -205,13 +247,6 @@ def cross_entropy(c, a, s, logits: Expr | None = None):
     numbers = [c.const(a.get("ignore_index", -100)), c.const(a.get("label_smoothing", 0.0))]
     logits = of_rows(c, logits or a("self"))
     return c.make("cross_entropy", (logits, a("target"), *numbers), REDUCTIONS[a.get("reduction", 1)], s)
-
-
-def of_rows(c, x: Expr) -> Expr:
-    """The logits before they were flattened to rows; their casts stay."""
-    if x.op == "cast":
-        return c.make("cast", (of_rows(c, x.args[0]),), x.attr, None)
-    return of_rows(c, x.args[0]) if x.op == "rows" else x
 
 
 def log_softmax(c, a, s):
@@ -237,6 +272,10 @@ RULES = {
     "aten::_unsafe_view": viewed,
     "aten::flatten": viewed,
     "aten::unflatten": viewed,
+    "aten::view_as": viewed,
+    "aten::reshape_as": viewed,
+    "aten::select": selected,
+    "aten::unbind": unbound,
     "aten::cat": lambda c, a, s: joined(c, a, s, "cat"),
     "aten::stack": lambda c, a, s: joined(c, a, s, "stack"),
     "aten::cross_entropy_loss": cross_entropy,

@@ -43,20 +43,56 @@ def recorded(op, args, kwargs, device: str, dtype: torch.dtype, enabled: bool):
 
 
 def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, torch.dtype] | None:
-    """Which flat argument autocast casts to what; None when it does something else to the operator."""
+    """Which flat argument autocast casts to what; None when it does something else to the operator.
+
+    Leading casts may also be the operator's own, as in attention: the fewest that explain the rest are autocast's.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     log, out = recorded(op, args, kwargs, device, dtype, True)
     casts: dict[int, torch.dtype] = {}
-    rest = list(log)
-    while rest and rest[0][0] is aten._to_copy.default and set(rest[0][2]) == {"dtype"}:
-        hit = [i for i, leaf in enumerate(leaves) if leaf is rest[0][1][0]]
-        if not hit:
-            break
-        casts |= dict.fromkeys(hit, rest.pop(0)[2]["dtype"])
+    for first in range(len(log) + 1):
+        cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
+        if same_without_autocast(op, pytree.tree_unflatten(cast, spec), device, dtype, log[first:], out):
+            return casts
+        func, given, options, _ = log[first] if first < len(log) else (None, (), {}, None)
+        hit = [i for i, leaf in enumerate(leaves) if given and leaf is given[0]]
+        if func is not aten._to_copy.default or set(options) != {"dtype"} or not hit:
+            return casts_of_views(op, leaves, spec, device, dtype, log, out)
+        casts |= dict.fromkeys(hit, options["dtype"])
+    return None
+
+
+def casts_of_views(op, leaves, spec, device: str, dtype: torch.dtype, log: list, out) -> dict[int, torch.dtype] | None:
+    """Casts of views of the arguments, as einsum makes them, are casts of the arguments: nothing reads them uncast."""
+    views = {id(v): i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.dtype != dtype}
+    casts: dict[int, torch.dtype] = {}
+    for func, given, options, result in log:
+        sources = [views[id(v)] for v in pytree.tree_leaves((given, options)) if id(v) in views]
+        if func is aten._to_copy.default and set(options) == {"dtype"}:
+            casts |= dict.fromkeys(sources, options["dtype"])
+        elif moves(func):
+            views |= {id(v): i for v in pytree.tree_leaves(result) for i in sources}
+        elif sources:
+            return None
     cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
     plain, plain_out = recorded(op, *pytree.tree_unflatten(cast, spec), device, dtype, False)
-    same = [f for f, *_ in rest] == [f for f, *_ in plain] and dtypes_of(out) == dtypes_of(plain_out)
-    return casts if same else None
+    steps = [[f for f, *_ in done if f is not aten._to_copy.default and not moves(f)] for done in (log, plain)]
+    return casts if casts and steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out) else None
+
+
+def moves(func) -> bool:
+    """Does it only give the elements another place?"""
+    return func in (aten.clone.default, aten._unsafe_view.default) or any(r.alias_info for r in func._schema.returns)
+
+
+def same_without_autocast(op, arguments, device: str, dtype: torch.dtype, log: list, out) -> bool:
+    """Does the operator do the same without autocast, operator by operator?"""
+    try:
+        plain, plain_out = recorded(op, *arguments, device, dtype, False)
+    except RuntimeError:  # two dtypes, which autocast would have made one
+        return False
+    steps = [[(f, dtypes_of(result)) for f, _, _, result in done] for done in (log, plain)]
+    return steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out)
 
 
 def resolve(view: View) -> set[fx.Node]:
@@ -64,7 +100,7 @@ def resolve(view: View) -> set[fx.Node]:
     fences: set[fx.Node] = set()
     memo: dict = {}
     for n in list(view.graph.nodes):
-        if not is_lowered(n) or n not in view.region:
+        if not is_lowered(n) or n not in view.region or not any(on for _, on, _ in view.region[n][2]):
             continue
         leaves, spec = pytree.tree_flatten((n.args, n.kwargs), is_leaf=lambda a: isinstance(a, fx.Node))
         values = [value_of(a) for a in leaves]

@@ -7,6 +7,7 @@ commutative operands are ordered. Float casts stay visible as `cast` expressions
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -39,7 +40,14 @@ class Canon(Builder):
         return self
 
     def mul(self, x: Expr, y: Expr, shape) -> Expr:
-        return composites.as_gelu(self, x, y, shape) or super().mul(x, y, shape)
+        return (
+            composites.as_gelu(self, x, y, shape)
+            or composites.as_affine(self, x, y, shape, 0)
+            or super().mul(x, y, shape)
+        )
+
+    def add(self, x: Expr, y: Expr, shape) -> Expr:
+        return composites.as_affine(self, x, y, shape, 1) or super().add(x, y, shape)
 
     def div(self, x: Expr, y: Expr, shape) -> Expr:
         return attention.as_softmax(self, x, y, shape) or super().div(x, y, shape)
@@ -51,6 +59,8 @@ class Canon(Builder):
     def read(self, n: fx.Node, fences) -> Expr:
         if n.op == "call_function" and n.target is operator.getitem and self.of[n.args[0]].op == "tuple":
             return self.of[n.args[0]].args[n.args[1]]
+        if n.target is torch.tensor and len(n.args) == 1 and type(n.args[0]) in (int, float):
+            return self.const(held(n.args[0], n.meta["val"].dtype))
         if not is_lowered(n) or n in fences:
             return self.make("input", (), n.name, shape_of(n))
         rule = RULES.get(n.target._schema.name)
@@ -60,8 +70,7 @@ class Canon(Builder):
         if unrepeatable(n):
             return self.make("input", (), n.name, shape_of(n))
         tensors = tuple(self.of[a] for a in n.all_input_nodes)
-        rest = (tuple(map(key_part, n.args)), tuple((k, key_part(v)) for k, v in sorted(n.kwargs.items())))
-        return self.make(str(n.target), tensors, rest, shape_of(n))
+        return self.make(str(n.target), tensors, other_arguments(n), shape_of(n))
 
 
 class Args:
@@ -81,6 +90,20 @@ class Args:
         if value is None or isinstance(value, fx.Node):
             return None if value is None else self.canon.of[value]
         return self.canon.const(value)
+
+
+@functools.cache
+def defaults_of(op) -> dict[str, object]:
+    """Arguments by name, in order, each with its default (itself NotImplemented where there is none)."""
+    return {a.name: a.default_value if a.has_default_value() else NotImplemented for a in op._schema.arguments}
+
+
+def other_arguments(n: fx.Node) -> tuple:
+    """What tells an operator apart besides its operands; a default that is written out is no difference."""
+    defaults = defaults_of(n.target)
+    given = [*zip(defaults, n.args, strict=False), *sorted(n.kwargs.items())]
+    parts = [(name, key_part(v), defaults[name]) for name, v in given]
+    return tuple((name, part) for name, part, default in parts if type(part) is not type(default) or part != default)
 
 
 def key_part(value):
@@ -162,8 +185,16 @@ def added_product(c: Canon, a: Args, s, left: str, right: str):
 
 
 def constant(c: Canon, a: Args, s, name: str):
-    number = a.get(name)
-    return c.const(number) if s == () and isinstance(number, (int, float)) else None
+    number, dtype = a.get(name), a.node.meta["val"].dtype
+    if s != () or not isinstance(number, (int, float)) or dtype == torch.bool:
+        return None
+    return c.const(held(number, dtype))
+
+
+def held(number: float, dtype: torch.dtype) -> float:
+    """The number that a tensor of this dtype holds; one in fp32 stands for itself."""
+    whole = not dtype.is_floating_point and not dtype.is_complex
+    return torch.tensor(number, dtype=dtype).item() if whole or dtype.itemsize < 4 else number
 
 
 # What a spelling means. c builds, a holds the node's arguments, s is the shape of its result.
@@ -188,6 +219,12 @@ RULES = {
     # elementwise functions
     "aten::exp": lambda c, a, s: c.make("exp", (a("self"),), None, s),
     "aten::sigmoid": lambda c, a, s: c.make("sigmoid", (a("self"),), None, s),
+    "aten::softplus": lambda c, a, s: c.make(
+        "softplus", (a("self"),), (float(a.get("beta", 1)), float(a.get("threshold", 20))), s
+    ),
+    "aten::mish": lambda c, a, s: c.mul(
+        a("self"), c.make("tanh", (c.make("softplus", (a("self"),), (1.0, 20.0), s),), None, s), s
+    ),
     "aten::silu": lambda c, a, s: c.mul(a("self"), c.make("sigmoid", (a("self"),), None, s), s),
     # min/max: clamp, relu and hardtanh are the same two operators
     "aten::maximum": lambda c, a, s: c.maximum(a("self"), a("other"), s),

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from fusion_backend.expressions import Expr, is_const, same
+from fusion_backend.expressions import Expr, is_const, peel, same
 
 NUMBERS = ("const", "scalar", "sym")
 
@@ -53,8 +53,12 @@ def rms_norm(c, a, s):
 
 
 def vector_norm(c, a, s, order: str):
-    if a.get(order, 2) not in (2, 2.0) or a.get("dtype") is not None or a.get("dim") is None:
+    dims = a.get("dim")
+    if a.get(order) not in (None, 2) or a.get("dtype") is not None or dims is None:
         return None
+    if order == "ord" and a.node.target._schema.name == "aten::linalg_norm" and not isinstance(dims, int):
+        if len(dims) > 1:  # of a matrix
+            return None
     x = a("self")
     square = c.reduce("sum", c.mul(x, x, x.shape), a.get("dim"), True, None)
     root = c.make("sqrt", (square,), None, square.shape)
@@ -78,6 +82,36 @@ def batch_norm(c, a, s):
     operands = [a(name) for name in ("input", "running_mean", "running_var", "weight", "bias")]
     operands[1:3] = [e.args[0] if e.op == "aten.detach.default" else e for e in operands[1:3]]
     return present(c, "batch_norm", [*operands, c.const(a.get("eps"))], s)
+
+
+# Where the weight and the bias stand among the operands of a normalisation over channels.
+AFFINE = {"group_norm": (1, 2), "batch_norm": (3, 4)}
+
+
+def per_channel(e: Expr, shape) -> Expr | None:
+    """The vector of which e holds one element for each channel, dimension 1 of `shape`."""
+    v = e
+    while v.op in ("unsqueeze", "view", "rows"):
+        v = v.args[0]
+    rank = len(shape)
+    if None in (e.shape, v.shape) or len(v.shape) != 1 or not rank - 1 <= len(e.shape) <= rank:
+        return None
+    wanted = (*(1,) * (len(e.shape) - rank + 1), shape[1], *(1,) * (rank - 2))
+    return v if same(v.shape, shape[1:2]) and same(e.shape, wanted) else None
+
+
+def as_affine(c, x: Expr, y: Expr, s, part: int) -> Expr | None:
+    """A normalisation over channels times its weight, or plus its bias, written by hand."""
+    for norm, value in ((x, y), (y, x)):
+        places = AFFINE.get(norm.op)
+        if places is None or any(norm.attr[i] for i in places[part:]) or not same(norm.shape, s):
+            continue
+        v, rest = per_channel(value, s), iter(norm.args)
+        if v is not None:
+            operands = [next(rest) if there else None for there in norm.attr]
+            operands[places[part]] = v
+            return present(c, norm.op, operands, s)
+    return None
 
 
 def largest(c, a, s):
@@ -113,9 +147,10 @@ def gelu(c, a, s):
 def as_gelu(c, p: Expr, q: Expr, s) -> Expr | None:
     """Is p · q one of ½·x by 1 + f(x), x by ½·(1 + f(x)), or ½ by x·(1 + f(x))?"""
     for f, x in splits(p, q) + splits(q, p):
-        one, bent = number_and_rest(f) if f.op == "add" else (None, None)
+        one, bent = number_and_rest(peel(f)) if peel(f).op == "add" else (None, None)
         if one is None or not near(one, 1.0):
             continue
+        bent = peel(bent)
         if bent.op == "erf" and is_multiple(bent.args[0], x, math.sqrt(0.5)):
             return c.make("gelu", (x,), "none", s)
         if bent.op == "tanh" and is_tanh_argument(bent.args[0], x):
@@ -135,14 +170,16 @@ def splits(p: Expr, q: Expr) -> list[tuple[Expr, Expr]]:
 
 def is_multiple(e: Expr, x: Expr, number: float) -> bool:
     """Is e number · x?"""
+    e = peel(e)
     if e.op == "div":
-        return e.args[0] is x and near(e.args[1], 1 / number)
+        return peel(e.args[0]) is peel(x) and near(e.args[1], 1 / number)
     k, rest = number_and_rest(e) if e.op == "mul" else (None, None)
-    return rest is x and near(k, number)
+    return rest is not None and peel(rest) is peel(x) and near(k, number)
 
 
 def factors_of(e: Expr, depth: int = 4) -> list[Expr]:
-    """The operands of a product and of the products in it."""
+    """The operands of a product and of the products in it, whatever they are rounded to."""
+    e = peel(e)
     if e.op != "mul" or not depth:
         return [e]
     return [f for a in e.args for f in factors_of(a, depth - 1)]
@@ -150,6 +187,7 @@ def factors_of(e: Expr, depth: int = 4) -> list[Expr]:
 
 def is_tanh_argument(e: Expr, x: Expr) -> bool:
     """√(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
+    x = peel(x)
     factors = factors_of(e)
     outer = [f for f in factors if is_const(f)]
     rest = [f for f in factors if not is_const(f) and f is not x]
@@ -171,7 +209,7 @@ def power_of(f: Expr, x: Expr | None = None):
         return 0 if is_const(f) else 1
     if f is x:
         return 1
-    return int(f.attr) if f.op == "pow" and f.args[0] is x and f.attr in (2, 3) else None
+    return int(f.attr) if f.op == "pow" and peel(f.args[0]) is x and f.attr in (2, 3) else None
 
 
 # Parts of the last dimension.
@@ -258,6 +296,7 @@ RULES = {
     "aten::layer_norm": layer_norm,
     "aten::rms_norm": rms_norm,
     "aten::linalg_vector_norm": lambda c, a, s: vector_norm(c, a, s, "ord"),
+    "aten::linalg_norm": lambda c, a, s: vector_norm(c, a, s, "ord"),
     "aten::group_norm": group_norm,
     "aten::batch_norm": batch_norm,
     "aten::amax": lambda c, a, s: c.reduce("amax", a("self"), a.get("dim"), a.get("keepdim", False), s),

@@ -13,6 +13,8 @@ COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
 # Operators that cost nothing worth counting when they are done twice.
 FREE = {"permute", "view", "rows", "expand", "squeeze", "unsqueeze", "half", "every_other", "slice", "cast"}
 FREE |= {"const", "scalar", "sym"}
+# Of y in x.type_as(y) only dtype or shape counts: Inductor does not compute it for that.
+LIKE = {torch.ops.aten.type_as.default, torch.ops.aten.expand_as.default, torch.ops.aten.view_as.default}
 LEAVES = {"var", "scalar", "const", "sym", "input"}
 # Between these a cast only changes the rounding of an intermediate value, and a fused kernel rounds once.
 ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -21,11 +23,12 @@ ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 class Expr:
     """One canonical value: an operator, its operands, and what else tells it apart."""
 
-    __slots__ = ("args", "attr", "id", "nodes", "op", "shape")
+    __slots__ = ("args", "attr", "id", "nodes", "op", "rows", "shape")
 
     def __init__(self, op: str, args: tuple[Expr, ...], attr, shape, id: int):
         self.op, self.args, self.attr, self.shape, self.id = op, args, attr, shape, id
         self.nodes: list[fx.Node] = []  # graph nodes with this value, in graph order
+        self.rows: Expr | None = None  # this value as rows [n, last], for when no node holds the value itself
 
     def __reduce__(self):
         """Kept on disk without the graph it was read from."""
@@ -35,6 +38,13 @@ class Expr:
         attr = "" if self.attr is None else f"[{self.attr}]"
         args = f"({', '.join(map(repr, self.args))})" if self.args else ""
         return f"{self.op}{attr}{args}"
+
+
+def peel(e: Expr) -> Expr:
+    """Without the casts around it that only change a rounding."""
+    while e.op == "cast":
+        e = e.args[0]
+    return e
 
 
 def describe(e: Expr) -> str:
@@ -59,7 +69,11 @@ def hashable(value):
 
 def same(a, b) -> bool:
     """Are two shapes known to be equal? Adds no guard."""
-    return a is not None and len(a) == len(b) and guard_or_false(sym_eq(tuple(a), tuple(b)))
+    if a is None or len(a) != len(b):
+        return False
+    a, b = tuple(a), tuple(b)
+    known = all(type(size) is int for size in (*a, *b))
+    return a == b if known else guard_or_false(sym_eq(a, b))
 
 
 def from_right(dims, rank: int) -> tuple[int, ...]:
@@ -135,14 +149,21 @@ class Builder:
             return self.make("squeeze", (self.div(x.args[0], y, x.args[0].shape),), x.attr, shape)
         if self.is_count(x, y):
             return self.make("mean", x.args, x.attr, x.shape)
-        if is_const(x) and x.attr == 1.0 and y.op == "add":  # 1 / (1 + exp(-a)) is sigmoid(a)
-            e, one = sorted(y.args, key=is_const)
-            if is_const(one) and one.attr == 1.0 and e.op == "exp" and e.args[0].op == "mul":
-                inner, minus = sorted(e.args[0].args, key=is_const)
-                if is_const(minus):  # of c·a it is sigmoid(−c·a)
-                    inner = self.mul(inner, self.const(-minus.attr), e.args[0].shape)
-                    return self.make("sigmoid", (inner,), None, shape)
+        sigmoid = self.as_sigmoid(y) if y.op == "add" else None
+        if sigmoid is not None:
+            return sigmoid if is_const(x) and x.attr == 1.0 else self.mul(x, sigmoid, shape)
         return self.elementwise("div", x, y, shape=shape)
+
+    def as_sigmoid(self, y: Expr) -> Expr | None:
+        """1 / y where y is 1 + exp(-a): sigmoid(a). Of 1 + exp(c·a) it is sigmoid(−c·a)."""
+        e, one = sorted(y.args, key=is_const)
+        if not is_const(one) or one.attr != 1.0 or e.op != "exp" or e.args[0].op != "mul":
+            return None
+        inner, minus = sorted(e.args[0].args, key=is_const)
+        if not is_const(minus):
+            return None
+        inner = self.mul(inner, self.const(-minus.attr), e.args[0].shape)
+        return self.make("sigmoid", (inner,), None, y.shape)
 
     def is_count(self, x: Expr, y: Expr) -> bool:
         """Is x a sum, and y the number of its terms?"""
@@ -231,6 +252,6 @@ class Builder:
     def cast(self, x: Expr, source: torch.dtype, target: torch.dtype, shape) -> Expr:
         """`cast` changes a rounding only; `convert` changes the kind of number and is never looked through."""
         rounding = source in ROUNDING_DTYPES and target in ROUNDING_DTYPES
-        if target in ROUNDING_DTYPES - {torch.float32} and not source.is_floating_point and not source.is_complex:
-            x, rounding = self.make("convert", (x,), torch.float32, shape), True  # an integer, then a rounding
+        if target in ROUNDING_DTYPES - {torch.float32} and not rounding and not source.is_complex:
+            x, rounding = self.make("convert", (x,), torch.float32, shape), True  # another kind, then a rounding
         return x if source == target else self.make("cast" if rounding else "convert", (x,), target, shape)

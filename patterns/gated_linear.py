@@ -93,8 +93,8 @@ def _(saved, dy):
     x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
     dy, gate = dy.float(), saved.gate.float()
     d_up = dy * activate(gate, saved.act)
-    if saved.act == "sigmoid":  # its derivative times the other half is result · (1 - sigmoid)
-        d_gate = dy * saved.result.float() * (1 - torch.sigmoid(gate))
+    if saved.act == "sigmoid":  # its derivative times the other half: 1 - sigmoid(gate) without cancellation
+        d_gate = dy * saved.result.float() * torch.sigmoid(-gate)
     else:  # the other half, computed again
         up = (saved.x @ w2).float() if saved.b2 is None else (saved.x @ w2 + saved.b2).float()
         d_gate = activation_gradient(dy * up, gate, saved.act)

@@ -28,6 +28,7 @@ def norm_linear(
         raise ValueError("RMS normalisation has no bias")
     shape = x.shape[-1:]
     y = F.layer_norm(x, shape, weight, bias, eps) if norm == "layer" else F.rms_norm(x, shape, weight, eps)
+    y = y.to(w.dtype)  # autocast normalises in fp32 and multiplies in bf16
     return y @ w if b is None else y @ w + b
 
 

@@ -66,6 +66,24 @@ def in_place(x, y):
     return t.exp_()
 
 
+def in_place_through(alias):
+    """Written through another name for the whole."""
+
+    def fn(x, y):
+        t = x + y
+        alias(t).mul_(y)
+        alias(t).exp_()
+        return t
+
+    return fn
+
+
+def written_in_part(x, part):
+    t = x + 1
+    part(t).mul_(2)
+    return t.exp()
+
+
 def centred(x, power):
     t = x - x.mean(-1, keepdim=True)
     return t * power(t.pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -99,7 +117,14 @@ SAME = {
     ),
     "product of numbers": ((M,), lambda x: x * 2 * 3, lambda x: 6 * x),
     "sum of a product": ((M, M, M), lambda x, y, z: x + y * z, lambda x, y, z: torch.addcmul(x, z, y)),
-    "in place": ((M, M), in_place, lambda x, y: torch.exp((x + y) * y)),
+    "in place": (
+        (M, M),
+        in_place,
+        in_place_through(lambda t: t.view(t.shape)),
+        in_place_through(lambda t: t[:]),
+        in_place_through(lambda t: t),
+        lambda x, y: torch.exp((x + y) * y),
+    ),
     "quotient": ((M, M), lambda x, y: x / y, torch.div, torch.divide, torch.true_divide),
     "reciprocal": ((M,), lambda x: 1 / x, torch.reciprocal, lambda x: x**-1),
     "square": ((M,), lambda x: x * x, torch.square, lambda x: x.pow(2), lambda x: x**2.0),
@@ -115,8 +140,17 @@ SAME = {
     "exponential": ((M,), torch.exp, lambda x: x.exp(), lambda x: x.clone().exp_()),
     "sigmoid": ((M,), torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x)), lambda x: (1 + (-x).exp()).reciprocal()),
     "sigmoid of a multiple": ((M,), lambda x: torch.sigmoid(1.702 * x), lambda x: 1 / (1 + torch.exp(x * -1.702))),
-    "silu": ((M,), F.silu, lambda x: x * torch.sigmoid(x), lambda x: x.sigmoid() * x),
+    "silu": (
+        (M,),
+        F.silu,
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x.sigmoid() * x,
+        lambda x: x / (1 + torch.exp(-x)),
+    ),
     "tanh": ((M,), torch.tanh, F.tanh),
+    "softplus": ((R,), F.softplus, torch.nn.Softplus(), lambda x: F.softplus(x, 1, threshold=20.0)),
+    "mish": ((R,), F.mish, torch.nn.Mish(), lambda x: x * F.softplus(x).tanh(), lambda x: F.softplus(x).tanh() * x),
+    "defaults written out": ((R,), F.elu, lambda x: F.elu(x, 1.0), lambda x: F.elu(x, alpha=1.0)),
     "gelu": (
         (M,),
         F.gelu,
@@ -177,6 +211,8 @@ SAME = {
     "length": (
         (R,),
         lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+        lambda x: torch.linalg.norm(x, dim=-1, keepdim=True),
+        lambda x: torch.linalg.norm(x, 2, -1, keepdim=True),
         lambda x: (x * x).sum(-1, keepdim=True).sqrt(),
     ),
     "layer norm": (
@@ -194,11 +230,25 @@ SAME = {
         ((2, 4, 6), (4,), (4,)),
         lambda x, w, b: F.group_norm(x, 2, w, b),
         lambda x, w, b: torch.group_norm(x, 2, w, b, 1e-5),
+        lambda x, w, b: F.group_norm(x, 2) * w[:, None] + b[:, None],
+        lambda x, w, b: b.view(1, -1, 1) + w.unsqueeze(-1) * F.group_norm(x, 2),
+        lambda x, w, b: F.group_norm(x, 2, w) + b.view(4, 1),
+    ),
+    "group norm without a weight": (
+        ((2, 4, 6), (4,)),
+        lambda x, b: F.group_norm(x, 2, None, b),
+        lambda x, b: F.group_norm(x, 2) + b[:, None],
     ),
     "batch norm": (
         (R, V, V),
         lambda x, m, v: F.batch_norm(x, m, v * v),
         lambda x, m, v: torch.batch_norm(x, None, None, m, v * v, False, 0.1, 1e-5, False),
+    ),
+    "batch norm of images": (
+        ((2, 4, 6, 6), (4,), (4,)),
+        lambda x, m, w: F.batch_norm(x, m, w * w, w, m),
+        lambda x, m, w: F.batch_norm(x, m, w * w) * w[:, None, None] + m[:, None, None],
+        lambda x, m, w: F.batch_norm(x, m, w * w) * w.view(1, -1, 1, 1) + m.view(1, 4, 1, 1),
     ),
     "softmax": (
         (R,),
@@ -240,6 +290,10 @@ SAME = {
         lambda x: F.dropout(x, 0.0).exp(),
         lambda x: x.exp().expand_as(x),
         lambda x: torch.ops.aten._unsafe_view(x.exp(), (4, 6)),
+        lambda x: x.exp()[None][0],
+        lambda x: x.exp().view(-1).view_as(x),
+        lambda x: x.exp().flatten().reshape_as(x),
+        lambda x: x.exp().view(2, 12).view(8, 3).reshape(4, 6),
     ),
     "flat": ((R,), lambda x: x.view(24), lambda x: x.flatten(), lambda x: x.reshape(-1)),
     "rows": (((24,),), lambda x: x.view(2, 12), lambda x: x.unflatten(0, (2, 12)), lambda x: x.reshape(2, -1)),
@@ -259,7 +313,19 @@ SAME = {
         lambda x: x.repeat_interleave(3, 1).exp(),
         lambda x: x[:, :, None].expand(2, 4, 3, 6, 8).reshape(2, 12, 6, 8).exp(),
     ),
-    "stack": ((R, R), lambda x, y: torch.stack([x, y], -1), lambda x, y: torch.stack((x, y), dim=2)),
+    "stack": (
+        (R, R),
+        lambda x, y: torch.stack([x, y], -1),
+        lambda x, y: torch.stack((x, y), dim=2),
+        lambda x, y: torch.cat((x.unsqueeze(-1), y[..., None]), -1),
+    ),
+    "every other": (
+        (R,),
+        lambda x: x[:, ::2] * x[:, 1::2].exp(),
+        lambda x: x.unflatten(-1, (-1, 2))[..., 0] * x.view(4, 3, 2)[..., 1].exp(),
+        lambda x: (lambda p: p[0] * p[1].exp())(x.reshape(4, -1, 2).unbind(-1)),
+        lambda x: x.view(4, 3, 2)[..., -2] * x.view(4, 3, 2).select(2, -1).exp(),
+    ),
     "side by side": ((R, R), lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.concat((x, y), 1)),
     "halves": (
         (R,),
@@ -275,6 +341,11 @@ SAME = {
         lambda x: x * 2.0,
         lambda x: x * torch.full((), 2.0),
         lambda x: x * torch.scalar_tensor(2.0),
+    ),
+    "cross entropy of rows that are cast": (
+        ((2, 2, 6), LABELS),
+        lambda x, t: F.cross_entropy(x.bfloat16().float().view(-1, 6), t),
+        lambda x, t: F.cross_entropy(x.bfloat16().view(-1, 6).float(), t),
     ),
     "cross entropy": (
         (R, LABELS),
@@ -327,6 +398,8 @@ OTHER = {
         lambda x: 0.5 * x * (1 + torch.erf(x)),
         lambda x: 0.5 * x * (2 + torch.erf(x / 2**0.5)),
     ),
+    "softplus and its neighbours": ((R,), F.softplus, lambda x: F.softplus(x, 2.0), lambda x: F.softplus(x, 1, 1.0)),
+    "elu and its neighbours": ((R,), F.elu, lambda x: F.elu(x, 0.5), F.selu, F.celu),
     "sigmoid and its neighbours": (
         (R,),
         torch.sigmoid,
@@ -366,6 +439,44 @@ OTHER = {
         lambda x, w, b: torch.addmm(b, x, w.t(), beta=2),
     ),
     "detach": ((R,), lambda x: x.exp(), lambda x: x.exp().detach()),
+    "one group or channel for another": (
+        ((2, 4, 4), (4,)),
+        lambda x, w: F.group_norm(x, 2, w),
+        lambda x, w: F.group_norm(x, 4, w),
+        lambda x, w: F.group_norm(x, 2) * w,
+        lambda x, w: F.group_norm(x, 2) * w[0],
+        lambda x, w: F.group_norm(x, 2) + w[:, None],
+        lambda x, w: (F.group_norm(x, 2) + w[:, None]) * w[:, None],
+        lambda x, w: F.group_norm(x, 2, w) * w[:, None],
+    ),
+    "other pairs": (
+        (R,),
+        lambda x: x.view(4, 3, 2)[..., 0],
+        lambda x: x.view(4, 3, 2)[..., 1],
+        lambda x: x.view(4, 2, 3)[..., 0],
+        lambda x: x.view(4, 3, 2)[:, 0],
+        lambda x: x.view(2, 6, 2)[..., 0],
+    ),
+    "written in part": (
+        (R,),
+        lambda x: ((x + 1) * 2).exp(),
+        lambda x: written_in_part(x, lambda t: t[:, :1]),
+    ),
+    "norms": (
+        (R,),
+        lambda x: torch.linalg.norm(x, dim=-1),
+        lambda x: torch.linalg.norm(x, 1, -1),
+        lambda x: torch.linalg.norm(x, dim=(0, 1)),
+        lambda x: torch.linalg.norm(x, 2, (0, 1)),
+        lambda x: torch.linalg.norm(x),
+    ),
+    "numbers as they are held": (
+        (R,),
+        lambda x: x * 0.1,
+        lambda x: x * torch.full((), 0.1, dtype=torch.bfloat16),
+        lambda x: x * torch.full((), 0.1, dtype=torch.float16),
+        lambda x: x * torch.full((), 2.7, dtype=torch.int64),
+    ),
     "two draws": ((R,), lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5))),
     "another p": ((R,), lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.25)),
     "sum of integers": ((INTS,), lambda x: x.sum(-1), lambda x: x.sum(-1, dtype=torch.float32)),

@@ -51,6 +51,17 @@ def new_gelu(x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+def new_gelu_upcast(x):
+    """As under autocast on CUDA, which takes powers in fp32."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x.float(), 3.0))))
+
+
+def masked_by_hand(q, k, v):
+    with torch.no_grad():
+        mask = torch.where(KEEP, 0.0, float("-inf"))
+    return torch.softmax(q @ k.mT * 0.3 + mask, -1) @ v
+
+
 def halves(y, how):
     return {
         "chunk": lambda: y.chunk(2, -1),
@@ -83,7 +94,9 @@ FOUND = [
     ("bias_act", "silu", lambda x, b: (x + b) * torch.sigmoid(x + b), (X, ROW)),
     ("bias_act", "exp relu", lambda x, b: x.add(b).clamp(min=0).exp(), (X, ROW)),
     ("linear_act", "conv1d", lambda x: F.gelu(torch.addmm(B, x.view(-1, 16), W).view(2, 6, 24)), (X,)),
+    ("linear_act", "conv1d of cast rows", lambda x: F.gelu(torch.addmm(B, x.view(-1, 16).float(), W).view(2, 6, 24)), (X.bfloat16(),)),
     ("linear_act", "new gelu", lambda x: new_gelu(LINEAR(x)), (X,)),
+    ("linear_act", "new gelu, pow in fp32", lambda x: new_gelu_upcast(F.linear(x, W.t().bfloat16())).bfloat16(), (X.bfloat16(),)),
     ("linear_act", "quick gelu", lambda x: LINEAR(x) * torch.sigmoid(1.702 * LINEAR(x)), (X,)),
     ("gated_linear", "glu", lambda x: F.glu(PACKED(x), -1), (X,)),
     *[("gated_linear", f"{how} {swap}", gated(PACKED, how, swap), (X,)) for how in ("chunk", "split") for swap in (0, 1)],
@@ -93,6 +106,7 @@ FOUND = [
     ("group_norm", "silu", lambda x: F.silu(F.group_norm(x, 2, B[:4], B[:4])), (Q,)),
     ("dequantize_linear", "int_mm", lambda q, s, w: torch._int_mm(q, QW.t()).float() * s * w, (QX, torch.rand(32, 1), torch.rand(8))),
     ("cross_entropy", "bf16 upcast", lambda x: F.cross_entropy(x.float().view(-1, 16), TARGET.view(-1)), (X.bfloat16(),)),
+    ("cross_entropy", "rows upcast", lambda x: F.cross_entropy(x.view(-1, 16).float(), TARGET.view(-1)), (X.bfloat16(),)),
     ("cross_entropy", "nll", lambda x: F.nll_loss(F.log_softmax(x.view(-1, 16), -1), TARGET.view(-1)), (X,)),
     ("cross_entropy", "module", lambda x: nn.CrossEntropyLoss(label_smoothing=0.1)(x.view(-1, 16), TARGET.view(-1)), (X,)),
     ("linear_cross_entropy", "upcast", lambda x: F.cross_entropy(LINEAR(x).float().view(-1, 24), TARGET.view(-1)), (X,)),
@@ -106,6 +120,7 @@ FOUND = [
     ("attention", "k permuted", lambda q, k, v: torch.softmax(q @ k.permute(0, 2, 3, 1) * 0.3, -1) @ v, (Q, K.transpose(1, 2).contiguous(), V)),
     ("attention", "bmm", lambda q, k, v: torch.bmm(torch.softmax(torch.baddbmm(MASK[None], q, k.mT, alpha=0.3), -1), v), (Q[0], K[0], V[0])),
     ("attention", "einsum", lambda q, k, v: torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v), (Q, K, V)),
+    ("attention", "mask made without gradients", masked_by_hand, (Q, K, V)),
     ("attention", "repeat_kv", lambda q, k, v: F.softmax(q @ repeat_kv(k, 2).mT * 0.3 + MASK, -1) @ repeat_kv(v, 2), (Q, K2, V2)),
     ("attention", "sdpa causal", lambda q, k, v: F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True), (Q, K2, V2)),
     ("attention", "sdpa gqa", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, KEEP, enable_gqa=True), (Q, K2, V2)),
