@@ -1,6 +1,9 @@
 """How many generated spellings of each pattern are recognised, and that nothing generated comes out wrong.
 
 python -m benchmarks.spellings [--only NAME ...] [--count 40] [--seed 0] [--verbose] [--out results.json]
+
+Every other function runs under no_grad, the others with gradients where eager can differentiate them. The table in
+docs/catalogue.md is made of benchmarks/results/spellings.json.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -16,17 +20,23 @@ from fusion_backend.backend import patterns, usable
 from fusion_backend.spelling.recall import Recall, recall
 
 HEADER = (
-    f"{'pattern':24}{'spellings':>10}{'recognised':>12}{'not one':>9}{'near misses':>13}{'left alone':>12}{'wrong':>7}"
+    f"{'pattern':24}{'training':>10}{'found':>8}{'inference':>11}{'found':>8}{'not one':>9}{'near misses':>13}"
+    f"{'left alone':>12}{'wrong':>7}"
 )
 
 
 def line(found: Recall) -> str:
     r = found.row()
-    share = f"{r['recognised'] / max(r['spellings'], 1):.1%}"
-    return (
-        f"{r['pattern']:24}{r['spellings']:10}{share:>12}{r['faults']:9}{r['near_misses']:13}{r['left_alone']:12}"
-        f"{r['wrong']:7}"
+    of_mode = "".join(
+        f"{r[mode]:{width}}{share(r[f'recognised_in_{mode}'], r[mode]):>8}"
+        for mode, width in (("training", 10), ("inference", 11))
     )
+    rest = f"{r['faults']:9}{r['near_misses']:13}{r['left_alone']:12}{r['wrong']:7}"
+    return f"{r['pattern']:24}{of_mode}{rest}"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.1%}"
 
 
 def told(found: Recall) -> str:
@@ -60,11 +70,14 @@ def main() -> None:
         if args.verbose:
             print(told(found), flush=True)
     if args.out:
-        about = dict(torch=torch.__version__, count=args.count, seed=args.seed)
+        command = " ".join(["python -m benchmarks.spellings", *sys.argv[1:]])
+        about = dict(torch=torch.__version__, command=command, count=args.count, seed=args.seed)
         args.out.write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
-    total = {k: sum(r[k] for r in rows) for k in ("spellings", "recognised", "near_misses", "left_alone", "wrong")}
+    total = {k: sum(r[k] for r in rows) for k in rows[0] if k not in ("pattern", "to_blame")}
+    for mode in ("training", "inference"):
+        print(f"{mode}: {total[f'recognised_in_{mode}']} of {total[mode]} spellings recognised")
     print(f"{total['recognised'] / max(total['spellings'], 1):.2%} of {total['spellings']} spellings recognised, "
-          f"{total['wrong']} of {total['spellings'] + total['near_misses']} functions wrong")  # fmt: skip
+          f"{total['wrong']} of {total['functions']} functions wrong")  # fmt: skip
     raise SystemExit(bool(total["wrong"]))
 
 

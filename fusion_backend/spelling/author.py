@@ -2,7 +2,7 @@
 
 The reference is traced into ATen, and each operator is written back in one of the ways that wordings.py knows, drawn
 at random; between them stand values in disguises that change nothing, around them the frames in which users put code
-(an inner function, a checkpoint, a disabled autocast, a module, a float32 island in bf16 code). recall.py proves each.
+(an inner function, a checkpoint, an autocast or none, a module, a float32 island in bf16 code). recall.py proves each.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from fusion_backend.capture import View
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.pattern import Pattern
 from fusion_backend.spelling.calls import Call, Fields, fitting
-from fusion_backend.spelling.changes import CHANGES, TAMPERED
+from fusion_backend.spelling.changes import BETWEEN, CHANGES, RETURNED, TAMPERED
 from fusion_backend.spelling.composed import COMPOSED
 from fusion_backend.spelling.disguises import DISGUISES, FRAMES
+from fusion_backend.spelling.shapes import SHAPED
 from fusion_backend.spelling.wordings import WAYS
 from fusion_backend.template import example_inputs, forms, templates, with_kinds
 from fusion_backend.torch_api import FakeTensorMode, pytree, trace
 
 HEADER = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n"
-ALL_WAYS = WAYS | COMPOSED
+ALL_WAYS = WAYS | SHAPED | COMPOSED
 DISGUISED = 0.1  # how often a value is
 MODES = ("fp32", "fp32", "fp32", "bf16", "island")  # an island is float32 code on bf16 tensors
-MODULE = re.compile(r"nn\.[A-Z]\w*\([^()]*(?:\([^()]*\))?[^()]*\)(?=\()")
-VIEW = re.compile(r"(\.unsqueeze\(.*\)|\.values|\[\d\])$")  # a text that ends so gives a view of what it made
+WITHOUT = {"smoothing": 0.0}  # numbers that leave a part of the pattern out
+MODULE = re.compile(r"nn\.[A-Z]\w*\([^()]*(?:\([^()]*\))?[^()]*\)(?:\.eval\(\))?(?=\()")
+# A text that ends so gives a view of what it made, or may.
+VIEW = re.compile(r"(\.unsqueeze\(.*\)|\.values|\[\d\]|None\]|\.float\(\)\)?|\.to\(.*\)|\.type_as\(.*\))$")
+HALF = re.compile(r"\[([01])\](?=\)?$)")  # one of two parts
 DEFAULT = object()  # the operator itself, torch.ops.aten
 
 
@@ -111,6 +115,7 @@ class Bases:
         self.given = with_kinds(pattern, kinds, example_inputs(pattern, make))
         self.names = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"]
         self.batched = self.with_batch()
+        self.left_out = {i: WITHOUT[p.name] for i, p in enumerate(pattern.params) if p.name in WITHOUT}
         lines = {t.line for t in templates(pattern) if t.kinds == kinds}
         self.fns = [fn for fn in pattern.spellings if fn.__code__.co_firstlineno in lines] or [pattern.reference]
         self.memo: dict = {}
@@ -118,29 +123,43 @@ class Bases:
     def with_batch(self) -> list | None:
         """Arguments with one more dimension, where each result is then that of its slice."""
         first = next(a for a in self.given if isinstance(a, torch.Tensor))
-        given = [
-            torch.stack([a, a.flip(-1)]) if isinstance(a, torch.Tensor) and a.shape == first.shape else a
-            for a in self.given
-        ]
-        try:
-            slices = [o[0] for o in pytree.tree_leaves(self.pattern.reference(*given))]
-            wanted = pytree.tree_leaves(self.pattern.reference(*self.given))
-            same = all(torch.allclose(a.double(), b.double()) for a, b in zip(slices, wanted, strict=True))
-        except Exception:  # the reference does not take such tensors
-            return None
-        return given if same else None
+        for batch in (lambda a: torch.stack([a, a.flip(-1)]), lambda a: a[None]):  # losses and dropout: a batch of one
+            given = [batch(a) if isinstance(a, torch.Tensor) and a.shape == first.shape else a for a in self.given]
+            try:
+                outs, wanted = map(self.results, (given, self.given))
+                slices = [o[0] if o.dim() > w.dim() else o for o, w in zip(outs, wanted, strict=True)]
+                if all(torch.allclose(a.double(), b.double()) for a, b in zip(slices, wanted, strict=True)):
+                    return given
+            except Exception:  # the reference does not take such tensors
+                continue
+        return None
 
-    def arguments(self, batch: bool, short: bool) -> list:
-        given = self.batched if batch else self.given
-        floats = [short and isinstance(a, torch.Tensor) and a.is_floating_point() for a in given]
-        return [a.to(torch.bfloat16) if f else a for a, f in zip(given, floats, strict=True)]
+    def results(self, given: list) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return pytree.tree_leaves(self.pattern.reference(*given))
 
-    def graph(self, fn: Callable, batch: bool, short: bool) -> fx.Graph | None:
-        """The trace of one spelling, on bf16 where `short`; None where it does not take this form."""
-        key = (fn, batch, short)
+    def arguments(self, batch: bool, short: bool, fewer: bool = False) -> list:
+        given = list(self.batched if batch else self.given)
+        for i, number in self.left_out.items() if fewer else ():
+            given[i] = number
+        floats = [i for i, a in enumerate(given) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        for i in floats if short else ():
+            given[i] = shortened(given[i], i == floats[0])
+        return given
+
+    def graph(self, fn: Callable, *how: bool) -> fx.Graph | None:
+        """The trace of one spelling on these arguments; None where it does not take this form."""
+        key = (fn, *how)
         if key not in self.memo:
-            self.memo[key] = traced(fn, self.arguments(batch, short))
+            self.memo[key] = traced(fn, self.arguments(*how))
         return self.memo[key]
+
+
+def shortened(a: torch.Tensor, odd: bool) -> torch.Tensor:
+    """In bf16, the last bit given: no sum of an odd and an even value is 0, where gradients differ by the spelling."""
+    a = a.to(torch.bfloat16)
+    bits = a.view(torch.int16)
+    return ((bits | 1) if odd else (bits & ~1)).view(torch.bfloat16)
 
 
 def traced(fn: Callable, given: list) -> fx.Graph | None:
@@ -173,15 +192,18 @@ class Author:
         self.words: list[str] = []
         self.views: set[fx.Node] = set()
         self.names = (f"v{i}" for i in itertools.count())
+        self.made: set[fx.Node] = set()
         self.target: fx.Node | None = None  # the node that a near miss changes
         self.extra = ""  # an interior value that is returned too
         self.how, self.change, self.changes_made = "", "", False
+        self.unread = 0  # how many readers of a value that is changed between them come first, but for its maker
 
     def write(self) -> Spelling | None:
         base, draw = self.base, self.draw
         batch = base.batched is not None and draw.random() < 0.15
         mode = draw.choice(MODES)
-        graph = base.graph(draw.choice(base.fns), batch, mode == "bf16")
+        fewer = bool(base.left_out) and draw.random() < 0.5
+        graph = base.graph(draw.choice(base.fns), batch, mode == "bf16", fewer)
         if graph is None:
             return None
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -192,6 +214,9 @@ class Author:
                 self.text[n] = self.assign(f"{name}.float()")
         if self.changes is not None and not self.choose_change(graph):
             return None
+        if self.target in placeholders:  # to be written to: a copy
+            self.text[self.target] = self.assign(f"{self.text[self.target]}.clone()")
+            self.made, self.unread = {self.target}, 1
         (output,) = [n for n in graph.nodes if n.op == "output"]
         outs = [self.named(o) for o in pytree.tree_leaves(output.args[0])]
         floats = [o.meta["val"].dtype == torch.float32 for o in pytree.tree_leaves(output.args[0])]
@@ -211,7 +236,7 @@ class Author:
             code = [*head, "class Model(nn.Module):", f"    def forward(self, {arguments}):",
                     *("        " + line for line in body), "fn = Model()"]  # fmt: skip
             self.words.append("module")
-        given = base.arguments(batch, mode != "fp32")
+        given = base.arguments(batch, mode != "fp32", fewer)
         self.words += [frame] * (frame != "plain") + [mode] * (mode != "fp32") + ["batch"] * batch
         return Spelling(base.pattern, base.kinds, HEADER + "\n".join(code) + "\n", tuple(self.words), given)
 
@@ -225,12 +250,16 @@ class Author:
                 options += [(n, "text", w) for w in fitting(self.changes.get(call.name, ()), call)]
                 interior = n not in outs and n.meta["val"].is_floating_point()
                 options += [(n, "after", w) for w in fitting(TAMPERED, call) if interior]
-                options += [(n, "extra", "{x}")] if interior else []
+                options += [(n, "extra", w) for w in RETURNED if interior]
+            value = n.meta.get("val")
+            if len(n.users) > 1 and isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
+                options += [(n, "between", w) for w in BETWEEN]
         if not options:
             return False
         self.target, self.how, self.change = self.draw.choice(options)
         self.changes_made = False
-        self.words.append(f"{Call(self, self.target).name}: {self.change}" if self.how != "extra" else "returned too")
+        what = {"extra": "returned too: ", "between": "changed between: "}.get(self.how, "")
+        self.words.append(f"{what}{Call(self, self.target).name}: {self.change}")
         return True
 
     # Texts.
@@ -242,10 +271,13 @@ class Author:
 
     def named(self, n: fx.Node) -> str:
         """The value in a variable."""
-        text = self.written(n)
-        if not text.isidentifier():
-            text = self.text[n] = self.assign(text)
-        return text
+        self.written(n)
+        return self.held(n)
+
+    def held(self, n: fx.Node) -> str:
+        if not self.text[n].isidentifier():
+            self.text[n] = self.assign(self.text[n])
+        return self.text[n]
 
     def written(self, n: fx.Node) -> str:
         if n not in self.text:
@@ -254,28 +286,39 @@ class Author:
                 text, self.changes_made = self.change, True
             else:
                 text = self.draw.choice(fitting(ALL_WAYS.get(call.name, ()), call) or [DEFAULT])
-                if text is not DEFAULT and "{self:n}" in text and self.is_view(call.self):
-                    text = next(t for t in fitting(ALL_WAYS[call.name], call) if "{self:n}" not in t)
+                if text is not DEFAULT and ":n}" in text and self.is_view(call.self or call.input):
+                    text = next(t for t in fitting(ALL_WAYS[call.name], call) if ":n}" not in t)
                 if text is not DEFAULT:
                     self.words.append(f"{call.name}: {text}")
             self.text[n] = self.said(text, call)
             if text is not DEFAULT and VIEW.search(text):
                 self.views.add(n)
+            if text is not DEFAULT and "{sibling" in text:  # both halves of one product: the other is the other half
+                other = call.sibling.node
+                self.text[other] = HALF.sub(lambda found: f"[{1 - int(found[1])}]", self.text[n])
+                self.views.add(other)
             if n is self.target and self.how == "after":
                 self.changes_made = True
                 self.text[n] = self.said(self.change, call)
             if n is self.target and self.how == "extra":
-                self.extra = self.named(n)
+                self.extra = self.said(self.change, call)
             self.disguise(n, call)
             if n.users and not isinstance(n.meta.get("val"), torch.Tensor):
-                self.named(n)
+                self.held(n)
             elif len(n.users) > 1 or self.draw.random() < 0.6:
-                self.named(n)
+                self.held(n)
+            self.made.add(n)
+        elif n is self.target and self.how == "between" and n in self.made and not self.changes_made:
+            self.unread -= 1
+            if self.unread < 0:
+                self.changes_made = True
+                self.lines.append(self.change.format(x=self.held(n)))
         return self.text[n]
 
     def is_view(self, call: Call) -> bool:
         """Is it written as a view of something? Who writes in place does so on what an operator has just made."""
-        self.written(call.node)
+        if call.node not in self.text:
+            self.written(call.node)
         return call.node in self.views
 
     def disguise(self, n: fx.Node, call: Call) -> None:

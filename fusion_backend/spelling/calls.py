@@ -135,6 +135,21 @@ def value(a: Call) -> torch.Tensor:
     return a.node.meta["val"]
 
 
+def sibling(a: Call) -> Call | None:
+    """Another product of the same value by a weight of the same shape."""
+    x, w = a.node.args[:2]
+    for n in x.users:
+        alike = n is not a.node and n.target is a.node.target and n.args[0] is x
+        if alike and w.meta["val"].dim() == 2 and n.args[1].meta["val"].shape == w.meta["val"].shape:
+            return Call(a.author, n)
+    return None
+
+
+def pair_of(a: Call) -> tuple:
+    tensors = a.tensors
+    return tuple(tensors) if isinstance(tensors, Listed) and len(tensors) == 2 else (None, None)
+
+
 # What conditions and texts may ask of a call beside its arguments.
 DERIVED: dict[str, Callable] = {
     "rank": lambda a: value(a).dim(),
@@ -147,6 +162,12 @@ DERIVED: dict[str, Callable] = {
     "axes": dims_of,
     "axis": lambda a: one(dims_of(a)),
     "other_axis": lambda a: one(dims_of(a)) % a.self.rank - 1 if one(dims_of(a)) is not None else None,
+    "outer": lambda a: -2 if a.input.rank > 1 else -1,
+    "sibling": sibling,
+    "first": lambda a: pair_of(a)[0],
+    "second": lambda a: pair_of(a)[1],
+    "how": lambda a: ("none", "mean", "sum")[a.reduction],
+    "unroot": lambda a: 1 / a.root,
     "n": lambda a: math.prod(a.self.shape[d] for d in dims_of(a)),
     "inverse": lambda a: 1 / a.other,
     "reciprocal": lambda a: a.author.base.pattern.reciprocal,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from fusion_backend.spelling.wordings import matrices, number, tensor
+from fusion_backend.spelling.conditions import matrices, number, packs, tensor
 
 
 def last_only(a) -> bool:
     return len(a.normalized_shape) == 1
 
 
-def attends(masked: bool, grouped: bool):
-    """Attention without dropout, with or without an additive mask and shared key heads."""
+def attends(masked: bool, grouped: bool, dropped: bool = False):
+    """Attention with or without an additive mask, shared key heads and dropout; not the causal one."""
 
     def when(a) -> bool:
         given = tensor(a.attn_mask) and a.attn_mask.floating
-        fine = not a.dropout_p and not a.is_causal and (given or a.attn_mask is None)
-        return fine and (given, bool(a.enable_gqa)) == (masked, grouped)
+        fine = not a.is_causal and (given or a.attn_mask is None)
+        return fine and (given, bool(a.enable_gqa), bool(a.dropout_p)) == (masked, grouped, dropped)
 
     return when
+
+
+def usual_scale(a) -> bool:
+    return a.scale is None or a.scale == a.query.shape[-1] ** -0.5
+
+
+def no_affine(a) -> bool:
+    return a.weight is None and a.bias is None
 
 
 def simple(a) -> bool:
@@ -42,15 +50,28 @@ def normalisations(*texts: str) -> list:
     return [(text + AFFINE[given], when(*given)) for text in texts for given in AFFINE]
 
 
+def channels(text: str) -> list:
+    """A normalisation of [b, c, …], its weight and bias for each channel by hand."""
+    texts = []
+    for view in ("[:, None, None]", ".view(1, -1, 1, 1)", ".unsqueeze(-1).unsqueeze(-1)"):
+        for (weight, bias), after in AFFINE.items():
+            after = after.replace("}", "}" + view)
+            fits = lambda a, given=(weight, bias): a.rank == 4 and (tensor(a.weight), tensor(a.bias)) == given  # noqa: E731
+            texts += [(text + after, fits)] if after else []
+    return texts
+
+
 COMPOSED: dict[str, list] = {
     # normalisation
     "layer_norm": [
         "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, {eps})",
         "torch.layer_norm({input}, {normalized_shape}, {weight}, {bias}, {eps})",
         "F.layer_norm({input}, tuple({normalized_shape}), weight={weight}, bias={bias}, eps={eps})",
+        ("nn.LayerNorm({normalized_shape}, eps={eps}, elementwise_affine=False)({input})", no_affine),
+        ("F.layer_norm({input}.float(), {normalized_shape}, eps={eps}).to({type})", no_affine),
         (
-            "nn.LayerNorm({normalized_shape}, eps={eps}, elementwise_affine=False)({input})",
-            lambda a: a.weight is None and a.bias is None,
+            "F.layer_norm({input}.float(), {normalized_shape}, {weight}.float(), {bias}.float(), {eps}).to({type})",
+            lambda a: tensor(a.weight) and tensor(a.bias),
         ),
         (
             "F.layer_norm({input}, {normalized_shape}, eps={eps}) * {weight}",
@@ -82,13 +103,33 @@ COMPOSED: dict[str, list] = {
             "{input} * torch.rsqrt({input}.pow(2).mean(-1, keepdim=True) + {eps})",
             "{input} / torch.sqrt(({input} * {input}).mean(-1, keepdim=True) + {eps})",
             "{t} = {input}.square().sum(-1, keepdim=True) / {input}.shape[-1]; {input} * ({t} + {eps}) ** -0.5",
+            "{t} = {input}.float(); {u} = {t}.pow(2).mean(-1, keepdim=True); "
+            "({t} * torch.rsqrt({u} + {eps})).to({type})",
+            "{t} = {input}.float(); {t} = {t} / ({t}.square().mean(-1)[..., None] + {eps}).sqrt(); "
+            "{t}.type_as({input})",
         )
+    ],
+    "group_norm": [
+        "F.group_norm({input}, {num_groups}, {weight}, {bias}, {eps})",
+        "torch.group_norm({input}, {num_groups}, {weight}, {bias}, {eps})",
+        "F.group_norm({input}, num_groups={num_groups}, weight={weight}, bias={bias}, eps={eps})",
+        ("nn.GroupNorm({num_groups}, {input.shape[1]}, eps={eps}, affine=False)({input})", no_affine),
+        ("F.group_norm({input}.float(), {num_groups}, eps={eps}).to({type})", no_affine),
+        *channels("F.group_norm({input}, {num_groups}, eps={eps})"),
+    ],
+    "batch_norm": [
+        "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, eps={eps})",
+        "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training=False, eps={eps})",
+        "torch.batch_norm({input}, {weight}, {bias}, {running_mean}, {running_var}, False, 0.1, {eps}, False)",
+        *channels("F.batch_norm({input}, {running_mean}, {running_var}, eps={eps})"),
     ],
     "softmax": [
         ("torch.softmax({self}, {dim})", lambda a: a.dtype is None),
         ("F.softmax({self}, dim={dim})", lambda a: a.dtype is None),
         ("{self}.softmax({dim})", lambda a: a.dtype is None),
         ("nn.Softmax({dim})({self})", lambda a: a.dtype is None),
+        ("F.softmax({self}, dim={dim}, dtype=torch.float32).to({type})", lambda a: a.dtype is None),
+        ("torch.softmax({self}.float(), {dim}).type_as({self})", lambda a: a.dtype is None),
         (
             "{t} = torch.exp({self} - {self}.amax({dim}, keepdim=True)); {t} / {t}.sum({dim}, keepdim=True)",
             lambda a: a.dtype is None,
@@ -121,6 +162,15 @@ COMPOSED: dict[str, list] = {
         ),
         ("F.linear({self}, {other}.t())", lambda a: a.other.rank == 2 and a.floating),
         ("F.linear({self}, {other}.transpose(0, 1))", lambda a: a.other.rank == 2 and a.floating),
+        ("F.linear({self}, {other}.T.contiguous())", lambda a: a.other.rank == 2 and a.floating),
+        ('torch.einsum("ij,jk->ik", {self}, {other})', lambda a: matrices(a) and a.floating),
+        ("{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).chunk(2, -1); {t}[0]", packs),
+        ("{t} = torch.chunk({self} @ torch.cat(({sibling.other}, {other}), -1), 2, dim=-1); {t}[1]", packs),
+        (
+            "{t} = F.linear({self}, torch.cat(({other}.t(), {sibling.other}.t()))); "
+            "{t} = {t}.split({other.shape[1]}, dim=-1); {t}[0]",
+            packs,
+        ),
     ],
     # random
     "dropout": [
@@ -128,9 +178,31 @@ COMPOSED: dict[str, list] = {
         ("torch.dropout({input}, {p}, True)", lambda a: a.train),
         ("nn.Dropout({p})({input})", lambda a: a.train),
         ("F.dropout({input}, p={p})", lambda a: a.train),
+        ("F.dropout({input:n}, {p}, True, inplace=True)", lambda a: a.train and a.input.fresh),
+        ("nn.Dropout({p}, inplace=True)({input:n})", lambda a: a.train and a.input.fresh),
     ],
     # losses
     "cross_entropy_loss": [
+        "F.cross_entropy({self}, {target}, ignore_index={ignore_index}, reduction={how!r}, "
+        "label_smoothing={label_smoothing})",
+        "nn.CrossEntropyLoss(ignore_index={ignore_index}, reduction={how!r}, label_smoothing={label_smoothing})"
+        "({self}, {target})",
+        (
+            "F.cross_entropy({self}.float(), {target}, label_smoothing={label_smoothing}).to({type})",
+            lambda a: (a.reduction, a.ignore_index) == (1, -100),
+        ),
+        (
+            "F.cross_entropy({self}, {target}, label_smoothing={label_smoothing}, reduction='none').sum()",
+            lambda a: (a.reduction, a.ignore_index) == (2, -100),
+        ),
+        (
+            "F.nll_loss(F.log_softmax({self}, -1), {target}, ignore_index={ignore_index}, reduction={how!r})",
+            lambda a: (a.weight, a.label_smoothing) == (None, 0.0) and a.self.rank == 2,
+        ),
+        (
+            "F.nll_loss({self}.log_softmax(dim=-1, dtype=torch.float32), {target}, reduction={how!r}).to({type})",
+            lambda a: (a.weight, a.label_smoothing, a.ignore_index) == (None, 0.0, -100) and a.self.rank == 2,
+        ),
         ("F.cross_entropy({self}, {target})", simple),
         ("nn.CrossEntropyLoss()({self}, {target})", simple),
         ("F.nll_loss(F.log_softmax({self}, -1), {target})", lambda a: simple(a) and a.self.rank == 2),
@@ -139,6 +211,42 @@ COMPOSED: dict[str, list] = {
     "scaled_dot_product_attention": [
         "F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={attn_mask}, dropout_p={dropout_p}, "
         "is_causal={is_causal}, scale={root}, enable_gqa={enable_gqa})",
+        (
+            "F.scaled_dot_product_attention({query}, {key}, {value}, {attn_mask}, {dropout_p}, {is_causal}, "
+            "enable_gqa={enable_gqa})",
+            usual_scale,
+        ),
+        (
+            "F.scaled_dot_product_attention({query}, {key}.repeat_interleave({groups}, 1), "
+            "{value}.repeat_interleave({groups}, dim=1), {attn_mask}, {dropout_p}, {is_causal}, scale={root})",
+            lambda a: a.enable_gqa,
+        ),
+        (
+            "{t} = torch.softmax({query} @ {key}.transpose(-2, -1) * {root}, -1); "
+            "F.dropout({t}, {dropout_p}) @ {value}",
+            attends(False, False, dropped=True),
+        ),
+        (
+            "{t} = F.softmax({query} @ {key}.mT / {unroot} + {attn_mask}, dim=-1); "
+            "torch.dropout({t}, {dropout_p}, True) @ {value}",
+            attends(True, False, dropped=True),
+        ),
+        (
+            "{t} = {key}[:, :, None].expand(-1, -1, {groups}, -1, -1).reshape("
+            "{query.shape[0]}, -1, *{key}.shape[-2:]); "
+            "{u} = {value}[:, :, None].expand(-1, -1, {groups}, -1, -1).flatten(1, 2); "
+            "torch.softmax({query} @ {t}.transpose(2, 3) * {root} + {attn_mask}, -1) @ {u}",
+            attends(True, True),
+        ),
+        (
+            "torch.softmax({query} @ {key}.mT * {root}, -1, dtype=torch.float32).to({type}) @ {value}",
+            attends(False, False),
+        ),
+        (
+            "{t} = torch.einsum('bhqd,bhkd->bhqk', {query}, {key}) * {root}; "
+            "torch.einsum('bhqk,bhkd->bhqd', {t}.softmax(-1), {value})",
+            lambda a: attends(False, False)(a) and a.rank == 4 and a.key.shape[1] == a.query.shape[1],
+        ),
         ("torch.softmax({query} @ {key}.transpose(-2, -1) * {root}, -1) @ {value}", attends(False, False)),
         ("F.softmax({query} @ {key}.mT * {root} + {attn_mask}, dim=-1) @ {value}", attends(True, False)),
         (

@@ -8,7 +8,15 @@ DISGUISES = [
     ("{x}.view({x}.shape)", lambda a: a.contiguous),
     "{x}.reshape({x}.shape)",
     ("{x}.view({x}.size(0), -1)", lambda a: a.contiguous and a.rank == 2),
+    ("{x}.view(-1, {x}.shape[-1]).view({x}.shape)", lambda a: a.contiguous),
+    ("{x}.reshape(-1, {x}.size(-1)).view_as({x})", lambda a: a.rank >= 2),
+    ("{x}.flatten(0, 1).unflatten(0, {x}.shape[:2])", lambda a: a.rank >= 2),
+    "{x}[...]",
+    "{x}[:]",
+    "{x}[None].squeeze(0)",
+    "{x}[None][0]",
     "{x}.to({x}.dtype)",
+    ("{x}.float().to({type})", lambda a: a.floating and a.type.itemsize <= 4),
     "{x}.type_as({x})",
     "{x}.unsqueeze(0).squeeze(0)",
     "{x}.unsqueeze(-1).squeeze(-1)",
@@ -17,6 +25,7 @@ DISGUISES = [
     ("F.dropout({x}, 0.1, training=False)", lambda a: a.floating),
     ("F.dropout({x}, p=0.0)", lambda a: a.floating),
     ("nn.Dropout(0.0)({x})", lambda a: a.floating),
+    ("nn.Dropout(0.3).eval()({x})", lambda a: a.floating),
     "nn.Identity()({x})",
     ("{x} * 1", lambda a: a.floating),
     "{x}.clone()",
@@ -41,5 +50,8 @@ FRAMES = {
     ],
     "autocast off": lambda body, out, given: [
         'with torch.autocast("cpu", enabled=False):', *indented([*body, f"result = {out}"]), "return result"
+    ],
+    "autocast": lambda body, out, given: [
+        'with torch.autocast("cpu", torch.bfloat16):', *indented([*body, f"result = {out}"]), "return result"
     ],
 }  # fmt: skip

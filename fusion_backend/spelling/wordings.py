@@ -6,74 +6,39 @@ A text is an expression, or statements and an expression, separated by `; `. Its
   {t} {u}                  fresh variables
   {axis}                   the one reduced dimension, from either side; {axes} any number of them, as a tuple
   {n} {shape} {type}       the number of reduced elements; shape and dtype of the result
+  {sibling.other}          the weight of another product of the same value, which is then written as the other half
 `nn.Name(…)` is made once, outside the function. After the text stands, where it needs one, the condition under which
-it computes the value; `a` is the call that is written, `a.other` the call or number that is its argument.
+it computes the value (conditions.py); `a` is the call that is written, `a.other` the call or number that is its
+argument.
 """
 
 from __future__ import annotations
 
-import math
-
-
-def tensor(a) -> bool:
-    return hasattr(a, "node")
-
-
-def is_a(a, *names: str) -> bool:
-    """A call of one of these that nobody else reads."""
-    return tensor(a) and a.name in names and a.single
-
-
-def number(a) -> bool:
-    return isinstance(a, (int, float)) and not isinstance(a, bool)
-
-
-def both(a) -> bool:
-    return tensor(a.self) and tensor(a.other)
-
-
-def own(a) -> bool:
-    """May the result be written over `self`: nobody else reads it, and it has the result's shape and dtype."""
-    return tensor(a.self) and a.self.fresh and (a.self.shape, a.self.type) == (a.shape, a.type)
-
-
-def invertible(a) -> bool:
-    """Division by this number may be written as multiplication by its reciprocal."""
-    return number(a.other) and a.other != 0 and (a.reciprocal or abs(math.frexp(a.other)[0]) == 0.5)
-
-
-def plain(a) -> bool:
-    return a.alpha == 1
-
-
-def one_axis(a) -> bool:
-    return a.axis is not None
-
-
-def reduces(a) -> bool:
-    return a.dtype is None and a.axes is not None
-
-
-def kept(a) -> bool:
-    return reduces(a) and a.keepdim
-
-
-def bias_of(a, *products: str) -> bool:
-    """A product plus a vector that goes along its last dimension."""
-    return plain(a) and is_a(a.self, *products) and tensor(a.other) and a.other.rank == 1 and a.self.shape == a.shape
-
-
-def matrices(a) -> bool:
-    return a.self.rank == 2 and a.other.rank == 2
+from fusion_backend.spelling.conditions import (
+    bias_of,
+    both,
+    dense,
+    invertible,
+    is_a,
+    matrices,
+    normalises,
+    number,
+    own,
+    plain,
+    tensor,
+)
 
 
 def unary(name: str, *more, module: str | None = None) -> list:
-    texts = [f"torch.{name}({{self}})", f"{{self}}.{name}()", (f"{{self:n}}.{name}_(); {{self:n}}", own)]
+    texts = [
+        f"torch.{name}({{self}})",
+        f"{{self}}.{name}()",
+        f"torch.{name}({{self}}.float()).to({{type}})",
+        f"{{self}}.float().{name}().type_as({{self}})",
+        (f"{{self:n}}.{name}_(); {{self:n}}", own),
+        (f"{{t}} = {{self:n}}; {{t}}.{name}_(); {{self:n}}", own),
+    ]
     return [*texts, *([f"nn.{module}()({{self}})"] if module else []), *more]
-
-
-def unbiased(a) -> bool:
-    return a.correction in (0, False) and a.axes is not None
 
 
 WAYS: dict[str, list] = {
@@ -89,6 +54,8 @@ WAYS: dict[str, list] = {
         ("torch.add({self}, -{other}, alpha=-1)", lambda a: plain(a) and both(a)),
         ("{self:n} += {other}; {self:n}", lambda a: plain(a) and own(a)),
         ("{self:n}.add_({other}); {self:n}", lambda a: plain(a) and own(a)),
+        ("{t} = {self:n}; {t} += {other}; {t}", lambda a: plain(a) and own(a)),
+        ("{t} = {self:n}.view_as({self:n}); {t} += {other}; {self:n}", lambda a: plain(a) and dense(a)),
         (
             "torch.addcmul({self}, {other.self}, {other.other})",
             lambda a: plain(a) and both(a) and is_a(a.other, "mul") and both(a.other),
@@ -127,6 +94,8 @@ WAYS: dict[str, list] = {
         ("torch.multiply({other}, {self})", lambda a: both(a)),
         ("{self:n} *= {other}; {self:n}", own),
         ("{self:n}.mul_({other}); {self:n}", own),
+        ("{t} = {self:n}; {t} *= {other}; {t}", own),
+        ("{t} = {self:n}.view({self:n}.shape); {t}.mul_({other}); {self:n}", dense),
         ("{self} / {inverse}", invertible),
         ("F.silu({self})", lambda a: is_a(a.other, "sigmoid") and a.other.self == a.self),
         ("F.silu({other})", lambda a: is_a(a.self, "sigmoid") and a.self.self == a.other),
@@ -143,6 +112,8 @@ WAYS: dict[str, list] = {
         ("{self:n}.div_({other}); {self:n}", lambda a: not a.rounding_mode and own(a)),
         ("{self} * {inverse}", lambda a: not a.rounding_mode and invertible(a)),
         ("{self} * torch.rsqrt({other.self})", lambda a: not a.rounding_mode and is_a(a.other, "sqrt")),
+        ("F.normalize({self}, dim=-1, eps={other.self.min})", normalises),
+        ("F.normalize({self}, eps={other.self.min}, dim={self.rank} - 1)", normalises),
         ("{self} * {other.self}.pow(-0.5)", lambda a: not a.rounding_mode and is_a(a.other, "sqrt")),
     ],
     "neg": ["-{self}", "torch.neg({self})", "{self}.neg()", "{self} * -1", "-1.0 * {self}"],
@@ -187,6 +158,9 @@ WAYS: dict[str, list] = {
         "{self}.sigmoid() * {self}",
         "nn.SiLU()({self})",
         "{self} * (1 / (1 + torch.exp(-{self})))",
+        "{self} / (1 + torch.exp(-{self}))",
+        "F.silu({self}.float()).to({type})",
+        ("F.silu({self:n}, inplace=True)", own),
     ],
     "relu": unary(
         "relu",
@@ -202,6 +176,7 @@ WAYS: dict[str, list] = {
         "F.gelu({self}, approximate={approximate!r})",
         "nn.GELU(approximate={approximate!r})({self})",
         ("F.gelu({self})", lambda a: a.approximate == "none"),
+        "F.gelu({self}.float(), approximate={approximate!r}).type_as({self})",
         ("0.5 * {self} * (1 + torch.erf({self} / math.sqrt(2)))", lambda a: a.approximate == "none"),
         ("{self} * 0.5 * (1.0 + torch.erf({self} * 0.7071067811865476))", lambda a: a.approximate == "none"),
         (
@@ -253,60 +228,7 @@ WAYS: dict[str, list] = {
         "{self}.masked_fill({mask}, {value})",
         "torch.masked_fill({self}, {mask}, {value})",
         ("torch.where({mask}, {value}, {self})", lambda a: number(a.value)),
+        ("torch.where({mask}, torch.tensor({value}), {self})", lambda a: number(a.value)),
         ("{self:n}.masked_fill_({mask}, {value}); {self:n}", own),
     ],
-    # reductions
-    "mean": [
-        ("{self}.mean({axes}, keepdim={keepdim})", reduces),
-        ("torch.mean({self}, dim={axes}, keepdim={keepdim})", reduces),
-        ("{self}.mean({axis}, {keepdim})", lambda a: reduces(a) and one_axis(a)),
-        ("{self}.mean({axis}).unsqueeze({axis})", lambda a: kept(a) and one_axis(a)),
-        ("{self}.sum({axes}, keepdim={keepdim}) / {n}", reduces),
-        ("torch.sum({self}, {axes}, keepdim={keepdim}).div({n})", reduces),
-        ("{self}.sum({axis}, keepdim={keepdim}) / {self}.shape[{axis}]", lambda a: reduces(a) and one_axis(a)),
-    ],
-    "sum": [
-        ("{self}.sum({axes}, keepdim={keepdim})", reduces),
-        ("torch.sum({self}, {axes}, {keepdim})", reduces),
-        ("{self}.sum({axis}).unsqueeze({axis})", lambda a: kept(a) and one_axis(a)),
-    ],
-    "var": [
-        ("{self}.var({axes}, correction={correction}, keepdim={keepdim})", lambda a: a.axes is not None),
-        ("torch.var({self}, {axes}, unbiased=False, keepdim={keepdim})", unbiased),
-        ("{t} = {self} - {self}.mean({axes}, keepdim=True); {t}.pow(2).mean({axes}, keepdim={keepdim})", unbiased),
-        ("{t} = {self} - {self}.mean({axes}, keepdim=True); ({t} * {t}).mean({axes}, keepdim={keepdim})", unbiased),
-        (
-            "{t} = ({self} - {self}.mean({axes}, keepdim=True)).square(); {t}.sum({axes}, keepdim={keepdim}) / {n}",
-            unbiased,
-        ),
-        ("{self}.var({axis}, unbiased=False).unsqueeze({axis})", lambda a: unbiased(a) and one_axis(a) and a.keepdim),
-        ("torch.var_mean({self}, {axes}, correction=0, keepdim={keepdim})[0]", unbiased),
-    ],
-    "amax": [
-        ("{self}.amax({axes}, keepdim={keepdim})", lambda a: a.axes is not None),
-        ("torch.amax({self}, {axes}, {keepdim})", lambda a: a.axes is not None),
-        ("{self}.max({axis}, keepdim={keepdim}).values", one_axis),
-        ("torch.max({self}, {axis}, keepdim={keepdim})[0]", one_axis),
-        ("{self}.amax({axis}).unsqueeze({axis})", lambda a: one_axis(a) and a.keepdim),
-    ],
-    # order and shape
-    "t": ["{self}.t()", "{self}.T", "{self}.transpose(0, 1)", "{self}.mT", "{self}.permute(1, 0)"],
-    "transpose": [
-        "{self}.transpose({dim0}, {dim1})",
-        "torch.transpose({self}, {dim1}, {dim0})",
-        "{self}.swapaxes({dim0}, {dim1})",
-    ],
-    "permute": ["{self}.permute({dims})", "torch.permute({self}, {dims})"],
-    "view": ["{self}.view({size})", "{self}.reshape({size})"],
-    "reshape": ["{self}.reshape({shape})", "torch.reshape({self}, {shape})"],
-    "unsqueeze": [
-        "{self}.unsqueeze({dim})",
-        "torch.unsqueeze({self}, {dim})",
-        ("{self}[..., None]", lambda a: a.dim in (-1, a.rank - 1)),
-        ("{self}[:, None]", lambda a: a.dim == 1),
-    ],
-    "cat": ["torch.cat({tensors}, {dim})", "torch.cat({tensors}, dim={dim})", "torch.concat({tensors}, {dim})"],
-    "chunk": ["{self}.chunk({chunks}, {dim})", "torch.chunk({self}, {chunks}, dim={dim})"],
-    # casts
-    "to": ["{self}.to({type})", "{self}.to(dtype={type})", "{self}.type({type})"],
 }
