@@ -30,7 +30,7 @@ KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
     "RMS norm": ("rms_norm", "add_rms_norm"),
     "L2 norm": ("l2_norm",),
-    "gated MLP": ("gated_linear",),
+    "gated MLP": ("gated_linear", "gated_act"),
     "linear + act": ("linear_act",),
     "attention": ("attention",),
     "rotary": ("rotary",),
@@ -107,11 +107,12 @@ layer to Python. By hand, T5 adds a position bias and a mask, in 5.23 in the dec
 takes one of them. In training, Whisper of 5.17 draws a number for each layer and branches on it: Dynamo leaves both
 loops to Python, and the norms after them.
 
-Not counted, because it is not what the kind says. Mixtral's experts are no gated MLP over a linear layer: the default
-(`grouped_mm`) is one operator over stacked weights, in groups that depend on data; `batched_mm` gathers a weight for
-each token; the loop of `eager` depends on data, and Dynamo leaves it to Python. Whisper's two activations outside the
-layers follow convolutions. The patches of ViT and CLIP are convolutions without an activation, CLIP's projections
-linear layers without one.
+Mixtral's experts project with one operator over stacked weights (`grouped_mm`, the default), in groups that depend on
+data: what is recognised is the gate behind it, `gated_act`. With `experts_implementation="eager"` they are a loop that
+depends on data, and Dynamo leaves it to Python.
+
+Not counted, because it is not what the kind says. Whisper's two activations outside the layers follow convolutions. The
+patches of ViT and CLIP are convolutions without an activation, CLIP's projections linear layers without one.
 
 Written by `python -m benchmarks.recognition --out docs/recognition.md`.
 """

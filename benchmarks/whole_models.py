@@ -54,9 +54,9 @@ def sounds(batch: int, length: int) -> dict[str, Tensor]:
     return dict(input_features=torch.randn(batch, 80, 2 * LONGEST), labels=torch.randint(VOCABULARY, (batch, length)))
 
 
-def causal(kind: str, norms: int = 2, mlp: str = "gated MLP", **options) -> Subject:
+def causal(kind: str, norms: int = 2, **options) -> Subject:
     """A decoder with RMS norms in each layer and one at the end; rotary embeddings of queries and of keys."""
-    holds = {"RMS norm": (norms, 1), mlp: (1, 0), "attention": (1, 0), "rotary": (2, 0), "loss": (0, 1)}
+    holds = {"RMS norm": (norms, 1), "gated MLP": (1, 0), "attention": (1, 0), "rotary": (2, 0), "loss": (0, 1)}
     build = hugging_face(f"{kind}ForCausalLM", f"{kind}Config", **{**CAUSAL, **options})
     return Subject(build, tokens, holds)
 
@@ -84,7 +84,7 @@ SUBJECTS = {
     "qwen3": causal("Qwen3", norms=4, head_dim=16),  # queries and keys have norms of their own
     "gemma": causal("Gemma", head_dim=16),
     "mistral": causal("Mistral", head_dim=16),
-    "mixtral": causal("Mixtral", mlp="experts", num_local_experts=2),
+    "mixtral": causal("Mixtral", num_local_experts=2),
     "gpt2": Subject(MODELS["gpt2"].build, tokens, layers((2, 1), 1)),
     # Besides the layers: the embeddings' norm; pooler and head, each with an activation; the head's norm; two losses.
     "bert": Subject(hugging_face("BertForPreTraining", "BertConfig", **TEXT), padded, layers((2, 2), 2, (1, 2))),

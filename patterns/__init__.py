@@ -15,6 +15,7 @@ from fusion_backend.patterns import (
     dequantize_linear,
     dropout_add,
     dropout_add_layer_norm,
+    gated_act,
     gated_linear,
     group_norm,
     l2_norm,
