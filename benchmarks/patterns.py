@@ -61,7 +61,9 @@ class Work(NamedTuple):
             for i in (1, 3):
                 args[i] *= self.case["k"] ** -0.5
                 args[i] = args[i].t().contiguous().t() if self.linear else args[i]
-        return [a.requires_grad_(self.train) if isinstance(a, Tensor) else a for a in args]
+        for i, value in PLAIN.get(self.pattern, {}).items():
+            args[i] = value
+        return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
 
     def floor_ms(self, bandwidth: float) -> float:
         item = self.dtype.itemsize
@@ -69,12 +71,21 @@ class Work(NamedTuple):
             m, k, n = (self.case[name] for name in "mkn")
             moved = (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
             return max(moved / bandwidth, 4 * m * k * n * (3 if self.train else 1) / FLOPS) * 1e3
-        size = self.case.get("size") or self.case["rows"] * self.case["n"]
-        passes = {"add_mul": 4, "add_mul_exp": 3, "layer_norm": 5 if self.train else 2}
-        moved = size * (item + 1) if self.pattern == "quantize_int8" else size * item * passes[self.pattern]
+        size = self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
+        integers = self.pattern in ("quantize_int8", "quantize_per_token")
+        moved = size * (item + 1) if integers else size * item * PASSES[self.pattern][self.train]
         return moved / bandwidth * 1e3
 
 
+# How often a tensor of the size is read or written, at least: forward alone, and with the backward.
+PASSES = {
+    "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
+    "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
+}  # fmt: skip
+# Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
+PLAIN = {
+    "softmax": dict.fromkeys((1, 2, 3, 4)), "rms_norm": {2: None}, "add_rms_norm": {3: None}, "cross_entropy": {3: 0.0},
+}  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 WORK = [
     Work("add_mul", dict(size=20_000_000), F32),
@@ -85,6 +96,12 @@ WORK = [
     Work("quantize_int8", dict(size=64_000_000), BF16),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
+    *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS[:3]),
+    Work("rms_norm", dict(rows=16384, n=4096), BF16, train=True),
+    Work("add_layer_norm", dict(rows=16384, n=4096), BF16, train=True),
+    Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
+    Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
@@ -98,6 +115,10 @@ SMALL = [
     Work("quantize_int8", dict(size=10_000), F32),
     Work("layer_norm", dict(rows=64, n=256), BF16),
     Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
+    *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("softmax", "rms_norm", "add_rms_norm")),
+    Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("quantize_per_token", dict(rows=64, n=256), F32),
+    Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
 ]
@@ -117,11 +138,17 @@ def contenders(work: Work) -> dict[str, Callable]:
     }
 
 
-def step(fn: Callable, args: list, dy: Tensor | None) -> list[Tensor]:
+def step(fn: Callable, args: list, dys: list[Tensor] | None) -> list[Tensor]:
+    """The results, and with `dys` the gradients of the arguments."""
+    outs = results_of(fn, args)
+    if dys is None:
+        return outs
+    return [*outs, *torch.autograd.grad(outs, [a for a in args if isinstance(a, Tensor) and a.requires_grad], dys)]
+
+
+def results_of(fn: Callable, args: list) -> list[Tensor]:
     out = fn(*args)
-    if dy is None:
-        return [out]
-    return [out, *torch.autograd.grad(out, [a for a in args if isinstance(a, Tensor)], dy)]
+    return list(out) if isinstance(out, tuple) else [out]
 
 
 class Clock:
@@ -156,9 +183,16 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / statistics.median(clock(lambda: b.copy_(a)) for _ in range(10)) * 1e3
 
 
-def in_fp64(work: Work, args: list, dy: Tensor | None) -> list[Tensor]:
-    wide = [a.detach().double().requires_grad_(work.train) if isinstance(a, Tensor) else a for a in args]
-    return step(REGISTRY[work.pattern].reference, wide, None if dy is None else dy.double())
+def widened(args: list, dtype: torch.dtype) -> list:
+    floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+    return [
+        a.detach().to(dtype).requires_grad_(a.requires_grad) if yes else a for a, yes in zip(args, floats, strict=True)
+    ]
+
+
+def in_fp64(work: Work, args: list, dys: list[Tensor] | None) -> list[Tensor]:
+    wide = widened(args, torch.float64)
+    return step(REGISTRY[work.pattern].reference, wide, None if dys is None else [dy.double() for dy in dys])
 
 
 def error(got: list[Tensor], exact: list[Tensor]) -> float:
@@ -174,12 +208,13 @@ def measure(work: Work, clock: Clock, bandwidth: float, rounds: int, calls: int)
     torch.compiler.reset()
     args = work.arguments(device)
     with torch.set_grad_enabled(work.train):
-        dy = torch.randn_like(REGISTRY[work.pattern].reference(*args)) if work.train else None
+        outs = results_of(REGISTRY[work.pattern].reference, args)
+        dy = [torch.randn_like(out) for out in outs] if work.train else None
+        del outs
         fns, reports, errors, peaks = contenders(work), {}, {}, {}
         exact = in_fp64(work, args, dy)
         if not exact[0].is_floating_point():  # what has to be met is eager's integers
-            wide = [a.float() if isinstance(a, Tensor) else a for a in args]
-            exact = [REGISTRY[work.pattern].reference(*wide)]
+            exact = results_of(REGISTRY[work.pattern].reference, widened(args, torch.float32))
         for name, fn in fns.items():
             fusion_backend.reset()
             errors[name] = error(step(fn, args, dy), exact)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import triton
-from fusion_backend.patterns import add_mul_exp, gated_linear, layer_norm, quantize_int8
 
+from fusion_backend.kernels import norms
 from fusion_backend.kernels.launch import trial
+from fusion_backend.patterns import add_mul_exp, gated_linear, quantize_int8, softmax
 
 Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
 
@@ -42,7 +43,7 @@ def elementwise(device) -> Iterator[Config]:
         yield f"quantize_int8 f32 {size}", words, run
 
 
-def norms(device) -> Iterator[Config]:
+def normalisations(device) -> Iterator[Config]:
     big = torch.cuda.is_available()
     for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (64, 131072), (32768, 1024)) if big else ((64, 256),):
         x, w, b, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), n, n, (rows, n)))
@@ -50,20 +51,22 @@ def norms(device) -> Iterator[Config]:
         forward = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         forward = [c for c in forward if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
         forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        norm = norms.Norm(w, b, None, 1e-5, True)
         for c in forward:
-            run = functools.partial(layer_norm.forward, x, w, b, 1e-5, True, *c)
+            run = functools.partial(norms.forward, x, None, norm, True, c)
             yield f"layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
-        _, mean, rstd = layer_norm.forward(x, w, b, 1e-5, True, *layer_norm.forward_config(n, 2))
-        args = dy, x, w, mean, rstd, (True, True, True)
+        _, _, mean, rstd = norms.forward(x, None, norm, True)
+        needs = (True, True, True)
+        args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x)
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
                 words = f"rows={each} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(layer_norm.backward, *args, (block, each, warps, programs, stages))
+                run = functools.partial(norms.backward_short, *args, (block, each, warps, programs, stages))
                 yield f"layer_norm backward {rows}x{n}", words, run
         for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
             if n >= 8192 and cols // (32 * warps) == 8:
                 words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(layer_norm.backward_long, *args, (cols, warps, programs, stages))
+                run = functools.partial(norms.backward_long, *args, (cols, warps, programs, stages))
                 yield f"layer_norm backward {rows}x{n}", words, run
 
 
@@ -84,7 +87,26 @@ def gated(device) -> Iterator[Config]:
                 yield f"gated_linear {layout} m={m} k={k} n={n}", words, run
 
 
-SWEEPS = {"add_mul_exp": elementwise, "quantize_int8": elementwise, "layer_norm": norms, "gated_linear": gated}
+def softmaxes(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),):
+        x = torch.randn(rows, n, device=device, dtype=torch.bfloat16)
+        block = triton.next_power_of_2(n)
+        configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
+        configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        for c in configs:
+            run = functools.partial(softmax.forward, x, None, None, None, None, *c)
+            yield f"softmax {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+
+
+SWEEPS = {
+    "add_mul_exp": elementwise,
+    "quantize_int8": elementwise,
+    "layer_norm": normalisations,
+    "gated_linear": gated,
+    "softmax": softmaxes,
+}
 
 
 def sweep(names: list[str], clock: Callable, device: torch.device, out: Path | None, calls: int = 7) -> None:

@@ -132,7 +132,10 @@ class Op:
         taken = self.kernel_takes(args)
         if not own or not (pattern.can_inline_forward or (taken and choice["forward"] == "kernel")):
             return self.vjp(flat, needs, grads)
-        wanted = [needs[i] for i in self.tensor_fields]
+        needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
+        for name, other in pattern.backward_same.items():
+            needed[other] |= needed[name]
+        wanted = list(needed.values())
         if pattern.backward_plain:
             found = self.run_backward(*grads, *results, wanted, *flat)
         elif taken:
@@ -140,7 +143,9 @@ class Op:
             found = found if isinstance(found, tuple) else (found,)
         else:
             return self.vjp(flat, needs, grads)
-        by_field = dict(zip(self.tensor_fields, found, strict=True))
+        gradients = dict(zip(self.tensors, found, strict=True))
+        gradients |= {name: gradients[other] for name, other in pattern.backward_same.items()}
+        by_field = dict(zip(self.tensor_fields, gradients.values(), strict=True))
         return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
 
     def backward(self, *flat):

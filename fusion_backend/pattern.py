@@ -134,6 +134,7 @@ class Pattern:
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
         self.backward_plain = self.backward_result = False
+        self.backward_same: dict[str, str] = {}
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
@@ -198,16 +199,25 @@ class Pattern:
         self.saved_fn = fn
         return fn
 
-    def backward(self, fn: Callable | None = None, *, plain: bool = False, result: bool = False):
+    def backward(
+        self,
+        fn: Callable | None = None,
+        *,
+        plain: bool = False,
+        result: bool = False,
+        same: dict[str, str] | None = None,
+    ):
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
 
         `saved` carries the inputs by name, the kernel's saved tensors by name, with `result=True` the forward's result
         (a tuple where the pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient.
         With `plain=True` it launches no kernel: it is torch code that is better than the vjp of the
         reference, which is used where there is no backward; it may be differentiated again.
+        `same={"residual": "x"}`: residual has the gradient of x, and fn returns None for it.
         """
         if fn is None:
-            return functools.partial(self.backward, plain=plain, result=result)
+            return functools.partial(self.backward, plain=plain, result=result, same=same)
+        self.backward_same = same or {}
         self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
         return fn
 

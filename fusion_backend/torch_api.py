@@ -68,6 +68,11 @@ def sym_key(value):
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
+def assert_all(condition: torch.Tensor, message: str) -> None:
+    """An assertion where the tensor lives: a device-side one on CUDA, so that nothing waits for it."""
+    torch.ops.aten._assert_async.msg(condition.all(), message)
+
+
 def operators_go_to(mode, handler):
     """Have a tracer's mode hand every operator to `handler(op, types, args, kwargs)`. Returns what it did before."""
     before = mode.__torch_dispatch__

@@ -1,18 +1,22 @@
 """Residual sum and its layer normalisation: h = x + residual, and (h - mean) / sqrt(var + eps) · weight + bias.
 
-x and residual are `[..., n]`; weight and bias `[n]`, the bias may be missing. Returns the normalised value and h.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; weight and bias `[n]`,
+the bias may be missing. Returns the normalised value and h, both computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes, reject_vectors
 
 
-@Pattern
+@Pattern(inductor="reduction")
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -28,7 +32,38 @@ def _(x, residual, weight, bias, eps):
 
 @add_layer_norm.guard
 def _(x, residual, weight, bias, eps):
-    return reject_dtypes(x=x, residual=residual, weight=weight, bias=bias) or reject_dynamic(eps=eps)
+    return (
+        reject_rows(x)
+        or reject_shapes(x=x, residual=residual)
+        or reject_vectors(weight=weight, bias=bias)
+        or reject_dtypes(x=x, residual=residual, weight=weight, bias=bias)
+        or reject_dynamic(eps=eps)
+    )
+
+
+@add_layer_norm.worthwhile
+def _(x, residual, weight, bias, eps, training):
+    return UNMEASURED
+
+
+@add_layer_norm.kernel(saves=("mean", "rstd"))
+def _(x, residual, weight, bias, eps, save):
+    return forward(x, residual, Norm(weight, bias, None, eps, True), save)
+
+
+@add_layer_norm.saved
+def _(x, residual, weight, bias, eps):
+    h = (x + residual).reshape(-1, x.shape[-1]).float()
+    mean = h.mean(1)
+    return mean, torch.rsqrt((h - mean[:, None]).pow(2).mean(1) + eps)
+
+
+@add_layer_norm.backward(result=True, same={"residual": "x"})
+def _(saved, dy, dh):
+    norm = Norm(saved.weight, saved.bias, None, saved.eps, True)
+    needs = [saved.needs[name] for name in ("x", "weight", "bias")]
+    d, dweight, dbias = backward(dy, dh, saved.result[1], saved.mean, saved.rstd, norm, needs)
+    return d, None, dweight, dbias
 
 
 @add_layer_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

@@ -1,18 +1,22 @@
 """Residual sum and its RMS normalisation: h = x + residual, and h / sqrt(mean(h²) + eps) · (weight + offset).
 
-x and residual are `[..., n]`, weight `[n]`; offset may be missing (Gemma: 1). Returns the normalised value and h.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long, weight `[n]`; offset may
+be missing (Gemma: 1). Returns the normalised value and h, both computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes, reject_vectors
 
 
-@Pattern
+@Pattern(inductor="reduction")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, offset: float | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -30,7 +34,37 @@ def _(x, residual, weight, offset, eps):
 
 @add_rms_norm.guard
 def _(x, residual, weight, offset, eps):
-    return reject_dtypes(x=x, residual=residual, weight=weight) or reject_dynamic(offset=offset, eps=eps)
+    return (
+        reject_rows(x)
+        or reject_shapes(x=x, residual=residual)
+        or reject_vectors(weight=weight)
+        or reject_dtypes(x=x, residual=residual, weight=weight)
+        or reject_dynamic(offset=offset, eps=eps)
+    )
+
+
+@add_rms_norm.worthwhile
+def _(x, residual, weight, offset, eps, training):
+    return UNMEASURED
+
+
+@add_rms_norm.kernel(saves=("rstd",))
+def _(x, residual, weight, offset, eps, save):
+    y, h, _, rstd = forward(x, residual, Norm(weight, None, offset, eps, False), save)
+    return y, h, rstd
+
+
+@add_rms_norm.saved
+def _(x, residual, weight, offset, eps):
+    return torch.rsqrt((x + residual).reshape(-1, x.shape[-1]).float().pow(2).mean(1) + eps)
+
+
+@add_rms_norm.backward(result=True, same={"residual": "x"})
+def _(saved, dy, dh):
+    norm = Norm(saved.weight, None, saved.offset, saved.eps, False)
+    needs = (saved.needs["x"], saved.needs["weight"], False)
+    d, dweight, _ = backward(dy, dh, saved.result[1], None, saved.rstd, norm, needs)
+    return d, None, dweight
 
 
 @add_rms_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

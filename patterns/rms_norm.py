@@ -1,6 +1,7 @@
 """RMS normalisation over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
 
-x is `[..., n]`, weight `[n]`; weight and offset may be missing (Gemma: offset 1). The mean is taken in fp32.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be missing (Gemma: offset
+1). The mean is taken in fp32.
 Source: Zhang and Sennrich 2019, torch.nn.functional.rms_norm.
 """
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
 
 
-@Pattern
+@Pattern(inductor="reduction")
 def rms_norm(x: Tensor, weight: Tensor | None, offset: float | None, eps: float) -> Tensor:
     y = F.rms_norm(x, x.shape[-1:], None, eps)
     if weight is None and offset is not None:
@@ -38,7 +41,35 @@ def _(x, weight, offset, eps):
 
 @rms_norm.guard
 def _(x, weight, offset, eps):
-    return reject_dtypes(x=x, weight=weight) or reject_dynamic(offset=offset, eps=eps)
+    return (
+        reject_rows(x)
+        or reject_vectors(weight=weight)
+        or reject_dtypes(x=x, weight=weight)
+        or reject_dynamic(offset=offset, eps=eps)
+    )
+
+
+@rms_norm.worthwhile
+def _(x, weight, offset, eps, training):
+    return UNMEASURED
+
+
+@rms_norm.kernel(saves=("rstd",))
+def _(x, weight, offset, eps, save):
+    y, _, _, rstd = forward(x, None, Norm(weight, None, offset, eps, False), save)
+    return y, rstd
+
+
+@rms_norm.saved
+def _(x, weight, offset, eps):
+    return torch.rsqrt(x.reshape(-1, x.shape[-1]).float().pow(2).mean(1) + eps)
+
+
+@rms_norm.backward
+def _(saved, dy):
+    norm = Norm(saved.weight, None, saved.offset, saved.eps, False)
+    needs = (saved.needs["x"], saved.needs["weight"], False)
+    return backward(dy, None, saved.x, None, saved.rstd, norm, needs)[:2]
 
 
 @rms_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

@@ -1,19 +1,23 @@
 """Softmax over the last dimension: softmax(x · scale + mask), or with `fill` where `drop` is set.
 
-x is `[..., n]`; scale, the additive mask, and the boolean `drop` with its number `fill` may be missing. Masks
-broadcast.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; scale, the additive mask, and the boolean `drop` with
+its number `fill` may be missing. Masks broadcast. Computed in fp32; a row of -inf alone is NaN, as in torch.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.inputs import as_rows, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.rows import UNMEASURED, Broadcast, reject_broadcast, reject_rows, row_config
 
 
-@Pattern(reciprocal=True)
+@Pattern(reciprocal=True, inductor="reduction")
 def softmax(x: Tensor, scale: float | None, mask: Tensor | None, drop: Tensor | None, fill: float | None) -> Tensor:
     if (drop is None) != (fill is None) or (mask is not None and drop is not None):
         raise ValueError("one mask at most; drop and fill belong together")
@@ -37,9 +41,165 @@ def _(x, scale, mask, drop, fill):
 
 @softmax.guard
 def _(x, scale, mask, drop, fill):
-    return reject_dtypes(x=x, mask=mask) or reject_dynamic(scale=scale, fill=fill)
+    other = drop if mask is None else mask
+    return (
+        reject_dtypes(x=x, mask=mask)
+        or reject_rows(x)
+        or reject_broadcast(x, "mask" if drop is None else "drop", other)
+        or reject_dynamic(scale=scale, fill=fill)
+    )
+
+
+@softmax.worthwhile
+def _(x, scale, mask, drop, fill, training):
+    return UNMEASURED
+
+
+@softmax.kernel
+def _(x, scale, mask, drop, fill):
+    return forward(x, scale, mask, drop, fill, *row_config(x.shape[-1], x.element_size()))
+
+
+def forward(x, scale, mask, drop, fill, block, rows_each, warps):
+    """Grid: rows / rows_each."""
+    n, y = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    other = Broadcast(x, drop if mask is None else mask)
+    x, rows, stride = as_rows(x)
+    kernel, rest = (softmax_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_long_kernel, {})
+    launch(
+        kernel, ((rows + rows_each - 1) // rows_each,), x, other.tensor, y, rows, *other.sizes, *other.strides,
+        1.0 if scale is None else scale, 0.0 if fill is None else fill, STRIDE=stride, N=n, DROP=drop is not None,
+        BLOCK=block, num_warps=warps, **rest,
+    )  # fmt: skip
+    return y
+
+
+@softmax.backward(result=True)
+def _(saved, dy):
+    """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; that of x is ds · scale, 0 where dropped."""
+    y, n = saved.result, saved.x.shape[-1]
+    needs_mask = saved.mask is not None and saved.needs["mask"]
+    dx, ds = (
+        torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None
+        for need in (saved.needs["x"], needs_mask)
+    )
+    other = Broadcast(saved.x, saved.drop)
+    (dy, _, dy_stride), (y, rows, y_stride) = as_rows(dy), as_rows(y)
+    block, rows_each, warps = row_config(n, 2 * y.element_size())
+    kernel, rest = (softmax_backward_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_backward_long_kernel, {})
+    launch(
+        kernel, ((rows + rows_each - 1) // rows_each,), dy, y, other.tensor, dx, ds, rows, *other.sizes, *other.strides,
+        1.0 if saved.scale is None else saved.scale, DY_STRIDE=dy_stride, Y_STRIDE=y_stride, N=n, BLOCK=block,
+        num_warps=warps, **rest,
+    )  # fmt: skip
+    return dx, ds.sum_to_size(saved.mask.shape) if needs_mask else None, None
+
+
+@triton.jit
+def masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP: tl.constexpr):
+    """x with its mask, which is read where it broadcasts from."""
+    at = row // length // heads * m0 + row // length % heads * m1 + row % length * m2 + col * m3
+    m = tl.load(MASK + at, keep, 0)
+    if DROP:
+        return tl.where(m != 0, tl.cast(fill, tl.float32), x)
+    else:
+        return x + m.to(tl.float32)
+
+
+# Bytes: x once, y once, and the mask.
+@triton.jit
+def softmax_kernel(
+    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr, N: tl.constexpr,
+    DROP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    keep = (row < rows) & (col < N)
+    x = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+    if MASK is not None:
+        x = masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP)
+    x = tl.where(col < N, x, float("-inf"))
+    e = tl.exp2((x - tl.max(x, 1, keep_dims=True)) * 1.4426950408889634)
+    tl.store(Y + row * N + col, e / tl.sum(e, 1, keep_dims=True), keep)
+
+
+# Bytes: as above; the second reading of a row comes from L2.
+@triton.jit
+def softmax_long_kernel(
+    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr, N: tl.constexpr,
+    DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)  # the largest value of each lane, and its sum of e^(x - top)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, N, BLOCK):
+        keep = start + lane < N
+        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        if MASK is not None:
+            x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
+        x = tl.where(keep, x, float("-inf"))
+        top = tl.maximum(tops, x)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        sums = sums * tl.exp2((tops - shift) * 1.4426950408889634) + tl.exp2((x - shift) * 1.4426950408889634)
+        tops = top
+    top = tl.max(tops)
+    sums *= tl.exp2((tops - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
+    total = tl.sum(sums)
+    for start in tl.range(0, N, BLOCK):
+        keep = start + lane < N
+        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        if MASK is not None:
+            x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
+        tl.store(Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) / total, keep)
+
+
+# Bytes: dy and y once, dx once.
+@triton.jit
+def softmax_backward_kernel(
+    DY, Y, DROPPED, DX, DS, rows, heads, length, m0, m1, m2, m3, scale, DY_STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    keep = (row < rows) & (col < N)
+    dy = tl.load(DY + row * DY_STRIDE + col, keep, 0.0).to(tl.float32)
+    y = tl.load(Y + row * Y_STRIDE + col, keep, 0.0).to(tl.float32)
+    ds = y * (dy - tl.sum(y * dy, 1, keep_dims=True))
+    if DS is not None:
+        tl.store(DS + row * N + col, ds, keep)
+    if DX is not None:
+        if DROPPED is not None:
+            ds = masked(ds, DROPPED, row, col, keep, heads, length, m0, m1, m2, m3, 0.0, True)
+        tl.store(DX + row * N + col, ds * tl.cast(scale, tl.float32), keep)
+
+
+# Bytes: as above; the second readings come from L2.
+@triton.jit
+def softmax_backward_long_kernel(
+    DY, Y, DROPPED, DX, DS, rows, heads, length, m0, m1, m2, m3, scale, DY_STRIDE: tl.constexpr,
+    Y_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, N, BLOCK):
+        keep = start + lane < N
+        dy = tl.load(DY + row * DY_STRIDE + start + lane, keep, 0.0).to(tl.float32)
+        sums += tl.load(Y + row * Y_STRIDE + start + lane, keep, 0.0).to(tl.float32) * dy
+    total = tl.sum(sums)
+    for start in tl.range(0, N, BLOCK):
+        col = start + lane
+        dy = tl.load(DY + row * DY_STRIDE + col, col < N, 0.0).to(tl.float32)
+        ds = tl.load(Y + row * Y_STRIDE + col, col < N, 0.0).to(tl.float32) * (dy - total)
+        if DS is not None:
+            tl.store(DS + row * N + col, ds, col < N)
+        if DX is not None:
+            if DROPPED is not None:
+                ds = masked(ds, DROPPED, row, col, col < N, heads, length, m0, m1, m2, m3, 0.0, True)
+            tl.store(DX + row * N + col, ds * tl.cast(scale, tl.float32), col < N)
 
 
 @softmax.inputs(dict(rows=7, n=100), dict(rows=65536, n=2048))
 def _(tensor, rows, n):
-    return tensor(rows, n), 0.125, tensor(rows, n), tensor(rows, n) > 1, -1e9
+    return tensor(rows, n), 0.125, tensor(rows, n), tensor(rows, n) > 1, -1e4

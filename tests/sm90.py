@@ -16,19 +16,25 @@ import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import fusion_backend.patterns  # noqa: F401
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import fusion_backend.patterns  # noqa: F401
 from fusion_backend.kernels.launch import trial
 from fusion_backend.pattern import REGISTRY, Pattern
+from fusion_backend.template import with_kinds
+from fusion_backend.testing import supported_forms
 
 SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 HALF, FULL = torch.bfloat16, torch.float32
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.bool: "i1",
+    torch.int64: "i64",
+}  # fmt: skip
 
 # Pattern, case, dtype, does a backward follow?
 SITES = [
@@ -48,6 +54,20 @@ SITES = [
     ("layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), FULL, True),
     ("layer_norm", dict(rows=64, n=131072), HALF, True),
+    ("add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("rms_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_rms_norm", dict(rows=8192, n=8192), HALF, True),
+    ("add_rms_norm", dict(rows=2048, n=32768), HALF, True),
+    ("softmax", dict(rows=16384, n=4096), HALF, True),
+    ("softmax", dict(rows=8192, n=8192), HALF, True),
+    ("softmax", dict(rows=2048, n=32768), HALF, True),
+    ("softmax", dict(rows=2048, n=32768), FULL, True),
+    ("softmax", dict(rows=64, n=131072), HALF, True),
+    ("cross_entropy", dict(rows=8192, v=128256), HALF, True),
+    ("cross_entropy", dict(rows=8192, v=128256), FULL, True),
+    ("quantize_per_token", dict(rows=8192, n=4096), HALF, False),
+    ("quantize_per_token", dict(rows=64, n=131072), FULL, False),
     ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
     ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),
@@ -74,6 +94,20 @@ class Usage(NamedTuple):
     spilled: int  # bytes of stack and local memory a thread
     shared: int  # bytes a block
     tensor_core: str  # the matrix instruction, if any
+
+
+class Computed(TorchDispatchMode):
+    """Collects what launchers compute in torch: kernels read that, they do not write it."""
+
+    def __init__(self, seen: list[Tensor]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and "empty" not in func.__name__:
+            self.seen.append(out)
+        return out
 
 
 def storage(t: Tensor) -> int:
@@ -122,19 +156,22 @@ def launches(
     def tensor(*shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    args = pattern.inputs_fn(tensor, **case)
+    args = with_kinds(pattern, supported_forms(pattern)[0], list(pattern.inputs_fn(tensor, **case)))
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
     seen.extend(a for a in args if isinstance(a, Tensor))
-    with trial(record):
+    with trial(record), Computed(seen):
         results = pattern.kernel_fn(*args, *([backward] if pattern.saves else []))
         if backward:
-            out, *kept = results
+            results = results if isinstance(results, tuple) else (results,)
+            outs, kept = results[: pattern.outputs], results[pattern.outputs :]
             inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
-            needs = dict.fromkeys(inputs, True)
-            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=out, needs=needs)
-            seen.append(torch.empty_like(out))
-            pattern.backward_fn(saved, seen[-1])
+            needs = {name: isinstance(value, Tensor) for name, value in inputs.items()}
+            result = outs if len(outs) > 1 else outs[0]
+            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=result, needs=needs)
+            grads = [torch.empty_like(out) for out in outs]
+            seen.extend(grads)
+            pattern.backward_fn(saved, *grads)
     return found
 
 

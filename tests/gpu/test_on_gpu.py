@@ -21,10 +21,10 @@ KERNELS = {
     "add_mul": "add_mul_kernel",
     "add_mul_exp": "add_mul_exp_kernel",
     "quantize_int8": "quantize_int8_kernel",
-    "layer_norm": "layer_norm_kernel",
+    "layer_norm": "norm_kernel",
     "gated_linear": "gated_linear_kernel",
 }
-BACKWARD_KERNELS = {"layer_norm_backward_kernel", "layer_norm_sums_kernel"}
+BACKWARD_KERNELS = {"norm_backward_kernel", "add_up_kernel"}
 
 
 class AllFive(nn.Module):

@@ -1,0 +1,37 @@
+"""On a GPU: the kernels of every pattern that has them, through Inductor, against fp64."""
+
+import pytest
+import torch
+
+import fusion_backend
+from fusion_backend.backend import patterns
+from fusion_backend.testing import arguments, close, in_fp64, supported_forms, value_and_gradients
+
+pytestmark = pytest.mark.gpu
+WITH_KERNELS = {p.name: p for p in patterns() if p.kernel_fn is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("pattern", WITH_KERNELS.values(), ids=WITH_KERNELS)
+def test_compiled_with_its_kernels(pattern, dtype):
+    """The form with the most arguments and the one with the fewest; no worse than twice eager's distance."""
+    forms = supported_forms(pattern)
+    for kinds in dict.fromkeys((forms[0], forms[-1])):
+        args = arguments(pattern, kinds, dtype, device="cuda")
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+
+        def run(*given, args=args):
+            rest = iter(given)
+            return pattern.reference(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+        fusion_backend.reset()
+        torch.compiler.reset()
+        options = {"fusion.gate": "always", "fusion.only": [pattern.name]}
+        compiled = torch.compile(run, backend="fusion", options=options, dynamic=False)
+        exact = value_and_gradients(pattern.reference, in_fp64(args))
+        plain = value_and_gradients(pattern.reference, args)
+        for got, p, e in zip(value_and_gradients(compiled, tensors), plain, exact, strict=True):
+            assert close(got, p, e) == "", kinds
+        (site,) = fusion_backend.report().fused
+        if pattern.guard_fn is None or pattern.guard_fn(*args) is None:
+            assert site.forward == "kernel", site

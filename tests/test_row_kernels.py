@@ -1,0 +1,210 @@
+"""Kernels that work on rows: softmax, norms with a residual, cross entropy, per-token quantisation. Against fp64."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion_backend.kernels import norms
+from fusion_backend.pattern import REGISTRY, Reject
+from fusion_backend.patterns import quantize_per_token as per_token
+from fusion_backend.patterns import softmax as softmax_room
+from tests.test_kernels import CLOSE, FLOATS, distance, exact, randn, runs_kernels
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+SHAPES = [(1, 1), (5, 1), (7, 100), (3, 2049), (2, 3, 5, 33), (100,)]
+PART = (128, 1, 4)  # a configuration that walks through rows longer than 128
+
+
+def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=None, module=None):
+    """Results and gradients of a pattern's kernels against its reference in fp64."""
+    pattern = REGISTRY[name]
+    assert pattern.guard_fn(*args) is None
+    many = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
+    save = [True] if pattern.saves else []
+    got = many(pattern.kernel_fn(*args, *save) if kernel is None else kernel(*args))
+    inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
+    tensors = [p.name for p in pattern.params if p.tensor]
+    floats = [k for k in tensors if inputs[k] is not None and inputs[k].is_floating_point()]
+    needs = {k: k in floats and (needs is None or k in needs) for k in tensors}
+    leaves = {k: exact(v).requires_grad_(needs[k]) if k in floats else v for k, v in inputs.items()}
+    want = many(pattern.reference(*leaves.values()))
+    eager = many(pattern.reference(*args))
+    for g, w, e in zip(got, want, eager, strict=False):
+        assert (g.dtype, g.shape, g.stride()) == (e.dtype, e.shape, e.stride())
+        if w.numel() and w.is_floating_point():
+            assert distance(g, w) <= CLOSE[g.dtype]
+    if pattern.backward_fn is None or not any(needs.values()):
+        return got
+    grads = [randn(*w.shape, dtype=e.dtype) for w, e in zip(want, eager, strict=True)]
+    wanted = [k for k in tensors if needs[k]]
+    gradients = dict(zip(wanted, torch.autograd.grad(want, [leaves[k] for k in wanted],
+                                                     [g.double() for g in grads]), strict=True))  # fmt: skip
+    result = got[: pattern.outputs] if pattern.outputs > 1 else got[0]
+    saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, got[pattern.outputs :], strict=False)), result=result,
+                            needs=needs)  # fmt: skip
+    found = dict(zip(tensors, many(pattern.backward_fn(saved, *grads)), strict=True))
+    found |= {k: found[other] for k, other in pattern.backward_same.items()}
+    for k in wanted:
+        assert found[k].shape == inputs[k].shape and found[k].dtype == inputs[k].dtype
+        assert distance(found[k], gradients[k]) <= factor * CLOSE[inputs[k].dtype], k
+    return got
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax(shape, dtype):
+    check("softmax", randn(*shape, dtype=dtype), None, None, None, None)
+    check("softmax", randn(*shape, dtype=dtype), 0.125, randn(shape[-1], dtype=dtype), None, None)
+
+
+MASKS = [(2, 3, 5, 33), (2, 1, 5, 33), (3, 1, 33), (5, 33), (33,), (2, 1, 1, 33), (5, 1), (1, 1, 1, 1)]
+
+
+@runs_kernels
+@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_softmax_of_masks_that_broadcast(mask, walks, monkeypatch):
+    if walks:
+        monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
+    x = randn(2, 3, 5, 33)
+    constant = mask[-1] == 1  # a number added to a whole row changes nothing: its gradient is rounding alone
+    check("softmax", x, 0.5, randn(*mask), None, None, needs=["x"] if constant else None)
+    check("softmax", x, 0.5, randn(*mask), None, None, needs=[] if constant else ["mask"])
+    check("softmax", x, None, None, randn(*mask) > 0.3, -1e9)
+    check("softmax", x, 2.0, None, randn(*mask) > 0.3, 0.7)  # what is dropped has no gradient, whatever its weight
+
+
+@runs_kernels
+@pytest.mark.parametrize("walks", [False, True])
+def test_softmax_of_nan_and_infinity(walks, monkeypatch):
+    if walks:
+        monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
+    x = randn(6, 20)
+    x[0], x[1, 3], x[2, 5], x[3, 7], x[4, 2:] = -math.inf, -math.inf, math.nan, math.inf, -math.inf
+    kernel = REGISTRY["softmax"].kernel_fn
+    torch.testing.assert_close(kernel(x, None, None, None, None), torch.softmax(x, -1), equal_nan=True)
+    every = torch.ones(6, 1, dtype=torch.bool, device=x.device)
+    assert kernel(x, None, None, every, -math.inf).isnan().all()
+
+
+@runs_kernels
+def test_softmax_of_padded_rows_and_none():
+    check("softmax", randn(7, 128)[:, :100], 0.5, None, None, None)
+    check("softmax", randn(4, 3, 100).transpose(0, 1), None, None, None, None)
+    assert REGISTRY["softmax"].kernel_fn(randn(0, 5), None, None, None, None).shape == (0, 5)
+
+
+NORMS = {
+    "rms_norm": lambda x, r, w, b: (x, w, None, 1e-5),
+    "add_rms_norm": lambda x, r, w, b: (x, r, w, 1.0, 1e-5),
+    "add_layer_norm": lambda x, r, w, b: (x, r, w, b, 1e-5),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(7, 100), (3, 2049), (2, 3, 33), (100,)])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name, shape, dtype):
+    x, r = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    check(name, *NORMS[name](x, r, randn(shape[-1], dtype=dtype), randn(shape[-1], dtype=dtype)))
+
+
+@runs_kernels
+@pytest.mark.parametrize("needs", [["x"], ["weight"], ["residual"]])
+def test_add_rms_norm_computes_only_wanted_gradients(needs):
+    x, r, w = randn(7, 100), randn(7, 100), randn(100)
+    pattern = REGISTRY["add_rms_norm"]
+    wanted = {"x": needs[0] in ("x", "residual"), "weight": "weight" in needs}  # the op asks for x in its place
+    y, h, rstd = pattern.kernel_fn(x, r, w, None, 1e-5, True)
+    saved = SimpleNamespace(x=x, residual=r, weight=w, offset=None, eps=1e-5, rstd=rstd, result=(y, h), needs=wanted)
+    d, none, dw = pattern.backward_fn(saved, randn(7, 100), randn(7, 100))
+    assert none is None and (d is not None) == wanted["x"] and (dw is not None) == wanted["weight"]
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_long_rows(name, monkeypatch):
+    monkeypatch.setattr(norms, "row_config", lambda n, itemsize: PART)
+    monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
+    x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
+    check(name, *NORMS[name](x, r, w, b))
+
+
+@runs_kernels
+def test_rms_norm_without_a_weight():
+    check("rms_norm", randn(7, 100), None, None, 1e-5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reduction, smoothing", list(itertools.product(("mean", "sum", "none"), (0.0, 0.1))))
+@pytest.mark.parametrize("v", [1, 100, 9001])
+def test_cross_entropy(v, reduction, smoothing, dtype):
+    target = torch.arange(5) * 7 % v
+    target[1] = -100
+    for upcast in ("none", "fp32"):
+        if v > 1:  # of one class the loss is nothing but rounding
+            check("cross_entropy", randn(5, v, dtype=dtype), target, -100, smoothing, reduction, upcast)
+
+
+@runs_kernels
+def test_cross_entropy_as_torch_has_it():
+    kernel = REGISTRY["cross_entropy"].kernel_fn
+    x, none = randn(3, 10), torch.full((3,), -100)
+    assert kernel(x, none, -100, 0.0, "mean", "none", True)[0].isnan()
+    assert kernel(x, none, -100, 0.0, "sum", "none", True)[0] == 0
+    x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
+    target = torch.tensor([1, 2, 4])
+    got = kernel(x, target, -100, 0.0, "none", "none", True)[0]
+    torch.testing.assert_close(got, F.cross_entropy(x, target, reduction="none"), equal_nan=True)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        kernel(x, torch.tensor([1, 2, 10]), -100, 0.0, "none", "none", True)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("eps", [None, 1e-5, 0.05])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 8)])
+def test_quantize_per_token(shape, eps, dtype):
+    """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
+    x = randn(*shape, dtype=dtype) * 3
+    for config in (None, PART):
+        kernel = REGISTRY["quantize_per_token"].kernel_fn
+        if config is not None and shape[-1] > config[0]:
+            kernel = lambda *args: per_token.forward(*args, *PART)  # noqa: E731
+        q, scale = kernel(x, eps)
+        want, exactly = REGISTRY["quantize_per_token"].reference(x.float(), eps)
+        assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
+        torch.testing.assert_close(scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0)
+        if dtype != torch.float32:
+            want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
+        assert torch.equal(q, want)
+
+
+@runs_kernels
+def test_quantize_per_token_of_nan_and_zero():
+    x = randn(3, 40)
+    x[1, 3], x[2] = math.nan, 0.0
+    q, scale = REGISTRY["quantize_per_token"].kernel_fn(x, None)
+    torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
+    assert not q[1:].any()
+
+
+def test_refusals():
+    x, w = randn(4, 6), randn(6)
+    for name, args, sentence in [
+        ("softmax", (randn(2, 1, 1, 4, 6), None, randn(6), None, None), "5; the kernel takes up to 4"),
+        ("softmax", (x.t(), None, None, None, None), "the elements of a row are"),
+        ("add_rms_norm", (x, randn(6), w, None, 1e-5), "x has shape (4, 6) and residual (6,)"),
+        ("rms_norm", (x, randn(4, 6), None, 1e-5), "is not a plain vector"),
+        ("cross_entropy", (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"), "target has shape"),
+        ("quantize_per_token", (x.double(), None), "float64"),
+    ]:
+        answer = REGISTRY[name].guard_fn(*args)
+        assert isinstance(answer, Reject) and sentence in answer.reason, answer
