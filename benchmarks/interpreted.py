@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import sys
 
+import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import torch
 from torch import Tensor
 
-import fusion_backend.patterns  # noqa: F401  (fills the registry)
 from benchmarks.measure import distance
 from fusion_backend.kernels.launch import trial
 from fusion_backend.op import op_of

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 import triton
+from fusion_backend.patterns import add_mul_exp, gated_linear, quantize_int8, softmax
 
 from fusion_backend.kernels import norms
 from fusion_backend.kernels.launch import trial
-from fusion_backend.patterns import add_mul_exp, gated_linear, quantize_int8, softmax
 
 Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
 

@@ -42,6 +42,7 @@ __all__ = [
     "dequantize_linear",
     "dropout_add",
     "dropout_add_layer_norm",
+    "gated_act",
     "gated_linear",
     "group_norm",
     "l2_norm",

@@ -16,6 +16,7 @@ import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import fusion_backend.patterns  # noqa: F401
 import torch
 import triton
 from torch import Tensor
@@ -23,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import fusion_backend.patterns  # noqa: F401
 from fusion_backend.kernels.launch import trial
 from fusion_backend.pattern import REGISTRY, Pattern
 from fusion_backend.template import with_kinds

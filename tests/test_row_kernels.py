@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion_backend.patterns import quantize_per_token as per_token
+from fusion_backend.patterns import softmax as softmax_room
 
 from fusion_backend.kernels import norms
 from fusion_backend.pattern import REGISTRY, Reject
-from fusion_backend.patterns import quantize_per_token as per_token
-from fusion_backend.patterns import softmax as softmax_room
 from tests.test_kernels import CLOSE, FLOATS, distance, exact, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")

@@ -101,6 +101,8 @@ FOUND = [
     ("gated_linear", "glu", lambda x: F.glu(PACKED(x), -1), (X,)),
     *[("gated_linear", f"{how} {swap}", gated(PACKED, how, swap), (X,)) for how in ("chunk", "split") for swap in (0, 1)],
     ("gated_linear", "slices", gated(BARE, "slice"), (X,)),
+    ("gated_act", "swiglu", lambda x: F.silu(x[..., :8]) * x[..., 8:], (X,)),
+    ("gated_act", "glu", lambda x: F.glu(x.sin(), -1), (X,)),
     ("norm_linear", "layer", lambda x, w: LINEAR(F.layer_norm(x, (16,), w)), (X, ROW)),
     ("batch_norm", "relu", lambda x: F.relu(nn.functional.batch_norm(x, B[:4], B[:4].exp(), B[4:8])), (Q,)),
     ("group_norm", "silu", lambda x: F.silu(F.group_norm(x, 2, B[:4], B[:4])), (Q,)),
