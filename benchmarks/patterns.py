@@ -87,6 +87,7 @@ PLAIN = {
     "softmax": dict.fromkeys((1, 2, 3, 4)), "rms_norm": {2: None}, "add_rms_norm": {3: None}, "cross_entropy": {3: 0.0},
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
+FEW = [(192, 5120), (16, 8192), (4096, 768)]
 WORK = [
     Work("add_mul", dict(size=20_000_000), F32),
     Work("add_mul_exp", dict(size=20_000_000), F32),
@@ -97,9 +98,11 @@ WORK = [
     *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
     *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
-    *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS[:3]),
-    Work("rms_norm", dict(rows=16384, n=4096), BF16, train=True),
-    Work("add_layer_norm", dict(rows=16384, n=4096), BF16, train=True),
+    *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(Work(name, dict(rows=16384, n=4096), BF16, train) for train in (False, True)
+      for name in ("rms_norm", "add_layer_norm")),
+    *(Work(name, dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in FEW
+      for name in ("layer_norm", "softmax", "add_rms_norm")),
     Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 import triton
-from fusion_backend.patterns import add_mul_exp, gated_linear, quantize_int8, softmax
+from fusion_backend.patterns import (
+    add_mul_exp,
+    cross_entropy,
+    gated_linear,
+    quantize_int8,
+    quantize_per_token,
+    softmax,
+)
 
 from fusion_backend.kernels import norms
 from fusion_backend.kernels.launch import trial
@@ -100,12 +107,36 @@ def softmaxes(device) -> Iterator[Config]:
             yield f"softmax {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
 
 
+def quantisations(device) -> Iterator[Config]:
+    rows, n = (8192, 4096) if torch.cuda.is_available() else (64, 256)
+    x, block = torch.randn(rows, n, device=device, dtype=torch.bfloat16), triton.next_power_of_2(n)
+    for each, warps in itertools.product((1, 2, 4), (2, 4, 8, 16)):
+        run = functools.partial(quantize_per_token.forward, x, 1e-5, block, each, warps)
+        yield f"quantize_per_token {rows}x{n}", f"rows={each} warps={warps}", run
+
+
+def losses(device) -> Iterator[Config]:
+    rows, v = (8192, 128256) if torch.cuda.is_available() else (16, 1000)
+    x, target = torch.randn(rows, v, device=device, dtype=torch.bfloat16), torch.randint(v, (rows,), device=device)
+    lse, scale = torch.full((rows,), 12.0, device=device), torch.ones((), device=device)
+    for block, warps, stages in itertools.product((1024, 2048, 8192, 16384), (2, 4, 8, 16, 32), (1, 2)):
+        if 8 <= block // (32 * warps) <= 32:
+            how = (block, warps, stages)
+            words = f"BLOCK={block} warps={warps} stages={stages}"
+            run = functools.partial(cross_entropy.forward, x, target, -100, 0.0, how)
+            yield f"cross_entropy {rows}x{v}", words, run
+            run = functools.partial(cross_entropy.gradient, x, target, lse, scale, -100, 0.0, how)
+            yield f"cross_entropy backward {rows}x{v}", words, run
+
+
 SWEEPS = {
     "add_mul_exp": elementwise,
     "quantize_int8": elementwise,
     "layer_norm": normalisations,
     "gated_linear": gated,
     "softmax": softmaxes,
+    "quantize_per_token": quantisations,
+    "cross_entropy": losses,
 }
 
 

@@ -235,7 +235,8 @@ class Gate:
         if training and match.pattern.inductor == "pointwise":
             return Reject("in training Inductor fuses it too, and chooses what to save")
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
-        for n in (*arguments, *(u for r in match.roots for u in r.users)):
+        inside = {*match.interior, *match.roots}
+        for n in (*arguments, *(u for r in match.roots for u in r.users if u not in inside)):
             if is_lowered(n) and peel(self.canon.of[n]).op not in EXTERN and self.canon.of[n].op != "input":
                 return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
         return None

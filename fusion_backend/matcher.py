@@ -129,7 +129,7 @@ class Matcher:
         key = (t.pattern.name, root)
         if key not in self.misses or matched > self.misses[key].matched:
             node = there.nodes[0] if there is not None and there.nodes else where or root
-            self.misses[key] = Mismatch(t.pattern, root, matched, t.size, node, why)
+            self.misses[key] = Mismatch(t.pattern, root, min(matched, t.size), t.size, node, why)
 
     def other_roots(self, t: Template, unifier: Unifier, roots: list, env: dict) -> Iterator[tuple]:
         """Nodes for the other results: values inside the match, or what its arguments are used for."""

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.rows import RESULTS
 
 
 @Pattern(inductor="pointwise")
@@ -24,6 +25,11 @@ def add_mul(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
 @add_mul.guard
 def _(x, y, z):
     return reject_dtypes(x=x, y=y, z=z) or reject_layouts(x=x, y=y, z=z) or reject_dynamic(z=z)
+
+
+@add_mul.worthwhile
+def _(x, y, z, training):
+    return Reject(f"Inductor's kernel is as fast ({RESULTS})")
 
 
 @add_mul.kernel

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, assert_all, dynamic, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.inputs import as_rows, assert_all, dynamic, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.rows import UNMEASURED
 
 
@@ -65,29 +66,36 @@ def valid(target, ignore_index, classes):
 
 @cross_entropy.worthwhile
 def _(logits, target, ignore_index, smoothing, reduction, upcast, training):
-    return UNMEASURED
+    if not training or statically_known_true(logits.numel() < 1 << 26) or number(logits.shape[-1]) < 16384:
+        return UNMEASURED
 
 
 @cross_entropy.kernel(saves=("lse",))
 def _(logits, target, ignore_index, smoothing, reduction, upcast, save):
     dtype = torch.float32 if upcast == "fp32" else logits.dtype
-    v = logits.shape[-1]
-    x, rows, stride = as_rows(logits)
-    losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    counts = valid(target, ignore_index, v)
-    launch(
-        cross_entropy_kernel, (rows,), x, target, losses, lse, ignore_index, smoothing, STRIDE=stride, V=v,
-        **config(v),
-    )  # fmt: skip
+    counts = valid(target, ignore_index, logits.shape[-1])
+    losses, lse = forward(logits, target, ignore_index, smoothing)
     if reduction == "none":
         return losses.to(dtype), lse
     total = losses.sum()
     return (total if reduction == "sum" else total / counts.sum()).to(dtype), lse
 
 
-def config(v: int) -> dict:
-    block = min(8192, triton.next_power_of_2(v))
-    return dict(BLOCK=block, num_warps=max(4, block // 512))
+def config(v: int, block: int, warps: int, stages: int) -> dict:
+    block = min(block, triton.next_power_of_2(v))
+    return dict(BLOCK=block, num_warps=min(warps, max(4, block // 512)), STAGES=stages)
+
+
+def forward(logits, target, ignore_index, smoothing, how=(2048, 4, 1)):
+    """The loss of each row and the logarithm of the sum of its exponentials, in fp32. Grid: rows."""
+    v = number(logits.shape[-1])
+    x, rows, stride = as_rows(logits)
+    losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    launch(
+        cross_entropy_kernel, (rows,), x, target, losses, lse, ignore_index, smoothing, STRIDE=stride, V=v,
+        **config(v, *how),
+    )  # fmt: skip
+    return losses, lse
 
 
 @cross_entropy.saved
@@ -97,23 +105,29 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast):
 
 @cross_entropy.backward
 def _(saved, dloss):
-    logits, v = saved.logits, saved.logits.shape[-1]
-    scale = dloss.float()
+    scale = dloss.float().contiguous()
     if saved.reduction == "mean":
         scale = scale / (saved.target != saved.ignore_index).sum()
+    return gradient(saved.logits, saved.target, saved.lse, scale, saved.ignore_index, saved.smoothing), None
+
+
+def gradient(logits, target, lse, scale, ignore_index, smoothing, how=(8192, 16, 1)):
+    """That of the logits, where each row's loss has the gradient `scale` (one number, or one a row). Grid: rows."""
+    v = number(logits.shape[-1])
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, rows, stride = as_rows(logits)
     launch(
-        cross_entropy_backward_kernel, (rows,), x, saved.target, saved.lse, scale.contiguous(), d, saved.ignore_index,
-        saved.smoothing, EACH=saved.reduction == "none", STRIDE=stride, V=v, **config(v),
+        cross_entropy_backward_kernel, (rows,), x, target, lse, scale, d, ignore_index, smoothing, EACH=scale.dim() > 0,
+        STRIDE=stride, V=v, **config(v, *how),
     )  # fmt: skip
-    return d, None
+    return d
 
 
 # Bytes: logits once.
 @triton.jit
 def cross_entropy_kernel(
     X, TARGET, LOSS, LSE, ignore_index, smoothing, STRIDE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += row * STRIDE
@@ -121,14 +135,15 @@ def cross_entropy_kernel(
     tops = tl.full([BLOCK], float("-inf"), tl.float32)  # the largest logit of each lane, and its sum of e^(x - top)
     sums = tl.zeros([BLOCK], tl.float32)
     plain = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         keep = start + lane < V
         x = tl.load(X + start + lane, keep, float("-inf")).to(tl.float32)
         plain += tl.where(keep, x, 0.0)
-        top = tl.maximum(tops, x)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        sums = sums * tl.exp2((tops - shift) * 1.4426950408889634) + tl.exp2((x - shift) * 1.4426950408889634)
-        tops = top
+        # Of e^(top - new top) and e^(x - new top) one is 1: a single exponential. None for -inf after -inf.
+        e = tl.exp2(-tl.abs(x - tops) * 1.4426950408889634)
+        e = tl.where(x == float("-inf"), 0.0, e)
+        sums = tl.where(x > tops, sums * e + 1.0, sums + e)
+        tops = tl.maximum(tops, x)
     top = tl.max(tops)
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = tl.log(tl.sum(sums * tl.exp2((tops - shift) * 1.4426950408889634))) + shift
@@ -146,7 +161,7 @@ def cross_entropy_kernel(
 @triton.jit
 def cross_entropy_backward_kernel(
     X, TARGET, LSE, SCALE, D, ignore_index, smoothing, EACH: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -154,7 +169,7 @@ def cross_entropy_backward_kernel(
     lse = tl.load(LSE + row)
     smooth = tl.cast(smoothing, tl.float32)
     scale = tl.load(SCALE + (row if EACH else 0))
-    for start in tl.range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         col = start + lane
         x = tl.load(X + row * STRIDE + col, col < V, 0.0).to(tl.float32)
         d = tl.exp2((x - lse) * 1.4426950408889634) - smooth / V - tl.where(col == target, 1.0 - smooth, 0.0)

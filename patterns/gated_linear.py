@@ -20,6 +20,7 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import interpreted, launch
 from fusion_backend.kernels.activations import activate, activation_gradient
 from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes
+from fusion_backend.kernels.rows import RESULTS
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
 DECODE = 64  # rows up to which a step only streams the weights
@@ -71,6 +72,10 @@ def _(x, w1, b1, w2, b2, act, training):
     rows = math.prod(x.shape[:-1])
     if statically_known_true(rows <= DECODE):
         return Reject(f"{rows} rows fill too few tiles; such a step waits for the weights")
+    if training:
+        return Reject(f"Inductor's training step is as fast ({RESULTS})")
+    if k > 1024:
+        return Reject(f"with {k} columns of x the library's product wins ({RESULTS})")
     if k % 8 or n % 8:
         return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
     if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend import Pattern, Reject
+from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms import Norm, backward, forward
-from fusion_backend.kernels.rows import reject_rows, reject_vectors
+from fusion_backend.kernels.rows import RESULTS, reject_rows, reject_vectors
 
 
 @Pattern(inductor="reduction")
@@ -54,6 +55,14 @@ def _(x, weight, bias, eps):
         or reject_dtypes(x=x, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )
+
+
+@layer_norm.worthwhile
+def _(x, weight, bias, eps, training):
+    if training and number(x.shape[-1]) > 65536:
+        return Reject(f"Inductor's training step is faster for rows of more than 65536 ({RESULTS})")
+    if statically_known_true(x.numel() < (1 << 19 if training else 1 << 20)):
+        return Reject(f"Inductor is as fast on small tensors ({RESULTS})")
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))

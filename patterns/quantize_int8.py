@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.rows import RESULTS
 
 
 @Pattern(inductor="pointwise")
@@ -31,6 +32,11 @@ def _(x, scale, zero_point):
 @quantize_int8.guard
 def _(x, scale, zero_point):
     return reject_dtypes(x=x) or reject_layouts(x=x) or reject_dynamic(scale=scale, zero_point=zero_point)
+
+
+@quantize_int8.worthwhile
+def _(x, scale, zero_point, training):
+    return Reject(f"Inductor's kernel is as fast ({RESULTS})")
 
 
 @quantize_int8.kernel

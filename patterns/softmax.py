@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import UNMEASURED, Broadcast, reject_broadcast, reject_rows, row_config
+from fusion_backend.kernels.inputs import as_rows, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.rows import RESULTS, UNMEASURED, Broadcast, reject_broadcast, reject_rows, row_config
 
 
 @Pattern(reciprocal=True, inductor="reduction")
@@ -52,17 +53,20 @@ def _(x, scale, mask, drop, fill):
 
 @softmax.worthwhile
 def _(x, scale, mask, drop, fill, training):
-    return UNMEASURED
+    if mask is not None or drop is not None or number(x.shape[-1]) < 512:
+        return UNMEASURED
+    if training and statically_known_true(x.numel() < 1 << 24):
+        return Reject(f"Inductor's training step is as fast for small tensors ({RESULTS})")
 
 
 @softmax.kernel
 def _(x, scale, mask, drop, fill):
-    return forward(x, scale, mask, drop, fill, *row_config(x.shape[-1], x.element_size()))
+    return forward(x, scale, mask, drop, fill, *row_config(number(x.shape[-1]), x.element_size()))
 
 
 def forward(x, scale, mask, drop, fill, block, rows_each, warps):
     """Grid: rows / rows_each."""
-    n, y = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    n, y = number(x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other = Broadcast(x, drop if mask is None else mask)
     x, rows, stride = as_rows(x)
     kernel, rest = (softmax_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_long_kernel, {})
@@ -77,7 +81,7 @@ def forward(x, scale, mask, drop, fill, block, rows_each, warps):
 @softmax.backward(result=True)
 def _(saved, dy):
     """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; that of x is ds · scale, 0 where dropped."""
-    y, n = saved.result, saved.x.shape[-1]
+    y, n = saved.result, number(saved.x.shape[-1])
     needs_mask = saved.mask is not None and saved.needs["mask"]
     dx, ds = (
         torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None

@@ -130,7 +130,7 @@ def test_add_rms_norm_computes_only_wanted_gradients(needs):
 @runs_kernels
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_long_rows(name, monkeypatch):
-    monkeypatch.setattr(norms, "row_config", lambda n, itemsize: PART)
+    monkeypatch.setattr(norms, "forward_config", lambda *how: PART)
     monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
     x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
     check(name, *NORMS[name](x, r, w, b))
@@ -185,6 +185,15 @@ def test_quantize_per_token(shape, eps, dtype):
         if dtype != torch.float32:
             want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
         assert torch.equal(q, want)
+
+
+@runs_kernels
+def test_quantize_per_token_of_tiny_numbers():
+    for power in (-20, -60, -100, -120):
+        x = randn(4, 60) * 2.0**power
+        got = REGISTRY["quantize_per_token"].kernel_fn(x, None)
+        for g, w in zip(got, REGISTRY["quantize_per_token"].reference(x, None), strict=True):
+            assert torch.equal(g, w)
 
 
 @runs_kernels

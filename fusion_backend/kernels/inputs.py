@@ -14,9 +14,15 @@ from fusion_backend.torch_api import assert_all  # noqa: F401  (for rooms)
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def number(value):
+    """A symbolic size that can only be one number, as that number (a weight's shape has fixed it); else as it is."""
+    known = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
+    return value if known is None else known
+
+
 def dynamic(value) -> bool:
     """Is this size or scalar symbolic, so that a kernel cannot be compiled for its value?"""
-    return isinstance(value, (torch.SymInt, torch.SymFloat))
+    return isinstance(number(value), (torch.SymInt, torch.SymFloat))
 
 
 def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
@@ -69,8 +75,8 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     for it: only then does Triton know how wide its loads may be. The tensor itself is returned where it can be walked
     through like that, not a view: Inductor would compute a value anew for each view of it. Else a copy.
     """
-    *shape, n = x.shape
-    *strides, column = x.stride()
+    *shape, n = map(number, x.shape)
+    *strides, column = map(number, x.stride())
     rows = math.prod(shape)
     distance = strides[-1] if strides else n
     even = all(guard_or_false(strides[i] == strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 1))

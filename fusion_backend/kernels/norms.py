@@ -15,12 +15,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.inputs import as_rows, dynamic
+from fusion_backend.kernels.inputs import as_rows, dynamic, number
 from fusion_backend.kernels.launch import launch
-from fusion_backend.kernels.rows import multiprocessors, row_config
+from fusion_backend.kernels.rows import MAX_HELD, RESULTS, multiprocessors
+from fusion_backend.pattern import Reject
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
+
+
+SHORT = 32768  # bytes of a row up to which holding it pays in any case
+
+
+def not_forward(x: Tensor) -> Reject | None:
+    """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums, bf16, H200)."""
+    n = number(x.shape[-1])
+    if n * x.element_size() > SHORT or statically_known_true(x.numel() < 4 << 20):
+        return Reject(f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})", forward_only=True)
 
 
 class Norm(NamedTuple):
@@ -38,8 +50,8 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
 
     Grid: rows / rows_each.
     """
-    n = x.shape[-1]
-    block, rows_each, warps = config or row_config(n, x.element_size())
+    n = number(x.shape[-1])
+    block, rows_each, warps = config or forward_config(n, x.element_size(), residual is not None)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
@@ -134,7 +146,7 @@ def norm_long_kernel(
 
 def backward(dy, dh, h, mean, rstd, norm: Norm, needs, config=None):
     """Gradients of h, weight and bias, None where `needs` (three booleans) says no; dh is what h itself gets."""
-    n = h.shape[-1]
+    n = number(h.shape[-1])
     needs = (needs[0], needs[1] and norm.weight is not None, needs[2] and norm.bias is not None)
     out = torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs[0] else None
     mean = mean if norm.centred else None
@@ -143,11 +155,19 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, config=None):
     return out, *add_up(sums, h.dtype, *needs[1:])
 
 
-def backward_config(n: int) -> tuple[int, int, int, int, int]:
-    """BLOCK, rows at a time, warps, programs a multiprocessor, and stages of the loop over rows."""
+def forward_config(n: int, itemsize: int, residual: bool) -> tuple[int, int, int]:
+    """BLOCK, rows a program and warps; longer rows are walked through, sooner without a residual (H200, bf16)."""
     block = triton.next_power_of_2(n)
-    warps = max(4, block // 512 if block < 8192 else block // 256)
-    return block, max(1, 2048 // block), warps, max(1, 16 // warps), 2
+    if n * itemsize > (MAX_HELD if residual else SHORT):
+        return 8192, 1, 16
+    return block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024
+
+
+def backward_config(n: int) -> tuple[int, int, int, int, int]:
+    """BLOCK, rows at a time, warps, programs a multiprocessor, and stages of the loop over rows (swept on an H200)."""
+    block = triton.next_power_of_2(n)
+    warps = max(4, block // 512)
+    return block, max(1, 2048 // block), warps, max(1, 16 // warps), 3
 
 
 def partial_sums(h, needs, programs):
@@ -158,7 +178,7 @@ def partial_sums(h, needs, programs):
 
 def backward_short(dy, dh, h, mean, rstd, norm, needs, out, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
-    n = h.shape[-1]
+    n = number(h.shape[-1])
     block, rows_each, warps, programs, stages = config or backward_config(n)
     programs *= multiprocessors(h.device)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
@@ -219,7 +239,7 @@ def norm_backward_kernel(
 
 def backward_long(dy, dh, h, mean, rstd, norm, needs, out, config):
     """Two passes: the two means of every row, then the results, block of columns by block of columns."""
-    n = h.shape[-1]
+    n = number(h.shape[-1])
     cols, warps, programs, stages = config or (2048, 8, 4, 3)
     blocks = (n + cols - 1) // cols
     programs = max(1, multiprocessors(h.device) * programs // blocks)
