@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import platform
 import statistics
 import sys
@@ -27,7 +26,7 @@ import triton
 from torch import Tensor
 
 import fusion_backend
-from benchmarks.measure import distance, interleaved, milliseconds, peak_bytes
+from benchmarks.measure import distance, interleaved, milliseconds, peak_bytes, table_json
 from fusion_backend.backend import patterns
 from fusion_backend.pattern import REGISTRY
 
@@ -99,10 +98,17 @@ WORK = [
     *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
     *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
     *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
-    *(Work(name, dict(rows=16384, n=4096), BF16, train) for train in (False, True)
-      for name in ("rms_norm", "add_layer_norm")),
-    *(Work(name, dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in FEW
-      for name in ("layer_norm", "softmax", "add_rms_norm")),
+    *(
+        Work(name, dict(rows=16384, n=4096), BF16, train)
+        for train in (False, True)
+        for name in ("rms_norm", "add_layer_norm")
+    ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in FEW
+        for name in ("layer_norm", "softmax", "add_rms_norm")
+    ),
     Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
@@ -312,7 +318,7 @@ def main() -> None:
         print(show(results[-1]), flush=True)
         if args.out:  # after each, so that a lost machine loses one line
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(about | dict(results=results), indent=1) + "\n")
+            args.out.write_text(table_json(about, "results", results))
 
 
 if __name__ == "__main__":

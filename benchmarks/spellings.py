@@ -9,13 +9,13 @@ docs/catalogue.md is made of benchmarks/results/spellings.json.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
 
 import torch
 
+from benchmarks.measure import table_json
 from fusion_backend.backend import patterns, usable
 from fusion_backend.spelling.recall import Recall, recall
 
@@ -72,7 +72,7 @@ def main() -> None:
     if args.out:
         command = " ".join(["python -m benchmarks.spellings", *sys.argv[1:]])
         about = dict(torch=torch.__version__, command=command, count=args.count, seed=args.seed)
-        args.out.write_text(json.dumps(about | dict(rows=rows), indent=1) + "\n")
+        args.out.write_text(table_json(about, "rows", rows))
     total = {k: sum(r[k] for r in rows) for k in rows[0] if k not in ("pattern", "to_blame")}
     for mode in ("training", "inference"):
         print(f"{mode}: {total[f'recognised_in_{mode}']} of {total[mode]} spellings recognised")

@@ -1,0 +1,439 @@
+"""Words that are one expression, and words that are not: the cases of test_canonical.py."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+ROOT = 1 / math.sqrt(8)
+R, M, V, W, B, Q = (4, 6), (6, 6), (6,), (5, 6), (5,), (2, 4, 6, 8)  # rows, matrix, vectors, weight, its bias, heads
+MASK, INTS, LABELS, BYTES = "mask", "ints", "labels", "bytes"
+
+
+def in_place(x, y):
+    t = x + y
+    t.mul_(y)
+    return t.exp_()
+
+
+def in_place_through(alias):
+    """Written through another name for the whole."""
+
+    def fn(x, y):
+        t = x + y
+        alias(t).mul_(y)
+        alias(t).exp_()
+        return t
+
+    return fn
+
+
+def written_in_part(x, part):
+    t = x + 1
+    part(t).mul_(2)
+    return t.exp()
+
+
+def centred(x, power):
+    t = x - x.mean(-1, keepdim=True)
+    return t * power(t.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+# what is computed, on which inputs, in words that become one expression
+SAME = {
+    "sum": (
+        (M, M),
+        lambda x, y: x + y,
+        lambda x, y: torch.add(y, x),
+        lambda x, y: x - (-y),
+        lambda x, y: torch.sub(x, y, alpha=-1),
+        lambda x, y: x.add(y, alpha=1),
+    ),
+    "difference": (
+        (M, M),
+        lambda x, y: x - y,
+        lambda x, y: -y + x,
+        lambda x, y: torch.rsub(y, x),
+        lambda x, y: torch.subtract(x, y),
+        lambda x, y: torch.add(x, y, alpha=-1),
+    ),
+    "scaled sum": ((M, M), lambda x, y: torch.add(x, y, alpha=3), lambda x, y: x + 3 * y, lambda x, y: y * 3 + x),
+    "product": (
+        (M, M),
+        lambda x, y: x * y,
+        lambda x, y: torch.mul(y, x),
+        lambda x, y: torch.multiply(x, y),
+        lambda x, y: 1.0 * x * y,
+    ),
+    "product of numbers": ((M,), lambda x: x * 2 * 3, lambda x: 6 * x),
+    "sum of a product": ((M, M, M), lambda x, y, z: x + y * z, lambda x, y, z: torch.addcmul(x, z, y)),
+    "in place": (
+        (M, M),
+        in_place,
+        in_place_through(lambda t: t.view(t.shape)),
+        in_place_through(lambda t: t[:]),
+        in_place_through(lambda t: t),
+        lambda x, y: torch.exp((x + y) * y),
+    ),
+    "quotient": ((M, M), lambda x, y: x / y, torch.div, torch.divide, torch.true_divide),
+    "reciprocal": ((M,), lambda x: 1 / x, torch.reciprocal, lambda x: x**-1),
+    "square": ((M,), lambda x: x * x, torch.square, lambda x: x.pow(2), lambda x: x**2.0),
+    "root": ((M,), torch.sqrt, lambda x: x**0.5),
+    "reciprocal root": (
+        (M,),
+        torch.rsqrt,
+        lambda x: 1 / torch.sqrt(x),
+        lambda x: x.sqrt().reciprocal(),
+        lambda x: x**-0.5,
+    ),
+    "division by a root": ((M, M), lambda x, y: x / y.sqrt(), lambda x, y: x * torch.rsqrt(y)),
+    "exponential": ((M,), torch.exp, lambda x: x.exp(), lambda x: x.clone().exp_()),
+    "sigmoid": ((M,), torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x)), lambda x: (1 + (-x).exp()).reciprocal()),
+    "sigmoid of a multiple": ((M,), lambda x: torch.sigmoid(1.702 * x), lambda x: 1 / (1 + torch.exp(x * -1.702))),
+    "silu": (
+        (M,),
+        F.silu,
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x.sigmoid() * x,
+        lambda x: x / (1 + torch.exp(-x)),
+    ),
+    "tanh": ((M,), torch.tanh, F.tanh),
+    "softplus": ((R,), F.softplus, torch.nn.Softplus(), lambda x: F.softplus(x, 1, threshold=20.0)),
+    "mish": ((R,), F.mish, torch.nn.Mish(), lambda x: x * F.softplus(x).tanh(), lambda x: F.softplus(x).tanh() * x),
+    "defaults written out": ((R,), F.elu, lambda x: F.elu(x, 1.0), lambda x: F.elu(x, alpha=1.0)),
+    "gelu": (
+        (M,),
+        F.gelu,
+        lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+        lambda x: x * 0.5 * (1.0 + torch.erf(x * 0.7071067811865476)),
+    ),
+    "gelu by tanh": (
+        (R,),
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    ),
+    "relu": (
+        (M,),
+        F.relu,
+        lambda x: x.clamp(min=0),
+        lambda x: torch.clamp_min(x, 0.0),
+        lambda x: torch.maximum(x, torch.zeros_like(x)),
+        lambda x: torch.clip(x, 0),
+    ),
+    "at least one": ((M,), lambda x: torch.maximum(x, torch.ones_like(x)), lambda x: x.clamp(1)),
+    "clamp": (
+        (M,),
+        lambda x: x.clamp(-1, 1),
+        F.hardtanh,
+        lambda x: x.clamp_min(-1).clamp_max(1),
+        lambda x: x.clamp_max(1).clamp_min(-1),
+        lambda x: torch.minimum(x.clamp_min(-1), torch.ones_like(x)),
+    ),
+    "abs and round": ((M,), lambda x: torch.abs(x).round(), lambda x: torch.round(x.abs(), decimals=0)),
+    "where": (
+        (MASK, R, R),
+        lambda m, x, y: torch.where(m, x, y),
+        lambda m, x, y: torch.where(~m, y, x),
+        lambda m, x, y: torch.where(torch.logical_not(m), y, x),
+    ),
+    "masked fill": ((MASK, R), lambda m, x: x.masked_fill(m, -1.5), lambda m, x: torch.where(m, -1.5, x)),
+    "mean": ((R,), lambda x: x.mean(-1), lambda x: x.sum(1) / 6, lambda x: x.mean(1, keepdim=True).squeeze(-1)),
+    "mean, kept": (
+        (R,),
+        lambda x: x.mean(-1, keepdim=True),
+        lambda x: x.sum(1, keepdim=True) / x.shape[1],
+        lambda x: x.mean(-1).unsqueeze(-1),
+    ),
+    "variance": (
+        (R,),
+        lambda x: x.var(-1, unbiased=False),
+        lambda x: torch.var(x, 1, correction=0),
+        lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1),
+        lambda x: torch.var_mean(x, -1, correction=0)[0],
+    ),
+    "deviation": ((R,), lambda x: x.std(-1, unbiased=False), lambda x: x.var(-1, correction=0).sqrt()),
+    "largest": (
+        (R,),
+        lambda x: x.amax(-1),
+        lambda x: x.max(-1).values,
+        lambda x: torch.max(x, 1, keepdim=True)[0].squeeze(1),
+    ),
+    "length": (
+        (R,),
+        lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+        lambda x: torch.linalg.norm(x, dim=-1, keepdim=True),
+        lambda x: torch.linalg.norm(x, 2, -1, keepdim=True),
+        lambda x: (x * x).sum(-1, keepdim=True).sqrt(),
+    ),
+    "layer norm": (
+        (R, V, V),
+        lambda x, w, b: F.layer_norm(x, (6,), w, b),
+        lambda x, w, b: centred(x, torch.rsqrt) * w + b,
+        lambda x, w, b: b + w * ((x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()),
+    ),
+    "rms norm": (
+        (R, V),
+        lambda x, w: F.rms_norm(x, (6,), w, 1e-5),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)),
+    ),
+    "group norm": (
+        ((2, 4, 6), (4,), (4,)),
+        lambda x, w, b: F.group_norm(x, 2, w, b),
+        lambda x, w, b: torch.group_norm(x, 2, w, b, 1e-5),
+        lambda x, w, b: F.group_norm(x, 2) * w[:, None] + b[:, None],
+        lambda x, w, b: b.view(1, -1, 1) + w.unsqueeze(-1) * F.group_norm(x, 2),
+        lambda x, w, b: F.group_norm(x, 2, w) + b.view(4, 1),
+    ),
+    "group norm without a weight": (
+        ((2, 4, 6), (4,)),
+        lambda x, b: F.group_norm(x, 2, None, b),
+        lambda x, b: F.group_norm(x, 2) + b[:, None],
+    ),
+    "batch norm": (
+        (R, V, V),
+        lambda x, m, v: F.batch_norm(x, m, v * v),
+        lambda x, m, v: torch.batch_norm(x, None, None, m, v * v, False, 0.1, 1e-5, False),
+    ),
+    "batch norm of images": (
+        ((2, 4, 6, 6), (4,), (4,)),
+        lambda x, m, w: F.batch_norm(x, m, w * w, w, m),
+        lambda x, m, w: F.batch_norm(x, m, w * w) * w[:, None, None] + m[:, None, None],
+        lambda x, m, w: F.batch_norm(x, m, w * w) * w.view(1, -1, 1, 1) + m.view(1, 4, 1, 1),
+    ),
+    "softmax": (
+        (R,),
+        lambda x: x.softmax(-1),
+        lambda x: F.softmax(x, dim=1),
+        lambda x: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp(x - x.amax(-1, keepdim=True))),
+    ),
+    "linear": (
+        (R, W, B),
+        F.linear,
+        lambda x, w, b: x @ w.t() + b,
+        lambda x, w, b: torch.addmm(b, x, w.T),
+        lambda x, w, b: torch.matmul(x, w.transpose(0, 1)) + b,
+        lambda x, w, b: b + torch.mm(x, w.mT),
+        lambda x, w, b: x @ w.permute(1, 0) + b,
+    ),
+    "batch of products": (((2, 4, 6), (2, 6, 5)), torch.bmm, torch.matmul),
+    "batch of sums": (((2, 4, 5), (2, 4, 6), (2, 6, 5)), torch.baddbmm, lambda c, a, b: a @ b + c),
+    "product of integers": ((BYTES, BYTES), torch.ops.aten._int_mm, lambda q, w: torch.ops.aten._int_mm(q.clone(), w)),
+    "two transpositions": (
+        (R,),
+        lambda x: x.t().exp().t(),
+        lambda x: x.mT.exp().mT,
+        lambda x: x.permute(1, 0).exp().transpose(0, 1),
+    ),
+    "nothing": (
+        (R,),
+        lambda x: x.exp(),
+        lambda x: x.exp().contiguous(),
+        lambda x: x.exp().view(4, 6),
+        lambda x: x.exp().reshape(4, 6),
+        lambda x: x.t().contiguous().t().exp(),
+        lambda x: x.exp().unsqueeze(0).squeeze(0),
+        lambda x: F.dropout(x.exp(), 0.5, False),
+        lambda x: x.exp().expand(4, 6),
+        lambda x: x.exp().type_as(x),
+        lambda x: x.exp().to(x.dtype),
+        lambda x: torch.ops.aten.alias(x.exp()),
+        lambda x: F.dropout(x, 0.0).exp(),
+        lambda x: x.exp().expand_as(x),
+        lambda x: torch.ops.aten._unsafe_view(x.exp(), (4, 6)),
+        lambda x: x.exp()[None][0],
+        lambda x: x.exp().view(-1).view_as(x),
+        lambda x: x.exp().flatten().reshape_as(x),
+        lambda x: x.exp().view(2, 12).view(8, 3).reshape(4, 6),
+    ),
+    "flat": ((R,), lambda x: x.view(24), lambda x: x.flatten(), lambda x: x.reshape(-1)),
+    "rows": (((24,),), lambda x: x.view(2, 12), lambda x: x.unflatten(0, (2, 12)), lambda x: x.reshape(2, -1)),
+    "attention": (
+        (Q, Q, Q),
+        F.scaled_dot_product_attention,
+        lambda q, k, v: torch.softmax(q @ k.mT * ROOT, -1) @ v,
+        lambda q, k, v: torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * ROOT, -1) @ v,
+    ),
+    "attention with a mask": (
+        (Q, Q, Q, (6, 6)),
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m),
+        lambda q, k, v, m: torch.softmax(m + q @ k.transpose(-2, -1) * ROOT, -1) @ v,
+    ),
+    "heads repeated": (
+        (Q,),
+        lambda x: x.repeat_interleave(3, 1).exp(),
+        lambda x: x[:, :, None].expand(2, 4, 3, 6, 8).reshape(2, 12, 6, 8).exp(),
+    ),
+    "stack": (
+        (R, R),
+        lambda x, y: torch.stack([x, y], -1),
+        lambda x, y: torch.stack((x, y), dim=2),
+        lambda x, y: torch.cat((x.unsqueeze(-1), y[..., None]), -1),
+    ),
+    "every other": (
+        (R,),
+        lambda x: x[:, ::2] * x[:, 1::2].exp(),
+        lambda x: x.unflatten(-1, (-1, 2))[..., 0] * x.view(4, 3, 2)[..., 1].exp(),
+        lambda x: (lambda p: p[0] * p[1].exp())(x.reshape(4, -1, 2).unbind(-1)),
+        lambda x: x.view(4, 3, 2)[..., -2] * x.view(4, 3, 2).select(2, -1).exp(),
+    ),
+    "side by side": ((R, R), lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.concat((x, y), 1)),
+    "halves": (
+        (R,),
+        lambda x: x[:, :3] * x[:, 3:],
+        lambda x: (lambda p: p[0] * p[1])(x.chunk(2, -1)),
+        lambda x: (lambda p: p[0] * p[1])(x.split(3, 1)),
+        lambda x: (lambda p: p[0] * p[1])(x.split([3, 3], 1)),
+        lambda x: x.narrow(1, 0, 3) * x.narrow(-1, 3, 3),
+    ),
+    "glu": ((R,), F.glu, lambda x: x[:, :3] * torch.sigmoid(x[:, 3:])),
+    "numbers in tensors": (
+        (R,),
+        lambda x: x * 2.0,
+        lambda x: x * torch.full((), 2.0),
+        lambda x: x * torch.scalar_tensor(2.0),
+    ),
+    "cross entropy of rows that are cast": (
+        ((2, 2, 6), LABELS),
+        lambda x, t: F.cross_entropy(x.bfloat16().float().view(-1, 6), t),
+        lambda x, t: F.cross_entropy(x.bfloat16().view(-1, 6).float(), t),
+    ),
+    "cross entropy": (
+        (R, LABELS),
+        F.cross_entropy,
+        lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
+        lambda x, t: torch.ops.aten.nll_loss(torch.log_softmax(x, 1), t),
+    ),
+    "casts": (
+        (R,),
+        lambda x: x.to(torch.bfloat16).to(torch.float32),
+        lambda x: x.bfloat16().float(),
+        lambda x: torch.ops.aten._to_copy(x, dtype=torch.bfloat16).float(),
+    ),
+}
+
+# what must stay two expressions, and why
+OTHER = {
+    "division is no product with the reciprocal": ((R, R), lambda x, y: x / y, lambda x, y: x * y.reciprocal()),
+    "nor is division by a number": ((R,), lambda x: x / 3, lambda x: x * (1 / 3)),
+    "division that rounds": (
+        (R,),
+        lambda x: x / 3,
+        lambda x: torch.div(x, 3, rounding_mode="floor"),
+        lambda x: torch.div(x, 3, rounding_mode="trunc"),
+    ),
+    "operands of a difference": ((R, R), lambda x, y: x - y, lambda x, y: y - x),
+    "rounding modes": ((R,), torch.round, torch.floor, torch.ceil, torch.trunc, lambda x: torch.round(x, decimals=1)),
+    "integers are not looked through": (
+        (R,),
+        lambda x: x,
+        lambda x: x.int().float(),
+        lambda x: x.to(torch.int8).float(),
+    ),
+    "nor fp64": ((R,), lambda x: x.exp(), lambda x: x.double().exp().float()),
+    "lower above upper": ((R,), lambda x: x.clamp_min(1).clamp_max(-1), lambda x: x.clamp_max(-1).clamp_min(1)),
+    "biased and unbiased": (
+        (R,),
+        lambda x: x.var(-1),
+        lambda x: x.var(-1, correction=0),
+        lambda x: x.var(-1, correction=2),
+    ),
+    "eps inside and outside": ((R,), lambda x: 1 / (x.var(-1) + 1e-5).sqrt(), lambda x: 1 / (x.var(-1).sqrt() + 1e-5)),
+    "axes": ((M,), lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x.sum()),
+    "a count that is not the number of terms": ((R,), lambda x: x.mean(-1), lambda x: x.sum(-1) / 5),
+    "gelu and its neighbours": (
+        (R,),
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        F.silu,
+        lambda x: 0.5 * x * (1 + torch.erf(x)),
+        lambda x: 0.5 * x * (2 + torch.erf(x / 2**0.5)),
+    ),
+    "softplus and its neighbours": ((R,), F.softplus, lambda x: F.softplus(x, 2.0), lambda x: F.softplus(x, 1, 1.0)),
+    "elu and its neighbours": ((R,), F.elu, lambda x: F.elu(x, 0.5), F.selu, F.celu),
+    "sigmoid and its neighbours": (
+        (R,),
+        torch.sigmoid,
+        lambda x: 1 / (1 + torch.exp(x)),
+        lambda x: 1 / (2 + torch.exp(-x)),
+        lambda x: 2 / (1 + torch.exp(-x)),
+    ),
+    "the mask and its complement": ((MASK, R, R), torch.where, lambda m, x, y: torch.where(m, y, x)),
+    "attention masked by booleans": (
+        (Q, Q, Q, (6, 6)),
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m > 0),
+        lambda q, k, v, m: ((q @ k.mT * ROOT).masked_fill(m <= 0, -math.inf)).softmax(-1) @ v,
+    ),
+    "axes of attention": (
+        (Q, Q, Q),
+        lambda q, k, v: (q @ k.mT).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+        lambda q, k, v: (q @ v.mT).softmax(-1) @ k,
+    ),
+    "other indices": (
+        (Q, Q),
+        lambda q, k: torch.einsum("bhqd,bhkd->bhqk", q, k),
+        lambda q, k: torch.einsum("bhqd,bhkd->bhkq", q, k),
+    ),
+    "repeated the other way": (
+        (Q,),
+        lambda x: x.repeat_interleave(3, 1),
+        lambda x: x.repeat(1, 3, 1, 1),
+        lambda x: x.repeat_interleave(3, 2),
+    ),
+    "the order of parts": ((R, R), lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.cat([y, x], -1)),
+    "the two halves": ((R,), lambda x: x[:, :3], lambda x: x[:, 3:], lambda x: x[:, 1:4], lambda x: x[:, ::2]),
+    "a transposition": ((M,), lambda x: x @ x, lambda x: x @ x.t(), lambda x: x.t() @ x),
+    "weights of addmm": (
+        (R, W, B),
+        lambda x, w, b: torch.addmm(b, x, w.t()),
+        lambda x, w, b: torch.addmm(b, x, w.t(), beta=2),
+    ),
+    "detach": ((R,), lambda x: x.exp(), lambda x: x.exp().detach()),
+    "one group or channel for another": (
+        ((2, 4, 4), (4,)),
+        lambda x, w: F.group_norm(x, 2, w),
+        lambda x, w: F.group_norm(x, 4, w),
+        lambda x, w: F.group_norm(x, 2) * w,
+        lambda x, w: F.group_norm(x, 2) * w[0],
+        lambda x, w: F.group_norm(x, 2) + w[:, None],
+        lambda x, w: (F.group_norm(x, 2) + w[:, None]) * w[:, None],
+        lambda x, w: F.group_norm(x, 2, w) * w[:, None],
+    ),
+    "other pairs": (
+        (R,),
+        lambda x: x.view(4, 3, 2)[..., 0],
+        lambda x: x.view(4, 3, 2)[..., 1],
+        lambda x: x.view(4, 2, 3)[..., 0],
+        lambda x: x.view(4, 3, 2)[:, 0],
+        lambda x: x.view(2, 6, 2)[..., 0],
+    ),
+    "written in part": (
+        (R,),
+        lambda x: ((x + 1) * 2).exp(),
+        lambda x: written_in_part(x, lambda t: t[:, :1]),
+    ),
+    "norms": (
+        (R,),
+        lambda x: torch.linalg.norm(x, dim=-1),
+        lambda x: torch.linalg.norm(x, 1, -1),
+        lambda x: torch.linalg.norm(x, dim=(0, 1)),
+        lambda x: torch.linalg.norm(x, 2, (0, 1)),
+        lambda x: torch.linalg.norm(x),
+    ),
+    "numbers as they are held": (
+        (R,),
+        lambda x: x * 0.1,
+        lambda x: x * torch.full((), 0.1, dtype=torch.bfloat16),
+        lambda x: x * torch.full((), 0.1, dtype=torch.float16),
+        lambda x: x * torch.full((), 2.7, dtype=torch.int64),
+    ),
+    "two draws": ((R,), lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5))),
+    "another p": ((R,), lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.25)),
+    "sum of integers": ((INTS,), lambda x: x.sum(-1), lambda x: x.sum(-1, dtype=torch.float32)),
+    "exponents": ((R,), lambda x: x.pow(2), lambda x: x.pow(3), lambda x: x.pow(0.5), lambda x: x),
+    "training of batch norm": (
+        (R, V, V),
+        lambda x, m, v: F.batch_norm(x, m, v),
+        lambda x, m, v: F.batch_norm(x, None, None, training=True),
+    ),
+}
