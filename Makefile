@@ -20,7 +20,7 @@ demo: $(VENV)/.bench
 	$(PY) -m benchmarks.demo $(DEMO)
 
 # The whole suite in two halves side by side: each mostly waits for compilers.
-HALF := tests/oracle tests/test_models.py tests/test_recognition.py
+HALF := tests/oracle tests/test_models.py
 test: $(VENV)/.test
 ifneq ($(TESTS),)
 	$(PY) -m pytest $(TESTS)

@@ -162,6 +162,11 @@ class Gate:
         for m in (m for storage in results for m in self.writers.get(storage, ())):
             if self.order[m] < last_root:
                 return f"a result is changed before the last one, at {location(m)}"
+        if match.pattern.backward_result and self.training(match):
+            for r in match.roots:
+                for m in (m for storage in storages(r) for m in self.writers.get(storage, ())):
+                    if self.order[m] > self.order[r]:
+                        return f"a result that backward reads is changed afterwards, at {location(m)}"
         for storage in held:
             for m in self.writers.get(storage, ()):
                 if first < self.order[m] < last_root:

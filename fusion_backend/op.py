@@ -116,9 +116,10 @@ class Op:
         ctx.mark_non_differentiable(*saves)
         ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
         ctx.has = [isinstance(a, Tensor) for a in inputs]
-        kept = out if self.pattern.backward_result else saves  # a kept result may not be written to in place
-        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
         ctx.decision = {**DECISION, **keyword_only_inputs}
+        own = self.pattern.backward_result and ctx.decision["backward"] != "vjp"
+        kept = out if own else saves  # a kept result may not be written to in place
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
 
     def gradient(self, ctx, *grads):
         """The backward formula, run by autograd; under AOTAutograd it is traced."""
