@@ -19,6 +19,8 @@ from benchmarks.measure import distance
 from fusion_backend.kernels.launch import trial
 from fusion_backend.op import op_of
 from fusion_backend.pattern import REGISTRY, Pattern
+from fusion_backend.template import with_kinds
+from fusion_backend.testing import supported_forms
 
 
 def run(fn, args: list) -> tuple[list[Tensor], list[Tensor]]:
@@ -35,10 +37,17 @@ def run(fn, args: list) -> tuple[list[Tensor], list[Tensor]]:
     return [r.detach() for r in results], list(gradients)
 
 
+def accepted(pattern: Pattern, args: list, kinds: tuple[str, ...]) -> bool:
+    return pattern.guard_fn(*with_kinds(pattern, kinds, args)) is None
+
+
 def compare(pattern: Pattern) -> bool:
     """Print the pattern's line; are the kernels no worse than twice the plain code's error?"""
     generator = torch.Generator().manual_seed(0)
-    args = pattern.inputs_fn(lambda *shape: torch.randn(*shape, generator=generator), **pattern.cases[0])
+    args = list(pattern.inputs_fn(lambda *shape: torch.randn(*shape, generator=generator), **pattern.cases[0]))
+    args = with_kinds(pattern, supported_forms(pattern)[0], args)
+    if pattern.guard_fn is not None and pattern.guard_fn(*args) is not None:
+        args = with_kinds(pattern, next(k for k in supported_forms(pattern) if accepted(pattern, args, k)), args)
     launches = []
 
     def launch(kernel, grid, args, options):
@@ -54,7 +63,8 @@ def compare(pattern: Pattern) -> bool:
     with trial(launch):
         results, gradients = run(fused, args)
     plain = run(pattern.reference, args)
-    exact = run(pattern.reference, [a.double() if isinstance(a, Tensor) else a for a in args])
+    wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    exact = run(pattern.reference, wide)
     shapes = ", ".join("x".join(map(str, a.shape)) if isinstance(a, Tensor) else str(a) for a in args)
     line, ok = f"  {pattern.name:<24} {shapes:<32} kernel launches: {len(launches)};", bool(launches)
     if results[0].is_floating_point():
