@@ -14,7 +14,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.expressions import FREE, LIKE, hashable, peel, same
+from fusion_backend.expressions import FREE, LIKE, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match
@@ -23,7 +23,7 @@ from fusion_backend.options import Options
 from fusion_backend.pattern import Pattern, Reject
 from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
-from fusion_backend.views import Viewed, original, value_of
+from fusion_backend.views import Viewed, geometry, original, value_of
 
 EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -162,19 +162,16 @@ class Gate:
         for m in (m for storage in results for m in self.writers.get(storage, ())):
             if self.order[m] < last_root:
                 return f"a result is changed before the last one, at {location(m)}"
-        if match.pattern.backward_result and self.training(match):
-            for r in match.roots:
-                for m in (m for storage in storages(r) for m in self.writers.get(storage, ())):
-                    if self.order[m] > self.order[r]:
-                        return f"a result that backward reads is changed afterwards, at {location(m)}"
-        for storage in held:
+        for storage in held | results:
             for m in self.writers.get(storage, ()):
-                if first < self.order[m] < last_root:
+                if storage in held and first < self.order[m] < last_root:
                     return f"an argument may be changed in between, at {location(m)}"
                 # the op keeps its arguments for backward, where plain autograd may keep only what it made of them
                 later = is_lowered(m) and self.order[m] > last_root and isinstance(m.args[0], fx.Node)
-                if later and storage in storages(m.args[0]) and self.training(match):
-                    return f"an argument that backward reads is changed afterwards, at {location(m)}"
+                kept = storage in held or match.pattern.backward_result
+                if later and kept and storage in storages(m.args[0]) and self.training(match):
+                    what = "an argument" if storage in held else "a result"
+                    return f"{what} that backward reads is changed afterwards, at {location(m)}"
         return ""
 
     def crosses_state(self, nodes: list[fx.Node]) -> bool:
@@ -299,13 +296,6 @@ class Gate:
                 results = decision.value[: op.pattern.outputs]
                 kept = decision.value if op.pattern.backward_result else decision.value[op.pattern.outputs :]
                 op.backward(*results, *kept, [True] * len(op.tensors), *flat)
-
-
-def geometry(value) -> object:
-    """What the op's own shape rule can see of an argument."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.dtype, value.device, hashable(value.shape), hashable(value.stride())
 
 
 def shares_memory(results: tuple, values: list) -> bool:

@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
-from fusion_backend.expressions import LIKE, Expr, hashable, peel, same
+from fusion_backend.expressions import LIKE, Expr, peel, same
 from fusion_backend.fitting import Fitting, expected
 from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import Template, templates
 from fusion_backend.torch_api import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
 from fusion_backend.unify import Bound, Unifier
-from fusion_backend.views import Viewed, original, value_of
+from fusion_backend.views import Viewed, geometry, original, value_of
 
 REMEMBERED = 1000  # shapes a pattern
 NEAR = 50  # nodes to look at for each operator of a template, for a result that is not inside another
@@ -198,7 +198,7 @@ class Matcher:
         arguments = [match.arguments[p.name] for p in match.pattern.params]
         signatures = [self.signature(a) for a in arguments]
         exact = None in signatures  # some size is known at run time only
-        key = (match.template.kinds, *(map(self.signature_of_symbols, arguments) if exact else signatures))
+        key = (match.template.kinds, *((geometry(value_of(a)) for a in arguments) if exact else signatures))
         known = self.outcomes.setdefault(match.pattern, {}) if exact else match.pattern.memo.setdefault("outcomes", {})
         if key not in known:
             if len(known) > REMEMBERED:
@@ -232,14 +232,6 @@ class Matcher:
             plain = type(v) is FakeTensor and shape is not None and stride is not None
             self.signatures[argument] = (v.dtype, v.device, shape, stride) if plain else None
         return self.signatures[argument]
-
-    def signature_of_symbols(self, argument):
-        if isinstance(argument, Viewed):
-            return argument.steps, self.signature_of_symbols(argument.node)
-        if not isinstance(argument, fx.Node):
-            return argument
-        v = argument.meta["val"]
-        return v.dtype, v.device, hashable(v.shape), hashable(v.stride())
 
     def between(self, match: Match) -> set[fx.Node] | str:
         """The nodes inside; a sentence when the match reads something that is not among its arguments."""

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import fx
 
-from fusion_backend.expressions import Expr
+from fusion_backend.expressions import Expr, hashable
 from fusion_backend.torch_api import aten
 
 
@@ -55,6 +55,13 @@ def value_of(argument):
     if isinstance(argument, Viewed):
         return argument.value
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def geometry(value) -> object:
+    """What a shape rule can see of a fake value, symbols included; a number as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, hashable(value.shape), hashable(value.stride())
 
 
 def original(argument) -> torch.Tensor:

@@ -27,6 +27,19 @@ def fresh():
 
 
 @pytest.fixture
+def scratch():
+    """Forget patterns that a test defines."""
+    from fusion_backend.backend import patterns
+    from fusion_backend.pattern import unregister
+
+    before = {p.name for p in patterns()}
+    yield
+    for p in patterns():
+        if p.name not in before:
+            unregister(p.name)
+
+
+@pytest.fixture
 def poisoned_empties():
     """An element that a kernel never writes is NaN."""
     torch.use_deterministic_algorithms(True)

@@ -11,7 +11,7 @@ from torch import Tensor
 import fusion_backend
 from fusion_backend import Pattern, explain
 from fusion_backend.backend import FusionBackend
-from fusion_backend.pattern import PatternError, unregister
+from fusion_backend.pattern import PatternError
 from fusion_backend.testing import assert_fuses, check_pattern, rewritten
 
 
@@ -22,18 +22,6 @@ def both(x, y):
 @pytest.fixture
 def xy():
     return torch.randn(4, 8), torch.randn(4, 8)
-
-
-@pytest.fixture
-def scratch():
-    """Forget patterns that a test defines."""
-    from fusion_backend.backend import patterns
-
-    before = {p.name for p in patterns()}
-    yield
-    for p in patterns():
-        if p.name not in before:
-            unregister(p.name)
 
 
 def compiled(fn, **options):

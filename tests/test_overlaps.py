@@ -8,19 +8,9 @@ from torch import Tensor
 
 from fusion_backend import Pattern, explain
 from fusion_backend.backend import patterns
-from fusion_backend.pattern import PatternError, unregister
+from fusion_backend.pattern import PatternError
 from fusion_backend.template import templates
 from fusion_backend.testing import check_pattern, rewritten
-
-
-@pytest.fixture
-def scratch():
-    """Patterns of a test are gone after it."""
-    known = {p.name for p in patterns()}
-    yield
-    for p in patterns():
-        if p.name not in known:
-            unregister(p.name)
 
 
 def told(fn, *inputs):

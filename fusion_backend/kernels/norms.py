@@ -23,8 +23,6 @@ from fusion_backend.kernels.rows import MAX_HELD, RESULTS, multiprocessors
 from fusion_backend.pattern import Reject
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
-
-
 SHORT = 32768  # bytes of a row up to which holding it pays in any case
 
 
