@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,110 +26,11 @@ from torch import Tensor
 
 import fusion_backend
 from benchmarks.measure import distance, interleaved, milliseconds, peak_bytes, table_json
+from benchmarks.work import SMALL, WORK, Work
 from fusion_backend.backend import patterns
 from fusion_backend.pattern import REGISTRY
 
-FLOPS = 700e12  # dense bf16 with fp32 sums on an H200 SXM
 FLUSH = 256 << 20  # bytes, several times the L2
-NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-F32, BF16 = torch.float32, torch.bfloat16
-
-
-class Work(NamedTuple):
-    pattern: str
-    case: dict[str, int]
-    dtype: torch.dtype
-    train: bool = False
-    linear: bool = False  # weights lie in memory as those of nn.Linear do
-
-    @property
-    def name(self) -> str:
-        words = " ".join(f"{k}={v}" for k, v in self.case.items())
-        notes = " train" * self.train + " linear" * self.linear
-        return f"{self.pattern} {NAMES[self.dtype]} {words}{notes}"
-
-    def arguments(self, device: torch.device) -> list:
-        """Fresh random arguments; weights scaled so that outputs are of order one."""
-        args = list(
-            REGISTRY[self.pattern].inputs_fn(
-                lambda *shape: torch.randn(shape, device=device, dtype=self.dtype), **self.case
-            )
-        )
-        if self.pattern == "gated_linear":
-            for i in (1, 3):
-                args[i] *= self.case["k"] ** -0.5
-                args[i] = args[i].t().contiguous().t() if self.linear else args[i]
-        for i, value in PLAIN.get(self.pattern, {}).items():
-            args[i] = value
-        return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
-
-    def floor_ms(self, bandwidth: float) -> float:
-        item = self.dtype.itemsize
-        if self.pattern == "gated_linear":
-            m, k, n = (self.case[name] for name in "mkn")
-            moved = (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
-            return max(moved / bandwidth, 4 * m * k * n * (3 if self.train else 1) / FLOPS) * 1e3
-        size = self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
-        integers = self.pattern in ("quantize_int8", "quantize_per_token")
-        moved = size * (item + 1) if integers else size * item * PASSES[self.pattern][self.train]
-        return moved / bandwidth * 1e3
-
-
-# How often a tensor of the size is read or written, at least: forward alone, and with the backward.
-PASSES = {
-    "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
-    "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
-}  # fmt: skip
-# Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
-PLAIN = {
-    "softmax": dict.fromkeys((1, 2, 3, 4)), "rms_norm": {2: None}, "add_rms_norm": {3: None}, "cross_entropy": {3: 0.0},
-}  # fmt: skip
-ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
-FEW = [(192, 5120), (16, 8192), (4096, 768)]
-WORK = [
-    Work("add_mul", dict(size=20_000_000), F32),
-    Work("add_mul_exp", dict(size=20_000_000), F32),
-    Work("add_mul_exp", dict(size=100_000_000), F32),
-    Work("quantize_int8", dict(size=10_000_000), F32),
-    Work("quantize_int8", dict(size=50_000_000), F32),
-    Work("quantize_int8", dict(size=64_000_000), BF16),
-    *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
-    *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
-    *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
-    *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
-    *(
-        Work(name, dict(rows=16384, n=4096), BF16, train)
-        for train in (False, True)
-        for name in ("rms_norm", "add_layer_norm")
-    ),
-    *(
-        Work(name, dict(rows=rows, n=n), BF16, train)
-        for train in (False, True)
-        for rows, n in FEW
-        for name in ("layer_norm", "softmax", "add_rms_norm")
-    ),
-    Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
-    Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
-    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
-    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
-    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
-    Work("gated_linear", dict(m=16384, k=512, n=2048), BF16, linear=True),
-    Work("gated_linear", dict(m=8192, k=4096, n=14336), BF16, linear=True),
-    Work("gated_linear", dict(m=16, k=4096, n=14336), BF16, linear=True),
-]
-SMALL = [
-    Work("add_mul", dict(size=10_000), F32),
-    Work("add_mul_exp", dict(size=10_000), F32),
-    Work("quantize_int8", dict(size=10_000), F32),
-    Work("layer_norm", dict(rows=64, n=256), BF16),
-    Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
-    *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("softmax", "rms_norm", "add_rms_norm")),
-    Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
-    Work("quantize_per_token", dict(rows=64, n=256), F32),
-    Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
-    Work("gated_linear", dict(m=64, k=64, n=64), F32),
-    Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
-]
 
 
 def contenders(work: Work) -> dict[str, Callable]:
