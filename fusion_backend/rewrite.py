@@ -17,6 +17,7 @@ from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
 from fusion_backend.gate import Decision
 from fusion_backend.op import op_of
+from fusion_backend.recompute import MARK, computed_again
 from fusion_backend.torch_api import pytree
 from fusion_backend.views import Viewed, step_of
 
@@ -92,6 +93,7 @@ class Writer:
         self.touched: set[fx.Node] = set()  # Dynamo nodes
 
     def write(self, accepted: list[Decision], bodies: dict[str, fx.GraphModule]) -> fx.GraphModule:
+        self.again = computed_again(self.view, accepted)
         for d in accepted:
             self.apply(d)
         self.groups: dict[fx.Node, list[fx.Node]] = {}
@@ -164,6 +166,8 @@ class Writer:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
                 if hasattr(d, "_dynamo_source"):
                     dynamo[d]._dynamo_source = d._dynamo_source
+                if self.again and self.again.issuperset(self.groups.get(d, {None})):
+                    dynamo[d].meta |= MARK
                 held = self.view.value.get(d)
                 if isinstance(held, fx.Node):
                     atens[self.now(held)] = dynamo[d]
@@ -171,6 +175,8 @@ class Writer:
             for n in self.groups.get(d, ()):
                 atens[n] = graph.node_copy(n, lambda x: atens[x])
                 clean(atens[n])
+                if n in self.again:
+                    atens[n].meta |= MARK
                 if "in_place" in n.meta:
                     draw_in_place(atens[n])
             dynamo[d] = self.result(d, atens)

@@ -55,6 +55,28 @@ assert site.fused and (site.forward, site.backward) == ("kernel", "kernel"), str
 (node,) = fused_nodes(new)
 assert node.kwargs == {"forward": "kernel", "backward": "kernel", "save": True}
 """,
+    "an argument that Inductor would compute again is marked for it": """
+def marked(fn, grad=True):
+    shapes = (64, 4096), (4096,), (4096,)
+    model = lambda x, w, b: fn(x, lambda h: F.layer_norm(h, (4096,), w, b))
+    gm, new, record = run(model, *shapes, grad=grad, gate="always")
+    assert any(s.fused and s.pattern == "layer_norm" for s in record.sites), record
+    return [n.name for n in new.graph.nodes if n.meta.get("recompute") is not None]
+def check(found, wanted):
+    assert found == wanted, found
+check(marked(lambda x, norm: norm(F.gelu(x))), ["gelu"])
+check(marked(lambda x, norm: norm(x.cos() * 2 + 1)), ["cos", "mul", "add"])
+check(marked(lambda x, norm: norm(F.gelu(x)) + F.gelu(x).sin()), ["gelu"])
+check(marked(lambda x, norm: norm(x.relu())), [])  # its own result is kept in any case
+check(marked(lambda x, norm: norm(x * 2)), [])
+check(marked(lambda x, norm: norm(x)), [])
+def product(x, norm):
+    h = x.cos()
+    return norm(h) @ (h.t() @ h)  # kept for the product
+check(marked(product), [])
+check(marked(lambda x, norm: norm(x.detach().cos())), [])  # nothing is kept for it
+check(marked(lambda x, norm: norm(F.gelu(x)), grad=False), [])
+""",
     "inference saves nothing": """
 gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b), (64, 4096), (4096,), (4096,), gate="always")
 (node,) = fused_nodes(new)
