@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-
-def table_json(about: dict, name: str, rows: list[dict]) -> str:
-    """A JSON object whose rows under `name` have a line each."""
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    return f'{json.dumps(about, indent=1)[:-2]},\n "{name}": [\n  {lines}\n ]\n}}\n'
 
 
 def synchronize(device: torch.device) -> None:

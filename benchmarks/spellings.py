@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import table_json
+from benchmarks.results import table_json
 from fusion_backend.backend import patterns, usable
 from fusion_backend.spelling.recall import Recall, recall
 

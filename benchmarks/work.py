@@ -1,6 +1,7 @@
 """The pieces of work that `benchmarks.patterns` measures: a pattern, sizes and a dtype, and the floor of each.
 
 A new kernel adds its sizes to WORK, one small one to SMALL, and how often it must move its tensor to PASSES.
+Operations are counted from the reference (benchmarks/counting.py), bytes too where PASSES has no line.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.counting import operations, size_of
 from fusion_backend.pattern import REGISTRY
 
-FLOPS = 700e12  # dense bf16 with fp32 sums on an H200 SXM
-NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 F32, BF16 = torch.float32, torch.bfloat16
+L2 = 48e6  # bytes; work that moves fewer may stay in the L2 of the GPUs this is for (50 to 60 MB)
 
 
 class Work(NamedTuple):
@@ -45,16 +47,37 @@ class Work(NamedTuple):
             args[i] = value
         return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
 
-    def floor_ms(self, bandwidth: float) -> float:
+    def floor_ms(self, bandwidth: float, matrix: float) -> float:
+        """The least time, given bytes and matrix operations a second."""
+        return max(self.bytes / bandwidth, self.flops / matrix) * 1e3
+
+    @property
+    def bytes(self) -> int:
+        """What must be read and written, at least."""
         item = self.dtype.itemsize
         if self.pattern == "gated_linear":
             m, k, n = (self.case[name] for name in "mkn")
-            moved = (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
-            return max(moved / bandwidth, 4 * m * k * n * (3 if self.train else 1) / FLOPS) * 1e3
-        size = self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
-        integers = self.pattern in ("quantize_int8", "quantize_per_token")
-        moved = size * (item + 1) if integers else size * item * PASSES[self.pattern][self.train]
-        return moved / bandwidth * 1e3
+            return (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
+        if self.pattern in ("quantize_int8", "quantize_per_token"):
+            return self.size * (item + 1)
+        if self.pattern in PASSES:
+            return self.size * item * PASSES[self.pattern][self.train]
+        args = self.arguments(torch.device("meta"))
+        return size_of(REGISTRY[self.pattern].reference, args, self.train)
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor that counts."""
+        return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
+
+    @property
+    def flops(self) -> int:
+        return operations(REGISTRY[self.pattern].reference, self.arguments(torch.device("meta")), self.train)
+
+    @property
+    def small(self) -> bool:
+        """Does it fit in the L2?"""
+        return self.bytes <= L2
 
 
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.

@@ -1,0 +1,209 @@
+"""The ways to compute a piece of work, and what each of them does with it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fusion_backend
+from benchmarks.accuracy import errors, wrong
+from benchmarks.measure import peak_bytes, synchronize
+from benchmarks.results import FAILED, WRONG, Contender, Row, Spread
+from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict, whole_calls
+from benchmarks.work import NAMES, Work
+from fusion_backend.pattern import REGISTRY
+
+TWIN = "inductor-again"
+Maker = Callable[[Callable], Callable]  # reference -> the function that is timed
+
+
+HOW = {  # what torch.compile is told
+    "inductor": {},
+    "max-autotune": dict(mode="max-autotune-no-cudagraphs"),
+    "fusion": dict(backend="fusion"),
+    "fusion-always": dict(backend="fusion", options={"fusion.gate": "always"}),
+}
+
+
+def compiled(how: dict) -> Maker:
+    return lambda reference: torch.compile(lambda *args: reference(*args), dynamic=False, **how)
+
+
+CONTENDERS: dict[str, Maker] = {
+    "eager": lambda reference: reference,
+    **{name: compiled(how) for name, how in HOW.items()},
+}
+
+
+class Bench(NamedTuple):
+    """Where measurements are made: the clock, and the ceilings it found."""
+
+    clock: Clock
+    copy_bytes_s: float
+    matrix_flops_s: float
+    rounds: int
+
+    @classmethod
+    def of(cls, device: torch.device, rounds: int | None = None) -> Bench:
+        default = ROUNDS if device.type == "cuda" else 3
+        return cls(Clock(device), copy_bandwidth(device), matrix_rate(device), rounds or default)
+
+
+def step(fn: Callable, args: list, dys: list[Tensor] | None) -> list[Tensor]:
+    """The results, and with `dys` the gradients of the arguments."""
+    outs = results_of(fn, args)
+    if dys is None:
+        return outs
+    return [*outs, *torch.autograd.grad(outs, [a for a in args if isinstance(a, Tensor) and a.requires_grad], dys)]
+
+
+def results_of(fn: Callable, args: list) -> list[Tensor]:
+    out = fn(*args)
+    return list(out) if isinstance(out, tuple) else [out]
+
+
+def widened(args: list, dtype: torch.dtype) -> list:
+    floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+    return [
+        a.detach().to(dtype).requires_grad_(a.requires_grad) if yes else a for a, yes in zip(args, floats, strict=True)
+    ]
+
+
+def exactly(work: Work, args: list, dys: list[Tensor] | None) -> list[Tensor]:
+    """The step in fp64. Of a pattern that gives integers, in fp32: what has to be met is eager's integers."""
+    reference = REGISTRY[work.pattern].reference
+    exact = step(reference, widened(args, torch.float64), None if dys is None else [dy.double() for dy in dys])
+    return exact if exact[0].is_floating_point() else results_of(reference, widened(args, torch.float32))
+
+
+def saved_bytes(fn: Callable, args: list) -> int:
+    """Bytes of the tensors that the forward keeps for the backward, each storage once.
+
+    Compiled functions keep theirs with ctx.save_for_backward, which the hooks see as well.
+    """
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outs = fn(*args)  # held, so that no address comes twice
+    del outs
+    return sum(storages.values())
+
+
+def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> Row:
+    """Everything about one piece of work. A contender that raises, or is wrong, is marked; the others go on."""
+    row = Row(
+        work.name, work.pattern, work.case, NAMES[work.dtype], work.train, work.linear, bytes=work.bytes,
+        flops=work.flops, intensity=work.flops / work.bytes,
+        floor_ms=work.floor_ms(bench.copy_bytes_s, bench.matrix_flops_s), contenders=[],
+    )  # fmt: skip
+    torch.compiler.reset()
+    with torch.set_grad_enabled(work.train):
+        fns = first_calls(work, bench.clock.device, makers, row)
+        times(work, bench, fns, row)
+    return row
+
+
+def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row: Row) -> dict[str, Callable]:
+    """Compile, check and weigh every contender; returns those that can be timed."""
+    reference, args = REGISTRY[work.pattern].reference, work.arguments(device)
+    outs = results_of(reference, args)
+    dys = [torch.randn_like(out) for out in outs] if work.train else None
+    exact, fns = None, {}
+    del outs
+    try:
+        exact = exactly(work, args, dys)
+        plain = step(reference, args, dys)
+    except torch.OutOfMemoryError:
+        row.note = "out of memory for fp64: no errors"
+    for name, make in makers.items():
+        mine = Contender(name)
+        row.contenders.append(mine)
+        fusion_backend.reset()
+        start = time.perf_counter()
+        try:
+            fn = make(reference)
+            got = step(fn, args, dys)
+            synchronize(device)
+            mine.compile_s = time.perf_counter() - start
+            what = ""
+            if exact is not None:
+                mine.errors, what = errors(got, exact), wrong(got, plain, exact)
+            mine.status, mine.note = (WRONG, what) if what else (mine.status, "")
+            del got
+            if work.train:
+                mine.saved_bytes = saved_bytes(fn, args)
+            if device.type == "cuda":
+                mine.peak_bytes = peak_bytes(functools.partial(step, fn, args, dys), device)
+        except Exception as error:
+            mine.status, mine.note = FAILED, said(error)
+            continue
+        finally:
+            if name.startswith("fusion"):
+                mine.sites, mine.declined = sites(work.pattern)
+        fns[name] = fn
+    return fns
+
+
+def sites(pattern: str) -> tuple[list[dict], str]:
+    """What fusion reports about this row, and why the pattern is left to Inductor, if it is."""
+    found = fusion_backend.report().sites
+    of_it = [s for s in found if s.pattern == pattern]
+    why = of_it[0].reason if of_it else "not recognised"
+    listed = [
+        dict(pattern=s.pattern, fused=s.fused, reason=s.reason, forward=s.forward, backward=s.backward) for s in found
+    ]
+    return listed, "" if any(s.fused for s in of_it) else why
+
+
+def said(error: BaseException) -> str:
+    """An exception in a line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
+    """Kernel and whole-call times of what works, and what follows from them."""
+    clock, steps = bench.clock, dict(fns)
+    if "inductor" in fns:
+        steps[TWIN] = fns["inductor"]
+        row.contenders.append(Contender(TWIN))
+    if not steps:
+        return
+    args = work.arguments(clock.device)
+    outs = results_of(next(iter(fns.values())), args)
+    dys = [torch.randn_like(out) for out in outs] if work.train else None
+    del outs
+    whole = whole_calls(
+        {name: functools.partial(step, fn, args, dys) for name, fn in steps.items()}, clock.device, bench.rounds
+    )
+    del args
+    exposed = clock.exposed
+    kernel = in_turn(
+        {name: lambda args, fn=fn: step(fn, args, dys) for name, fn in steps.items()},
+        lambda: work.arguments(clock.device), clock, bench.rounds,
+    )  # fmt: skip
+    for name in steps:
+        mine = row.of(name)
+        mine.kernel, mine.call = Spread.of(kernel[name]), Spread.of(whole[name])
+        mine.rate_bytes, mine.rate_flops = (n / mine.kernel.median * 1e3 for n in (row.bytes, row.flops))
+        mine.of_copy = mine.rate_bytes / bench.copy_bytes_s
+        mine.of_matrix = mine.rate_flops / bench.matrix_flops_s
+    if clock.exposed > exposed:
+        row.note = f"{row.note}; the GPU waited for the host in {clock.exposed - exposed} samples".removeprefix("; ")
+    if base := row.of("inductor"):
+        twin = row.of(TWIN)
+        row.noise = noise(base.kernel, twin.kernel) if twin else None
+        for mine in row.contenders:
+            if mine.kernel and base.kernel and mine.name not in ("inductor", TWIN):
+                mine.verdict = verdict(mine.kernel, base.kernel, row.noise)

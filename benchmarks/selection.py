@@ -1,0 +1,99 @@
+"""Which pieces of work a command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+
+import torch
+
+from benchmarks.work import F32, NAMES, SMALL, WORK, Work
+from fusion_backend.pattern import REGISTRY
+
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+SIZES = ("small", "large", "all")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="patterns to measure (default: all with kernels)")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["all"], metavar="SIZE",
+        help="small (fits in the L2), large (does not), all, or cases such as rows=4096,n=1024; without a GPU always "
+        "the tiny sizes, unless cases are given",
+    )  # fmt: skip
+    parser.add_argument("--dtype", help="f32, bf16, f16 or several with commas (default: as listed)")
+    parser.add_argument("--train", action="store_true", help="forward with backward only")
+    parser.add_argument("--infer", action="store_true", help="forward alone only")
+
+
+def selected(args: argparse.Namespace, on_gpu: bool) -> list[Work]:
+    """The work in question; ValueError names what is not known, and what is."""
+    names = args.only or sorted({work.pattern for work in WORK})
+    if unknown := sorted(set(names) - set(REGISTRY)):
+        raise ValueError(f"no pattern {', '.join(unknown)}; there is {', '.join(sorted(REGISTRY))}")
+    dtypes = [dtype_of(word) for word in args.dtype.split(",")] if args.dtype else None
+    modes = {True: [True], False: [False]}.get(args.train if args.train != args.infer else None, [False, True])
+    cases = [case_of(word) for word in args.sizes if word not in SIZES]
+    if cases:
+        if not args.only:
+            raise ValueError("cases need --only: every pattern has its own")
+        chosen = given(names, cases, dtypes or [F32], modes if args.train or args.infer else [False])
+    else:
+        chosen = listed(names, args.sizes, dtypes, modes, on_gpu)
+    if not chosen:
+        raise ValueError("no work is left: no row has these sizes, dtypes and modes")
+    return chosen
+
+
+def dtype_of(word: str) -> torch.dtype:
+    if word not in DTYPES:
+        raise ValueError(f"no dtype {word}; there is {', '.join(DTYPES)}")
+    return DTYPES[word]
+
+
+def case_of(word: str) -> dict[str, int]:
+    try:
+        pairs = [pair.split("=") for pair in word.split(",")]
+        return {key: int(value.replace("_", "")) for key, value in pairs}
+    except ValueError:
+        raise ValueError(f"{word!r} is neither {', '.join(SIZES)} nor a case such as rows=4096,n=1024") from None
+
+
+def keys_of(pattern: str) -> list[str]:
+    """The sizes that a pattern's example inputs need."""
+    fn = REGISTRY[pattern].inputs_fn
+    return list(inspect.signature(fn).parameters)[1:] if fn else []
+
+
+def given(names, cases, dtypes, modes) -> list[Work]:
+    chosen = []
+    for case in cases:
+        fit = [name for name in names if set(keys_of(name)) == set(case)]
+        if not fit:
+            there = "; ".join(f"{name}: {', '.join(keys_of(name))}" for name in names)
+            raise ValueError(f"no pattern takes the sizes {', '.join(case)} ({there})")
+        chosen += [Work(name, case, dtype, train) for name in fit for dtype in dtypes for train in modes]
+    return chosen
+
+
+def listed(names, sizes, dtypes, modes, on_gpu) -> list[Work]:
+    rows = WORK if on_gpu else SMALL
+    have = {work.pattern for work in rows}
+    # A pattern without rows of its own is measured at the case that its file names for benchmarks, the last.
+    rows = [*rows, *(Work(n, REGISTRY[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have)]
+    chosen = []
+    for work in rows:
+        fits = "all" in sizes or not on_gpu or ("small" if work.small else "large") in sizes
+        if work.pattern in names and work.train in modes and fits:
+            chosen += [work._replace(dtype=dtype) for dtype in dtypes or [work.dtype]]
+    return [work for i, work in enumerate(chosen) if work not in chosen[:i]]
+
+
+def spread(works: list[Work]) -> list[Work]:
+    """One row of every pattern, then a second one, ...: what a run that stops early should have seen."""
+    turn: dict[str, int] = {}
+    order = []
+    for i, work in enumerate(works):
+        turn[work.pattern] = turn.get(work.pattern, 0) + 1
+        order.append((turn[work.pattern], i, work))
+    return [work for _, _, work in sorted(order, key=lambda entry: entry[:2])]
