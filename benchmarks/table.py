@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 
-
 from benchmarks.results import OK, Contender, Row, Run
 
 LONG_MS = 0.02  # kernels shorter than 20 µs are not asked to agree within 3 %
