@@ -26,8 +26,9 @@ from fusion_backend.kernels.rows import UNMEASURED
 @Pattern
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, reduction: Literal["mean", "sum", "none"],
-    upcast: Literal["none", "fp32"],
+    upcast: Literal["fp32", "none"],
 ) -> Tensor:  # fmt: skip
+    # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
     logits = logits.reshape(-1, logits.shape[-1])
     logits = logits.float() if upcast == "fp32" else logits
     return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction)

@@ -116,3 +116,17 @@ def test_dropout_in_place_draws_as_before():
     torch.testing.assert_close(got, fn(x, y))
     assert len(fused_nodes(collector.graphs[0])) == 1
     assert "dropout_" in str(collector.graphs[0].graph)
+
+
+@pytest.mark.parametrize("form", ["cast first", "rows first"])
+def test_a_loss_reads_the_narrow_logits(form):
+    """Not the upcast copy, which would be kept for backward."""
+
+    def fn(logits, target):
+        rows = logits.float().view(-1, 100) if form == "cast first" else logits.view(-1, 100).float()
+        return F.cross_entropy(rows, target.view(-1))
+
+    logits = torch.randn(2, 8, 100, dtype=torch.bfloat16, requires_grad=True)
+    graph = collect(fn, logits, torch.zeros(2, 8, dtype=torch.int64)).graphs[0]
+    (site,) = fused_nodes(graph)
+    assert site.args[0].meta["example_value"].dtype == torch.bfloat16 and "float_1" not in str(graph.graph)
