@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from benchmarks.measure import interleaved, joint_distance, peak_bytes
@@ -163,6 +165,46 @@ def test_training_takes_no_more_memory(name):
         peaks[how] = peak_bytes(lambda call=call: train(call), x.device) / 2**20
     assert fused()
     assert peaks["fusion"] <= peaks["inductor"] * 1.005, peaks  # the partial sums of the norm's gradients
+
+
+class Activated(nn.Module):
+    """norm(gelu(linear(x))): Inductor keeps what gelu reads, and computes what the norm reads again."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(F.gelu(self.linear(x)))
+
+
+class Checkpointed(nn.Module):
+    """Such blocks before, in and after activation checkpointing."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.blocks = nn.ModuleList(Activated(width) for _ in range(4))
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        for block in self.blocks[1:3]:
+            x = checkpoint(block, F.gelu(x), use_reentrant=False)
+        return self.blocks[3](F.gelu(x))
+
+
+@pytest.mark.parametrize("build", [Activated, Checkpointed])
+def test_an_argument_computed_again(build):
+    m, x = build(1024).to("cuda", torch.bfloat16), rows(8192, 1024)
+    as_close_as_eager(m, torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True), x)
+    assert all(site.backward == "kernel" for site in fused()["layer_norm"])
+    x.requires_grad_()
+    peaks = {}
+    for backend in ("inductor", "fusion"):
+        torch.compiler.reset()
+        call = torch.compile(m, backend=backend)
+        torch.autograd.grad(call(x).sum(), x)
+        peaks[backend] = peak_bytes(lambda call=call: torch.autograd.grad(call(x).sum(), x), x.device) / 2**20
+    assert peaks["fusion"] <= peaks["inductor"] * 1.01, peaks
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
