@@ -33,8 +33,8 @@ def run(fn, args: list) -> tuple[list[Tensor], list[Tensor]]:
         return [r.detach() for r in results], []
     weights = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype).reshape(r.shape) for r in smooth]
     sources = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    gradients = torch.autograd.grad(smooth, sources, weights)
-    return [r.detach() for r in results], list(gradients)
+    gradients = torch.autograd.grad(smooth, sources, weights, allow_unused=True)  # running statistics have none
+    return [r.detach() for r in results], [g for g in gradients if g is not None]
 
 
 def accepted(pattern: Pattern, args: list, kinds: tuple[str, ...]) -> bool:

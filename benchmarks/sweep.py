@@ -18,12 +18,14 @@ from fusion_backend.patterns import (
     add_mul_exp,
     cross_entropy,
     gated_linear,
+    group_norm,
+    l2_norm,
     quantize_int8,
     quantize_per_token,
     softmax,
 )
 
-from fusion_backend.kernels import norms
+from fusion_backend.kernels import channels, norms
 from fusion_backend.kernels.launch import trial
 
 Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
@@ -130,6 +132,65 @@ def losses(device) -> Iterator[Config]:
             yield f"cross_entropy backward {rows}x{v}", words, run
 
 
+def l2_norms(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for rows, n in ((65536, 1024), (16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),):
+        x, dy = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        block = triton.next_power_of_2(n)
+        configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
+        configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        for c in configs:
+            words = f"BLOCK={c[0]} rows={c[1]} warps={c[2]}"
+            yield f"l2_norm {rows}x{n}", words, functools.partial(l2_norm.forward, x, 1e-12, c)
+            yield f"l2_norm backward {rows}x{n}", words, functools.partial(l2_norm.backward, dy, x, 1e-12, c)
+
+
+def by_channels(device) -> Iterator[Config]:
+    """Batch normalisation of planes and channels-last, and a bias along rows."""
+    big = torch.cuda.is_available()
+    c, b = (256, 64) if big else (8, 2)
+    vector = torch.rand(4096, device=device, dtype=torch.bfloat16) + 0.5
+    affine = channels.Affine(*[vector[:c]] * 4, 1e-5)
+    x = torch.randn(b, c, 56, 56, device=device, dtype=torch.bfloat16)
+    small = torch.randn(b * 4, c * 8, 7, 7, device=device, dtype=torch.bfloat16)
+    wide = channels.Affine(*[vector[: c * 8]] * 4, 1e-5)
+    rows = torch.randn(16384 if big else 64, 4096, device=device, dtype=torch.bfloat16)
+    for block, each, warps in itertools.product((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32), (4, 8)):
+        how = (block, each, warps)
+        if not 8 <= block * each // (32 * warps) <= 32:
+            continue
+        words = f"BLOCK={block} rows={each} warps={warps}"
+        last = x.contiguous(memory_format=torch.channels_last)
+        bias = channels.Affine(None, None, None, vector, 0.0)
+        for name, args in (
+            ("batch_norm", (x, 1, affine, "relu")),
+            ("batch_norm of small planes", (small, 1, wide, "relu")),
+            ("batch_norm channels-last", (last, 1, affine, "relu")),
+            ("bias_act", (rows, 1, bias, "gelu")),
+        ):
+            yield f"{name} {tuple(args[0].shape)}", words, functools.partial(channels.forward, *args, how)
+
+
+def group_norms(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for b, c, n in ((16, 480, 64), (64, 320, 32), (64, 1280, 8), (2, 512, 128)) if big else ((2, 64, 8),):
+        x, dy = (torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        w, bias = (torch.randn(c, device=device, dtype=torch.bfloat16) for _ in range(2))
+        _, mean, rstd = group_norm.forward(x, 32, w, bias, 1e-5, "silu", True)
+        args = dy, x, 32, w, bias, mean, rstd, "silu", [True] * 3
+        for lanes, warps in itertools.product((2048, 4096, 8192, 16384, 32768), (2, 4, 8, 16, 32)):
+            if 8 <= lanes // (32 * warps) <= 32:
+                work, words = f"{b}x{c}x{n}x{n}", f"elements={lanes} warps={warps}"
+                run = functools.partial(group_norm.forward, x, 32, w, bias, 1e-5, "silu", False, (lanes, warps))
+                yield f"group_norm silu {work}", words, run
+                yield (
+                    f"group_norm silu backward {work}",
+                    words,
+                    functools.partial(group_norm.backward, *args, (lanes, warps)),
+                )
+
+
 SWEEPS = {
     "add_mul_exp": elementwise,
     "quantize_int8": elementwise,
@@ -138,6 +199,10 @@ SWEEPS = {
     "softmax": softmaxes,
     "quantize_per_token": quantisations,
     "cross_entropy": losses,
+    "l2_norm": l2_norms,
+    "batch_norm": by_channels,
+    "bias_act": by_channels,
+    "group_norm": group_norms,
 }
 
 

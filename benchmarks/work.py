@@ -68,6 +68,8 @@ class Work(NamedTuple):
     @property
     def size(self) -> int:
         """Elements of the tensor that counts."""
+        if "c" in self.case:  # [b, c, n, n]
+            return self.case["b"] * self.case["c"] * self.case["n"] ** 2
         return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
 
     @property
@@ -84,6 +86,7 @@ class Work(NamedTuple):
 PASSES = {
     "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
     "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
+    "l2_norm": (2, 5), "batch_norm": (2, 4), "group_norm": (2, 5), "bias_act": (2, 5),
 }  # fmt: skip
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
 PLAIN = {
@@ -113,6 +116,14 @@ WORK = [
         for rows, n in FEW
         for name in ("layer_norm", "softmax", "add_rms_norm")
     ),
+    *(Work("l2_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(Work("batch_norm", dict(b=b, c=c, n=n), BF16) for b, c, n in ((64, 256, 56), (256, 2048, 7))),
+    *(
+        Work("group_norm", dict(b=b, c=c, n=n, groups=32), BF16, train)
+        for train in (False, True)
+        for b, c, n in ((16, 480, 64), (64, 320, 32), (2, 512, 128))
+    ),
+    Work("bias_act", dict(rows=16384, n=4096), BF16),
     Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
@@ -130,6 +141,10 @@ SMALL = [
     Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
     *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("softmax", "rms_norm", "add_rms_norm")),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("batch_norm", dict(b=2, c=6, n=8), BF16),
+    Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
+    Work("bias_act", dict(rows=64, n=256), BF16),
     Work("quantize_per_token", dict(rows=64, n=256), F32),
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),

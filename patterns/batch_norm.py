@@ -1,7 +1,8 @@
 """Batch normalisation in inference: act((x - mean) / sqrt(var + eps) · weight + bias), over dimension 1.
 
-x is `[b, c, ...]`, mean and var `[c]`, which have no gradient; weight and bias `[c]` may be missing. act is relu or
-nothing.
+x is `[b, c, ...]`, dense or channels-last, in fp32, bf16 or fp16; mean and var `[c]`, which have no gradient, weight
+and bias `[c]`, which may be missing, may have another of these dtypes. act is relu or nothing. Computed in fp32.
+Source: Ioffe and Szegedy 2015, torch.nn.functional.batch_norm.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.activations import activate
+from fusion_backend.kernels.channels import Affine, forward, reject_channels
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
 
 
-@Pattern
+@Pattern(inductor="pointwise")
 def batch_norm(
     x: Tensor,
     mean: Tensor,
@@ -37,7 +40,25 @@ def _(x, mean, var, weight, bias, eps, act):
 
 @batch_norm.guard
 def _(x, mean, var, weight, bias, eps, act):
-    return reject_dtypes(x=x) or reject_dynamic(eps=eps)
+    vectors = dict(mean=mean, var=var, weight=weight, bias=bias)
+    other = (reject_dtypes(**{name: t}) for name, t in vectors.items() if t is not None)
+    return (
+        reject_dtypes(x=x)
+        or next(filter(None, other), None)
+        or reject_vectors(**vectors)
+        or reject_channels(x, 1)
+        or reject_dynamic(eps=eps)
+    )
+
+
+@batch_norm.worthwhile
+def _(x, mean, var, weight, bias, eps, act, training):
+    return UNMEASURED
+
+
+@batch_norm.kernel
+def _(x, mean, var, weight, bias, eps, act):
+    return forward(x, 1, Affine(mean, var, weight, bias, eps), act)
 
 
 @batch_norm.inputs(dict(b=3, c=6, n=5), dict(b=64, c=256, n=56))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion_backend.patterns import l2_norm as l2_room
 from fusion_backend.patterns import quantize_per_token as per_token
 from fusion_backend.patterns import softmax as softmax_room
 
@@ -97,6 +98,43 @@ def test_softmax_of_padded_rows_and_none():
     check("softmax", randn(7, 128)[:, :100], 0.5, None, None, None)
     check("softmax", randn(4, 3, 100).transpose(0, 1), None, None, None, None)
     assert REGISTRY["softmax"].kernel_fn(randn(0, 5), None, None, None, None).shape == (0, 5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("eps", [None, 1e-12])
+@pytest.mark.parametrize("shape", [(5, 2), *SHAPES[2:]])
+def test_l2_norm(shape, eps, dtype):
+    check("l2_norm", randn(*shape, dtype=dtype), eps)
+
+
+@runs_kernels
+@pytest.mark.parametrize("walks", [False, True])
+def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
+    if walks:
+        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+    for x in (randn(7, 128)[:, :100], randn(4, 3, 100).transpose(0, 1), randn(1, 33).expand(5, 33), randn(1, 130)):
+        check("l2_norm", x, 1e-12)
+    assert REGISTRY["l2_norm"].kernel_fn(randn(0, 5), None).shape == (0, 5)
+
+
+@runs_kernels
+@pytest.mark.parametrize("walks", [False, True])
+def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
+    """Rows shorter than eps are divided by it, and their gradient too; zeros, NaN and infinity as in torch."""
+    if walks:
+        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+    x = randn(6, 40)
+    x[0] *= 1e-3
+    check("l2_norm", x, 0.5)
+    check("l2_norm", torch.full((3, 20), 1e-14), 1e-12)
+    x[1], x[2, 3], x[3, 4] = 0.0, math.nan, math.inf
+    for eps in (None, 1e-12):
+        got, want = REGISTRY["l2_norm"].kernel_fn(x, eps), REGISTRY["l2_norm"].reference(x, eps)
+        torch.testing.assert_close(got, want, equal_nan=True)
+    leaf, dy = x[:2].clone().requires_grad_(), randn(2, 40)
+    (want,) = torch.autograd.grad(REGISTRY["l2_norm"].reference(leaf, 1e-12), leaf, dy)
+    torch.testing.assert_close(l2_room.backward(dy, x[:2], 1e-12), want)
 
 
 NORMS = {

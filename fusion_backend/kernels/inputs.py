@@ -63,6 +63,16 @@ def reject_layouts(**tensors: Tensor | float) -> Reject | None:
             return Reject(f"{first} and {name} differ in memory: {memory(x)} and {memory(t)}")
 
 
+def dense(x: Tensor, order) -> bool:
+    """Is x known to be dense in memory, with its dimensions in this order? Adds no guard."""
+    step = 1
+    for d in reversed(order):
+        if not guard_or_false(x.shape[d] == 1) and not guard_or_false(x.stride(d) == step):
+            return False
+        step = step * x.shape[d]
+    return True
+
+
 def in_layout(out: Tensor, t: Tensor) -> Tensor:
     """The tensor with the shape and strides of `out`: itself, or a copy."""
     return t if same_layout(t, out) else torch.empty_like(out, dtype=t.dtype).copy_(t)
@@ -83,3 +93,11 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     if even and not dynamic(distance) and not dynamic(column) and (column == 1 or n == 1):
         return x, rows, distance
     return x.contiguous(), rows, n
+
+
+def rows_as_in(out: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
+    """As `as_rows`, with the rows in the order in which those of `out`, dense and of the same shape, lie in memory."""
+    if dense(out, range(out.dim())):
+        return as_rows(x)
+    n = number(x.shape[-1])
+    return in_layout(out, x), math.prod(x.shape[:-1]), n

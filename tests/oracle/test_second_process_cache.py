@@ -12,7 +12,7 @@ from .harness import BACKEND
 
 pytestmark = pytest.mark.skipif(BACKEND != "fusion", reason="the plain backend has no cache identity")
 
-PATTERN = '''
+PATTERN = """
 import torch
 from torch import Tensor
 from fusion_backend import Pattern
@@ -28,7 +28,7 @@ def _(x, s):
 @scaled_tanh.backward(plain=True)
 def _(saved, grad):
     return grad * {slope}
-'''
+"""
 
 SCRIPT = """
 import json, sys
