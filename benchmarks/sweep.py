@@ -17,6 +17,7 @@ import triton
 from fusion_backend.patterns import (
     add_mul_exp,
     cross_entropy,
+    dropout_add,
     gated_linear,
     group_norm,
     l2_norm,
@@ -26,6 +27,7 @@ from fusion_backend.patterns import (
 )
 
 from fusion_backend.kernels import channels, norms
+from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import trial
 
 Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
@@ -66,7 +68,7 @@ def normalisations(device) -> Iterator[Config]:
             yield f"layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
-        args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x)
+        args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
                 words = f"rows={each} warps={warps} programs={programs} stages={stages}"
@@ -77,6 +79,37 @@ def normalisations(device) -> Iterator[Config]:
                 words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
                 run = functools.partial(norms.backward_long, *args, (cols, warps, programs, stages))
                 yield f"layer_norm backward {rows}x{n}", words, run
+
+
+def dropouts(device) -> Iterator[Config]:
+    big = torch.cuda.is_available()
+    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (4096, 768)) if big else ((64, 256),):
+        x, r, w, b = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n, n))
+        seed, block = torch.randint(2**62, (1,), device=device), triton.next_power_of_2(n)
+        for part, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8)):
+            words = f"BLOCK={part} warps={warps}"
+            yield f"dropout_add {rows}x{n}", words, functools.partial(dropout_add.run, x, r, 0.1, seed, part, warps)
+            run = functools.partial(dropout_add.run, x, None, 0.1, seed, part, warps)
+            yield f"dropout_add backward {rows}x{n}", words, run
+        norm = norms.Norm(w, b, None, 1e-5, True, Dropout(seed, 0.1))
+        configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
+        configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        for c in configs:
+            run = functools.partial(norms.forward, x, r, norm, True, c)
+            yield f"dropout_add_layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+        y, h, mean, rstd = norms.forward(x, r, norm, True)
+        args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
+        for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
+            if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
+                words = f"rows={each} warps={warps} programs={programs} stages={stages}"
+                run = functools.partial(norms.backward_short, *args, (block, each, warps, programs, stages))
+                yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
+        for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
+            if n >= 8192 and cols // (32 * warps) == 8:
+                words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
+                run = functools.partial(norms.backward_long, *args, (cols, warps, programs, stages))
+                yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
 
 
 def gated(device) -> Iterator[Config]:
@@ -195,6 +228,8 @@ SWEEPS = {
     "add_mul_exp": elementwise,
     "quantize_int8": elementwise,
     "layer_norm": normalisations,
+    "dropout_add": dropouts,
+    "dropout_add_layer_norm": dropouts,
     "gated_linear": gated,
     "softmax": softmaxes,
     "quantize_per_token": quantisations,

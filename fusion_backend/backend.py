@@ -20,7 +20,7 @@ from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pattern import REGISTRY, Pattern, PatternError
 from fusion_backend.rewrite import rewrite
 from fusion_backend.template import templates
-from fusion_backend.torch_api import RestartAnalysis, inductor, reset_cudagraphs
+from fusion_backend.torch_api import RestartAnalysis, inductor, inductor_config, reset_cudagraphs
 
 LOADED: list[str] = []
 
@@ -149,12 +149,13 @@ class FusionBackend:
         ours, theirs = parse(options, [p.name for p in patterns()])
         if DISABLED.get():
             return inductor(mode, theirs)(gm, example_inputs)
-        inductor(mode, theirs)  # the user's own mistakes are told before we start
+        plain = inductor(mode, theirs)  # the user's own mistakes are told before we start
         record = reporting.GraphRecord(len(gm.graph.nodes))
         reporting.REPORT.graphs.append(record)
         new, decisions = gm, []
         try:
-            new, decisions = fuse_graph(gm, ours, record)
+            with inductor_config.patch(plain.config):
+                new, decisions = fuse_graph(gm, ours, record)
         except Exception as error:
             self.give_up(record, error)
             new = gm

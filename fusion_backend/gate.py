@@ -18,11 +18,11 @@ from fusion_backend.expressions import FREE, LIKE, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.matcher import Match
-from fusion_backend.op import op_of
+from fusion_backend.op import draw, op_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import Pattern, Reject
 from fusion_backend.reporting import location
-from fusion_backend.torch_api import FakeTensor, guard_or_false, statically_known_true, sym_eq
+from fusion_backend.torch_api import FakeTensor, guard_or_false, inductor_config, statically_known_true, sym_eq
 from fusion_backend.views import Viewed, geometry, original, value_of
 
 EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
@@ -123,6 +123,8 @@ class Gate:
             return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
         if o.limit is not None and self.fused >= o.limit:
             return f"fusion.limit is {o.limit}"
+        if draws(match) and inductor_config.fallback_random:
+            return "Inductor's fallback_random asks for the random numbers that eager draws"
         return ""
 
     # May the graph be changed here?
@@ -211,10 +213,10 @@ class Gate:
         cuda = all(on_gpu(original(a)) for a in match.tensors.values())
         backward = self.backward_provider(pattern, cuda) if training else None
         no = self.kernel_refused(match, training, cuda)
-        inline = (
-            not cuda and self.options.gate == "always" and match.template.kinds not in pattern.memo.get("random", ())
-        )
-        inline |= no is not None and no.forward_only and backward != "vjp" and training and pattern.can_inline_forward
+        random = draws(match)
+        inline = not cuda and self.options.gate == "always" and (not random or pattern.seeded_fn is not None)
+        own = backward != "vjp" and training and pattern.can_inline_forward and not random  # dropout in torch is slow
+        inline |= no is not None and no.forward_only and own
         if no is not None and not inline:
             return Decision(match, False, no.reason)
         forward = "kernel" if no is None else "reference"
@@ -266,9 +268,11 @@ class Gate:
         """Run the op on fakes, and compile its kernels, before the graph depends on them."""
         pattern = decision.match.pattern
         op = op_of(pattern)
-        flat = op.flatten({p.name: v for p, v in zip(pattern.params, values, strict=True)})
+        tensor = next(v for v in values if isinstance(v, torch.Tensor))
+        given = {p.name: v for p, v in zip(pattern.params, values, strict=True)}
+        flat = op.flatten(given | seed_of(pattern, tensor))
         chosen = {"forward": decision.forward, "backward": decision.backward or "vjp", "save": decision.save}
-        mode = next(v for v in values if isinstance(v, torch.Tensor)).fake_mode
+        mode = tensor.fake_mode
         key = (pattern.name, *chosen.values(), *map(geometry, values))
         try:
             with mode, torch.no_grad():
@@ -296,6 +300,17 @@ class Gate:
                 results = decision.value[: op.pattern.outputs]
                 kept = decision.value if op.pattern.backward_result else decision.value[op.pattern.outputs :]
                 op.backward(*results, *kept, [True] * len(op.tensors), *flat)
+
+
+def draws(match: Match) -> bool:
+    """Are there random numbers in this form of the pattern?"""
+    return match.template.kinds in match.pattern.memo.get("random", ())
+
+
+def seed_of(pattern: Pattern, like: FakeTensor) -> dict[str, FakeTensor]:
+    """A fake seed for a pattern that draws random numbers."""
+    with like.fake_mode:
+        return {name: draw(like.device) for name in pattern.drawn}
 
 
 def shares_memory(results: tuple, values: list) -> bool:

@@ -20,6 +20,9 @@ from fusion_backend.pattern import Pattern, PatternError, Reject
 from fusion_backend.torch_api import plain_tensors, triton_op
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
+# The seed of a pattern with random numbers: drawn by an operator of the graph that AOTAutograd and Inductor know, so
+# that it follows torch.manual_seed, is kept for the backward, and is drawn again alike where a checkpoint recomputes.
+DRAW = torch.ops.aten.randint.low
 
 
 class Op:
@@ -30,6 +33,9 @@ class Op:
         self.fields = [field for p in pattern.params for field in fields(p)]
         self.tensors = [p.name for p in pattern.params if p.tensor]
         self.tensor_fields = [i for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)]
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.fields += [inspect.Parameter(name, plain, annotation=Tensor) for name in pattern.drawn]
+        self.reference = pattern.seeded_fn or pattern.reference  # what runs where the kernel does not
         self.results = pattern.outputs + len(pattern.saves)
         self.call = triton_op(f"fusion::{pattern.name}", signed(self.forward, self.schema()), mutates_args=())
         self.call.register_autograd(self.gradient, setup_context=self.keep)
@@ -71,7 +77,7 @@ class Op:
                 out.append(None if number else value)
             if p.scalar is not None:
                 out.append(p.scalar(value) if number else None)
-        return out
+        return out + [arguments[name] for name in self.pattern.drawn]
 
     def unflatten(self, flat: tuple) -> list:
         rest = iter(flat)
@@ -79,7 +85,7 @@ class Op:
         for p in self.pattern.params:
             values = [next(rest) for _ in fields(p)]
             out.append(next((v for v in values if v is not None), None))
-        return out
+        return [*out, *rest]
 
     # What the operators do.
 
@@ -90,7 +96,7 @@ class Op:
                 out = pattern.kernel_fn(*args, save) if pattern.saves else pattern.kernel_fn(*args)
                 out = out if isinstance(out, tuple) else (out,)
             else:
-                out = pattern.reference(*args)
+                out = self.reference(*args)
                 out = out if isinstance(out, tuple) else (out,)
                 out += self.saved(args, save and backward != "vjp", out[0])
         if len(out) != self.results:
@@ -102,7 +108,7 @@ class Op:
         p = self.pattern
         if p.kernel_fn is None or not runs_kernel(args):
             return False
-        return p.guard_fn is None or not isinstance(p.guard_fn(*args), Reject)
+        return p.guard_fn is None or not isinstance(p.guard_fn(*args[: len(p.params)]), Reject)
 
     def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
         if wanted and self.pattern.saved_fn is not None:
@@ -135,7 +141,8 @@ class Op:
             return self.vjp(flat, needs, grads)
         needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
         for name, other in pattern.backward_same.items():
-            needed[other] |= needed[name]
+            if other in needed:
+                needed[other] |= needed[name]
         wanted = list(needed.values())
         if pattern.backward_plain:
             found = self.run_backward(*grads, *results, wanted, *flat)
@@ -145,7 +152,8 @@ class Op:
         else:
             return self.vjp(flat, needs, grads)
         gradients = dict(zip(self.tensors, found, strict=True))
-        gradients |= {name: gradients[other] for name, other in pattern.backward_same.items()}
+        same = pattern.backward_same.items()
+        gradients |= {name: grads[other] if isinstance(other, int) else gradients[other] for name, other in same}
         by_field = dict(zip(self.tensor_fields, gradients.values(), strict=True))
         return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
 
@@ -159,7 +167,8 @@ class Op:
         m = n if self.pattern.backward_result else 0
         grads, results, saves = flat[:n], flat[n : n + m], flat[n + m : n + m + k]
         needs, args = flat[n + m + k], self.unflatten(flat[n + m + k + 1 :])
-        saved = types.SimpleNamespace(**{p.name: a for p, a in zip(self.pattern.params, args, strict=True)})
+        names = (*(p.name for p in self.pattern.params), *self.pattern.drawn)
+        saved = types.SimpleNamespace(**dict(zip(names, args, strict=True)))
         for name, tensor in zip(self.pattern.saves, saves, strict=True):
             setattr(saved, name, tensor)
         if m:
@@ -179,7 +188,7 @@ class Op:
         again = torch.is_grad_enabled()
         with torch.enable_grad(), without_autocast():
             inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]
-            out = self.pattern.reference(*self.unflatten(inputs))
+            out = self.reference(*self.unflatten(inputs))
             out = out if isinstance(out, tuple) else (out,)
             pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None]
             wanted = [i for i, need in zip(inputs, needs, strict=True) if need]
@@ -191,6 +200,17 @@ class Op:
                 else [None] * len(wanted)
             )
         return tuple(next(found) if need else None for need in needs)
+
+
+def how_to_draw(device: torch.device) -> tuple[tuple, dict]:
+    """The arguments of DRAW for one seed."""
+    return (0, 2**63 - 1, [1]), dict(dtype=torch.int64, device=device)
+
+
+def draw(device: torch.device) -> Tensor:
+    """A seed, as a rewritten graph draws it."""
+    args, kwargs = how_to_draw(device)
+    return DRAW(*args, **kwargs)
 
 
 def fields(p) -> list[inspect.Parameter]:

@@ -127,6 +127,7 @@ class Pattern:
         self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
         self.spellings: list[Callable] = [reference]
         self.near_misses: list[Callable] = []
+        self.seeded_fn: Callable | None = None
         self.guard_fn: Callable | None = None
         self.worthwhile_fn: Callable | None = None
         self.kernel_fn: Callable | None = None
@@ -134,7 +135,7 @@ class Pattern:
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
         self.backward_plain = self.backward_result = False
-        self.backward_same: dict[str, str] = {}
+        self.backward_same: dict[str, str | int] = {}
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
@@ -143,6 +144,11 @@ class Pattern:
     def __call__(self, *args):
         """Run the reference."""
         return self.reference(*args)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """What the op takes besides the reference's arguments: the seed of its random numbers, if it has any."""
+        return ("seed",) if self.seeded_fn is not None else ()
 
     @property
     def can_inline_forward(self) -> bool:
@@ -163,6 +169,18 @@ class Pattern:
         """Code that looks like the pattern and is not: check_pattern proves that it is left alone."""
         self.same_arguments(fn, "near miss")
         self.near_misses.append(fn)
+        return fn
+
+    def seeded(self, fn: Callable) -> Callable:
+        """For a reference with dropout: the same in plain torch, its mask a function of `seed` and the position.
+
+        It takes one more argument, `seed`, an int64 tensor of one number, drawn anew at each call where the pattern is
+        used; so do the kernel and whatever is defined after this. It runs in place of the reference where the kernel
+        does not, and its vjp is the gradient, so that forward and backward always drop the same elements.
+        """
+        self.same_arguments(fn, "seeded reference", ("seed",))
+        self.seeded_fn = fn
+        self.memo.clear()
         return fn
 
     def guard(self, fn: Callable) -> Callable:
@@ -188,14 +206,14 @@ class Pattern:
         """
         if fn is None:
             return functools.partial(self.kernel, saves=saves)
-        self.same_arguments(fn, "kernel", extra=bool(saves))
+        self.same_arguments(fn, "kernel", (*self.drawn, "save") if saves else self.drawn)
         self.kernel_fn, self.saves = fn, tuple(saves)
         self.memo.clear()
         return fn
 
     def saved(self, fn: Callable) -> Callable:
         """Plain torch code for what the kernel saves, so that the forward may be inlined and the backward not."""
-        self.same_arguments(fn, "saved")
+        self.same_arguments(fn, "saved", self.drawn)
         self.saved_fn = fn
         return fn
 
@@ -205,7 +223,7 @@ class Pattern:
         *,
         plain: bool = False,
         result: bool = False,
-        same: dict[str, str] | None = None,
+        same: dict[str, str | int] | None = None,
     ):
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor argument.
 
@@ -213,7 +231,8 @@ class Pattern:
         (a tuple where the pattern returns several), and `saved.needs[name]`, whether anybody wants that gradient.
         With `plain=True` it launches no kernel: it is torch code that is better than the vjp of the
         reference, which is used where there is no backward; it may be differentiated again.
-        `same={"residual": "x"}`: residual has the gradient of x, and fn returns None for it.
+        `same={"residual": "x"}`: residual has the gradient of x, and fn returns None for it; a number instead of a
+        name: that of the forward's result with this number.
         """
         if fn is None:
             return functools.partial(self.backward, plain=plain, result=result, same=same)
@@ -234,8 +253,8 @@ class Pattern:
 
         return keep
 
-    def same_arguments(self, fn: Callable, what: str, extra: bool = False) -> None:
-        want = [p.name for p in self.params] + ["save"] * extra
+    def same_arguments(self, fn: Callable, what: str, extra: tuple[str, ...] = ()) -> None:
+        want = [*(p.name for p in self.params), *extra]
         have = list(inspect.signature(fn).parameters)
         if have != want:
             line = fn.__code__.co_firstlineno

@@ -15,8 +15,8 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
-from fusion_backend.gate import Decision
-from fusion_backend.op import op_of
+from fusion_backend.gate import Decision, seed_of
+from fusion_backend.op import DRAW, how_to_draw, op_of
 from fusion_backend.recompute import MARK, computed_again
 from fusion_backend.torch_api import pytree
 from fusion_backend.views import Viewed, step_of
@@ -66,7 +66,10 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         return n
 
     with graph.inserting_before(first):
-        flat = op.flatten({name: argument(a) for name, a in match.arguments.items()})
+        arguments = {name: argument(a) for name, a in match.arguments.items()}
+        for name, fake in seed_of(match.pattern, d.value[0]).items():
+            arguments[name] = call(DRAW, *how_to_draw(fake.device), fake)
+        flat = op.flatten(arguments)
         chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
         result = call(op.overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])
         if len(d.value) == 1:

@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from fusion_backend.collect import Collector
+from fusion_backend.kernels.dropout import kept
 from fusion_backend.kernels.launch import interpreting
-from fusion_backend.op import op_of
+from fusion_backend.op import draw, op_of
 from fusion_backend.pattern import Pattern, PatternError
 from fusion_backend.reporting import Report
 from fusion_backend.spelling.author import near_misses as near_misses
 from fusion_backend.spelling.author import spellings as spellings
 from fusion_backend.template import example_inputs, forms, templates, with_kinds
-from fusion_backend.torch_api import many_recompiles, pytree
+from fusion_backend.torch_api import TorchDispatchMode, aten, many_recompiles, pytree
 
 # A fused result may be this many times as far from fp64 as the unfused one in the same dtype, …
 FACTOR = 2.0
@@ -114,6 +115,9 @@ def check_pattern(pattern: Pattern, dtypes=(torch.float32,), device: str | None 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     done = [f"{pattern.name}: {len(templates(pattern))} templates"]
     for kinds in supported_forms(pattern):
+        if pattern.seeded_fn is not None:
+            seeded_agrees(pattern, kinds)
+            done.append(f"{kinds}: the seeded reference agrees with the reference in fp64")
         for fn in pattern.spellings[1:]:
             agree(pattern, fn, kinds)
         done.append(f"{kinds}: {len(pattern.spellings) - 1} spellings agree with the reference in fp64")
@@ -155,8 +159,13 @@ def in_fp64(args: list) -> list:
 
 
 def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.Tensor]:
-    """Outputs, then the gradients of every tensor argument under fixed random output gradients."""
-    out = [o for o in pytree.tree_leaves(fn(*args)) if isinstance(o, torch.Tensor)]
+    """Outputs, then the gradients of every tensor argument under fixed random output gradients.
+
+    What `fn` draws itself is the same every time.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out = [o for o in pytree.tree_leaves(fn(*args)) if isinstance(o, torch.Tensor)]
     wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
     smooth = [o for o in out if o.requires_grad]
     if not smooth or not wanted:
@@ -165,6 +174,26 @@ def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.T
     seeds = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in smooth]
     grads = torch.autograd.grad(smooth, wanted, seeds, allow_unused=True)
     return [*(o.detach() for o in out), *(g for g in grads if g is not None)]
+
+
+class DropoutOfKernels(TorchDispatchMode):
+    """Inside, dropout in eager draws a seed as a rewritten graph does, and keeps the elements that a kernel would."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.bernoulli_.float and args[0].is_floating_point():  # on CPU
+            noise, keep = args
+            return noise.copy_(kept(draw(noise.device), noise.shape, 1 - keep))
+        if func is aten.native_dropout.default:  # on CUDA
+            x, p, _ = args
+            mask = kept(draw(x.device), x.shape, p)
+            return x * mask * (1 / (1 - p)), mask
+        return func(*args, **(kwargs or {}))
+
+
+def unfused(pattern: Pattern, args: list) -> list[torch.Tensor]:
+    """Value and gradients of the reference; dropout, if any, has the masks of the kernels."""
+    with DropoutOfKernels():
+        return value_and_gradients(pattern.reference, args)
 
 
 def agree(pattern: Pattern, fn: Callable, kinds) -> None:
@@ -182,6 +211,15 @@ def agree(pattern: Pattern, fn: Callable, kinds) -> None:
     )
     if not same and any(t.kinds == kinds and t.line == line for t in templates(pattern)):
         raise PatternError(f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}")
+
+
+def seeded_agrees(pattern: Pattern, kinds) -> None:
+    """What is written in terms of a seed against the reference with the same mask, in fp64."""
+    args = arguments(pattern, kinds, torch.float64)
+    mine = value_and_gradients(lambda *args: pattern.seeded_fn(*args, draw(torch.device("cpu"))), args)
+    for i, (m, t) in enumerate(zip(mine, unfused(pattern, args), strict=True)):
+        if m.shape != t.shape or not torch.allclose(m, t, rtol=1e-9, atol=1e-9):
+            raise PatternError(f"{pattern.where}: number {i} of the seeded reference's results and gradients is wrong")
 
 
 def recognised(pattern: Pattern, fn: Callable, kinds) -> None:
@@ -216,14 +254,14 @@ def kernels_agree(pattern: Pattern, kinds, dtype: torch.dtype, device: str) -> N
     args = arguments(pattern, kinds, dtype, device)
 
     def run(*given):
-        flat = op.flatten(dict(zip([p.name for p in pattern.params], given, strict=True)))
+        seed = {name: draw(given[0].device) for name in pattern.drawn}
+        flat = op.flatten(dict(zip([p.name for p in pattern.params], given, strict=True)) | seed)
         out = op.overload(*flat)
         return out[: pattern.outputs] if isinstance(out, tuple) else out
 
     exact = in_fp64(args)
     got = value_and_gradients(run, args)
-    plain = value_and_gradients(pattern.reference, args)
-    for i, (g, p, e) in enumerate(zip(got, plain, value_and_gradients(pattern.reference, exact), strict=True)):
+    for i, (g, p, e) in enumerate(zip(got, unfused(pattern, args), unfused(pattern, exact), strict=True)):
         wrong = close(g, p, e)
         if wrong:
             what = "result" if i < pattern.outputs else f"gradient {i - pattern.outputs}"

@@ -1,17 +1,35 @@
-"""Dropout, then a residual sum: dropout(x, p) + residual, elementwise. In training only."""
+"""Dropout, then a residual sum: dropout(x, p) + residual, elementwise. In training only.
+
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; computed in fp32 and
+rounded once. The mask is a function of a seed that is drawn anew at each call (torch.manual_seed repeats it) and of the
+position: nothing but the seed is kept for the backward. It is not the mask that eager or plain Inductor draws; with
+Inductor's fallback_random, which asks for eager's, nothing is fused. Source: Srivastava et al. 2014,
+torch.nn.functional.dropout.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels import launch
+from fusion_backend.kernels.dropout import dropout_factors, dropped, scale, threshold
+from fusion_backend.kernels.inputs import as_rows, maybe_rows, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes
 
 
-@Pattern
+@Pattern(inductor="reduction")
 def dropout_add(x: Tensor, residual: Tensor, p: float) -> Tensor:
     return F.dropout(x, p, True) + residual
+
+
+@dropout_add.seeded
+def _(x, residual, p, seed):
+    return dropped(x.reshape(-1), seed, p).reshape(x.shape) + residual
 
 
 @dropout_add.near_miss
@@ -22,7 +40,61 @@ def _(x, residual, p):
 
 @dropout_add.guard
 def _(x, residual, p):
-    return reject_dtypes(x=x, residual=residual) or reject_dynamic(p=p)
+    return (
+        reject_rows(x)
+        or reject_shapes(x=x, residual=residual)
+        or reject_dtypes(x=x, residual=residual)
+        or reject_dynamic(p=p)
+    )
+
+
+@dropout_add.worthwhile
+def _(x, residual, p, training):
+    return UNMEASURED
+
+
+@dropout_add.kernel
+def _(x, residual, p, seed):
+    return run(x, residual, p, seed)
+
+
+@dropout_add.backward(same={"residual": 0})
+def _(saved, dy):
+    return run(dy, None, saved.p, saved.seed) if saved.needs["x"] else None, None
+
+
+def run(x, residual, p, seed, block=2048, warps=4):
+    """Dropout of x, plus the residual where there is one. Grid: elements / block."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    n, size = number(x.shape[-1]), out.numel()
+    (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
+    launch(
+        dropout_add_kernel, ((size + block - 1) // block,), x, residual, seed, out, size, N=n, STRIDE=stride,
+        RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+# Bytes: x, residual and out once.
+@triton.jit
+def dropout_add_kernel(
+    X, R, SEED, OUT, size, N: tl.constexpr, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    keep = i < size
+    x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
+    x *= dropout_factors(SEED, start // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
+    if R is not None:
+        x += tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
+    tl.store(OUT + i, x, keep)
+
+
+@triton.jit
+def place(i, N: tl.constexpr, STRIDE: tl.constexpr):
+    """Where element i of rows of N lies in memory."""
+    return i if N == STRIDE else i // N * STRIDE + i % N
 
 
 @dropout_add.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

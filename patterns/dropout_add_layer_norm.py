@@ -1,15 +1,21 @@
 """Dropout, residual sum, layer normalisation: h = dropout(x, p) + residual, and layer_norm(h) · weight + bias.
 
-x and residual are `[..., n]`, weight and bias `[n]`. Returns the normalised value and h. In training only.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; weight and bias `[n]`.
+Returns the normalised value and h, both computed in fp32 and rounded once. In training only. The mask is drawn as that
+of dropout_add is: of a new seed at each call, and not with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
+from fusion_backend.kernels.dropout import Dropout, dropped
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes, reject_vectors
 
 
 @Pattern
@@ -17,6 +23,12 @@ def dropout_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     h = F.dropout(x, p, True) + residual
+    return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
+
+
+@dropout_add_layer_norm.seeded
+def _(x, residual, weight, bias, p, eps, seed):
+    h = dropped(x, seed, p) + residual
     return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
 
 
@@ -29,7 +41,33 @@ def _(x, residual, weight, bias, p, eps):
 
 @dropout_add_layer_norm.guard
 def _(x, residual, weight, bias, p, eps):
-    return reject_dtypes(x=x, residual=residual, weight=weight, bias=bias) or reject_dynamic(p=p, eps=eps)
+    return (
+        reject_rows(x)
+        or reject_shapes(x=x, residual=residual)
+        or reject_vectors(weight=weight, bias=bias)
+        or reject_dtypes(x=x, residual=residual, weight=weight, bias=bias)
+        or reject_dynamic(p=p, eps=eps)
+    )
+
+
+@dropout_add_layer_norm.worthwhile
+def _(x, residual, weight, bias, p, eps, training):
+    return UNMEASURED
+
+
+@dropout_add_layer_norm.kernel(saves=("mean", "rstd"))
+def _(x, residual, weight, bias, p, eps, seed, save):
+    return forward(x, residual, Norm(weight, bias, None, eps, True, Dropout(seed, p)), save)
+
+
+@dropout_add_layer_norm.backward(result=True)
+def _(saved, dy, dh):
+    norm = Norm(saved.weight, saved.bias, None, saved.eps, True, Dropout(saved.seed, saved.p))
+    h, x = saved.result[1], saved.needs["x"]
+    needs = [x or saved.needs["residual"], saved.needs["weight"], saved.needs["bias"]]
+    dx = torch.empty(h.shape, dtype=h.dtype, device=h.device) if x else None
+    dresidual, dweight, dbias = backward(dy, dh, h, saved.mean, saved.rstd, norm, needs, dx)
+    return dx, dresidual, dweight, dbias
 
 
 @dropout_add_layer_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

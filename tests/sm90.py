@@ -55,6 +55,13 @@ SITES = [
     ("layer_norm", dict(rows=2048, n=32768), FULL, True),
     ("layer_norm", dict(rows=64, n=131072), HALF, True),
     ("add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("dropout_add", dict(rows=16384, n=4096), HALF, True),
+    ("dropout_add", dict(rows=16384, n=4096), FULL, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=1024), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=4096), FULL, True),
+    ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=8192, n=8192), HALF, True),
@@ -172,16 +179,18 @@ def launches(
     args = with_kinds(pattern, supported_forms(pattern)[0], list(pattern.inputs_fn(tensor, **case)))
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
-    seen.extend(a for a in args if isinstance(a, Tensor))
+    drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
+    seen.extend(a for a in (*args, *drawn.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
-        results = pattern.kernel_fn(*args, *([backward] if pattern.saves else []))
+        results = pattern.kernel_fn(*args, *drawn.values(), *([backward] if pattern.saves else []))
         if backward:
             results = results if isinstance(results, tuple) else (results,)
             outs, kept = results[: pattern.outputs], results[pattern.outputs :]
             inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
             needs = {name: isinstance(value, Tensor) for name, value in inputs.items()}
             result = outs if len(outs) > 1 else outs[0]
-            saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=result, needs=needs)
+            kept = dict(zip(pattern.saves, kept, strict=True))
+            saved = SimpleNamespace(**inputs, **drawn, **kept, result=result, needs=needs)
             grads = [torch.empty_like(out) for out in outs]
             seen.extend(grads)
             pattern.backward_fn(saved, *grads)

@@ -5,9 +5,10 @@ import torch
 from torch.library import opcheck
 
 from fusion_backend.backend import patterns
-from fusion_backend.op import op_of
+from fusion_backend.op import draw, op_of
 from fusion_backend.template import templates
 from fusion_backend.testing import (
+    DropoutOfKernels,
     arguments,
     check_pattern,
     close,
@@ -16,6 +17,7 @@ from fusion_backend.testing import (
     in_fp64,
     rewritten,
     supported_forms,
+    unfused,
     value_and_gradients,
     with_kernels,
 )
@@ -35,16 +37,18 @@ WRITTEN = {p.name: p for p in ALL.values() if written(p)}
 every_written = pytest.mark.parametrize("pattern", WRITTEN.values(), ids=WRITTEN)
 
 
-def forms():
+def forms(patterns):
     """All forms that a kernel has to get right; one where the reference stands in for it."""
     return [
         pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}")
-        for p in WRITTEN.values()
+        for p in patterns
         for kinds in written(p)[: None if p.kernel_fn else 1]
     ]
 
 
-every_form = pytest.mark.parametrize("pattern, kinds", forms())
+every_form = pytest.mark.parametrize("pattern, kinds", forms(WRITTEN.values()))
+# Inductor draws its own seeds: tests/test_dropout.py has those
+every_form_without_seed = pytest.mark.parametrize("pattern, kinds", forms(p for p in WRITTEN.values() if not p.drawn))
 
 
 def results(out):
@@ -78,13 +82,13 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
     gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
     assert len(fused_nodes(gm)) == 1
     exact = in_fp64(args)
-    plain = value_and_gradients(pattern.reference, args)
-    want = value_and_gradients(pattern.reference, exact)
+    plain = unfused(pattern, args)
+    want = unfused(pattern, exact)
     for got, p, w in zip(value_and_gradients(lambda *a: gm(*a), tensors), plain, want, strict=True):
         assert close(got, p, w) == ""
 
 
-@every_form
+@every_form_without_seed
 def test_compiled_agrees(pattern, kinds):
     """Through Inductor, with the inlined reference."""
     args = arguments(pattern, kinds, torch.float32)
@@ -93,8 +97,8 @@ def test_compiled_agrees(pattern, kinds):
         call(pattern.reference), backend="fusion", options={"fusion.gate": "always"}, dynamic=False
     )
     exact = in_fp64(args)
-    plain = value_and_gradients(pattern.reference, args)
-    want = value_and_gradients(pattern.reference, exact)
+    plain = unfused(pattern, args)
+    want = unfused(pattern, exact)
     for got, p, w in zip(value_and_gradients(compiled, tensors), plain, want, strict=True):
         assert close(got, p, w) == ""
 
@@ -111,11 +115,9 @@ def test_gradient_of_some_inputs_only(pattern):
         if not tensors[wanted].is_floating_point():
             continue
         some = [t.detach().requires_grad_(i == wanted) for i, t in enumerate(tensors)]
-        for got, want in zip(
-            value_and_gradients(lambda *a: gm(*a), some),
-            value_and_gradients(call(pattern.reference), some),
-            strict=True,
-        ):
+        with DropoutOfKernels():
+            plain = value_and_gradients(call(pattern.reference), some)
+        for got, want in zip(value_and_gradients(lambda *a: gm(*a), some), plain, strict=True):
             torch.testing.assert_close(got, want)
 
 
@@ -147,7 +149,9 @@ def test_permuted_and_expanded_inputs(pattern):
         changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
         tensors, call = split(changed)
         gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
-        for got, want in zip(gm(*tensors), results(pattern.reference(*changed)), strict=True):
+        with DropoutOfKernels():  # for what is not fused
+            found = value_and_gradients(lambda *a, gm=gm: gm(*a), tensors)
+        for got, want in zip(found, unfused(pattern, changed), strict=True):
             torch.testing.assert_close(got, want)
             assert got.stride() == want.stride()
 
@@ -160,7 +164,7 @@ def test_refused_tensors_fall_through(pattern):
     for change in (lambda t: t.double(), lambda t: t.to(torch.complex64), lambda t: t.int(), lambda t: t[:0]):
         changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
         try:
-            want = pattern.reference(*changed)
+            want = unfused(pattern, changed)
         except (RuntimeError, NotImplementedError, IndexError, ValueError):
             continue
         tensors, call = split(changed)
@@ -168,7 +172,8 @@ def test_refused_tensors_fall_through(pattern):
         # one operator behind a promotion to float may be a form of its own: softmax(x * 2) of integers
         assert not [s for s in collector.report.fused if len(s.nodes) > 1], str(collector.report)
         assert all(s.reason for s in collector.report.sites)
-        torch.testing.assert_close(call(pattern.reference)(*tensors), want, equal_nan=True)
+        with DropoutOfKernels():
+            torch.testing.assert_close(value_and_gradients(call(pattern.reference), tensors), want, equal_nan=True)
 
 
 @every
@@ -176,7 +181,8 @@ def test_op_is_a_good_torch_citizen(pattern):
     kinds = supported_forms(pattern)[0]
     args = arguments(pattern, kinds, torch.float32)
     op = op_of(pattern)
-    flat = op.flatten(dict(zip([p.name for p in pattern.params], args, strict=True)))
+    seed = {name: draw(args[0].device) for name in pattern.drawn}
+    flat = op.flatten(dict(zip([p.name for p in pattern.params], args, strict=True)) | seed)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     opcheck(op.overload, tuple(flat), {"forward": "reference", "backward": "vjp"}, test_utils=checks)
 

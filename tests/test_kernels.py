@@ -359,6 +359,8 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
             "quantize_int8": (x, 2.0, None),
             "layer_norm": (flat, row, row, 1e-5),
             "gated_linear": (flat, weight, None, weight, None, "sigmoid"),
+            "dropout_add": (flat, flat, 0.1),
+            "dropout_add_layer_norm": (flat, flat, row, row, 0.1, 1e-5),
         }
         for name, args in sites.items():
             pattern, grids = REGISTRY[name], []
@@ -366,13 +368,16 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
             if pattern.worthwhile_fn:
                 pattern.worthwhile_fn(*args, True)
             with trial(lambda kernel, grid, values, options, grids=grids: grids.append(grid)):
-                out = pattern.kernel_fn(*args, *([True] if pattern.saves else []))
+                seed = {k: x.new_empty(1, dtype=torch.int64) for k in pattern.drawn}
+                out = pattern.kernel_fn(*args, *seed.values(), *([True] if pattern.saves else []))
                 out = out if isinstance(out, tuple) else (out,)
+                outs = out[: pattern.outputs]
                 if pattern.backward_fn:
                     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
-                    kept = dict(zip(pattern.saves, out[1:], strict=True))
-                    saved = SimpleNamespace(**inputs, **kept, result=out[0], needs=dict.fromkeys(inputs, True))
-                    pattern.backward_fn(saved, torch.empty_like(out[0]))
+                    kept = dict(zip(pattern.saves, out[pattern.outputs :], strict=True))
+                    result, needs = outs if pattern.outputs > 1 else outs[0], dict.fromkeys(inputs, True)
+                    saved = SimpleNamespace(**inputs, **seed, **kept, result=result, needs=needs)
+                    pattern.backward_fn(saved, *map(torch.empty_like, outs))
             assert isinstance(grids[0][0], torch.SymInt), name
     assert not env.guards, [str(g.expr) for g in env.guards]
 

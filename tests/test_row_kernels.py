@@ -13,10 +13,11 @@ from fusion_backend.patterns import softmax as softmax_room
 
 from fusion_backend.kernels import norms
 from fusion_backend.pattern import REGISTRY, Reject
-from tests.test_kernels import CLOSE, FLOATS, distance, exact, randn, runs_kernels
+from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SHAPES = [(1, 1), (5, 1), (7, 100), (3, 2049), (2, 3, 5, 33), (100,)]
+SEED = torch.tensor([4567890123456789012], device=DEVICE)
 PART = (128, 1, 4)  # a configuration that walks through rows longer than 128
 
 
@@ -26,14 +27,16 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     assert pattern.guard_fn(*args) is None
     many = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
     save = [True] if pattern.saves else []
-    got = many(pattern.kernel_fn(*args, *save) if kernel is None else kernel(*args))
+    seed = dict.fromkeys(pattern.drawn, SEED)
+    reference = lambda *args: (pattern.seeded_fn or pattern.reference)(*args, *seed.values())  # noqa: E731
+    got = many(pattern.kernel_fn(*args, *seed.values(), *save) if kernel is None else kernel(*args))
     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
     tensors = [p.name for p in pattern.params if p.tensor]
     floats = [k for k in tensors if inputs[k] is not None and inputs[k].is_floating_point()]
     needs = {k: k in floats and (needs is None or k in needs) for k in tensors}
     leaves = {k: exact(v).requires_grad_(needs[k]) if k in floats else v for k, v in inputs.items()}
-    want = many(pattern.reference(*leaves.values()))
-    eager = many(pattern.reference(*args))
+    want = many(reference(*leaves.values()))
+    eager = many(reference(*args))
     for g, w, e in zip(got, want, eager, strict=False):
         assert (g.dtype, g.shape, g.stride()) == (e.dtype, e.shape, e.stride())
         if w.numel() and w.is_floating_point():
@@ -42,13 +45,14 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
         return got
     grads = [randn(*w.shape, dtype=e.dtype) for w, e in zip(want, eager, strict=True)]
     wanted = [k for k in tensors if needs[k]]
-    gradients = dict(zip(wanted, torch.autograd.grad(want, [leaves[k] for k in wanted],
-                                                     [g.double() for g in grads]), strict=True))  # fmt: skip
+    smooth = [(w, g.double()) for w, g in zip(want, grads, strict=True) if w.requires_grad]
+    gradients = dict(zip(wanted, torch.autograd.grad([w for w, _ in smooth], [leaves[k] for k in wanted],
+                                                     [g for _, g in smooth]), strict=True))  # fmt: skip
     result = got[: pattern.outputs] if pattern.outputs > 1 else got[0]
-    saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, got[pattern.outputs :], strict=False)), result=result,
-                            needs=needs)  # fmt: skip
+    kept = dict(zip(pattern.saves, got[pattern.outputs :], strict=False))
+    saved = SimpleNamespace(**inputs, **seed, **kept, result=result, needs=needs)
     found = dict(zip(tensors, many(pattern.backward_fn(saved, *grads)), strict=True))
-    found |= {k: found[other] for k, other in pattern.backward_same.items()}
+    found |= {k: grads[other] if other in (0, 1) else found[other] for k, other in pattern.backward_same.items()}
     for k in wanted:
         assert found[k].shape == inputs[k].shape and found[k].dtype == inputs[k].dtype
         assert distance(found[k], gradients[k]) <= factor * CLOSE[inputs[k].dtype], k
@@ -154,6 +158,38 @@ def test_norms(name, shape, dtype):
 
 
 @runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropout(shape, dtype):
+    x, r, w, b = (randn(*s, dtype=dtype) for s in (shape, shape, shape[-1:], shape[-1:]))
+    for p in (0.1, 0.75, 1.0):
+        check("dropout_add", x, r, p)
+        if shape[-1] > 1:  # of one number the norm is 0, its gradient rounding alone
+            check("dropout_add_layer_norm", x, r, w, b, p, 0.05)
+
+
+@runs_kernels
+@pytest.mark.parametrize("needs", ["x", "residual", "weight", "bias"])
+def test_dropout_computes_only_wanted_gradients(needs):
+    x, r, w, b = randn(7, 100), randn(7, 100), randn(100), randn(100)
+    check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5, needs=[needs])
+    if needs in ("x", "residual"):
+        check("dropout_add", x, r, 0.3, needs=[needs])
+
+
+@runs_kernels
+def test_dropout_of_long_and_padded_rows(monkeypatch):
+    x, r, w, b = randn(5, 1011)[:, :1001], randn(5, 1001), randn(1001), randn(1001)
+    check("dropout_add", x, r, 0.3)
+    check("dropout_add", r, x, 0.3)
+    check("dropout_add", r[:1].expand(5, 1001), r, 0.3)
+    check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
+    monkeypatch.setattr(norms, "forward_config", lambda *how: PART)
+    monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
+    check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
+
+
+@runs_kernels
 @pytest.mark.parametrize("needs", [["x"], ["weight"], ["residual"]])
 def test_add_rms_norm_computes_only_wanted_gradients(needs):
     x, r, w = randn(7, 100), randn(7, 100), randn(100)
@@ -250,6 +286,9 @@ def test_refusals():
         ("softmax", (x.t(), None, None, None, None), "the elements of a row are"),
         ("add_rms_norm", (x, randn(6), w, None, 1e-5), "x has shape (4, 6) and residual (6,)"),
         ("rms_norm", (x, randn(4, 6), None, 1e-5), "is not a plain vector"),
+        ("dropout_add", (x, randn(6), 0.1), "x has shape (4, 6) and residual (6,)"),
+        ("dropout_add", (randn(), randn(), 0.1), "x is a single number"),
+        ("dropout_add_layer_norm", (x, x, w.half(), w, 0.1, 1e-5), "weight is torch.float16"),
         ("cross_entropy", (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"), "target has shape"),
         ("quantize_per_token", (x.double(), None), "float64"),
     ]:

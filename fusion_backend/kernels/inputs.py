@@ -101,3 +101,8 @@ def rows_as_in(out: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
         return as_rows(x)
     n = number(x.shape[-1])
     return in_layout(out, x), math.prod(x.shape[:-1]), n
+
+
+def maybe_rows(x: Tensor | None) -> tuple:
+    """The same of what may be missing."""
+    return (None, 0, 0) if x is None else as_rows(x)

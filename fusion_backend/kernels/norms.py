@@ -1,7 +1,7 @@
-"""Layer and RMS normalisation of rows, with or without a residual sum before it.
+"""Layer and RMS normalisation of rows, with or without dropout and a residual sum before it.
 
-forward: h = x (+ residual); c = h - mean(h), or h itself where `centred` is false; rstd = 1 / sqrt(mean(c²) + eps);
-y = c · rstd · (weight + offset) + bias.
+forward: h = dropout(x) + residual, or without either; c = h - mean(h), or h itself where `centred` is false;
+rstd = 1 / sqrt(mean(c²) + eps); y = c · rstd · (weight + offset) + bias.
 backward: with g = dy · (weight + offset) and u = c · rstd, dh = rstd (g - u mean(g u) - mean(g)) + what h itself gets,
 without mean(g) where `centred` is false; dweight and dbias are the sums over rows of dy · u and dy: partial sums of
 each program, added up by a second kernel. No atomics: the same bits every time. All sums are in fp32.
@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.inputs import as_rows, dynamic, number
+from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
+from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.rows import MAX_HELD, RESULTS, multiprocessors
 from fusion_backend.pattern import Reject
@@ -34,13 +35,14 @@ def not_forward(x: Tensor) -> Reject | None:
 
 
 class Norm(NamedTuple):
-    """What is computed: weight and bias `[n]` or None, a number added to the weight, layer or RMS."""
+    """What is computed: weight and bias `[n]` or None, a number added to the weight, layer or RMS, dropout of x."""
 
     weight: Tensor | None
     bias: Tensor | None
     offset: float | None
     eps: float
     centred: bool
+    dropout: Dropout | None = None
 
 
 def forward(x, residual, norm: Norm, save: bool, config=None):
@@ -49,35 +51,35 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     Grid: rows / rows_each.
     """
     n = number(x.shape[-1])
-    block, rows_each, warps = config or forward_config(n, x.element_size(), residual is not None)
+    block, rows_each, warps = config or forward_config(n, x.element_size(), residual is not None, norm.dropout)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     kept = [save and norm.centred, save]
     mean, rstd = (torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in kept)
     kernel, rest = (norm_kernel, dict(ROWS=rows_each)) if block >= n else (norm_long_kernel, {})
+    seed, chance = drawn(norm.dropout)
     launch(
-        kernel, ((rows + rows_each - 1) // rows_each,), x, residual, norm.weight, norm.bias, y, h,
+        kernel, ((rows + rows_each - 1) // rows_each,), x, seed, residual, norm.weight, norm.bias, y, h,
         mean if kept[0] else None, rstd if kept[1] else None, rows, norm.offset or 0.0, norm.eps, STRIDE=stride,
-        RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block, num_warps=warps, **rest,
+        RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block, num_warps=warps, **rest, **chance,
     )  # fmt: skip
     return y, h, mean, rstd
 
 
-def maybe_rows(t: Tensor | None) -> tuple:
-    return (None, 0, 0) if t is None else as_rows(t)
-
-
-# Bytes: x once (and residual), y once (and h), 4 or 8 a row where saved.
+# Bytes: x once (and residual), y once (and h), 4 or 8 a row where saved. Dropout moves none.
 @triton.jit
 def norm_kernel(
-    X, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     keep = (row < rows) & (col < N)
     h = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32)
+    if SEED is not None:
+        h *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
     if R is not None:
         h += tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
         tl.store(H + row * N + col, h, keep)
@@ -100,8 +102,8 @@ def norm_kernel(
 # Bytes: as above; the second reading of a row comes from L2.
 @triton.jit
 def norm_long_kernel(
-    X, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -110,6 +112,9 @@ def norm_long_kernel(
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
         h = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)
+        if SEED is not None:
+            quad = row * ((N + 3) // 4) + start // 4 + tl.arange(0, BLOCK // 4)
+            h *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
             tl.store(H + row * N + start + lane, h, keep)
@@ -130,6 +135,9 @@ def norm_long_kernel(
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
         h = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)
+        if SEED is not None:
+            quad = row * ((N + 3) // 4) + start // 4 + tl.arange(0, BLOCK // 4)
+            h *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
         y = (h - mean) * rstd
@@ -142,28 +150,34 @@ def norm_long_kernel(
         tl.store(RSTD + row, rstd)
 
 
-def backward(dy, dh, h, mean, rstd, norm: Norm, needs, config=None):
-    """Gradients of h, weight and bias, None where `needs` (three booleans) says no; dh is what h itself gets."""
+def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
+    """Gradients of h, weight and bias, None where `needs` (three booleans) says no; dh is what h itself gets.
+
+    dx, where it is given, is filled with the gradient of what was dropped out; h must be wanted then.
+    """
     n = number(h.shape[-1])
     needs = (needs[0], needs[1] and norm.weight is not None, needs[2] and norm.bias is not None)
     out = torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs[0] else None
     mean = mean if norm.centred else None
     run = backward_short if n <= MAX_HELD_BACKWARD else backward_long
-    sums = run(dy, dh, h, mean, rstd, norm, needs, out, config)
+    sums = run(dy, dh, h, mean, rstd, norm, needs, out, dx, config)
     return out, *add_up(sums, h.dtype, *needs[1:])
 
 
-def forward_config(n: int, itemsize: int, residual: bool) -> tuple[int, int, int]:
-    """BLOCK, rows a program and warps; longer rows are walked through, sooner without a residual (H200, bf16)."""
-    block = triton.next_power_of_2(n)
-    if n * itemsize > (MAX_HELD if residual else SHORT):
+def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | None) -> tuple[int, int, int]:
+    """BLOCK, rows a program and warps; longer rows are walked through, sooner without a residual (H200, bf16).
+
+    With dropout sooner too: rows of 64 KB would spill.
+    """
+    block = max(4, triton.next_power_of_2(n))
+    if n * itemsize > (MAX_HELD if residual and dropout is None else SHORT):
         return 8192, 1, 16
     return block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024
 
 
 def backward_config(n: int) -> tuple[int, int, int, int, int]:
     """BLOCK, rows at a time, warps, programs a multiprocessor, and stages of the loop over rows (swept on an H200)."""
-    block = triton.next_power_of_2(n)
+    block = max(4, triton.next_power_of_2(n))
     warps = max(4, block // 512)
     return block, max(1, 2048 // block), warps, max(1, 16 // warps), 3
 
@@ -174,7 +188,7 @@ def partial_sums(h, needs, programs):
     return torch.empty((count, programs, h.shape[-1]), dtype=torch.float32, device=h.device) if count else None
 
 
-def backward_short(dy, dh, h, mean, rstd, norm, needs, out, config):
+def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
     n = number(h.shape[-1])
     block, rows_each, warps, programs, stages = config or backward_config(n)
@@ -183,20 +197,21 @@ def backward_short(dy, dh, h, mean, rstd, norm, needs, out, config):
     if not dynamic(rows):
         programs = min(programs, (rows + rows_each - 1) // rows_each)
     sums = partial_sums(h, needs, programs)
+    seed, chance = drawn(norm.dropout)
     launch(
-        norm_backward_kernel, (programs,), dy, dh, h, norm.weight, mean, rstd, out, sums, rows, norm.offset or 0.0,
-        DY_STRIDE=dy_stride, DH_STRIDE=dh_stride, H_STRIDE=h_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], BLOCK=block,
-        ROWS=rows_each, STAGES=stages, num_warps=warps,
+        norm_backward_kernel, (programs,), dy, dh, h, norm.weight, mean, rstd, out, dx, seed, sums, rows,
+        norm.offset or 0.0, DY_STRIDE=dy_stride, DH_STRIDE=dh_stride, H_STRIDE=h_stride, N=n, WEIGHT=needs[1],
+        BIAS=needs[2], BLOCK=block, ROWS=rows_each, STAGES=stages, num_warps=warps, **chance,
     )  # fmt: skip
     return sums
 
 
-# Bytes: dy and h once (and dh), the result once, 8 a program and column.
+# Bytes: dy and h once (and dh), the result once (and dx), 8 a program and column.
 @triton.jit
 def norm_backward_kernel(
-    DY, DH, H, W, MEAN, RSTD, OUT, SUMS, rows, offset, DY_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr,
+    DY, DH, H, W, MEAN, RSTD, OUT, DX, SEED, SUMS, rows, offset, DY_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr,
     H_STRIDE: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)[None, :]
     inside = col < N
@@ -227,6 +242,9 @@ def norm_backward_kernel(
             if DH is not None:
                 d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
             tl.store(OUT + row * N + col, d, keep)
+            if DX is not None:
+                d *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
+                tl.store(DX + row * N + col, d, keep)
     at = tl.program_id(0) * N + col
     if WEIGHT:
         tl.store(SUMS + at, tl.sum(dw, 0, keep_dims=True), inside)
@@ -235,7 +253,7 @@ def norm_backward_kernel(
         tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
 
 
-def backward_long(dy, dh, h, mean, rstd, norm, needs, out, config):
+def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Two passes: the two means of every row, then the results, block of columns by block of columns."""
     n = number(h.shape[-1])
     cols, warps, programs, stages = config or (2048, 8, 4, 3)
@@ -252,9 +270,11 @@ def backward_long(dy, dh, h, mean, rstd, norm, needs, out, config):
             norm_backward_means_kernel, (rows,), dy, *args, rows, norm.offset or 0.0, N=n, BLOCK=2048, num_warps=8,
             **strides,
         )  # fmt: skip
+    seed, chance = drawn(norm.dropout)
     launch(
-        norm_backward_columns_kernel, (blocks, programs), dy, dh, *args, out, sums, rows, norm.offset or 0.0,
+        norm_backward_columns_kernel, (blocks, programs), dy, dh, *args, out, dx, seed, sums, rows, norm.offset or 0.0,
         DH_STRIDE=dh_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], COLS=cols, STAGES=stages, num_warps=warps, **strides,
+        **chance,
     )  # fmt: skip
     return sums
 
@@ -284,12 +304,12 @@ def norm_backward_means_kernel(
         tl.store(MEANS + rows + row, tl.sum(sums) / N)
 
 
-# Bytes: dy and h once more (and dh), the result once, 8 a program and column.
+# Bytes: dy and h once more (and dh), the result once (and dx), 8 a program and column.
 @triton.jit
 def norm_backward_columns_kernel(
-    DY, DH, H, W, MEAN, RSTD, MEANS, OUT, SUMS, rows, offset, DY_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr,
-    DH_STRIDE: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    DY, DH, H, W, MEAN, RSTD, MEANS, OUT, DX, SEED, SUMS, rows, offset, DY_STRIDE: tl.constexpr,
+    H_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    COLS: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < N
@@ -319,6 +339,10 @@ def norm_backward_columns_kernel(
             if DH is not None:
                 d += tl.load(DH + row * DH_STRIDE + col, inside, 0.0).to(tl.float32)
             tl.store(OUT + row * N + col, d, inside)
+            if DX is not None:
+                quad = row * ((N + 3) // 4) + tl.program_id(0) * (COLS // 4) + tl.arange(0, COLS // 4)
+                d *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
+                tl.store(DX + row * N + col, d, inside)
     at = tl.program_id(1) * N + col
     if WEIGHT:
         tl.store(SUMS + at, dw, inside)

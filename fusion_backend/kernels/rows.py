@@ -29,6 +29,8 @@ def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
 
 def reject_rows(x: Tensor) -> Reject | None:
     """Refuse rows that are dynamic, too long, or not dense."""
+    if x.dim() == 0:
+        return Reject("x is a single number")
     n = number(x.shape[-1])
     if dynamic(n):
         return Reject("the row length is dynamic")

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fusion_backend.collect import Collector
 from fusion_backend.pattern import Pattern
 from fusion_backend.spelling.author import Spelling, near_misses, spellings
-from fusion_backend.testing import FACTOR, ULPS, close, fused_nodes, value_and_gradients
+from fusion_backend.testing import FACTOR, ULPS, DropoutOfKernels, close, fused_nodes, value_and_gradients
 from fusion_backend.torch_api import many_recompiles, pytree
 
 SHORT = {torch.float32, torch.bfloat16, torch.float16}
@@ -178,11 +178,12 @@ def differs(s: Spelling, rewritten, training: bool) -> str:
 
 def measured(s: Spelling, rewritten, tensors: list[torch.Tensor], training: bool) -> list[tuple] | str:
     """Of each output: as rewritten; in eager; in eager with every cast to bf16, where there is bf16; in fp64."""
-    plain, got = run(s.fn, tensors, training), run(rewritten, tensors, training)
-    exact, narrow = computed_in(torch.float64, s.fn, tensors, training), plain
-    if any(t.dtype == torch.bfloat16 for t in tensors):
-        with contextlib.suppress(NotImplementedError):  # there are operators without bf16
-            narrow = computed_in(torch.bfloat16, s.fn, tensors, training)
+    with DropoutOfKernels():
+        plain, got = run(s.fn, tensors, training), run(rewritten, tensors, training)
+        exact, narrow = computed_in(torch.float64, s.fn, tensors, training), plain
+        if any(t.dtype == torch.bfloat16 for t in tensors):
+            with contextlib.suppress(NotImplementedError):  # there are operators without bf16
+                narrow = computed_in(torch.bfloat16, s.fn, tensors, training)
     if len(got) != len(exact):
         return f"{len(got)} results instead of {len(exact)}"
     return list(zip(got, plain, narrow, exact, strict=True))

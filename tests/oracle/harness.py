@@ -180,9 +180,14 @@ def inductor_graphs(result: Result):
 
 
 def compiled(model, backend: str, **how):
-    """On a CPU the gate is forced: sites are rewritten, with the inlined reference as their forward."""
+    """On a CPU the gate is forced: sites are rewritten, with the inlined reference as their forward.
+
+    But for those with dropout: their masks are not plain Inductor's.
+    """
     if backend == "fusion":
-        how = {"options": {"fusion.gate": "always"}, **how}
+        from fusion_backend.backend import patterns
+
+        how = {"options": {"fusion.gate": "always", "fusion.skip": [p.name for p in patterns() if p.drawn]}, **how}
     return torch.compile(model, backend=backend, **how)
 
 

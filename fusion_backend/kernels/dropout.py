@@ -1,0 +1,82 @@
+"""Dropout whose mask is a function of a seed and of the position: x · 0 or x / (1 - p).
+
+Philox with ten rounds (Salmon et al. 2011) turns the seed and a counter into four words of 32 bits. The counter is
+row · ceil(n / 4) + column // 4 in 64 bits, the word column % 4; an element is dropped where its word is less than
+p · 2**32. So a mask need not be kept: forward and backward draw it alike, whatever their blocks are. It is not the mask
+that torch or Inductor would draw from the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+
+
+class Dropout(NamedTuple):
+    """The seed, an int64 tensor of one number, and the share of elements that are dropped."""
+
+    seed: Tensor
+    p: float
+
+
+def threshold(p: float) -> int:
+    """Words below it are dropped."""
+    return min(round(p * 2**32), WORD)
+
+
+def scale(p: float) -> float:
+    """What survivors are multiplied with: nothing is left of them where p = 1."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
+def drawn(dropout: Dropout | None) -> tuple[Tensor | None, dict]:
+    """The seed and the constants of a kernel that may have dropout in it."""
+    if dropout is None:
+        return None, dict(THRESHOLD=0, SCALE=1.0)
+    return dropout.seed, dict(THRESHOLD=threshold(dropout.p), SCALE=scale(dropout.p))
+
+
+@triton.jit
+def dropout_factors(SEED, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
+    """0 or SCALE for four elements a counter `[..., k]`: `[..., 4 k]`. One Philox call serves all four."""
+    a, b, c, d = tl.randint4x(tl.load(SEED), counter)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.uint32, bitcast=True)
+    return tl.where(words < THRESHOLD, 0.0, SCALE)
+
+
+def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Dropout of x `[..., n]` in plain torch, with the mask of the kernels; computed in fp32, or fp64 for fp64."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * kept(seed, x.shape, p) * scale(p)).to(x.dtype)
+
+
+def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """Which elements survive."""
+    n = shape[-1]
+    rows, quads = math.prod(shape[:-1]), (n + 3) // 4
+    words = torch.stack(philox(seed, torch.arange(rows * quads, device=seed.device)), 1).reshape(rows, 4 * quads)
+    return (words[:, :n] >= threshold(p)).reshape(shape)
+
+
+def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
+    """The four words of each counter, as int64."""
+    c0, c1, c2, c3 = counter & WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = seed & WORD, seed >> 32
+    for _ in range(10):
+        high, low = times(c2, 0xCD9E8D57), times(c0, 0xD2511F53)
+        c0, c1, c2, c3 = high[0] ^ c1 ^ k0, high[1], low[0] ^ c3 ^ k1, low[1]
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return [c0, c1, c2, c3]
+
+
+def times(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower word of a product. Its sign bit may be set: the upper word is right all the same."""
+    product = a * b
+    return (product >> 32) & WORD, product & WORD
