@@ -1,10 +1,10 @@
 """torch.compile(model, backend="fusion"): pattern fusion in front of Inductor."""
 
 from fusion_backend.options import disable
-from fusion_backend.pattern import Pattern, Reject
+from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reporting import report, reset
 
-__all__ = ["Pattern", "Reject", "disable", "explain", "fuse", "report", "reset"]
+__all__ = ["LibraryCall", "Pattern", "Reject", "disable", "explain", "fuse", "report", "reset"]
 
 
 def __getattr__(name: str):

@@ -12,15 +12,17 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend import library
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import FREE, LIKE, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
+from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
 from fusion_backend.op import draw, op_of
 from fusion_backend.options import Options
-from fusion_backend.pattern import Pattern, Reject
+from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, inductor_config, statically_known_true, sym_eq
 from fusion_backend.views import Viewed, geometry, original, value_of
@@ -42,6 +44,8 @@ class Decision:
     value: object = None  # fake result of the op
     bytes_saved: int | None = None
     covered: bool = False  # by a larger site that is fused
+    call: LibraryCall | None = None  # of the library provider
+    copy: bool = False  # its result, because of the strides
     failure: str | None = None  # a fault of ours or of the pattern's author, told to the user as a warning
 
 
@@ -58,6 +62,7 @@ class Gate:
         for n in view.graph.nodes:
             for storage in set().union(*map(storages, n.all_input_nodes)) if self.may_mutate(n) else ():
                 self.writers.setdefault(storage, []).append(n)
+        self.masks = Masks(view, canon, self.writers)
 
     def may_mutate(self, n: fx.Node) -> bool:
         """In-place operators that stayed in place, and copied nodes, which may do anything to their arguments."""
@@ -210,6 +215,9 @@ class Gate:
 
     def provide(self, match: Match, training: bool) -> Decision:
         pattern = match.pattern
+        offered = library.offer(match, self.masks) if pattern.library_fn is not None else None
+        if isinstance(offered, LibraryCall):
+            return self.called(match, offered, training)
         cuda = all(on_gpu(original(a)) for a in match.tensors.values())
         backward = self.backward_provider(pattern, cuda) if training else None
         no = self.kernel_refused(match, training, cuda)
@@ -218,7 +226,7 @@ class Gate:
         own = backward != "vjp" and training and pattern.can_inline_forward and not random  # dropout in torch is slow
         inline |= no is not None and no.forward_only and own
         if no is not None and not inline:
-            return Decision(match, False, no.reason)
+            return Decision(match, False, f"{offered.reason}; {no.reason}" if offered else no.reason)
         forward = "kernel" if no is None else "reference"
         reason = "" if no is None else f"forward inlined: {no.reason}"
         decision = Decision(match, True, reason, forward, backward, training)
@@ -228,6 +236,20 @@ class Gate:
             return Decision(match, False, failure, failure=failure)
         wrong = result_differs(decision, values)
         return Decision(match, False, wrong) if wrong else decision
+
+    def called(self, match: Match, call: LibraryCall, training: bool) -> Decision:
+        """The library provider's decision: autograd goes through its call."""
+        root = match.roots[0]
+        try:
+            out = library.result_of(match, call)
+        except Exception as error:
+            return Decision(match, False, f"{call.op} refuses it: {type(error).__name__}: {error}")
+        wrong = library.differs(out, root.meta["val"])
+        if wrong:
+            return Decision(match, False, wrong)
+        copy = library.needs_copy(root, out, self.writers)
+        backward = "autograd" if training else None
+        return Decision(match, True, call.why, "library", backward, training, (out,), call=call, copy=copy)
 
     def backward_provider(self, pattern: Pattern, cuda: bool) -> str:
         if pattern.backward_fn is None:

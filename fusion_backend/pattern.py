@@ -30,6 +30,20 @@ class Reject:
 
 
 @dataclasses.dataclass(frozen=True)
+class LibraryCall:
+    """The answer "yes" of a library provider: one call of a torch operator that computes the pattern's result.
+
+    `tensors` are the pattern's arguments that it takes, by name, in order; `options` its keyword arguments; `why` says
+    in the report what is gained.
+    """
+
+    op: Callable
+    tensors: tuple[str, ...]
+    options: dict
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Param:
     """One argument of a pattern: a tensor, a captured scalar, either, or one of a few words."""
 
@@ -131,6 +145,8 @@ class Pattern:
         self.guard_fn: Callable | None = None
         self.worthwhile_fn: Callable | None = None
         self.kernel_fn: Callable | None = None
+        self.library_fn: Callable | None = None
+        self.library_masks: tuple[str, ...] = ()
         self.saves: tuple[str, ...] = ()
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
@@ -209,6 +225,18 @@ class Pattern:
         self.same_arguments(fn, "kernel", (*self.drawn, "save") if saves else self.drawn)
         self.kernel_fn, self.saves = fn, tuple(saves)
         self.memo.clear()
+        return fn
+
+    def library(self, fn: Callable | None = None, *, masks: Sequence[str] = ()):
+        """Can one call of torch's own library compute it, better than what stands there? Plain autograd does the rest.
+
+        `fn(*inputs, masks)` returns a LibraryCall or Reject("why not"). It is asked before the kernel. `masks[name]`
+        is what is known of the argument `name` (masks.Mask), for those that `masks=` names and that are tensors.
+        """
+        if fn is None:
+            return functools.partial(self.library, masks=masks)
+        self.same_arguments(fn, "library", extra=("masks",))
+        self.library_fn, self.library_masks = fn, tuple(masks)
         return fn
 
     def saved(self, fn: Callable) -> Callable:

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
-from fusion_backend.capture import View
+from fusion_backend.capture import View, is_lowered
 from fusion_backend.gate import Decision, seed_of
 from fusion_backend.op import DRAW, how_to_draw, op_of
 from fusion_backend.recompute import MARK, computed_again
-from fusion_backend.torch_api import pytree
+from fusion_backend.torch_api import aten, pytree
 from fusion_backend.views import Viewed, step_of
 
 # What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static inputs).
@@ -42,7 +42,6 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
     `now` maps an argument that was the result of an earlier site to what holds it now.
     """
     match = d.match
-    op = op_of(match.pattern)
     first = min(match.roots)  # in graph order
     new: list[fx.Node] = []
 
@@ -66,12 +65,19 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         return n
 
     with graph.inserting_before(first):
+        if d.call is not None:
+            given = tuple(argument(match.arguments[name]) for name in d.call.tensors)
+            result = call(d.call.op, given, dict(d.call.options), d.value[0])
+            if d.copy:
+                value = first.meta["val"]
+                result = call(aten.clone.default, (result,), {"memory_format": torch.contiguous_format}, value)
+            return new, {match.roots[0]: result}
         arguments = {name: argument(a) for name, a in match.arguments.items()}
         for name, fake in seed_of(match.pattern, d.value[0]).items():
             arguments[name] = call(DRAW, *how_to_draw(fake.device), fake)
-        flat = op.flatten(arguments)
+        flat = op_of(match.pattern).flatten(arguments)
         chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
-        result = call(op.overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])
+        result = call(op_of(match.pattern).overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])
         if len(d.value) == 1:
             return new, {match.roots[0]: result}
         return new, {root: call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)}
@@ -94,6 +100,7 @@ class Writer:
         self.chains = chains
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.touched: set[fx.Node] = set()  # Dynamo nodes
+        self.dropped: set[fx.Node] = set()  # view nodes that a library call no longer reads, and what they are made of
 
     def write(self, accepted: list[Decision], bodies: dict[str, fx.GraphModule]) -> fx.GraphModule:
         self.again = computed_again(self.view, accepted)
@@ -127,6 +134,7 @@ class Writer:
         arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
         for n in (*d.match.roots, *d.match.interior, *arguments):
             self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
+        self.drop([a for name, a in d.match.tensors.items() if d.call and name not in d.call.tensors])
         new, replaced = put(self.view.graph, d, self.now)
         owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
@@ -138,6 +146,20 @@ class Writer:
             if not n.users:
                 self.touched.add(owner[n])
                 self.view.graph.erase_node(n)
+
+    def drop(self, arguments: list) -> None:
+        pending = [a if isinstance(a, fx.Node) else a.node for a in arguments]
+        while pending:
+            n = pending.pop()
+            if n not in self.dropped:
+                self.dropped.add(n)
+                pending += n.all_input_nodes
+
+    def only_computes(self, d: fx.Node) -> bool:
+        """Was this Dynamo node, which may be unused now, part of a mask and nothing but operators without effects?"""
+        nodes = self.groups.get(d) or [self.view.value.get(d)]
+        pure = all(n in self.dropped and is_lowered(n) and dead_if_unused(n) and not is_random(n) for n in nodes)
+        return pure and d.op in ("call_function", "call_method") and d not in self.view.kept
 
     def close(self) -> None:
         """Touch what the touched groups need, to a fixpoint."""
@@ -159,6 +181,7 @@ class Writer:
 
     def emit(self) -> fx.Graph:
         graph = fx.Graph()
+        unneeded: set[fx.Node] = set()  # if nobody reads them
         dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
         atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
         names: dict[fx.Node, list[fx.Node]] = {}  # Dynamo node -> earlier ones with its value that are gone
@@ -167,6 +190,8 @@ class Writer:
             gone = d not in self.groups and d.op != "output" and any(dynamo[a] is None for a in d.all_input_nodes)
             if d not in self.touched and not gone:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
+                if self.only_computes(d):
+                    unneeded.add(dynamo[d])
                 if hasattr(d, "_dynamo_source"):
                     dynamo[d]._dynamo_source = d._dynamo_source
                 if self.again and self.again.issuperset(self.groups.get(d, {None})):
@@ -188,7 +213,7 @@ class Writer:
             self.rename(d, dynamo, names)
             self.repoint(d, dynamo, atens)
         for n in reversed(list(graph.nodes)):
-            if n.op == "call_function" and not n.users and dead_if_unused(n):
+            if not n.users and (n in unneeded or (n.op == "call_function" and dead_if_unused(n))):
                 graph.erase_node(n)
         return graph
 
@@ -232,6 +257,10 @@ def draw_in_place(n: fx.Node) -> None:
         copy = n.graph.call_function(torch.ops.aten.clone.default, n.args[:1])
     n.target, n.args = n.meta.pop("in_place"), (copy, *n.args[1:])
     copy.meta = dict(n.meta)
+
+
+def is_random(n: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in n.target.tags
 
 
 def dead_if_unused(n: fx.Node) -> bool:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic, same_sizes
 
 
 @Pattern
@@ -54,6 +54,43 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
 def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
     """the scale after the softmax"""
     return (torch.softmax(q @ q.mT, -1) * scale + 1) @ q
+
+
+@attention.library(masks=("mask", "keep"))
+def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
+    """`F.scaled_dot_product_attention` without a dense mask, where what the mask keeps is everything or causal."""
+    found = masks.get("mask") or masks.get("keep")
+    if found is not None and not (found.everything or found.causal):
+        return Reject(f"its mask stays: {found}")
+    if found is not None and found.causal and fill is not None and not found.hides(fill, q.dtype):
+        return Reject(f"{found}, but {fill:g} for what is masked is a score that others may reach")
+    no = reject_shapes(q, k, v) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
+    if no is None and heads == "grouped":
+        no = reject_grouped(q)
+    if no is None and p and not q.is_cuda:
+        no = Reject("with dropout SDPA has no fused kernel on CPU")
+    if no is not None:
+        return no
+    is_causal = causal == "causal" or (found is not None and not found.everything)
+    options = dict(dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped")
+    why = str(found) if found is not None else "one call, without the scores in memory"
+    return LibraryCall(torch.ops.aten.scaled_dot_product_attention.default, ("q", "k", "v"), options, why)
+
+
+def reject_shapes(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+    """What the fused kernels of SDPA do not take would fall back to computing the scores in memory."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return Reject("the fused kernels of SDPA take four dimensions: batch, heads, length, head size")
+    if not (same_sizes(q.shape[:1], k.shape[:1]) and same_sizes(k.shape[:-1], v.shape[:-1])):
+        return Reject("q, k and v differ in batch, heads or length")
+    if not (same_sizes(q.shape[-1:], v.shape[-1:]) and same_sizes(q.shape[-1:], k.shape[-1:])):
+        return Reject("the heads of v have another size")
+
+
+def reject_grouped(q: Tensor) -> Reject | None:
+    """On CUDA only flash attention and cuDNN take fewer heads of k and v; the others would repeat them in memory."""
+    if q.is_cuda and (q.dtype == torch.float32 or not isinstance(q.shape[-1], int) or q.shape[-1] > 256):
+        return Reject("the kernels of SDPA that take grouped heads take fp16 and bf16, and heads of 256 at most")
 
 
 @attention.guard

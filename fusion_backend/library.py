@@ -1,0 +1,90 @@
+"""The library provider: a site as one call of a torch operator, where its pattern says that this is better.
+
+The call stands in the Dynamo graph as if the user had written it: autograd, autocast, Inductor and torch's own choice
+of a kernel do the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_backend.capture import is_lowered
+from fusion_backend.expressions import same
+from fusion_backend.functional import storages
+from fusion_backend.masks import Masks
+from fusion_backend.matcher import Match
+from fusion_backend.op import without_autocast
+from fusion_backend.pattern import LibraryCall, Reject
+from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
+from fusion_backend.views import value_of
+
+# Of a result these read the values, in whatever order they lie.
+MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "aten::reshape"}
+
+
+def offer(match: Match, masks: Masks) -> LibraryCall | Reject:
+    """What the pattern answers, with what is known of its masks."""
+    pattern = match.pattern
+    known = {name: masks.of(match.tensors[name]) for name in pattern.library_masks if name in match.tensors}
+    values = [value_of(match.arguments[p.name]) for p in pattern.params]
+    try:
+        answer = pattern.library_fn(*values, known)
+    except Exception as error:
+        return Reject(f"its library provider raised {type(error).__name__}: {error}")
+    if isinstance(answer, LibraryCall) and written_so(match, answer, masks.canon):
+        return Reject("it is written as this call already")
+    return answer
+
+
+def written_so(match: Match, call: LibraryCall, canon) -> bool:
+    """Is it the very operator on the very tensors?"""
+    root = match.roots[0]
+    given = [a for a in root.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    wanted = [match.arguments[name] for name in call.tensors]
+    if root.target is not call.op or len(given) != len(wanted) or not all(isinstance(w, fx.Node) for w in wanted):
+        return False
+    return all(canon.of[g] is canon.of[w] for g, w in zip(given, wanted, strict=True))
+
+
+def result_of(match: Match, call: LibraryCall) -> torch.Tensor:
+    """The fake result of the call."""
+    values = [value_of(match.arguments[name]) for name in call.tensors]
+    with values[0].fake_mode, torch.no_grad(), without_autocast():
+        return call.op(*values, **call.options)
+
+
+def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
+    return all(
+        guard_or_false(sym_eq(have, need)) or statically_known_true(size <= 1)
+        for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
+    )
+
+
+def differs(out: torch.Tensor, want: torch.Tensor) -> str:
+    """Why the call's result, or a contiguous copy, cannot stand for the site's."""
+    if out.dtype != want.dtype or out.device != want.device:
+        return f"the library gives {out.dtype} on {out.device}, the graph has {want.dtype} on {want.device}"
+    if not same(out.shape, want.shape):
+        return f"the library gives {tuple(out.shape)}, the graph has {tuple(want.shape)}"
+    return "" if laid_out_as(out, want) or want.is_contiguous() else f"the graph has strides {tuple(want.stride())}"
+
+
+def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
+    """Would somebody see that the result's strides are not those of the graph?"""
+    pending = [(root, out)]
+    while pending:
+        n, value = pending.pop()
+        if laid_out_as(value, n.meta["val"]):
+            continue
+        for u in n.users:
+            name = u.target._schema.name if is_lowered(u) else ""
+            if name not in MOVES or any(s in writers for s in storages(u)):  # what was fresh memory may be a view now
+                return True
+            if name == "aten::contiguous" and u.meta["val"].is_contiguous():
+                continue
+            if not all(isinstance(size, int) for size in value.shape):  # no guard for a question
+                return True
+            with value.fake_mode:
+                pending.append((u, u.target(value, *u.args[1:], **u.kwargs)))
+    return False

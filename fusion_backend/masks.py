@@ -1,0 +1,306 @@
+"""What a mask keeps: the mask operand of an attention, read back to its sources.
+
+Element (i, j) of the mask, for query i and key j, is read as a term (elements.py, terms.py): symbolically, so that
+dynamic sizes are no obstacle. What a term does not show and no input decides is computed on CPU, for static sizes.
+What remains is a vector over the keys, ids that must be equal, or not understood: such a mask is dense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+import torch
+from torch import fx
+
+from fusion_backend.canonical import Canon
+from fusion_backend.capture import View, is_lowered
+from fusion_backend.elements import RULES
+from fusion_backend.functional import storages
+from fusion_backend.reading import Reader
+from fusion_backend.reporting import location
+from fusion_backend.terms import Linear, Term, both, computed, conjuncts, lifted, negated, parts, variables
+from fusion_backend.torch_api import pytree, statically_known_true
+from fusion_backend.views import Viewed
+
+CAP = 1 << 25  # elements that are computed at compile time: 4096 x 4096 and more
+# Besides those of RULES: of integers and booleans, so that every device computes the same.
+WHOLE = ("cumsum", "cumprod", "diff", "sum", "any", "all", "floor_divide", "remainder", "abs", "minimum", "maximum")
+WHOLE += ("clamp", "cat", "stack", "roll", "repeat", "repeat_interleave", "eye", "gather", "index_select", "bincount")
+WHOLE += ("tril_indices", "triu_indices", "scatter", "index_put", "logical_xor", "bitwise_xor", "fmod", "div")
+WHOLE = {f"aten::{name}" for name in WHOLE}
+ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange")}
+BEYOND = -1e9  # a score that is further down than this has no weight
+
+
+def hides(fill: float, dtype: torch.dtype) -> bool:
+    """Does a score that is replaced by `fill`, or moved by it, lose all weight beside any other? Scores are taken to
+    be less than 10⁹ apart, in fp16 less than 65,000, where exp of their difference is 0 in fp32."""
+    return fill <= BEYOND or (dtype == torch.float16 and fill <= torch.finfo(dtype).min)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A condition that depends on data, or that no arithmetic on i and j expresses.
+
+    `kind` is "keys" (a vector over the keys, the same for all queries), "documents" (ids that must be equal for query
+    and key) or "dense". `term` is the condition, with i, j and b0, b1, ... for the dimensions of the mask; None where
+    the mask is not a choice at all.
+    """
+
+    kind: str
+    term: object
+    text: str
+
+
+@dataclasses.dataclass
+class Mask:
+    """What is kept: low <= i - j <= high and all of `parts`. `bias` is, of an additive mask that is no choice, a table
+    of its values for i - j = 1 - m, ..., n - 1 in the last dimension."""
+
+    where: str
+    low: object = None
+    high: object = None
+    square: bool = False  # as many queries as keys
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    bias: torch.Tensor | None = None
+    proofs: list[str] = dataclasses.field(default_factory=list)
+
+    hides = staticmethod(hides)
+
+    def add(self, kind: str, term, text: str) -> None:
+        self.parts.append(Part(kind, term, text))
+
+    @property
+    def everything(self) -> bool:
+        """Is nothing masked at all?"""
+        return not self.parts and self.low is None and self.high is None
+
+    @property
+    def causal(self) -> bool:
+        """Is it the lower triangle of a square? Then every query keeps a key: itself."""
+        exactly = self.low is not None and statically_known_true(self.low == 0)
+        return not self.parts and self.high is None and exactly and self.square
+
+    @property
+    def recovered(self) -> str:
+        low, high = self.low, self.high
+        if low is None and high is None:
+            return "" if self.parts else f"nothing is masked, proven at {self.where}"
+        causal = low is not None and statically_known_true(low == 0)
+        name = "causal" if causal else "" if low is None else f"causal with offset {-low}"
+        name += "" if high is None else f"{' and ' if name else ''}window of {high + 1} keys"
+        return f"{name}, proven from {' and '.join(self.proofs) or self.where}"
+
+    def __str__(self):
+        return "; ".join(part for part in (self.recovered, ", ".join(p.text for p in self.parts)) if part)
+
+
+def source(n: fx.Node) -> str:
+    """The graph inputs that a value depends on, by name; else where it is computed."""
+    found, seen, stack = [], set(), [n]
+    while stack:
+        a = stack.pop()
+        if a not in seen:
+            seen.add(a)
+            stack += reversed(a.all_input_nodes)
+            found += [a] if a.op == "placeholder" and isinstance(a.meta.get("val"), torch.Tensor) else []
+    names = [str(a.meta.get("input_name", a.name)) for a in found]
+    return " and ".join(names) if 0 < len(names) < 3 else place(n)
+
+
+def place(n: fx.Node) -> str:
+    return location(n).rsplit("/", 1)[-1]
+
+
+class Masks:
+    """The masks of one view, each analysed once."""
+
+    def __init__(self, view: View, canon: Canon, writers: dict[int, list[fx.Node]]):
+        self.view, self.canon, self.writers = view, canon, writers
+        self.known: dict[tuple, Mask] = {}
+        self.values: dict[fx.Node, torch.Tensor | None] = {}
+        self.inexact: set[fx.Node] = set()  # of the nodes with a value: another device may round differently
+        for n in view.graph.nodes:
+            if n.op == "placeholder" and n in view.owner:
+                name = str(view.owner[n].target).strip("_").removeprefix("L_").removeprefix("kwargs_")
+                name = name.rsplit("_modules_", 1)[-1]  # Dynamo spells out the path to a parameter
+                n.meta["input_name"] = re.sub("_(parameters|buffers)_", ".", name).removeprefix("self_")
+
+    def of(self, argument: fx.Node | Viewed) -> Mask:
+        steps = argument.steps if isinstance(argument, Viewed) else ()
+        node = argument.node if isinstance(argument, Viewed) else argument
+        key = (node, len(steps) % 2)
+        if any(step != "not" for step, _ in steps):
+            return Mask(place(node), parts=[Part("dense", None, f"a view of {source(node)}")])
+        if node in self.view.requires_grad:
+            return Mask(place(node), parts=[Part("dense", None, f"a bias with a gradient, from {source(node)}")])
+        if key not in self.known:
+            self.known[key] = self.analysed(node, bool(key[1]))
+        return self.known[key]
+
+    def unknown(self, n: fx.Node) -> bool:
+        """May its value be another than its operator says: written to, or changed by autocast?"""
+        return self.canon.of[n].op == "input" or any(s in self.writers for s in storages(n))
+
+    def analysed(self, node: fx.Node, complement: bool) -> Mask:
+        val, found = node.meta["val"], Mask(place(node))
+        names = [*(f"b{k}" for k in range(val.dim() - 2)), "i", "j"][-val.dim() :] if val.dim() else []
+        sizes = dict(zip(names, val.shape, strict=True))
+        found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])
+        reader = Reader(sizes, RULES, self.unknown)
+        t = reader.element(node, tuple(Linear({v: 1}) for v in names))
+        if val.is_floating_point():
+            kept = lifted(lambda x: kept_by(x, val.dtype), t)
+            if kept is None:
+                found.add("dense", None, f"additive, from {source(node)}")
+                found.bias = self.table(node)
+                return found
+            t = kept
+        self.classify(negated(t) if complement else t, found, reader, sizes)
+        return found
+
+    def classify(self, t, found: Mask, reader: Reader, sizes: dict) -> None:
+        """Sort the conditions that must all hold."""
+        fixed: list[Term] = []  # by no input, and not of a form that is known
+        for c in conjuncts(t):
+            made_by = next((reader.made_by[x] for p in parts(c) for x in forms(p) if x in reader.made_by), None)
+            proof = place(made_by) if made_by is not None else found.where
+            if c is True or (isinstance(c, Term) and c.op == "nonnegative" and self.bound(c.args[0], found, proof)):
+                continue
+            reads = [p for p in parts(c) if isinstance(p, Term) and p.op in ("read", "same")]
+            if c is False:
+                found.add("dense", False, f"it keeps nothing, at {found.where}")
+            elif all(self.value(p.args[0]) is not None and p.args[0] not in self.inexact for p in reads):
+                fixed.append(c)
+            elif c.op == "same" and mirrored(*c.args[1:]):
+                found.add("documents", c, f"documents by {source(c.args[0])}")
+            elif "j" in variables(c) and "i" not in variables(c):
+                found.add("keys", c, f"padding from {' and '.join({source(p.args[0]): 1 for p in reads})}")
+            else:
+                found.add("dense", c, f"a mask from {source(reads[0].args[0])}")
+        if fixed:
+            self.band(functools.reduce(both, fixed), found, sizes)
+
+    def bound(self, form: Linear, found: Mask, proof: str) -> bool:
+        """i - j >= low, or <= high?"""
+        if form.terms == {"i": 1, "j": -1}:
+            had, new = found.low, -form.constant
+            if had is None or statically_known_true(new >= had):
+                found.low = new
+            elif not statically_known_true(had >= new):
+                return False
+        elif form.terms == {"i": -1, "j": 1}:
+            had, new = found.high, form.constant
+            if had is None or statically_known_true(new <= had):
+                found.high = new
+            elif not statically_known_true(had <= new):
+                return False
+        else:
+            return False
+        found.proofs += [proof] if proof not in found.proofs else []
+        return True
+
+    # What no input decides, computed.
+
+    def band(self, t: Term, found: Mask, sizes: dict) -> None:
+        """Compute a condition for all i and j: everything, a band around the diagonal, or something else."""
+        unknown = f"a mask computed at {found.where}"
+        used = [sizes[v] for v in variables(t)]
+        if not all(isinstance(k, int) for k in (*used, *(p.constant for p in parts(t) if isinstance(p, Linear)))):
+            return found.add("dense", t, f"{unknown}, of dynamic size")
+        if math.prod(used) > CAP:
+            return found.add("dense", t, f"{unknown}, of more than {CAP:,} elements")
+        kept = computed(t, sizes, self.value)
+        if kept.all():
+            return None
+        if not {"i", "j"} <= variables(t):
+            return found.add("dense", t, unknown)
+        while kept.dim() > 2:
+            if not bool((kept == kept[:1]).all()):
+                return found.add("dense", t, f"{unknown}, which differs between heads or batches")
+            kept = kept[0]
+        n, m = sizes["i"], sizes["j"]
+        apart = torch.arange(n)[:, None] - torch.arange(m)
+        inside = apart[kept.expand(n, m)]
+        low, high = (int(inside.min()), int(inside.max())) if inside.numel() else (0, -1)
+        if not inside.numel() or not bool((((apart >= low) & (apart <= high)) == kept).all()):
+            return found.add("dense", t, unknown)
+        proof = f"its values at {found.where}"
+        if low > 1 - m:
+            self.bound(Linear({"i": 1, "j": -1}, -low), found, proof)
+        if high < n - 1:
+            self.bound(Linear({"i": -1, "j": 1}, high), found, proof)
+        return None
+
+    def value(self, n: fx.Node) -> torch.Tensor | None:
+        """The tensor that a node gives, where no input, no memory that is written to and no rounding decides it."""
+        if n not in self.values:
+            self.values[n] = None  # no cycle, and no second attempt
+            self.values[n] = self.run(n) if self.repeatable(n) else None
+        return self.values[n]
+
+    def repeatable(self, n: fx.Node) -> bool:
+        val = n.meta.get("val")
+        if not is_lowered(n) or not isinstance(val, torch.Tensor) or self.unknown(n):
+            return False
+        name = n.target._schema.name
+        exact = name in RULES or (name in WHOLE and not val.is_floating_point())
+        small = all(isinstance(size, int) for size in val.shape) and val.numel() <= CAP
+        return exact and small and not n.target._schema.is_mutable
+
+    def run(self, n: fx.Node) -> torch.Tensor | None:
+        def real(a):
+            if isinstance(a, fx.Node):
+                tensor = isinstance(a.meta.get("val"), torch.Tensor)
+                value = self.value(a) if tensor else a.meta.get("val")
+                if value is None or (not tensor and not isinstance(value, (int, float, bool))):
+                    raise LookupError
+                return value
+            return torch.device("cpu") if isinstance(a, torch.device) else a
+
+        try:
+            args, kwargs = pytree.tree_map(real, (n.args, dict(n.kwargs)), is_leaf=lambda a: isinstance(a, fx.Node))
+            with torch.no_grad():
+                out = n.target(*args, **kwargs)
+        except Exception:  # it depends on an input or a dynamic size, or there is no such operator on CPU
+            return None
+        val = n.meta["val"]
+        if any(a in self.inexact for a in n.all_input_nodes) or (out.is_floating_point() and rounds(n)):
+            self.inexact.add(n)
+        return out if (out.dtype, tuple(out.shape)) == (val.dtype, tuple(val.shape)) else None
+
+    def table(self, node: fx.Node) -> torch.Tensor | None:
+        """The values by i - j, if nothing else decides them."""
+        value = self.value(node)
+        if value is None or value.dim() < 2 or not value.numel():
+            return None
+        *_, n, m = value.shape
+        table = torch.cat([value[..., 0, :].flip(-1), value[..., 1:, 0]], -1)
+        again = table[..., torch.arange(n)[:, None] - torch.arange(m) + m - 1]
+        return table if torch.equal(again, value) else None
+
+
+def rounds(n: fx.Node) -> bool:
+    return n.target._schema.name in ROUNDS
+
+
+def forms(p) -> tuple:
+    """A condition and its opposite: a comparison may have been read as either."""
+    return (p, negated(p)) if isinstance(p, Term) and p.op not in ("where", "read") else ()
+
+
+def kept_by(number, dtype: torch.dtype) -> bool | None:
+    """Does adding this number keep a score (0), or hide it? None for anything else."""
+    if not isinstance(number, float):
+        return None
+    return True if number == 0 else False if hides(number, dtype) else None
+
+
+def mirrored(left: tuple[Linear, ...], right: tuple[Linear, ...]) -> bool:
+    """Are the places the same but for i in the one and j in the other?"""
+    swap = {"i": "j", "j": "i"}
+    swapped = tuple(Linear({swap.get(v, v): k for v, k in f.terms.items()}, f.constant) for f in left)
+    return swapped == right and left != right
