@@ -33,10 +33,11 @@ class Operations(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count, self.random = 0, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func in COMPOUND:
             with self:
                 return decomposition_table[func](*args, **kwargs)
@@ -55,6 +56,13 @@ def operations(fn: Callable, args: list, train: bool) -> int:
     with Operations() as counted, torch.set_grad_enabled(train):
         gradients(fn, args) if train else fn(*args)
     return counted.count
+
+
+def draws(fn: Callable, args: list) -> bool:
+    """Does it use random numbers?"""
+    with Operations() as counted, torch.no_grad():
+        fn(*args)
+    return counted.random
 
 
 def size_of(fn: Callable, args: list, train: bool) -> int:

@@ -52,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     jobs = args.jobs if args.jobs is not None else processes() if device.type == "cuda" else 0
     try:
         if jobs:
-            ahead(works, [name for name in makers if name in HOW], jobs, args.minutes)
+            names = [name for name in makers if name in HOW]
+            run.about["compiled_ahead"] = ahead(works, names, jobs, args.minutes)
         bench = Bench.of(device, args.rounds)
         run.about |= dict(copy_bytes_s=bench.copy_bytes_s, matrix_flops_s=bench.matrix_flops_s, rounds=bench.rounds)
         print(heading(run), flush=True)
@@ -89,21 +90,26 @@ def measure_all(
 def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
     """A row even where the work itself cannot be done."""
     try:
+        if bench.clock.device.type == "cuda":
+            torch.cuda.empty_cache()
         return measure(work, bench, makers)
     except Exception as error:
         row = Row(work.name, work.pattern, work.case, NAMES[work.dtype], work.train, work.linear, 0, 0, 0.0, 0.0, [])
         row.note = said(error)
         return row
-    finally:
-        if bench.clock.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
-def ahead(works: list[Work], names: list[str], jobs: int, minutes: float | None) -> None:
+def ahead(works: list[Work], names: list[str], jobs: int, minutes: float | None) -> dict:
+    """Compile first, in many processes; what is not done in time is compiled when its turn comes."""
     start = time.monotonic()
     counts = compile_ahead(works, names, jobs, minutes and minutes * 60 * WARM_SHARE)
-    took = f"{time.monotonic() - start:.0f} s with {jobs} processes"
-    print(f"compiled ahead: {counts['done']} of {len(works)} rows, {counts['failed']} failed, {took}", file=sys.stderr)
+    found = counts | dict(processes=jobs, seconds=round(time.monotonic() - start, 1))
+    print(
+        f"compiled ahead {found['done']} of {len(works)} rows ({found['failed']} failed) in {found['seconds']:.0f} s "
+        f"with {jobs} processes",
+        file=sys.stderr,
+    )
+    return found
 
 
 def processes() -> int:

@@ -7,10 +7,9 @@ import inspect
 
 import torch
 
-from benchmarks.work import F32, NAMES, SMALL, WORK, Work
+from benchmarks.work import DTYPES, F32, SMALL, WORK, Work
 from fusion_backend.pattern import REGISTRY
 
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 SIZES = ("small", "large", "all")
 
 

@@ -1,14 +1,19 @@
 """Time the configurations of a kernel directly, to choose the ones its launcher picks.
 
-python -m benchmarks.patterns --sweep NAME ...
+    python -m benchmarks.sweep NAME ... [--out FILE.json]
+
+Prints the fastest of each piece of work. Needs a GPU; without one, TRITON_INTERPRET=1 runs the kernels in Triton's
+interpreter on tiny sizes, which shows no more than that they run. For BLOCK and warps alone, beside eager and
+Inductor, see benchmarks.block_size.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
-import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,10 +31,14 @@ from fusion_backend.patterns import (
     softmax,
 )
 
+from benchmarks.results import Run, machine
+from benchmarks.timing import Clock
 from fusion_backend.kernels import channels, norms
 from fusion_backend.kernels.dropout import Dropout
-from fusion_backend.kernels.launch import trial
+from fusion_backend.kernels.launch import interpreting, trial
 
+NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
+INTERPRETED = "CPU: the kernels run in Triton's interpreter; their times mean nothing"
 Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
 
 
@@ -241,24 +250,45 @@ SWEEPS = {
 }
 
 
-def sweep(names: list[str], clock: Callable, device: torch.device, out: Path | None, calls: int = 7) -> None:
-    """Print every configuration, fastest first within its work; one that does not compile is named."""
-    if unknown := set(names) - set(SWEEPS):
-        raise SystemExit(f"no sweep for {', '.join(sorted(unknown))}; there is {', '.join(SWEEPS)}")
+def timed(configs: Iterator[Config], clock: Callable, calls: int) -> dict[str, list[tuple[float, str]]]:
+    """Milliseconds and words of every configuration that runs, by work; one that does not compile is named."""
     found: dict[str, list[tuple[float, str]]] = {}
     with trial(run_now):
-        for configs in dict.fromkeys(SWEEPS[name] for name in names):
-            for work, words, run in configs(device):
-                try:
-                    run()
-                except Exception as error:  # out of registers or shared memory: worth a line, not the end
-                    print(f"{work}: {words} fails: {type(error).__name__}: {str(error)[:80]}")
-                    continue
-                found.setdefault(work, []).append((statistics.median(clock(run) for _ in range(calls)), words))
-    for work, times in found.items():
-        print(work)
-        for ms, words in sorted(times)[:12]:
-            print(f"  {ms:9.4f} ms  {words}")
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        for work, words, run in configs:
+            try:
+                run()
+            except Exception as error:  # out of registers or shared memory: worth a line, not the end
+                print(f"{work}: {words} fails: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                continue
+            found.setdefault(work, []).append((statistics.median(clock(run) for _ in range(calls)), words))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"kernels: {', '.join(SWEEPS)}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all times as JSON")
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.names) - set(SWEEPS)):
+        parser.error(f"no sweep for {', '.join(unknown)}; there is {', '.join(SWEEPS)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = Run("sweep", machine(device, "benchmarks.sweep"))
+    if device.type == "cpu":
+        if not interpreting():
+            parser.error(NO_GPU)
+        print(INTERPRETED)
+    for configs in dict.fromkeys(SWEEPS[name] for name in args.names):
+        for work, times in timed(configs(device), Clock(device), 7 if device.type == "cuda" else 1).items():
+            print(work)
+            for ms, words in sorted(times)[:12]:
+                print(f"  {ms:9.4f} ms  {words}", flush=True)
+            run.rows += [dict(work=work, config=words, ms=ms) for ms, words in sorted(times)]
+            if args.out:
+                run.save(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,6 +68,8 @@ def line(row: Row, mine: Contender) -> str:
         words += f"  {mine.status.upper()}: {mine.note}"
     elif mine.declined:
         words += f"  DECLINED: {mine.declined}"
+    elif site := next((s for s in mine.sites if s["pattern"] == row.pattern and s["fused"]), None):
+        words += f"  {site['forward']}" + (f", backward {site['backward']}" if row.train else "")
     return words.rstrip()
 
 

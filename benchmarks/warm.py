@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -21,8 +20,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.contenders import HOW, step
-from benchmarks.selection import DTYPES
-from benchmarks.work import NAMES, Work
+from benchmarks.work import Work
 from fusion_backend.backend import patterns
 from fusion_backend.pattern import REGISTRY
 
@@ -30,26 +28,17 @@ LOCK = "FUSION_BENCH_LOCK"  # the file that whoever uses the GPU has locked
 INTENSE = 50  # operations a byte; above, max-autotune times matrix products while it compiles
 
 
-def to_json(work: Work) -> str:
-    return json.dumps(work._replace(dtype=NAMES[work.dtype])._asdict())
-
-
-def from_json(line: str) -> Work:
-    fields = json.loads(line)
-    return Work(**fields | dict(dtype=DTYPES[fields["dtype"]]))
-
-
 def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float | None = None) -> dict[str, int]:
     """Hand the work out to `jobs` processes; how many rows were "done" and "failed" within the time."""
     counts = {"done": 0, "failed": 0}
     with tempfile.NamedTemporaryFile() as lock:
-        environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="2") | {LOCK: lock.name}
+        environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
         command = [sys.executable, "-m", "benchmarks.warm", *names]
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         workers = [
             subprocess.Popen(
                 command, cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True,
             )
             for _ in range(min(jobs, len(works)))
         ]  # fmt: skip
@@ -58,7 +47,7 @@ def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float
         def feed(worker: subprocess.Popen) -> None:
             with contextlib.suppress(OSError), worker.stdin as tell, worker.stdout as answers:
                 for work in todo:  # next() of a list's iterator is atomic
-                    tell.write(to_json(work) + "\n")
+                    tell.write(work.to_json() + "\n")
                     tell.flush()
                     counts[answers.readline().strip() or "failed"] += 1
 
@@ -142,7 +131,7 @@ def main() -> None:
     sys.stdout = sys.stderr  # what compilers print is no answer
     for line in sys.stdin:
         try:
-            warm(from_json(line), sys.argv[1:], alone)
+            warm(Work.from_json(line), sys.argv[1:], alone)
             answer = "done"
         except Exception as error:  # the run itself will say so
             print(f"{line.strip()}: {error}", file=sys.stderr)

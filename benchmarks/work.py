@@ -6,6 +6,7 @@ Operations are counted from the reference (benchmarks/counting.py), bytes too wh
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.counting import operations, size_of
 from fusion_backend.pattern import REGISTRY
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 F32, BF16 = torch.float32, torch.bfloat16
 L2 = 48e6  # bytes; work that moves fewer may stay in the L2 of the GPUs this is for (50 to 60 MB)
 
@@ -25,6 +27,14 @@ class Work(NamedTuple):
     dtype: torch.dtype
     train: bool = False
     linear: bool = False  # weights lie in memory as those of nn.Linear do
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict() | dict(dtype=NAMES[self.dtype]))
+
+    @classmethod
+    def from_json(cls, line: str) -> Work:
+        fields = json.loads(line)
+        return cls(**fields | dict(dtype=DTYPES[fields["dtype"]]))
 
     @property
     def name(self) -> str:
@@ -95,7 +105,9 @@ PLAIN = {
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
+POINTWISE = ("add_mul", "add_mul_exp", "quantize_int8")
 WORK = [
+    *(Work(name, dict(size=size), F32) for name in POINTWISE for size in (100_000, 1_000_000)),
     Work("add_mul", dict(size=20_000_000), F32),
     Work("add_mul_exp", dict(size=20_000_000), F32),
     Work("add_mul_exp", dict(size=100_000_000), F32),

@@ -1,0 +1,168 @@
+"""The tools around the benchmark: progress, configurations of kernels, and two revisions side by side."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import block_size, compare, progress, sweep
+from benchmarks.results import Run
+from benchmarks.timing import Clock
+from benchmarks.work import F32, Work
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on CPU, kernels run in the interpreter
+ADD_MUL = Work("add_mul", dict(size=1000), F32)
+REAL = torch.empty_like
+
+# Progress
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_on_a_terminal(rich, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    else:
+        pytest.importorskip("rich")
+    with progress.progress(2, "patterns") as begin:
+        begin("first")
+        begin("second")
+    told = capsys.readouterr()
+    assert not told.out and ("patterns 2/2: second" in told.err) == (not rich)
+
+
+def test_no_progress_in_a_pipe(capsys):
+    with progress.progress(1, "patterns") as begin:
+        begin("first")
+    assert not capsys.readouterr().err
+
+
+# Block sizes
+
+
+def test_block_sizes(tmp_path, capsys):
+    argv = "--pattern add_mul --size 3000 --block 64 1024 --warps 2 4 --rounds 1 --out".split()
+    assert block_size.main([*argv, str(tmp_path / "run.json")]) == 0
+    run = Run.load(tmp_path / "run.json")
+    kernels = {(r.block, r.warps): r for r in run.rows if r.who == "kernel"}
+    assert set(kernels) == {(64, 2), (1024, 2), (1024, 4), (2048, 2), (2048, 4)}  # 64 elements, 4 warps: idle threads
+    assert [key for key, r in kernels.items() if r.chosen] == [(2048, 4)]
+    assert all(r.rate_bytes == pytest.approx(48000 / r.kernel.median * 1e3, rel=1e-4) for r in run.rows)
+    assert {r.who for r in run.rows} == {"kernel", "eager", "inductor"} and "GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["add_mul", "quantize_int8", "softmax", "layer_norm"])
+def test_every_block_computes_the_same(name, monkeypatch):
+    """A grid that does not fit the BLOCK would leave elements out."""
+    size = dict(size=1500) if name in ("add_mul", "quantize_int8") else dict(rows=3, n=300)
+    work = Work(name, size, F32)
+    args, outs = work.arguments(DEVICE), []
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: outs.append(REAL(*a, **k)) or outs[-1])
+    call, chosen = block_size.blocked(work, args)
+    results = []
+    for config in ((128, 2), (512, 4), chosen):
+        for out in outs:
+            out.zero_()
+        result = call(*config)
+        result = outs[-1] if result is None else result[0] if isinstance(result, tuple) else result
+        results.append(result.clone())
+    exact = torch.as_tensor(block_size.REGISTRY[name].reference(*args))
+    for result in results:
+        torch.testing.assert_close(result, exact)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--pattern", "nothing"], "no pattern nothing"),
+        (["--pattern", "gated_linear"], "python -m benchmarks.sweep gated_linear"),
+        (["--pattern", "l2_norm"], "l2_norm has no kernel"),
+        (["--pattern", "add_mul", "--size", "rows=3"], "add_mul takes the sizes size"),
+        (["--pattern", "add_mul", "--block", "100"], "100 is no power of two"),
+    ],
+)
+def test_block_size_refuses(argv, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        block_size.main(argv)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_configuration_that_fails_is_named(capsys):
+    def fails():
+        raise RuntimeError("out of resource: shared memory")
+
+    found = sweep.timed(iter([("w", "bad", fails), ("w", "good", lambda: None)]), Clock(DEVICE), 1)
+    assert [words for _, words in found["w"]] == ["good"] and "w: bad fails: RuntimeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("configs", dict.fromkeys(sweep.SWEEPS.values()), ids=lambda fn: fn.__name__)
+def test_every_sweep_has_a_configuration_that_runs(configs):
+    found = sweep.timed([next(configs(DEVICE))], lambda call: 1.0, 1)
+    assert len(found) == 1
+
+
+def test_sweep_refuses(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["nothing"])
+    assert "no sweep for nothing" in capsys.readouterr().err
+
+
+# Two revisions
+
+
+class Told:
+    """A side whose calls take what the test says."""
+
+    def __init__(self, ms: float, **prepared):
+        self.ms, self.prepared = ms, dict(ms=ms) | prepared
+
+    def ask(self, do, **request):
+        if do == "prepare":
+            if "error" in self.prepared:
+                raise compare.Failed(self.prepared["error"])
+            return self.prepared
+        return dict(ms=[self.ms * (1 + 0.01 * (i % 3)) for i in range(request["calls"])])
+
+
+@pytest.mark.parametrize(
+    "base, new, verdict, code",
+    [
+        (Told(1.0), Told(1.0), "same", 0),
+        (Told(1.0), Told(1.01), "same", 0),
+        (Told(1.0), Told(1.05), "slower", 1),
+        (Told(1.0), Told(0.9), "faster", 0),
+        (Told(1.0, missing=True), Told(1.0), "new", 0),
+        (Told(1.0, error="it broke"), Told(1.0), "base failed", 0),
+        (Told(1.0), Told(1.0, error="it broke"), "failed", 1),
+    ],
+)
+def test_a_regression_is_found(base, new, verdict, code, capsys):
+    found = compare.compare(ADD_MUL, base, new, rounds=4, tolerance=0.02)
+    assert found.verdict == verdict and verdict.split()[-1] in compare.show(found).lower()
+    assert compare.finish(Run("compare", {}, [found])) == code
+
+
+def test_bounds_widen_with_the_scatter():
+    assert compare.bounds([1.1] * 5) == (1.1, 1.1)
+    low, high = compare.bounds([0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
+    assert low < 0.9 and high > 1.2
+
+
+def test_this_tree_against_its_commit(tmp_path, capsys):
+    root = Path(compare.ROOT)
+    if subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True).returncode:
+        pytest.skip("no git checkout")
+    out = tmp_path / "run.json"
+    argv = ["--base", "HEAD", "--only", "add_mul", "--sizes", "size=1000", "--rounds", "2", "--tolerance", "99"]
+    assert compare.main([*argv, "--out", str(out)]) == 0, capsys.readouterr()
+    (found,) = Run.load(out).rows
+    assert found.verdict == "same" and found.base.n == found.new.n and found.low <= found.ratio <= found.high
+    trees = subprocess.run(["git", "-C", root, "worktree", "list"], capture_output=True, text=True).stdout
+    assert "base-tree" not in trees
+
+
+def test_a_revision_that_is_none(capsys):
+    assert compare.main(["--base", "no-such-revision"]) == 2
+    assert "no revision no-such-revision" in capsys.readouterr().err

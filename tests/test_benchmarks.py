@@ -1,0 +1,354 @@
+"""The benchmarks measure what they say, and tell a wrong, a slow and a broken contender from the others."""
+
+import json
+import os
+import time
+
+import fusion_backend.patterns  # noqa: F401  (fills the registry)
+import pytest
+import torch
+
+from benchmarks import patterns, table, timing
+from benchmarks.accuracy import errors, wrong
+from benchmarks.contenders import CONTENDERS, TWIN, Bench, measure
+from benchmarks.counting import draws
+from benchmarks.results import FAILED, OK, WRONG, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
+from benchmarks.selection import selected, spread
+from benchmarks.timing import Clock, in_turn, verdict
+from benchmarks.warm import compile_ahead
+from benchmarks.work import BF16, F32, SMALL, WORK, Work
+
+CPU = torch.device("cpu")
+EAGER = {name: CONTENDERS[name] for name in ("eager", "inductor")}
+ADD_MUL = Work("add_mul", dict(size=1000), F32)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    return Bench(Clock(CPU), copy_bytes_s=1e10, matrix_flops_s=1e11, rounds=3)
+
+
+def row(name="add_mul f32 size=1", **fields) -> Row:
+    given = dict(pattern="add_mul", case=dict(size=1), dtype="f32", train=False, linear=False, bytes=16, flops=2)
+    return Row(name, **given | dict(intensity=0.125, floor_ms=1e-3, contenders=[]) | fields)
+
+
+# Counting
+
+
+@pytest.mark.parametrize(
+    "work, size, flops",
+    [
+        (ADD_MUL, 4 * 4 * 1000, 2 * 1000),
+        (Work("add_mul_exp", dict(size=1000), BF16), 3 * 2 * 1000, 3 * 1000),
+        (Work("gated_linear", dict(m=8, k=16, n=32), F32), 4 * (8 * 16 + 2 * 16 * 32 + 8 * 32), None),
+        (Work("l2_norm", dict(rows=8, n=10), F32), 2 * 4 * 80, None),  # no line in PASSES: argument and result
+        (Work("l2_norm", dict(rows=8, n=10), F32, True), 4 * 4 * 80, None),
+    ],
+)
+def test_bytes_and_operations(work, size, flops):
+    assert work.bytes == size
+    if flops is not None:
+        assert work.flops == flops
+
+
+def test_matrix_products_count_twice_their_volume():
+    m, k, n = 64, 128, 256
+    forward = Work("gated_linear", dict(m=m, k=k, n=n), F32).flops
+    assert 4 * m * k * n < forward < 4 * m * k * n + 10 * m * n
+    assert Work("gated_linear", dict(m=m, k=k, n=n), F32, True).flops > 3 * 4 * m * k * n
+
+
+def test_the_floor_is_the_slower_of_memory_and_arithmetic():
+    assert ADD_MUL.floor_ms(16e3, 2e3) == pytest.approx(1000)
+    assert ADD_MUL.floor_ms(16e3, 2e2) == pytest.approx(10000)
+
+
+@pytest.mark.parametrize("work", [*SMALL, *WORK], ids=lambda work: work.name)
+def test_every_row_can_be_counted(work):
+    assert work.bytes > 0 and work.flops > 0
+    assert Work.from_json(work.to_json()) == work
+
+
+# Results
+
+
+def test_spread():
+    found = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (found.n, found.median, found.mean, found.min, found.max) == (5, 3, 3, 1, 5)
+    assert (found.q25, found.q75, found.iqr) == (2, 4, 2) and found.std == pytest.approx(1.58114, rel=1e-4)
+    assert Spread.of([2.0]).iqr == 0
+
+
+def test_a_run_survives_its_file(tmp_path):
+    mine = Contender("eager", kernel=Spread.of([1.0]), errors=Errors({"max": 0.5}, {"max": 2.0}, 0.25))
+    for kind, rows in (
+        ("patterns", [row(contenders=[mine])]),
+        ("block_size", [BlockRow("add_mul", "kernel", 128, 4, Spread.of([2.0, 2.0]), 1e9)]),
+        ("compare", [CompareRow("add_mul", "same", Spread.of([1.0]), Spread.of([2.0]), 2.0, 1.9, 2.1)]),
+        ("other", [dict(a=1)]),
+    ):
+        run = Run(kind, dict(gpu=None), rows)
+        run.save(tmp_path / "deep" / "run.json")
+        assert Run.load(tmp_path / "deep" / "run.json") == run
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["run.json"]
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path):
+    Run("other", {}, [dict(error=float("nan"), most=float("inf"))]).save(tmp_path / "run.json")
+    assert json.loads((tmp_path / "run.json").read_text())["rows"] == [dict(error=None, most=None)]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no run"):
+        Run.load(tmp_path / "x.json")
+
+
+# Accuracy
+
+
+def test_percentiles_of_errors():
+    exact = torch.full((1000,), 2.0, dtype=torch.float64)
+    got = exact.float().clone()
+    got[:20] += 0.5
+    got[0] += 1.5
+    found = errors([got], [exact])
+    assert found.absolute == {"50": 0, "99": 0.5, "99.9": 0.5, "max": 2.0}
+    assert found.relative["max"] == 1.0 and found.relative["99"] == 0.25
+    assert found.distance == pytest.approx((19 * 0.25 + 4) ** 0.5 / (4 * 1000) ** 0.5)
+
+
+def test_percentiles_of_a_sample_agree_with_those_of_all():
+    exact = torch.arange(1, 6_000_001, dtype=torch.float64)
+    found = errors([exact * 1.5], [exact])
+    assert found.absolute["99"] == pytest.approx(0.5 * 0.99 * 6e6, rel=1e-3) and found.absolute["max"] == 3e6
+
+
+def test_of_integers_the_share_that_differs():
+    exact = torch.arange(100)
+    assert errors([torch.where(exact < 3, exact + 1, exact)], [exact]).distance == pytest.approx(0.03)
+
+
+def off(exact, where, by):
+    got = exact.float()
+    got[where] += by
+    return got
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda e: e.float(), ""),
+        (lambda e: e.float() * (1 + 1e-7), ""),
+        (lambda e: off(e, 17, 0.01), "from fp64"),  # one element of a thousand
+        (lambda e: off(e, 17, float("nan")), "not finite"),
+        (lambda e: e.float()[:-1], "is (999,)"),
+        (lambda e: e.bfloat16(), "torch.bfloat16, not"),
+    ],
+)
+def test_a_wrong_result_is_told_from_a_rounded_one(change, said):
+    exact = torch.linspace(-1, 1, 1000, dtype=torch.float64)
+    found = wrong([change(exact)], [exact.float()], [exact])
+    assert said in found if said else not found
+
+
+def test_integers_may_round_the_other_way_and_no_more():
+    exact = torch.arange(10000)
+    assert not wrong([off(exact, 5, 1).long()], [exact], [exact])
+    assert "by up to 2" in wrong([off(exact, 5, 2).long()], [exact], [exact])
+    assert "0.20% of the integers" in wrong([off(exact, slice(20), 1).long()], [exact], [exact])
+
+
+# Times
+
+
+def test_contenders_take_turns_and_a_long_call_gets_fewer():
+    order, fresh = [], []
+    calls = {"a": lambda args: order.append("a"), "b": lambda args: (order.append("b"), time.sleep(0.03))}
+    times = in_turn(calls, lambda: fresh.append(1) or [], Clock(CPU), rounds=2)
+    assert len(times["a"]) == 2 * timing.CALLS[1] and len(times["b"]) == 2 * timing.CALLS[0]
+    assert order[2:] == ["a"] * 10 + ["b"] * 4 + ["a"] * 10 and len(fresh) == 2
+
+
+def test_a_call_that_the_gpu_had_to_wait_for_is_repeated_with_more_in_front():
+    clock, tried = Clock(CPU), []
+    clock.buffer = torch.ones(1)
+
+    def once(call):
+        tried.append(clock.prime)
+        return 1.0, clock.prime < 16
+
+    clock.once = once
+    assert clock(lambda: None) == 1.0 and tried == [4, 8, 16] and clock.exposed == 0
+    clock.once = lambda call: (2.0, True)
+    assert clock(lambda: None) == 2.0 and clock.exposed == 1
+
+
+@pytest.mark.parametrize(
+    "mine, twins, said",
+    [(1.0, 0.0, ""), (1.009, 0.0, ""), (1.05, 0.0, "slower"), (0.95, 0.0, "faster"), (1.05, 0.06, "")],
+)
+def test_a_difference_must_be_beyond_the_noise(mine, twins, said):
+    assert verdict(Spread.of([mine] * 9), Spread.of([1.0] * 9), twins) == said
+
+
+def test_scattered_times_prove_nothing():
+    assert verdict(Spread.of([0.5, 1.1, 2.0]), Spread.of([0.5, 1.0, 2.0]), 0.0) == ""
+
+
+# Contenders
+
+
+def tampered(kind):
+    def make(reference):
+        def fn(*args):
+            if kind == "slow":
+                time.sleep(0.002)
+            if kind == "raising":
+                raise RuntimeError("broken\non purpose")
+            return reference(*args) * (1.001 if kind == "wrong" else 1.0)
+
+        return fn
+
+    return make
+
+
+def test_the_harness_checks_itself(bench):
+    makers = EAGER | {kind: tampered(kind) for kind in ("wrong", "slow", "raising")}
+    found = measure(ADD_MUL, bench, makers)
+    assert [c.status for c in found.contenders] == [OK, OK, WRONG, OK, FAILED, OK]
+    assert found.of("slow").verdict == "slower" and found.ratio("slow") < 0.5
+    assert found.of("raising").note == "RuntimeError: broken" and found.of("raising").kernel is None
+    assert found.of("eager").errors.absolute["max"] < 1e-6 < found.of("wrong").errors.absolute["max"]
+    assert found.noise is not None and found.of(TWIN).kernel.n == found.of("inductor").kernel.n
+    run = Run("patterns", dict(noise=table.noise_of([found])), [found])
+    assert table.honest(run) == 1
+    shown = table.text(found) + table.summary(run)
+    assert "WRONG: result 0 is" in shown and "FAILED: RuntimeError: broken" in shown and "noise: Inductor" in shown
+
+
+def test_rates_follow_from_counts(bench):
+    found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]})
+    mine = found.of("eager")
+    assert mine.rate_bytes == pytest.approx(found.bytes / mine.kernel.median * 1e3)
+    assert mine.of_copy == pytest.approx(mine.rate_bytes / 1e10)
+    assert found.intensity == found.flops / found.bytes and found.noise is None and found.ratio("eager") is None
+
+
+def test_random_results_are_not_compared(bench):
+    assert not draws(torch.add, [torch.ones(3, device="meta")] * 2)
+    found = measure(Work("dropout_add", dict(rows=4, n=64), F32), bench, EAGER)
+    assert found.note.startswith("random") and all(c.status == OK and c.errors is None for c in found.contenders)
+
+
+def test_what_the_gate_did_is_told(bench):
+    names = ("eager", "inductor", "fusion", "fusion-always")
+    found = measure(
+        Work("rms_norm", dict(rows=8, n=64), F32, train=True), bench, {name: CONTENDERS[name] for name in names}
+    )
+    assert all(c.status == OK for c in found.contenders), [c.note for c in found.contenders]
+    if not torch.cuda.is_available():
+        assert found.of("fusion").declined == "the kernel needs CUDA tensors"
+        assert "DECLINED: the kernel needs CUDA tensors" in table.text(found)
+    assert not found.of("fusion-always").declined and found.of("fusion-always").sites[0]["fused"]
+    x, weight, mean = 8 * 64 * 4, 64 * 4, 8 * 4
+    assert found.of("inductor").saved_bytes == x + weight + mean  # eager keeps what lies between as well
+    assert found.of("eager").saved_bytes > 2 * x
+
+
+# The command
+
+
+def run_patterns(*argv) -> int:
+    return patterns.main([*argv, "--jobs", "0", "--rounds", "1", "--contenders", "eager", "inductor"])
+
+
+SIZED = ["--only", "add_mul", "quantize_int8", "--sizes", "size=1000", "size=2000"]
+
+
+def test_a_table_and_its_file(tmp_path, capsys):
+    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 0
+    run = Run.load(tmp_path / "run.json")
+    assert len(run.rows) == 4 and all(r.of("inductor").kernel for r in run.rows)
+    assert run.about["noise"]["rows"] and run.about["copy_bytes_s"] > 0 and run.about["matrix_flops_s"] > 0
+    assert run.about["command"].startswith("python -m benchmarks.patterns")
+    printed = capsys.readouterr().out
+    assert "noise: Inductor's code timed twice" in printed and "say nothing about a GPU" in printed
+
+
+def test_time_that_is_up_ends_it_cleanly(tmp_path, capsys):
+    assert run_patterns(*SIZED, "--minutes", "0.0001", "--out", str(tmp_path / "run.json")) == 0
+    run = Run.load(tmp_path / "run.json")
+    assert len(run.rows) == 1 and run.about["stopped"] == "time is up after 1 of 4 rows"
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    found = iter([row()])
+    monkeypatch.setattr(patterns, "one", lambda *_: next(found, None) or stop())
+
+    def stop():
+        raise KeyboardInterrupt
+
+    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 130
+    assert len(Run.load(tmp_path / "run.json").rows) == 1
+    assert "interrupted after 1 of 4 rows" in capsys.readouterr().out
+
+
+def test_work_that_cannot_be_done_is_a_line(bench):
+    found = patterns.one(Work("l2_norm", dict(rows=4), F32), bench, EAGER)
+    assert "missing 1 required" in found.note and not found.contenders
+    run = Run("patterns", dict(noise={}), [found])
+    assert table.honest(run) == 1 and "FAILED l2_norm f32 rows=4: " in table.summary(run)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--only", "nothing"], "no pattern nothing; there is"),
+        (["--only", "add_mul", "--dtype", "f8"], "no dtype f8; there is f32"),
+        (["--only", "add_mul", "--sizes", "huge"], "'huge' is neither"),
+        (["--only", "add_mul", "--sizes", "rows=3"], "no pattern takes the sizes rows (add_mul: size)"),
+        (["--sizes", "size=3"], "cases need --only"),
+        (["--contenders", "jax"], "no contender jax; there is eager"),
+        (["--only", "quantize_int8", "--train"], "no work is left"),
+        (["--rounds", "0"], "--rounds must be"),
+        (["--minutes", "-1"], "--minutes must be"),
+    ],
+)
+def test_a_request_without_sense_is_refused(argv, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        patterns.main(argv)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def asked(*argv, on_gpu=True) -> list[Work]:
+    return selected(patterns.arguments([str(a) for a in argv])[0], on_gpu)
+
+
+def test_selection():
+    assert asked() == WORK and asked(on_gpu=False) == SMALL
+    small, large = asked("--sizes", "small"), asked("--sizes", "large")
+    assert len(small) + len(large) == len(WORK) and all(w.bytes <= 48e6 for w in small)
+    assert all(w.train for w in asked("--train")) and not any(w.train for w in asked("--infer"))
+    assert asked("--train", "--infer") == WORK
+    both = asked("--only", "layer_norm", "--sizes", "rows=3,n=1_000", "--dtype", "f32,f16", "--train", "--infer")
+    assert [(w.case, str(w.dtype), w.train) for w in both] == [
+        (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
+    ]
+    assert [w.pattern for w in asked("--only", "l2_norm")] == ["l2_norm"]  # no row of its own
+
+
+def test_a_short_run_sees_every_pattern_first():
+    order = [work.pattern for work in spread(WORK)]
+    kinds = len(set(order))
+    assert len(set(order[:kinds])) == kinds and sorted(order) == sorted(w.pattern for w in WORK)
+
+
+def test_work_compiled_ahead_is_found_in_the_cache(bench):
+    work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
+    assert compile_ahead([work], ["inductor"], jobs=3) == dict(done=1, failed=0)
+    hits = torch._dynamo.utils.counters["aot_autograd"]
+    before = hits["autograd_cache_hit"]
+    measure(work, bench, EAGER)
+    assert hits["autograd_cache_hit"] == before + 1
