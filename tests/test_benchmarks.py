@@ -42,8 +42,8 @@ def row(name="add_mul f32 size=1", **fields) -> Row:
         (ADD_MUL, 4 * 4 * 1000, 2 * 1000),
         (Work("add_mul_exp", dict(size=1000), BF16), 3 * 2 * 1000, 3 * 1000),
         (Work("gated_linear", dict(m=8, k=16, n=32), F32), 4 * (8 * 16 + 2 * 16 * 32 + 8 * 32), None),
-        (Work("l2_norm", dict(rows=8, n=10), F32), 2 * 4 * 80, None),  # no line in PASSES: argument and result
-        (Work("l2_norm", dict(rows=8, n=10), F32, True), 4 * 4 * 80, None),
+        (Work("gated_act", dict(rows=8, n=10), F32), 4 * (160 + 80), None),  # no line in PASSES: argument and result
+        (Work("gated_act", dict(rows=8, n=10), F32, True), 2 * 4 * (160 + 80), None),
     ],
 )
 def test_bytes_and_operations(work, size, flops):
@@ -236,10 +236,16 @@ def test_rates_follow_from_counts(bench):
     assert found.intensity == found.flops / found.bytes and found.noise is None and found.ratio("eager") is None
 
 
-def test_random_results_are_not_compared(bench):
+def test_random_results_are_compared_under_the_mask_that_was_drawn(bench):
     assert not draws(torch.add, [torch.ones(3, device="meta")] * 2)
-    found = measure(Work("dropout_add", dict(rows=4, n=64), F32), bench, EAGER)
-    assert found.note.startswith("random") and all(c.status == OK and c.errors is None for c in found.contenders)
+
+    def unscaled(reference):
+        return lambda x, residual, p: reference(x, residual, p) * (1 - p)
+
+    work = Work("dropout_add", dict(rows=4, n=64), F32, train=True)
+    found = measure(work, bench, EAGER | {"unscaled": unscaled})
+    assert found.of("eager").status == OK and found.of("eager").errors.distance < 1e-6
+    assert found.of("unscaled").status == WRONG, found.of("unscaled")
 
 
 def test_what_the_gate_did_is_told(bench):
@@ -296,10 +302,10 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_work_that_cannot_be_done_is_a_line(bench):
-    found = patterns.one(Work("l2_norm", dict(rows=4), F32), bench, EAGER)
+    found = patterns.one(Work("gated_act", dict(rows=4), F32), bench, EAGER)
     assert "missing 1 required" in found.note and not found.contenders
     run = Run("patterns", dict(noise={}), [found])
-    assert table.honest(run) == 1 and "FAILED l2_norm f32 rows=4: " in table.summary(run)
+    assert table.honest(run) == 1 and "FAILED gated_act f32 rows=4: " in table.summary(run)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +342,7 @@ def test_selection():
     assert [(w.case, str(w.dtype), w.train) for w in both] == [
         (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
     ]
-    assert [w.pattern for w in asked("--only", "l2_norm")] == ["l2_norm"]  # no row of its own
+    assert [w.pattern for w in asked("--only", "gated_act")] == ["gated_act"]  # no row of its own
 
 
 def test_a_short_run_sees_every_pattern_first():
