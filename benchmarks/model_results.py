@@ -15,6 +15,7 @@ class ModelContender:
     """One way to run the model. Without `step` it has not been timed; `note` says why.
 
     status    ok, wrong (its error is far above eager's) or failed (it raised)
+    verdict   against plain Inductor: "faster", "slower", "" within noise (or not comparable)
     step      wall time of a step;   device_ms  time of its kernels (CPU: of torch's operators), by torch.profiler
     cold_s, warm_s  seconds to compile: the first step less a later one, with an empty cache and with a filled one
     peak_bytes      the most a step allocates beyond weights and inputs (CUDA)
@@ -26,6 +27,7 @@ class ModelContender:
     name: str
     status: str = OK
     note: str = ""
+    verdict: str = ""
     step: Spread | None = None
     device_ms: float | None = None
     cold_s: float | None = None
@@ -92,11 +94,12 @@ def cells(row: ModelRow, one: ModelContender) -> list[str]:
         return "-" if value is None else format(value, form)
 
     step, peak = one.step, one.peak_bytes
+    mark = {"faster": "+", "slower": "-"}.get(one.verdict, " " if step else "")
     return [
         one.name,
         show(step and step.median, ".3f"),
         show(step and step.iqr, ".3f"),
-        show(row.ratio(one.name), ".2f"),
+        show(row.ratio(one.name), ".2f") + mark,
         show(one.device_ms, ".3f"),
         show(peak and peak / 1e9, ".2f"),
         show(one.cold_s, ".1f"),
@@ -115,7 +118,8 @@ def text(row: ModelRow) -> str:
         why = "" if one.status == OK else f"  {one.status.upper()}: {one.note}"
         lines.append(f"  {first:18}" + ("" if one.status == FAILED else "".join(f"{c:>10}" for c in rest)) + why)
     if row.noise is not None:
-        lines.append(f"  noise {row.noise:.1%} ({row.twin} timed twice); ratio is plain Inductor's time / this one's")
+        legend = "ratio: plain Inductor's time / this one's, + and - beyond noise"
+        lines.append(f"  noise {row.noise:.1%} ({row.twin} timed twice); {legend}")
     lines += [f"  {note}" for note in row.notes]
     lines += sites(row.of("fusion"))
     kinds = list(dict.fromkeys(kind for one in row.contenders for kind in one.shares))

@@ -25,11 +25,14 @@ from benchmarks.measure import milliseconds, peak_bytes
 from benchmarks.model_results import ModelContender, ModelRow
 from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, Spread
+from benchmarks.timing import noise, verdict, whole_calls
 from benchmarks.trace import profile
 from fusion_backend.torch_api import many_recompiles
 
-AGAIN = " again"
+AGAIN = "-again"
+PIECE = 1 << 27  # elements
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+STARTED: set[tuple[str, bool]] = set()  # contenders that have compiled something in this process, and for training
 Compile = Callable[[Callable], Callable]  # what a contender makes of a function
 
 
@@ -47,7 +50,8 @@ def contenders(gate: str = "auto", max_autotune: bool = False) -> dict[str, Comp
 class Plan:
     """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: compile with an empty cache,
     forget, and compile again with the filled one; otherwise once, with an empty one. exact: the dtype of the run that
-    errors are against, None for none. rounds: turns of each contender, of at least least_ms."""
+    errors are against, None for none. rounds: turns of each contender, of at least least_ms each. profile: look at
+    kernels; trace: the folder of their traces."""
 
     train: bool = False
     optimizer: str | None = None
@@ -55,6 +59,7 @@ class Plan:
     exact: torch.dtype | None = torch.float64
     rounds: int = 11
     least_ms: float = 50
+    profile: bool = True
     trace: Path | None = None
 
 
@@ -114,7 +119,12 @@ def failing(one: ModelContender) -> Iterator[None]:
         yield
     except Exception as error:  # of the model, the compiler or the device: the other contenders go on
         one.status, one.note, one.step = FAILED, reason_of(error), None
-    if one.status == FAILED and torch.cuda.is_available():
+    if one.status == FAILED:
+        give_back()
+
+
+def give_back() -> None:
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
@@ -145,12 +155,17 @@ def seconds_to_compile(step: Step, device: torch.device) -> float:
     return max(0.0, first - milliseconds(step, 1, device)) / 1e3
 
 
-def start_compilers(makes: dict[str, Compile], device: torch.device, folder: str) -> None:
+def start_compilers(makes: dict[str, Compile], train: bool, device: torch.device, folder: str) -> None:
     """What a process pays once, for imports, workers and our patterns, is no model's compile time."""
-    with cache_in(folder):
-        for make in makes.values():
-            with contextlib.suppress(Exception):  # a contender that cannot compile says so with the model
-                make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + 1)(torch.ones(4, 8, device=device))
+    for name, make in makes.items():
+        if (name, train) in STARTED:
+            continue
+        with cache_in(folder), contextlib.suppress(Exception):  # one that cannot compile says so with the model
+            x = torch.ones(4, 8, device=device, requires_grad=train)
+            y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + 1)(x)
+            if train:
+                y.sum().backward()
+        STARTED.add((name, train))
     torch.compiler.reset()
 
 
@@ -198,14 +213,16 @@ def shortened(reason: str) -> str:
 
 
 def distance(got: list[Tensor], exact: list[Tensor]) -> float:
-    """|got - exact| / |exact| of all together; sums in fp64, one tensor at a time."""
+    """|got - exact| / |exact| of all together; sums in fp64, a piece at a time: logits are large."""
     if len(got) != len(exact):
         raise ValueError(f"{len(got)} tensors, the exact run has {len(exact)}")
     off = norm = 0.0
     for g, e in zip(got, exact, strict=True):
-        e = e.double()
-        off += (g.double() - e).square().sum().item()
-        norm += e.square().sum().item()
+        if g.shape != e.shape:
+            raise ValueError(f"a tensor of shape {tuple(g.shape)}, in the exact run {tuple(e.shape)}")
+        for part, true in zip(g.reshape(-1).split(PIECE), e.reshape(-1).split(PIECE), strict=True):
+            off += (part.double() - true.double()).square().sum().item()
+            norm += true.double().square().sum().item()
     return (off / norm) ** 0.5 if norm else off**0.5
 
 
@@ -242,19 +259,7 @@ def compare(step: Step, one: ModelContender, exact: tuple, eager: ModelContender
             one.status, one.note = WRONG, f"{what.replace('_', ' ')} {mine:.1e}, eager's is {base:.1e}"
 
 
-# Times.
-
-
-def turns(steps: dict[str, Callable], device: torch.device, plan: Plan) -> dict[str, list[float]]:
-    """Milliseconds a step of each contender, a number a round; in a round each has its turn, the order rotates."""
-    names = list(steps)
-    calls = {name: max(1, round(plan.least_ms / max(milliseconds(steps[name], 1, device), 1e-3))) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(plan.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            times[name].append(milliseconds(steps[name], calls[name], device))
-    return times
+# Times and kernels.
 
 
 def clear_gradients(subject: Subject) -> None:
@@ -271,7 +276,7 @@ def measure(
     folder = tempfile.mkdtemp(prefix="benchmark-cache-")
     try:
         with many_recompiles():
-            start_compilers(makes, device, f"{folder}/start")
+            start_compilers(makes, plan.train, device, f"{folder}/start")
             steps = {name: Step(subject, make, plan) for name, make in makes.items()}
             compile_all(steps, found, plan, device, folder, say)
             compare_all(subject, steps, found, row, say)
@@ -298,6 +303,8 @@ def compare_all(subject: Subject, steps: dict[str, Step], found, row: ModelRow, 
         row.exact = str(plan.exact).removeprefix("torch.")
     except Exception as error:  # too large for the memory, or an operator without this dtype
         row.notes.append(f"no errors: the run in {plan.exact} failed, {reason_of(error)}")
+    if exact is None:
+        give_back()
         return
     eager = found.get("eager", ModelContender("eager"))
     for name, step in steps.items():
@@ -315,22 +322,25 @@ def time_all(alive: dict[str, Step], found, row: ModelRow, device, say) -> None:
         return
     twin = next(name for name in ("inductor", "eager", *alive) if name in alive)
     say(f"timing {', '.join(alive)} in turns")
-    runs = alive | {twin + AGAIN: alive[twin]}
+    plan, runs = alive[twin].plan, alive | {twin + AGAIN: alive[twin]}
     try:
-        times = turns(runs, device, next(iter(alive.values())).plan)
+        times = whole_calls(runs, device, plan.rounds, plan.least_ms)
     except Exception as error:  # none failed alone
         row.notes.append(f"not timed: {reason_of(error)}")
         return
     for name in alive:
         found[name].step = Spread.of(times[name])
-    again = Spread.of(times[twin + AGAIN]).median
-    row.noise, row.twin = abs(again / found[twin].step.median - 1), twin
+    row.noise, row.twin = noise(found[twin].step, Spread.of(times[twin + AGAIN])), twin
+    for name in alive.keys() - {"inductor"} if twin == "inductor" else ():
+        found[name].verdict = verdict(found[name].step, found[twin].step, row.noise)
 
 
 def look_inside(step: Step, one: ModelContender, device: torch.device, row: ModelRow) -> None:
     clear_gradients(step.subject)
     if device.type == "cuda":
         one.peak_bytes = peak_bytes(step, device)
+    if not step.plan.profile:
+        return
     trace = None
     if step.plan.trace is not None:
         trace = step.plan.trace / (re.sub(r"[^\w.-]+", "_", f"{row.name}-{row.mode}-{one.name}") + ".json.gz")

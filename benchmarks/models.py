@@ -55,12 +55,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=11, metavar="N")
     parser.add_argument("--least-ms", type=float, default=50, metavar="MS", help="of a contender's turn in a round")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write a Chrome trace a contender; show top kernels")
+    parser.add_argument("--no-profile", action="store_true", help="no kernels: for a run under nsys or ncu")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, after each model")
     args = parser.parse_args(argv)
     if not args.model + args.module + args.timm:
         parser.error("nothing to measure: give --model, --module or --timm")
     if unknown := [name for name in args.model if name not in ENTRIES]:
         parser.error(f"no model {', '.join(unknown)}; there is {', '.join(ENTRIES)}")
+    if args.trace and args.no_profile:
+        parser.error("--trace is written by the profiler that --no-profile leaves out")
     if args.optimizer and TRAIN not in args.mode:
         parser.error("--optimizer is part of a training step: give --mode train")
     return args
@@ -99,6 +102,7 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
     except torch.OutOfMemoryError:
         row.notes.append("not measured: out of memory while it was built")
         return row
+    row.name = subject.name
     kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [torch.float32]
     row.dtype = next(word for word, dtype in DTYPES.items() if dtype == kinds[0])
     gate = args.gate or ("auto" if device.type == "cuda" else "always")
@@ -111,7 +115,7 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
     exact = EXACT[args.exact] if args.exact else torch.float32 if kinds[0].itemsize < 4 else torch.float64
     plan = Plan(
         train=mode == TRAIN, optimizer=row.about["optimizer"], cold=not args.once, exact=exact, rounds=args.rounds,
-        least_ms=args.least_ms, trace=args.trace,
+        least_ms=args.least_ms, profile=not args.no_profile, trace=args.trace,
     )  # fmt: skip
     return measure(subject, contenders(gate, args.max_autotune), plan, row, device, say)
 

@@ -1,7 +1,7 @@
 """The user's own model, or timm's, as a subject of `benchmarks.models`.
 
---module package.module:build, or path/to/file.py:build. build() takes no arguments and returns (model, inputs) or
-(model, inputs, loss):
+--module package.module:build, or path/to/file.py:build. build() takes no arguments, makes its tensors on the GPU unless
+it says otherwise (it is the default device meanwhile), and returns (model, inputs) or (model, inputs, loss):
 
     model   an nn.Module, in the mode it is to be measured in: eval() switches dropout off
     inputs  a tensor, a tuple of positional arguments, or a dict of keyword arguments
@@ -72,7 +72,8 @@ def own(spec: str, mode: str, device: torch.device, dtype: torch.dtype | None) -
     build = load(spec)
     torch.manual_seed(0)
     try:
-        returned = build()
+        with device:  # tensors that nobody else moves, such as a loss's target, are made there
+            returned = build()
     except Exception as error:
         raise Problem(f"{spec} raised {where(error)}") from error
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
@@ -83,6 +84,7 @@ def own(spec: str, mode: str, device: torch.device, dtype: torch.dtype | None) -
     if loss is not None and not callable(loss):
         raise Problem(f"{spec} returned a loss of type {type(loss).__name__}, which cannot be called; {RETURNS}")
     model = model.to(device) if dtype is None else model.to(device, dtype)
+    spec = f"{Path(spec.rpartition(':')[0]).stem}:{spec.rpartition(':')[2]}" if ".py:" in spec else spec
     inputs = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
     inputs = inputs if dtype is None else cast(inputs, dtype)
     if isinstance(inputs, dict):
@@ -124,7 +126,7 @@ def timm(name: str, mode: str, device: torch.device, dtype: torch.dtype, batch: 
     try:
         import timm
     except ImportError as error:
-        raise Problem(f"--timm needs timm ({error}): pip install timm") from None
+        raise Problem(f"--timm needs timm ({error}): pip install timm, torchvision comes with it") from None
     torch.manual_seed(0)
     try:
         model = timm.create_model(name, pretrained=False)

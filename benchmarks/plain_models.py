@@ -66,7 +66,8 @@ def attend(how: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     if how == "eager":
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if mask is not None:
-            scores = scores + torch.where(mask, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+            zero = torch.zeros((), dtype=q.dtype, device=q.device)
+            scores = scores + torch.where(mask, zero, torch.finfo(q.dtype).min)
         out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -1,0 +1,380 @@
+"""Pictures of a run of the benchmarks, as PNG: roofline, speed-up over size, memory, model steps, block sizes.
+
+    for name, title, png in plots(Run.load(path)): Path(f"{name}.png").write_bytes(png)
+
+Needs matplotlib (in the extra "bench"). Colours are those of Okabe and Ito, which colour-blind readers can tell apart;
+markers and hatches differ, too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator
+
+from benchmarks.model_results import ModelRow
+from benchmarks.model_results import rows as model_rows
+from benchmarks.results import FAILED, BlockRow, Row, Run
+from benchmarks.trace import KINDS, OURS
+
+ORDER = ("eager", "inductor", "max-autotune", "fusion", "fusion-always")
+COLOURS = {"eager": "#999999", "inductor": "#0072B2", "max-autotune": "#56B4E9", "fusion": "#D55E00",
+           "fusion-always": "#E69F00"}  # fmt: skip
+MARKERS = {"eager": "s", "inductor": "o", "max-autotune": "D", "fusion": "^", "fusion-always": "v"}
+CLASS_COLOURS = dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
+                         strict=True))  # fmt: skip
+CEILING = "#000000"
+DPI = 130
+LABEL = dict(padding=3, fontsize=7.5, bbox=dict(facecolor="white", edgecolor="none", pad=0.6))
+LARGE = 50e6  # bytes; below, the allocator's rounding shows
+
+
+class NoMatplotlib(Exception):
+    pass
+
+
+def pyplot():
+    """matplotlib without a display."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise NoMatplotlib(f"plots need matplotlib ({error}): pip install -e '.[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({
+        "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+    })  # fmt: skip
+    return plt
+
+
+def png(figure) -> bytes:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=DPI)
+    pyplot().close(figure)
+    return data.getvalue()
+
+
+def where(run: Run) -> str:
+    """The machine in a title."""
+    return f"{run.about.get('gpu') or 'CPU: times mean nothing'}, torch {run.about.get('torch', '?')}"
+
+
+def names(rows: list) -> list[str]:
+    """The contenders of some rows that were timed, in the order of ORDER; twins are left out."""
+    found = {c.name for row in rows for c in row.contenders if timed(c)}
+    return [name for name in ORDER if name in found] + sorted(
+        name for name in found if name not in ORDER and not name.endswith("-again")
+    )
+
+
+def timed(contender) -> bool:
+    return (contender.step if hasattr(contender, "step") else contender.kernel) is not None
+
+
+def colour(name: str) -> str:
+    return COLOURS.get(name, "#000000")
+
+
+def byte_words(n: float, _=None) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return ""
+
+
+# Patterns.
+
+
+def spread_apart(places: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Ascending places moved as little as needed to be `gap` apart and, where there is room, within low and high."""
+    moved: list[float] = []
+    for place in places:
+        moved.append(max(place, moved[-1] + gap if moved else low))
+    if moved and moved[-1] > high:
+        moved[-1] = high
+        for i in range(len(moved) - 2, -1, -1):
+            moved[i] = min(moved[i], moved[i + 1] - gap)
+    return moved
+
+
+def roofline(run: Run) -> bytes | None:
+    """Operations a second over operations a byte, under the ceilings that the same run measured."""
+    copy, matrix = run.about.get("copy_bytes_s"), run.about.get("matrix_flops_s")
+    rows = [row for row in run.rows if row.intensity and any(c.rate_flops for c in row.contenders)]
+    if not rows or not copy:
+        return None
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9.5, 6.5))
+    low, high = min(row.intensity for row in rows) / 2, max(row.intensity for row in rows) * 3
+    if matrix:
+        high = max(high, 4 * matrix / copy)
+    ridge = matrix / copy if matrix else high
+    axes.plot([low, min(ridge, high)], [low * copy / 1e12, min(ridge, high) * copy / 1e12], color=CEILING, lw=1.5)
+    axes.text(low * 1.2, low * 1.2 * copy / 1e12 * 1.6, f"copy {copy / 1e12:.3g} TB/s", rotation_mode="anchor",
+              rotation=math.degrees(math.atan(copy / 1e12)), transform_rotates_text=True)  # fmt: skip
+    if matrix:
+        axes.plot([ridge, high], [matrix / 1e12] * 2, color=CEILING, lw=1.5)
+        axes.annotate(f"bf16 matrix product {matrix / 1e12:.3g} TFLOP/s", (high, matrix / 1e12), (0, 4),
+                      textcoords="offset points", ha="right")  # fmt: skip
+    for name in names(rows):
+        points = [(row.intensity, row.of(name).rate_flops / 1e12) for row in rows
+                  if row.of(name) and row.of(name).rate_flops]  # fmt: skip
+        axes.scatter(*zip(*points, strict=True), s=26, marker=MARKERS.get(name, "x"), color=colour(name), alpha=0.75,
+                     edgecolors="none", label=name)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte that must move",
+             ylabel="TFLOP/s", title=f"Roofline: {where(run)}")  # fmt: skip
+    label_patterns(axes, rows, low, high)
+    axes.legend(loc="upper left")
+    return png(figure)
+
+
+def label_patterns(axes, rows: list[Row], low: float, high: float) -> None:
+    """Each pattern's name above the axis, with a line up to its slowest point at its median intensity."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.pattern, []).append(row)
+    middle = {p: sorted(math.log10(r.intensity) for r in group)[len(group) // 2] for p, group in groups.items()}
+    order = sorted(groups, key=middle.get)
+    left, right = math.log10(low), math.log10(high)
+    gap = (right - left) / 46
+    places = spread_apart([middle[p] for p in order], gap, left + gap, right - gap)
+    bottom = min(c.rate_flops for row in rows for c in row.contenders if c.rate_flops) / 1e12
+    top = axes.get_ylim()[1]
+    room = (math.log10(top) - math.log10(bottom)) * 0.42
+    axes.set_ylim(bottom / 10**room, top * 1.3)
+    end = bottom / 10 ** (0.25 * room)
+    for pattern, place in zip(order, places, strict=True):
+        axes.text(10**place, end / 1.1, pattern, rotation=90, ha="center", va="top", fontsize=7.5)
+        at = 10 ** middle[pattern]
+        slowest = min(c.rate_flops for r in groups[pattern] for c in r.contenders if c.rate_flops) / 1e12
+        axes.plot([10**place, at, at], [end, bottom / 10 ** (0.08 * room), slowest], color="#bbbbbb", lw=0.6, zorder=0)
+
+
+def size_of(row: Row, run: Run) -> float:
+    """Bytes that the work must move; of runs that did not count them, what the floor stands for."""
+    return row.bytes or row.floor_ms / 1e3 * (run.about.get("copy_bytes_s") or 1e12)
+
+
+def panels(plt, count: int, width: float, height: float, columns: int = 3):
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    figure, grid = plt.subplots(lines, columns, figsize=(width * columns, height * lines + 0.8), squeeze=False)
+    flat = list(grid.flat)
+    for axes in flat[count:]:
+        axes.set_visible(False)
+    return figure, flat[:count]
+
+
+def speed_up(run: Run) -> bytes | None:
+    """Plain Inductor's time over each contender's, a panel a pattern, over the size."""
+    rows = [row for row in run.rows if row.ratio("inductor")]
+    if not rows:
+        return None
+    plt = pyplot()
+    patterns = list(dict.fromkeys(row.pattern for row in rows))
+    shown = [name for name in names(rows) if name not in ("inductor", "eager")]
+    sizes = [size_of(row, run) for row in rows]
+    figure, grid = panels(plt, len(patterns), 3.6, 2.6)
+    for pattern, axes in zip(patterns, grid, strict=True):
+        mine = [row for row in rows if row.pattern == pattern]
+        noise = max([row.noise for row in mine if row.noise is not None] or [0.0])
+        axes.axhspan(1 / (1 + noise), 1 + noise, color=COLOURS["inductor"], alpha=0.15, lw=0)
+        axes.axhline(1, color=COLOURS["inductor"], lw=1.2)
+        for name in shown:
+            for train in (False, True):
+                series = sorted((size_of(row, run), row.ratio(name)) for row in mine
+                                if row.train == train and row.ratio(name))  # fmt: skip
+                if series:
+                    axes.plot(*zip(*series, strict=True), marker=MARKERS.get(name, "x"), ms=5, color=colour(name),
+                              lw=0, markerfacecolor=colour(name) if train else "none", alpha=0.9)  # fmt: skip
+        ratios = [row.ratio(name) for row in mine for name in shown if row.ratio(name)]
+        top = max([1.25, *(1.12 * ratio for ratio in ratios)])
+        bottom = min([0.8, *(0.9 * ratio for ratio in ratios)])
+        axes.set(xscale="log", title=pattern, ylim=(bottom, top), xlim=(min(sizes) / 2, max(sizes) * 2))
+        axes.xaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(numticks=5))
+        axes.xaxis.set_major_formatter(plt.FuncFormatter(byte_words))
+        axes.xaxis.set_minor_formatter(plt.NullFormatter())
+    figure.supxlabel("bytes that must move")
+    figure.supylabel("times as fast as plain Inductor (blue; band: noise)")
+    line = plt.Line2D
+    handles = [line([], [], marker=MARKERS.get(n, "x"), color=colour(n), lw=0, label=n) for n in shown]
+    handles += [line([], [], marker="o", color="#444444", lw=0, label="training"),
+                line([], [], marker="o", color="#444444", lw=0, markerfacecolor="none", label="inference")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), title=f"Speed-up: {where(run)}")
+    return png(figure)
+
+
+def memory(run: Run) -> bytes | None:
+    """The peak of a step and what forward keeps for backward, against plain Inductor's, of work that takes LARGE."""
+    kinds = {"peak_bytes": "peak of a step beyond its arguments", "saved_bytes": "kept from forward to backward"}
+
+    def base(row: Row, kind: str) -> int:
+        return getattr(row.of("inductor"), kind, None) or 0
+
+    rows = [row for row in run.rows if any(base(row, kind) >= LARGE for kind in kinds)]
+    kinds = {kind: head for kind, head in kinds.items() if any(base(row, kind) for row in rows)}
+    if not rows:
+        return None
+    plt = pyplot()
+    size = (5.2 * len(kinds) + 2, 0.16 * len(names(rows)) * len(rows) + 1.8)
+    figure, grid = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
+    for (kind, head), axes in zip(kinds.items(), grid.flat, strict=True):
+        scale = {id(c): base(row, kind) or 1 for row in rows for c in row.contenders}
+        bars(
+            axes, rows, lambda c, kind=kind, scale=scale: (getattr(c, kind) or 0) / scale[id(c)], lambda row: row.name,
+            lambda row, c, kind=kind: byte_words(getattr(c, kind)) if getattr(c, kind) else "",
+        )  # fmt: skip
+        axes.set(xlabel="plain Inductor = 1", title=head, xlim=(0, axes.get_xlim()[1] * 1.12))
+        axes.axvline(1, color=COLOURS["inductor"], lw=1, zorder=0.5)
+    figure.suptitle(f"Memory: {where(run)}")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return png(figure)
+
+
+def bars(axes, rows: list, value: Callable, title: Callable, form: Callable | None = None) -> None:
+    """Horizontal bars: a group a row, the first at the top, in it a bar a contender that was timed."""
+    shown = names(rows)
+    height = 0.84 / len(shown)
+    for i, name in enumerate(shown):
+        found = [(k, row.of(name)) for k, row in enumerate(rows) if row.of(name) and timed(row.of(name))]
+        places = [k + (i - (len(shown) - 1) / 2) * height for k, _ in found]
+        drawn = axes.barh(places, [value(one) for _, one in found], height * 0.92, color=colour(name), label=name)
+        if form:
+            axes.bar_label(drawn, [form(rows[k], one) for k, one in found], **LABEL)
+        for k, row in enumerate(rows):
+            if row.of(name) and row.of(name).status == FAILED:
+                axes.text(0, k + (i - (len(shown) - 1) / 2) * height, " failed", va="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [title(row) for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
+# Models.
+
+
+def steps(run: Run) -> bytes | None:
+    """Step time of each contender against plain Inductor's, annotated in milliseconds."""
+    rows = [row for row in model_rows(run) if any(c.step for c in row.contenders)]
+    if not rows:
+        return None
+    plt = pyplot()
+
+    def relative(row: ModelRow):
+        base = row.of("inductor") if row.of("inductor") and row.of("inductor").step else next(
+            c for c in row.contenders if c.step)  # fmt: skip
+        return base.step.median
+
+    scale = {id(c): relative(row) for row in rows for c in row.contenders}
+    count = len(names(rows))
+    figure, axes = plt.subplots(figsize=(9, 0.24 * count * len(rows) + 1.7))
+    bars(
+        axes, rows, lambda c: c.step.median / scale[id(c)], short_title,
+        lambda row, c: f"{c.step.median:.4g} ms" + (f", {row.ratio(c.name):.2f}×" if row.ratio(c.name) else ""),
+    )  # fmt: skip
+    widest = max(c.step.median / scale[id(c)] for row in rows for c in row.contenders if c.step)
+    axes.set(xlim=(0, widest * 1.25), xlabel="time of a step, plain Inductor = 1 (×: times as fast)")
+    axes.axvline(1, color=COLOURS["inductor"], lw=1, zorder=0.5)
+    figure.suptitle(f"Model steps: {where(run)}")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return png(figure)
+
+
+def short_title(row: ModelRow) -> str:
+    return f"{row.name}\n{row.mode} {row.dtype}"
+
+
+def kernel_shares(run: Run) -> bytes | None:
+    """Time of a step's kernels by class, before (plain Inductor) and after (fusion)."""
+    rows = [row for row in model_rows(run) if any(c.shares for c in row.contenders)]
+    if not rows:
+        return None
+    plt = pyplot()
+    lines = [(row, c) for row in rows for c in row.contenders if c.shares]
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(lines) + 1.9))
+    first = {id(row): next((c for c in row.contenders if c.name == "inductor" and c.shares),
+                           next(c for c in row.contenders if c.shares)).device_ms for row in rows}  # fmt: skip
+    left = [0.0] * len(lines)
+    for kind in KINDS:
+        widths = [c.shares.get(kind, 0) * c.device_ms / first[id(row)] for row, c in lines]
+        if any(widths):
+            axes.barh(range(len(lines)), widths, 0.8, left=left, label=kind, color=CLASS_COLOURS[kind],
+                      edgecolor="white", lw=0.4, hatch="///" if kind == OURS else None)  # fmt: skip
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(lines)), [f"{row.name} {row.mode} {row.dtype}, {c.name}" for row, c in lines])
+    axes.set(ylim=(len(lines) - 0.5, -0.5), xlabel="time of a step's kernels, plain Inductor = 1")
+    axes.bar_label(axes.containers[-1], [f"{c.device_ms:.4g} ms" for _, c in lines], **LABEL)
+    axes.set_xlim(0, max(left) * 1.14)
+    axes.grid(axis="y", visible=False)
+    figure.suptitle(f"Where the time goes: {where(run)}")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return png(figure)
+
+
+def model_memory(run: Run) -> bytes | None:
+    rows = [row for row in model_rows(run) if any(c.peak_bytes for c in row.contenders)]
+    if not rows:
+        return None
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 0.24 * len(names(rows)) * len(rows) + 1.7))
+    bars(axes, rows, lambda c: (c.peak_bytes or 0) / 1e9, short_title, lambda _, c: f"{(c.peak_bytes or 0) / 1e9:.3g}")
+    axes.set(xlabel="GB at the peak of a step, beyond weights and inputs")
+    figure.suptitle(f"Memory: {where(run)}")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return png(figure)
+
+
+# Block sizes.
+
+
+def block_sizes(run: Run) -> Iterator[tuple[str, bytes]]:
+    """A picture a piece of work: GB/s of each configuration, beside eager and plain Inductor."""
+    works: dict[str, list[BlockRow]] = {}
+    for row in run.rows:
+        works.setdefault(row.work, []).append(row)
+    for work, rows in works.items():
+        kernel = [row for row in rows if row.who == "kernel" and row.rate_bytes]
+        if not kernel:
+            continue
+        plt = pyplot()
+        blocks = sorted({row.block for row in kernel})
+        warps = sorted({row.warps for row in kernel})
+        figure, axes = plt.subplots(figsize=(max(7, 0.62 * len(kernel) + 1.5), 4.4))
+        shades = plt.get_cmap("viridis")
+        width = 0.86 / len(warps)
+        for i, warp in enumerate(warps):
+            mine = [row for row in kernel if row.warps == warp]
+            places = [blocks.index(row.block) + (i - (len(warps) - 1) / 2) * width for row in mine]
+            drawn = axes.bar(places, [row.rate_bytes / 1e9 for row in mine], width * 0.94, label=f"{warp} warps",
+                             color=shades(0.15 + 0.7 * i / max(1, len(warps) - 1)),
+                             edgecolor=["#D55E00" if row.chosen else "none" for row in mine], linewidth=2)  # fmt: skip
+            axes.bar_label(drawn, [f"{row.rate_bytes / 1e9:.0f}" for row in mine], rotation=90, **LABEL)
+        tall = max(row.rate_bytes for row in rows if row.rate_bytes) / 1e9
+        for row in rows:
+            if row.who != "kernel" and row.rate_bytes:
+                axes.axhline(row.rate_bytes / 1e9, color=colour(row.who), ls="--", lw=1.4, zorder=0.5,
+                             label=f"{row.who} {row.rate_bytes / 1e9:.0f}")  # fmt: skip
+        chosen = " (framed: what the launcher takes)" if any(row.chosen for row in kernel) else ""
+        axes.set_xticks(range(len(blocks)), blocks)
+        axes.set(ylim=(0, tall * 1.2), xlabel=f"BLOCK_SIZE{chosen}", ylabel="GB/s")
+        axes.grid(axis="x", visible=False)
+        figure.suptitle(f"{work}: {where(run)}")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+        yield work, png(figure)
+
+
+def plots(run: Run) -> list[tuple[str, str, bytes]]:
+    """(file name, title, PNG) of every picture that the run has data for."""
+    kinds = {
+        "patterns": [("roofline", "Roofline", roofline), ("speed-up", "Speed-up over size", speed_up),
+                     ("memory", "Memory", memory)],
+        "models": [("steps", "Step times", steps), ("shares", "Where the time goes", kernel_shares),
+                   ("memory", "Memory", model_memory)],
+    }  # fmt: skip
+    found = [(name, title, draw(run)) for name, title, draw in kinds.get(run.kind, ())]
+    if run.kind == "block_size":
+        found = [(f"block-{i}", work, data) for i, (work, data) in enumerate(block_sizes(run))]
+    return [picture for picture in found if picture[2] is not None]

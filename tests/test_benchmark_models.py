@@ -1,0 +1,395 @@
+"""benchmarks.models on a CPU: every model runs; contenders that fail, lie or dawdle are told; so are user errors."""
+
+import dataclasses
+import gzip
+import json
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import fusion_backend
+from benchmarks import model_run, models, own_model
+from benchmarks.model_results import ModelContender, ModelRow, rows, text
+from benchmarks.model_run import Plan, Step, contenders, measure, reason_of, shortened
+from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
+from benchmarks.results import FAILED, OK, WRONG, Run
+
+CPU = torch.device("cpu")
+PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
+OTHERS = [name for name in ENTRIES if name not in PLAIN]
+QUICK = Plan(rounds=3, least_ms=0.5, cold=False)
+
+
+def tiny(name, mode, attention="sdpa", dtype=torch.float32) -> Subject:
+    return build(name, mode, ENTRIES[name].tiny, attention, CPU, dtype)
+
+
+def runs_again(subject, mode):
+    """The same result twice, and in fp64 nearly the same."""
+    step = Step(subject, lambda fn: fn, Plan(train=mode == TRAIN))
+    first, again, wide = step(), step(), Step(subject.cast(torch.float64), lambda fn: fn, Plan())()
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert torch.isfinite(first).all()
+    torch.testing.assert_close(first.double(), wide.double(), rtol=1e-3, atol=1e-4)
+
+
+# The models.
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_model(name, attention):
+    for mode in ENTRIES[name].modes:
+        runs_again(tiny(name, mode, attention), mode)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_both_attentions_of_a_plain_model_agree(name):
+    torch.testing.assert_close(tiny(name, INFER)(), tiny(name, INFER, "eager")(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_transformers_model(name):
+    pytest.importorskip("transformers")
+    for mode in ENTRIES[name].modes:
+        if name == "mixtral" and mode != INFER:
+            continue
+        if name == "mixtral":  # its experts have no fp64
+            assert torch.isfinite(tiny(name, mode)()).all()
+        else:
+            runs_again(tiny(name, mode), mode)
+
+
+@pytest.mark.parametrize(
+    "name, each, once",
+    [
+        ("plain_llama", dict(add_rms_norm=2, rotary=2, attention=1, gated_linear=1), dict(linear_cross_entropy=1)),
+        ("plain_gpt2", dict(attention=1), dict(linear_cross_entropy=1)),
+        ("plain_bert", dict(add_layer_norm=2, attention=1), dict(add_layer_norm=1, linear_cross_entropy=1)),
+        ("plain_vit", dict(attention=1), dict(linear_cross_entropy=1)),
+    ],
+)
+def test_plain_models_hold_what_library_models_hold(name, each, once):
+    subject, layers = tiny(name, TRAIN), ENTRIES[name].tiny.layers
+    report = fusion_backend.explain(
+        subject.model, *subject.args, options={"fusion.gate": "always", "fusion.skip": "norm_linear"}, **subject.kwargs
+    )
+    fused = [site.pattern for site in report.fused]
+    for pattern in each.keys() | once.keys():
+        assert fused.count(pattern) == each.get(pattern, 0) * layers + once.get(pattern, 0), report
+
+
+def test_decoding_attends_to_the_cache():
+    subject = tiny("plain_llama", DECODE)
+    before = subject()
+    subject.kwargs["past"][0][1].add_(1.0)
+    assert not torch.allclose(before, subject())
+
+
+def test_a_mode_that_a_model_lacks():
+    with pytest.raises(Problem, match="plain_bert has no mode decode"):
+        tiny("plain_bert", DECODE)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Problem, match="needs transformers .* or take one of plain_"):
+        tiny("llama", INFER)
+
+
+# Contenders.
+
+
+def subject_of(train=False) -> tuple[Subject, ModelRow]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(256, 64)
+    result = (lambda y: y.square().mean()) if train else (lambda y: y)
+    return Subject("mine", model, (x,), result=result), ModelRow(
+        "mine", "train" if train else "infer", "f32", {}, None, []
+    )
+
+
+def backend(name):
+    return lambda step: torch.compile(step, backend=name)
+
+
+def changed(how):
+    """A contender that runs the model and then `how` on its output."""
+    return lambda step: lambda *args, **kwargs: how(step(*args, **kwargs))
+
+
+def dawdle(y):
+    time.sleep(0.02)
+    return y
+
+
+def refuse(y):
+    raise ValueError("no such kernel\nand a second line")
+
+
+def exhaust(y):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
+
+
+def test_wrong_slow_and_failing_contenders_are_told_apart():
+    subject, row = subject_of()
+    makes = {
+        "eager": lambda step: step,
+        "inductor": backend("aot_eager"),
+        "wrong": changed(lambda y: y * 1.01),
+        "nan": changed(lambda y: y * float("nan")),
+        "slow": changed(dawdle),
+        "failing": changed(refuse),
+        "memory": changed(exhaust),
+    }
+    said = []
+    row = measure(subject, makes, QUICK, row, CPU, said.append)
+    status = {one.name: one.status for one in row.contenders}
+    assert status == dict(eager=OK, inductor=OK, wrong=WRONG, nan=WRONG, slow=OK, failing=FAILED, memory=FAILED)
+    assert row.of("wrong").output_error == pytest.approx(0.01, rel=1e-2)
+    assert row.of("failing").note == "ValueError: no such kernel"
+    assert row.of("memory").note.startswith("out of memory (OutOfMemoryError: CUDA out of memory")
+    assert row.of("slow").verdict == "slower" and row.of("inductor").verdict == ""
+    assert row.ratio("slow") < 0.5 and row.of("slow").step.median > 20
+    assert row.of("failing").step is None and row.ratio("failing") is None
+    assert row.noise >= 0 and row.twin == "inductor"
+    assert row.of("inductor").cold_s >= 0 and row.of("eager").cold_s is None
+    shown = text(row)
+    assert "FAILED: ValueError: no such kernel" in shown and "WRONG: output error" in shown
+    assert any("timing eager, inductor, wrong, nan, slow in turns" in line for line in said)
+
+
+def test_wrong_gradients():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    subject, row = subject_of(train=True)
+    makes = {"eager": lambda step: step, "doubled": changed(Doubled.apply), "detached": changed(detached(subject))}
+    row = measure(subject, makes, dataclasses.replace(QUICK, train=True, optimizer="adamw"), row, CPU, lambda _: None)
+    assert row.of("eager").status == OK and row.of("eager").gradient_error < 1e-5
+    assert row.of("doubled").status == WRONG and row.of("doubled").gradient_error == pytest.approx(1, rel=1e-3)
+    assert row.of("detached").status == WRONG and "gradients of other parameters" in row.of("detached").note
+
+
+def detached(subject):
+    """The same loss, of the last bias only."""
+    bias = subject.model[2].bias
+    return lambda loss: loss.detach() + (bias - bias.detach()).sum()
+
+
+def test_all_contenders_see_the_same_weights_whatever_the_optimizer_does():
+    subject, _ = subject_of(train=True)
+    before = [p.detach().clone() for p in subject.model.parameters()]
+    for kind in ("sgd", "adamw"):
+        step = Step(subject, lambda fn: fn, Plan(train=True, optimizer=kind))
+        step(), step()
+        assert step.optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True))
+
+
+def test_an_exact_run_that_fails_is_a_note(monkeypatch):
+    subject, row = subject_of()
+
+    def fail(subject, plan):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(model_run, "exact_results", fail)
+    row = measure(subject, {"eager": lambda step: step}, QUICK, row, CPU, lambda _: None)
+    assert row.notes == ["no errors: the run in torch.float64 failed, out of memory (OutOfMemoryError: out of memory)"]
+    assert row.of("eager").step and row.of("eager").output_error is None
+
+
+def test_random_models_are_noted():
+    subject, row = subject_of()
+    subject.model = nn.Sequential(subject.model, nn.Dropout(0.5))
+    row = measure(subject, {"eager": lambda step: step}, QUICK, row, CPU, lambda _: None)
+    assert any("two eager runs differ" in note for note in row.notes)
+
+
+def test_a_run_that_only_fails_in_turns_is_not_timed(monkeypatch):
+    subject, row = subject_of()
+    monkeypatch.setattr(model_run, "whole_calls", lambda *args: exhaust(None))
+    row = measure(
+        subject,
+        {"eager": lambda step: step},
+        dataclasses.replace(QUICK, exact=None, profile=False),
+        row,
+        CPU,
+        lambda _: None,
+    )
+    assert row.notes[0].startswith("not timed: out of memory") and row.of("eager").step is None and row.noise is None
+    assert row.of("eager").kernels == []
+
+
+def test_the_contenders():
+    assert list(contenders()) == ["eager", "inductor", "fusion"]
+    assert list(contenders(max_autotune=True)) == ["eager", "inductor", "max-autotune", "fusion"]
+
+
+def test_reasons_are_one_line_and_counted_together():
+    assert reason_of(ValueError("")) == "ValueError: "
+    assert shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7") == "a value inside it is used elsewhere too"
+
+
+# The command.
+
+OWN = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
+    return model, torch.randn(4, 8), lambda y: y.square().mean()
+
+def untrained(): return nn.Linear(8, 8), torch.randn(4, 8)
+def named(): return nn.Linear(8, 8), {"input": torch.randn(4, 8)}
+def raises(): return 1 / 0
+def nothing(): return None
+def function(): return torch.sin, torch.ones(3)
+def wrong_loss(): return nn.Linear(8, 8), torch.ones(3, 8), 7
+def wrong_inputs(): return nn.Linear(8, 8), "words"
+def wrong_shape(): return nn.Linear(8, 8), torch.ones(3, 9)
+def frozen(): return nn.Linear(8, 8).requires_grad_(False), torch.ones(3, 8), lambda y: y.sum()
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(OWN))
+    (tmp_path / "broken.py").write_text("import nonexistent_library\n")
+    (tmp_path / "syntax.py").write_text("def build(:\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "spec, mode, message",
+    [
+        ("{0}", INFER, "is not package.module:function or file.py:function"),
+        ("{0}.nothere.py:build", INFER, "there is no file"),
+        ("no_such_module:build", INFER, "there is no module no_such_module .* a file works too: path/to/file.py:build"),
+        ("{1}/broken.py:build", INFER, "importing .*broken.py raised ModuleNotFoundError.*broken.py:1"),
+        ("{1}/syntax.py:build", INFER, "importing .*syntax.py raised SyntaxError"),
+        ("{0}:missing", INFER, "has no function missing"),
+        ("{0}:raises", INFER, r"raised ZeroDivisionError: division by zero \(.*mine.py:\d+\)"),
+        ("{0}:nothing", INFER, r"returned NoneType; it must return \(model, inputs\) or"),
+        ("{0}:function", INFER, "a model of type .*, not an nn.Module"),
+        ("{0}:wrong_loss", INFER, "a loss of type int"),
+        ("{0}:wrong_inputs", INFER, "inputs of type str"),
+        ("{0}:wrong_shape", INFER, "run eagerly on its inputs, raised RuntimeError"),
+        ("{0}:untrained", TRAIN, r"training needs a scalar loss, got a tensor of shape \(4, 8\)"),
+        ("{0}:frozen", TRAIN, "nothing to train"),
+    ],
+)
+def test_what_is_wrong_with_the_users_model_is_said(own, spec, mode, message):
+    with pytest.raises(Problem, match=message):
+        own_model.own(spec.format(own, own.parent), mode, CPU, None)
+
+
+def test_the_users_model_in_its_forms(own, monkeypatch):
+    assert own_model.own(f"{own}:named", INFER, CPU, torch.bfloat16)().dtype == torch.bfloat16
+    subject = own_model.own(f"{own}:build", TRAIN, CPU, None)
+    assert subject().ndim == 0 and subject.name == "mine:build"
+    monkeypatch.chdir(own.parent)
+    assert own_model.own("mine:build", INFER, CPU, None)().shape == (4, 16)
+
+
+def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
+    """Inductor and fusion for real: compiled cold and warm, timed, traced, kept."""
+    monkeypatch.setattr(model_run, "STARTED", {("inductor", True), ("fusion", True)})  # saves a compilation of each
+    out, traces = tmp_path / "results.json", tmp_path / "traces"
+    argv = ["--module", f"{own}:build", f"{own}:raises", "--mode", "train", "--optimizer", "sgd", "--rounds", "2"]
+    assert models.main([*argv, "--least-ms", "1", "--out", str(out), "--trace", str(traces)]) == 1  # of :raises
+    run = Run.load(out)
+    good, bad = rows(run)
+    assert [one.name for one in good.contenders] == ["eager", "inductor", "fusion"]
+    assert all(one.status == OK and one.step.median > 0 and one.gradient_error < 1e-5 for one in good.contenders)
+    assert good.of("fusion").fused, good
+    for name in ("inductor", "fusion"):
+        assert good.of(name).cold_s > good.of(name).warm_s >= 0
+        assert json.loads(gzip.open(traces / f"mine_build-train-{name}.json.gz").read())["traceEvents"]
+    assert sum(good.of("eager").shares.values()) == pytest.approx(1, abs=1e-4)
+    assert bad.contenders == [] and "ZeroDivisionError" in bad.notes[0]
+    assert run.about["command"].startswith("python -m benchmarks.models --module")
+    shown = capsys.readouterr().out
+    assert "longest kernels of fusion" in shown and "mine:build train f32 (optimizer sgd)" in shown
+    assert str(tmp_path) not in json.dumps([dataclasses.asdict(one) for one in good.contenders])
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
+    seen = []
+
+    def stub(kind, name, mode, args, device, say):
+        seen.append(name)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return ModelRow(name, mode, "f32", {}, None, [ModelContender("eager")])
+
+    monkeypatch.setattr(models, "measured", stub)
+    out = tmp_path / "results.json"
+    assert models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
+    run = Run.load(out)
+    assert [row.name for row in rows(run)] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "nothing to measure"),
+        (["--model", "resnet"], "no model resnet; there is plain_llama"),
+        (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
+        (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),
+        (["--model", "plain_vit", "--trace", "x", "--no-profile"], "--no-profile leaves out"),
+    ],
+)
+def test_arguments_that_make_no_sense(argv, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        models.main(argv)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_built_is_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert models.main(["--timm", "resnet50", "--mode", "train", "decode"]) == 1
+    shown = capsys.readouterr().out
+    assert "not measured: --timm needs timm" in shown and "there is no mode decode for --timm" in shown
+
+
+def test_timm(monkeypatch):
+    class Net(nn.Module):
+        default_cfg = dict(input_size=(3, 8, 8), num_classes=5)
+
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(192, 5)
+
+        def forward(self, x):
+            return self.head(x.flatten(1))
+
+    def create_model(name, pretrained):
+        if name != "net":
+            raise RuntimeError(f"Unknown model ({name})")
+        return Net()
+
+    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+    assert own_model.timm("net", INFER, CPU, torch.float32, 2)().shape == (2, 5)
+    assert own_model.timm("net", TRAIN, CPU, torch.float32, 2)().ndim == 0
+    with pytest.raises(Problem, match="timm cannot make nets: Unknown model"):
+        own_model.timm("nets", INFER, CPU, torch.float32, 2)
+
+
+def test_sizes_from_the_command_line():
+    args = models.arguments(["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"])
+    subject = models.subject_of("model", "plain_llama", INFER, args, CPU)
+    assert subject().shape == (3, 5, 128) and subject.about["layers"] == 1 and len(subject.model.layers) == 1

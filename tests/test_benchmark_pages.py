@@ -1,0 +1,359 @@
+"""Kernel classes and traces, pictures and pages of a run, and the README's figures."""
+
+import gzip
+import html.parser
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import page, plots, readme, trace
+from benchmarks.model_results import ModelContender, ModelRow, text
+from benchmarks.model_results import rows as model_rows
+from benchmarks.results import FAILED, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
+
+ROOT = Path(__file__).parent.parent
+PNG = b"\x89PNG\r\n\x1a\n"
+CPU = torch.device("cpu")
+
+# Traces.
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128>", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),
+        ("triton_tem_fused_mm_3", "matmul"),
+        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "matmul"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+        ("triton_poi_fused_add_layer_norm_mm_2", "pointwise"),
+        ("triton_red_fused__scaled_dot_product_attention_0", "norm, softmax, reduction"),
+        ("triton_per_fused_native_layer_norm_5", "norm, softmax, reduction"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>", "norm, softmax, reduction"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "norm, softmax, reduction"),
+        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copy"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "other"),
+        ("softmax_kernel", "ours"),
+        ("softmax_kernel_0", "ours"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert trace.kind_of(kernel, {"softmax_kernel"}) == kind
+
+
+def test_our_kernels_are_known_by_name():
+    from fusion_backend.backend import patterns
+
+    patterns()
+    ours = trace.our_kernels()
+    assert {"add_mul_exp_kernel", "quantize_int8_kernel"} <= ours
+    assert not any(trace.kind_of(name, set()) == "matmul" for name in ours if "linear" not in name), ours
+
+
+def test_a_trace_of_a_gpu_is_read(tmp_path):
+    """Two steps; host events, and regions drawn on the device's line, are not kernels."""
+    events = [
+        dict(cat="kernel", name="nvjet_x", dur=300.0), dict(cat="kernel", name="nvjet_x", dur=500.0),
+        dict(cat="kernel", name="triton_poi_fused_add_0", dur=100.0),
+        dict(cat="gpu_memcpy", name="Memcpy DtoD", dur=100.0),
+        dict(cat="cpu_op", name="aten::mm", dur=9000.0), dict(cat="gpu_user_annotation", name="step", dur=9000.0),
+        dict(name="process_name", ph="M"),
+    ]  # fmt: skip
+    for path, opened in ((tmp_path / "t.json", open), (tmp_path / "t.json.gz", gzip.open)):
+        with opened(path, "wt") as file:
+            json.dump(dict(traceEvents=events), file)
+        found = trace.read_trace(path, calls=2)
+        assert [(k.name, k.calls, k.ms) for k in found.kernels[:1]] == [("nvjet_x", 1, 0.4)]
+        assert found.ms == pytest.approx(0.5) and found.shares() == pytest.approx(
+            {"matmul": 0.8, "pointwise": 0.1, "copy": 0.1}
+        )
+    assert "80.0%" in found.table(rows=1) and "2 more" in found.table(rows=1)
+
+
+def test_profile_of_a_cpu(tmp_path):
+    a, path = torch.randn(64, 64), tmp_path / "deep" / "trace.json"
+    found = trace.profile(lambda: torch.softmax(a @ a, -1), CPU, calls=2, trace=path)
+    names = {k.name: k for k in found.kernels}
+    assert names["aten::mm"].kind == "matmul" and names["aten::mm"].calls == 1
+    assert names["aten::_softmax"].kind == "norm, softmax, reduction"
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+# Pictures and pages.
+
+
+def spread(ms) -> Spread:
+    return Spread(9, ms, ms, ms / 50, ms * 0.97, ms * 1.1, ms * 0.99, ms * 1.02)
+
+
+ABOUT = dict(gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", date="2026-11-20", command="python -m benchmarks.x",
+             copy_bytes_s=4.3e12, matrix_flops_s=7e14, gpu_memory=150e9,
+             noise=dict(median=0.003, max=0.01, rows=4))  # fmt: skip
+
+
+def pattern_run() -> Run:
+    rows = []
+    for pattern, intensity in (("add_mul", 0.2), ("softmax", 1.1), ("gated_linear", 900.0), ("attention", 300.0)):
+        for size, train in ((10**6, False), (10**8, False), (10**8, True)):
+            least = max(size / 4.3e12, size * intensity / 7e14) * 1e3
+            ones = []
+            for name, factor in (("eager", 3), ("inductor", 1.6), ("inductor-again", 1.6), ("fusion", 1.1)):
+                ms = least * factor
+                ones.append(Contender(
+                    name, kernel=spread(ms), call=spread(ms * 1.2), rate_bytes=size / ms * 1e3,
+                    rate_flops=size * intensity / ms * 1e3, peak_bytes=2 * size * factor, saved_bytes=size * train,
+                    errors=Errors({}, {}, 1e-3), compile_s=3.0,
+                ))  # fmt: skip
+            work = f"{pattern} bf16 n={size}" + " train" * train
+            rows.append(Row(work, pattern, dict(n=size), "bf16", train, False, size, int(size * intensity), intensity,
+                            least, ones, noise=0.004))  # fmt: skip
+    rows[0].contenders[3] = Contender("fusion", status=FAILED, note="out of memory <7 GB>")
+    rows[1].of("fusion").declined = "Inductor's kernel is as fast"
+    rows[4].of("fusion").kernel = spread(rows[4].of("inductor").kernel.median * 1.5)
+    return Run("patterns", dict(ABOUT), rows)
+
+
+def model_run() -> Run:
+    rows = []
+    for name in ("plain_llama", "mine:build"):
+        ones = [
+            ModelContender(who, step=spread(ms), device_ms=ms * 0.9, cold_s=30.0, warm_s=4.0, peak_bytes=int(1e9 * ms),
+                           output_error=1e-2, shares={"matmul": 0.6, "ours" if who == "fusion" else "pointwise": 0.4},
+                           kernels=[dict(name="nvjet<a>", kind="matmul", calls=2, ms=ms / 2)])
+            for who, ms in (("eager", 40.0), ("inductor", 20.0), ("fusion", 16.0))
+        ]  # fmt: skip
+        ones[2].verdict = "faster"
+        ones[2].fused, ones[2].declined = {"softmax": 8}, [dict(pattern="rotary", reason="no kernel yet", count=3)]
+        rows.append(ModelRow(name, "train", "bf16", dict(layers=8, batch=4), "float32", ones, 0.002, "inductor"))
+    rows[1].contenders[1] = ModelContender("inductor", FAILED, "out of memory")
+    rows.append(ModelRow("bert", "train", "", {}, None, [], notes=["not measured: needs transformers"]))
+    return Run("models", dict(ABOUT), rows)
+
+
+def block_run() -> Run:
+    rows = [BlockRow("add_mul f32", "kernel", block, warps, spread(1), 1e9 * block * warps, chosen=block == warps * 128)
+            for block in (128, 256, 1024) for warps in (2, 4)]  # fmt: skip
+    rows += [BlockRow("add_mul f32", who, None, None, spread(2), 3e12) for who in ("eager", "inductor")]
+    rows += [BlockRow("softmax", "kernel", 128, 4, None, None, FAILED, "too large")]
+    return Run("block_size", dict(ABOUT), rows)
+
+
+def compare_run() -> Run:
+    return Run("compare", dict(ABOUT), [CompareRow("add_mul", "slower", spread(1), spread(1.2), 1.2, 1.15, 1.25)])
+
+
+RUNS = [pattern_run, model_run, block_run, compare_run]
+PICTURES = {
+    "patterns": ["roofline", "speed-up", "memory"],
+    "models": ["steps", "shares", "memory"],
+    "block_size": ["block-0"],
+    "compare": [],
+}
+
+
+class Balanced(html.parser.HTMLParser):
+    """Every tag is closed, and nothing is fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.images = [], 0
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        for key in ("src", "href"):
+            assert attrs.get(key, "data:image/png;base64,").startswith("data:image/png;base64,"), attrs
+        self.images += tag == "img"
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("make", RUNS)
+def test_page(make, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run, path = make(), tmp_path / "run.json"
+    run.save(path)
+    assert page.main([str(path), "--png", str(tmp_path / "png")]) == 0
+    written = (tmp_path / "run.html").read_text()
+    reader = Balanced()
+    reader.feed(written)
+    wanted = PICTURES[run.kind]
+    assert reader.open == [] and reader.images == len(wanted)
+    pictures = sorted((tmp_path / "png").glob("*")) if wanted else []
+    assert sorted(p.name for p in pictures) == sorted(f"run-{name}.png" for name in wanted)
+    assert all(p.read_bytes().startswith(PNG) and len(p.read_bytes()) > 5000 for p in pictures)
+    for row in run.rows:
+        name = row.title if run.kind == "models" else getattr(row, "name", None) or row.work
+        assert name in written
+    assert "NVIDIA H200" in written and "4.30 TB/s" in written and "median 0.3%" in written
+    assert "out of memory <7" not in written  # escaped
+
+
+def test_what_a_page_says(tmp_path):
+    pattern = page.page(pattern_run(), [])
+    assert "out of memory &lt;7 GB&gt;" in pattern and "declined: Inductor&#x27;s kernel is as fast" in pattern
+    model = page.page(model_run(), [])
+    assert "not fused: 3 rotary: no kernel yet" in model and "nvjet&lt;a&gt;" in model and "needs transformers" in model
+    assert "Measured on a CPU" in page.page(Run("compare", dict(gpu=None)), [])
+
+
+def test_a_page_without_matplotlib(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run.json"
+    pattern_run().save(path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert page.main([str(path)]) == 1
+    assert "plots need matplotlib" in capsys.readouterr().err
+    written = path.with_suffix(".html").read_text()
+    assert "plots need matplotlib" in written and "<img" not in written and "softmax bf16" in written
+
+
+def test_files_that_hold_no_run(tmp_path, capsys):
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("other.json", "broken.json", "missing.json"):
+        assert page.main([str(tmp_path / name)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        page.main(["a.json", "b.json", "--out", "c.html"])
+
+
+def test_a_run_without_data_has_no_pictures():
+    pytest.importorskip("matplotlib")
+    row = Row("a", "a", {}, "f32", False, False, 0, 0, 0.0, 0.0, [], note="failed")
+    for run in (Run("patterns", {}, [row]), Run("models", {}, [ModelRow("m", "infer", "", {}, None, [])]),
+                Run("block_size", {}, [BlockRow("w", "kernel", 1, 1, None, None)])):  # fmt: skip
+        assert plots.plots(run) == []
+
+
+def test_labels_are_spread_apart():
+    rng = random.Random(0)
+    for _ in range(50):
+        places = sorted(rng.uniform(0, 10) ** 2 / 10 for _ in range(rng.randint(1, 20)))
+        moved = plots.spread_apart(places, 0.4, 0, 10)
+        assert all(b - a > 0.4 - 1e-9 for a, b in zip(moved, moved[1:], strict=False)), moved
+        assert max(moved) <= 10 and min(moved) >= 0, moved
+    assert plots.spread_apart([1, 5, 9], 0.4, 0, 10) == [1, 5, 9]
+
+
+def test_model_table_as_text():
+    run = model_run()
+    first, second, third = (text(row) for row in run.rows)
+    assert re.search(r"fusion +16\.000 +0\.480 +1\.25\+ +14\.400 +16\.00 +30\.0 +4\.0 +1\.0e-02 +-", first), first
+    assert "noise 0.2% (inductor timed twice)" in first and "fused: 8 softmax" in first
+    assert "FAILED: out of memory" in second and "not measured: needs transformers" in third
+
+
+def test_model_rows_survive_the_file(tmp_path):
+    run = model_run()
+    run.save(tmp_path / "run.json")
+    assert model_rows(Run.load(tmp_path / "run.json")) == run.rows == model_rows(run)
+
+
+# The README's figures.
+
+
+def test_figures_are_those_of_the_committed_results(capsys):
+    assert readme.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A repository with a page, and results of each kind."""
+    (tmp_path / "docs").mkdir()
+    for name, run in dict(p=pattern_run(), m=model_run()).items():
+        run.save(tmp_path / f"{name}.json")
+
+    def write(asked, inside=""):
+        (tmp_path / "README.md").write_text(f"# A\n\n<!-- figures: {asked} -->\n{inside}<!-- end of figures -->\n\nB\n")
+        return tmp_path
+
+    return write
+
+
+def asked_for(pages, asked) -> str:
+    root = pages(asked)
+    assert readme.main([], root) == 0
+    assert readme.main(["--check"], root) == 0
+    return (root / "README.md").read_text()
+
+
+def test_summary(pages):
+    found = asked_for(pages, "summary p.json").replace("\n", " ")
+    assert "In 10 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
+    assert "Slower: softmax bf16 n=100000000 (" in found and "failed" in found and "0.3% (median)" in found
+
+
+def test_by_pattern(pages):
+    found = asked_for(pages, "by-pattern p.json")
+    assert "| add_mul | 2 | 0 | 0 | 1 | 1.45 | 1.45 |" in found and "| softmax | 2 | 0 | 1 | 0 | 0.67 | 1.45 |" in found
+
+
+def test_named_rows(pages):
+    found = asked_for(pages, "rows p.json: softmax bf16 n=100000000 train;\nadd_mul bf16 n=1000000")
+    assert "| softmax bf16 n=100000000 train | 0.0372 | 0.0256 | 1.45 | 91% |" in found
+    assert "| add_mul bf16 n=1000000 | 0.0004 | – | – | – |" in found
+
+
+def test_models_table(pages):
+    found = asked_for(pages, "models m.json")
+    line = "| plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 16.00 | 1.25 | 0.2% | 20.0 → 16.0 | 8 |"
+    assert line in found and "| 40.00 | failed | 16.00 | – |" in found
+
+
+def test_check_finds_a_change(pages, capsys):
+    root = pages("by-pattern p.json", "by hand: 9.99\n")
+    before = (root / "README.md").read_text()
+    assert readme.main(["--check"], root) == 1
+    assert "-by hand: 9.99" in capsys.readouterr().out and (root / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ("numbers p.json", "no figures of kind 'numbers'; there are summary, by-pattern, rows, models"),
+        ("summary nothere.json", "nothere.json"),
+        ("summary m.json", "summary needs a run of benchmarks.patterns; m.json is one of benchmarks.models"),
+        ("rows p.json: conv2d n=1", "no row conv2d n=1"),
+        ("summary", "is not of the form"),
+    ],
+)
+def test_figures_that_there_are_not(pages, asked, message, capsys):
+    assert readme.main([], pages(asked)) == 2
+    assert message in capsys.readouterr().err
+
+
+# A measured time, rate, ratio or share. Prose may give one where its paragraph names a committed results file.
+FIGURE = re.compile(r"\d\s?(ms|µs|TB/s|GB/s|TFLOP/s|times (as )?fast)\b|\d\s?%|\d\.\d+\s?×(?!\d)")
+
+
+def unsourced(text: str) -> list[str]:
+    text = re.sub(r"```.*?```", "", readme.BLOCK.sub("", text), flags=re.DOTALL)
+    return [part for part in text.split("\n\n") if FIGURE.search(part) and "benchmarks/results/" not in part]
+
+
+def test_no_measured_figure_without_a_source():
+    assert unsourced((ROOT / "README.md").read_text()) == []
+    for path in (ROOT / "docs").glob("*.md"):  # prose in docs explains limits and options; tables hold measurements
+        lines = [line for part in unsourced(path.read_text()) for line in part.splitlines() if line.startswith("|")]
+        assert not [line for line in lines if FIGURE.search(line)], path.name
+
+
+@pytest.mark.parametrize("figure", ["0.094 ms", "1.5×", "96%", "3 %", "6.6 µs", "4.3 TB/s", "2 times as fast"])
+def test_a_figure_by_hand_is_found(figure):
+    block = f"<!-- figures: summary x.json -->\nit takes {figure}\n<!-- end of figures -->\n"
+    assert unsourced(f"A\n\nit takes {figure}\n\n{block}") == [f"it takes {figure}"]
+    assert unsourced(f"it takes {figure} (benchmarks/results/h200.json), 192×5120") == []
+    assert unsourced("layer_norm 192×5120 in bf16") == []
