@@ -2,7 +2,8 @@
 
 An op whose backward is a kernel keeps its arguments. Where one is a cheap function of a value that autograd keeps in
 any case, as in layer_norm(gelu(z)), that is a tensor more than plain Inductor keeps: Inductor computes gelu(z) again
-from z. The mark of activation checkpointing on such nodes makes AOTAutograd's partitioner do the same here.
+from z. The mark of activation checkpointing on such nodes makes AOTAutograd's partitioner do the same here; backward
+then holds one such argument at a time.
 """
 
 from __future__ import annotations
