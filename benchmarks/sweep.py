@@ -36,10 +36,11 @@ from benchmarks.timing import Clock
 from fusion_backend.kernels import channels, norms
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
+from fusion_backend.kernels.rows import Config
 
 NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
 INTERPRETED = "CPU: the kernels run in Triton's interpreter; their times mean nothing"
-Config = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
+Call = tuple[str, str, Callable[[], object]]  # the work, the configuration in words, a call
 
 
 def run_now(kernel, grid, args, options) -> None:
@@ -47,7 +48,7 @@ def run_now(kernel, grid, args, options) -> None:
     kernel[grid](*args, **options)
 
 
-def elementwise(device) -> Iterator[Config]:
+def elementwise(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     size = 50_000_000 if big else 5000
     x, y = (torch.randn(size, device=device) for _ in range(2))
@@ -63,18 +64,33 @@ def elementwise(device) -> Iterator[Config]:
         yield f"quantize_int8 f32 {size}", words, run
 
 
-def normalisations(device) -> Iterator[Config]:
+def read_ahead(configs: list[tuple]) -> list[tuple]:
+    """The same with a few programs a multiprocessor and loops over rows, as far as there is shared memory (of bf16).
+
+    One program of 32 warps fills a multiprocessor: while it computes, nothing is read, but for the next row here.
+    """
+    ahead = [(*c, max(1, 32 // c[2] * more // 2), stages) for c in configs for more in (1, 2) for stages in (2, 3)]
+    return [c for c in dict.fromkeys(ahead) if c[0] * c[1] * 2 * (c[4] - 1) * c[3] <= 220 << 10]
+
+
+def normalisations(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (64, 131072), (32768, 1024)) if big else ((64, 256),):
+    shapes = (16384, 4096), (8192, 8192), (2048, 32768), (64, 131072), (32768, 1024), (192, 5120), (16, 8192)
+    for rows, n in shapes if big else ((64, 256),):
         x, w, b, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), n, n, (rows, n)))
         block = triton.next_power_of_2(n)
         forward = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         forward = [c for c in forward if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        # With few rows a call is a chain of latencies: read before the sums, weight and bias add none to it. A long row
+        # reads them from L2 each time, 128 KB beside its own 64: by way of shared memory it leaves L1 to them.
+        held = [c for c in forward if c[0] >= n]
+        ahead = read_ahead(held) * (rows > 1024)
+        forward += [(*c, 0, 0, True) for c in held] + ahead + [(*c, True) for c in ahead if n <= 8192]
         forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         norm = norms.Norm(w, b, None, 1e-5, True)
-        for c in forward:
+        for c in (Config(*c) for c in forward):
             run = functools.partial(norms.forward, x, None, norm, True, c)
-            yield f"layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+            yield f"layer_norm {rows}x{n}", " ".join(f"{k}={v}" for k, v in c._asdict().items() if v), run
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
         args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None
@@ -90,7 +106,7 @@ def normalisations(device) -> Iterator[Config]:
                 yield f"layer_norm backward {rows}x{n}", words, run
 
 
-def dropouts(device) -> Iterator[Config]:
+def dropouts(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (4096, 768)) if big else ((64, 256),):
         x, r, w, b = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n, n))
@@ -105,7 +121,7 @@ def dropouts(device) -> Iterator[Config]:
         configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         for c in configs:
-            run = functools.partial(norms.forward, x, r, norm, True, c)
+            run = functools.partial(norms.forward, x, r, norm, True, Config(*c))
             yield f"dropout_add_layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
         y, h, mean, rstd = norms.forward(x, r, norm, True)
         args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
@@ -121,7 +137,7 @@ def dropouts(device) -> Iterator[Config]:
                 yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
 
 
-def gated(device) -> Iterator[Config]:
+def gated(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     for m, k, n in ((16384, 1024, 4096), (16384, 512, 2048), (8192, 4096, 14336)) if big else ((64, 64, 64),):
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
@@ -138,20 +154,26 @@ def gated(device) -> Iterator[Config]:
                 yield f"gated_linear {layout} m={m} k={k} n={n}", words, run
 
 
-def softmaxes(device) -> Iterator[Config]:
+def softmaxes(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),):
+    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (192, 5120), (16, 8192)) if big else ((64, 256),):
         x = torch.randn(rows, n, device=device, dtype=torch.bfloat16)
         block = triton.next_power_of_2(n)
         configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
-        for c in configs:
-            run = functools.partial(softmax.forward, x, None, None, None, None, *c)
-            yield f"softmax {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+        ahead = read_ahead([c for c in configs if c[0] >= n]) * (rows > 1024)
+        for c in (Config(*c) for c in configs + ahead):
+            run = functools.partial(softmax.forward, x, None, None, None, None, *c[:5])
+            yield f"softmax {rows}x{n}", " ".join(f"{k}={v}" for k, v in c._asdict().items() if v), run
+        y, dy = torch.softmax(x, -1), torch.randn_like(x)
+        configs += [(part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n]
+        for c in dict.fromkeys(configs):
+            run = functools.partial(softmax.backward, dy, y, x, None, None, (True, False), c)
+            yield f"softmax backward {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
 
 
-def quantisations(device) -> Iterator[Config]:
+def quantisations(device) -> Iterator[Call]:
     rows, n = (8192, 4096) if torch.cuda.is_available() else (64, 256)
     x, block = torch.randn(rows, n, device=device, dtype=torch.bfloat16), triton.next_power_of_2(n)
     for each, warps in itertools.product((1, 2, 4), (2, 4, 8, 16)):
@@ -159,7 +181,7 @@ def quantisations(device) -> Iterator[Config]:
         yield f"quantize_per_token {rows}x{n}", f"rows={each} warps={warps}", run
 
 
-def losses(device) -> Iterator[Config]:
+def losses(device) -> Iterator[Call]:
     rows, v = (8192, 128256) if torch.cuda.is_available() else (16, 1000)
     x, target = torch.randn(rows, v, device=device, dtype=torch.bfloat16), torch.randint(v, (rows,), device=device)
     lse, scale = torch.full((rows,), 12.0, device=device), torch.ones((), device=device)
@@ -174,7 +196,7 @@ def losses(device) -> Iterator[Config]:
             yield f"cross_entropy backward {rows}x{v}", words, run
 
 
-def l2_norms(device) -> Iterator[Config]:
+def l2_norms(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     for rows, n in ((65536, 1024), (16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),):
         x, dy = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -188,7 +210,7 @@ def l2_norms(device) -> Iterator[Config]:
             yield f"l2_norm backward {rows}x{n}", words, functools.partial(l2_norm.backward, dy, x, 1e-12, c)
 
 
-def by_channels(device) -> Iterator[Config]:
+def by_channels(device) -> Iterator[Call]:
     """Batch normalisation of planes and channels-last, and a bias along rows."""
     big = torch.cuda.is_available()
     c, b = (256, 64) if big else (8, 2)
@@ -214,7 +236,7 @@ def by_channels(device) -> Iterator[Config]:
             yield f"{name} {tuple(args[0].shape)}", words, functools.partial(channels.forward, *args, how)
 
 
-def group_norms(device) -> Iterator[Config]:
+def group_norms(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     for b, c, n in ((16, 480, 64), (64, 320, 32), (64, 1280, 8), (2, 512, 128)) if big else ((2, 64, 8),):
         x, dy = (torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -226,11 +248,8 @@ def group_norms(device) -> Iterator[Config]:
                 work, words = f"{b}x{c}x{n}x{n}", f"elements={lanes} warps={warps}"
                 run = functools.partial(group_norm.forward, x, 32, w, bias, 1e-5, "silu", False, (lanes, warps))
                 yield f"group_norm silu {work}", words, run
-                yield (
-                    f"group_norm silu backward {work}",
-                    words,
-                    functools.partial(group_norm.backward, *args, (lanes, warps)),
-                )
+                run = functools.partial(group_norm.backward, *args, (lanes, warps))
+                yield f"group_norm silu backward {work}", words, run
 
 
 SWEEPS = {
@@ -250,7 +269,7 @@ SWEEPS = {
 }
 
 
-def timed(configs: Iterator[Config], clock: Callable, calls: int) -> dict[str, list[tuple[float, str]]]:
+def timed(configs: Iterator[Call], clock: Callable, calls: int) -> dict[str, list[tuple[float, str]]]:
     """Milliseconds and words of every configuration that runs, by work; one that does not compile is named."""
     found: dict[str, list[tuple[float, str]]] = {}
     with trial(run_now):

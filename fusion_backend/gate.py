@@ -27,7 +27,6 @@ from fusion_backend.reporting import location
 from fusion_backend.torch_api import FakeTensor, guard_or_false, inductor_config, statically_known_true, sym_eq
 from fusion_backend.views import Viewed, geometry, original, value_of
 
-EXTERN = {"matmul", "linear"}  # library calls: Inductor writes their operands and results to memory in any case
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -263,7 +262,7 @@ class Gate:
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
         inside = {*match.interior, *match.roots}
         for n in (*arguments, *(u for r in match.roots for u in r.users if u not in inside)):
-            if is_lowered(n) and peel(self.canon.of[n]).op not in EXTERN and self.canon.of[n].op != "input":
+            if is_lowered(n) and not in_library(peel(self.canon.of[n]).op) and self.canon.of[n].op != "input":
                 return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
         return None
 
@@ -333,6 +332,11 @@ def seed_of(pattern: Pattern, like: FakeTensor) -> dict[str, FakeTensor]:
     """A fake seed for a pattern that draws random numbers."""
     with like.fake_mode:
         return {name: draw(like.device) for name in pattern.drawn}
+
+
+def in_library(op: str) -> bool:
+    """Does Inductor call a library for it, so that operands and result lie in memory in any case?"""
+    return op in ("matmul", "linear") or op.startswith("aten.conv")
 
 
 def shares_memory(results: tuple, values: list) -> bool:

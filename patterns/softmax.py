@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import as_rows, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED, Broadcast, reject_broadcast, reject_rows, row_config
+from fusion_backend.kernels.rows import RESULTS, UNMEASURED, Broadcast, grid, reject_broadcast, reject_rows, row_config
 
 
 @Pattern(reciprocal=True, inductor="reduction")
@@ -64,14 +64,15 @@ def _(x, scale, mask, drop, fill):
     return forward(x, scale, mask, drop, fill, *row_config(number(x.shape[-1]), x.element_size()))
 
 
-def forward(x, scale, mask, drop, fill, block, rows_each, warps):
-    """Grid: rows / rows_each."""
+def forward(x, scale, mask, drop, fill, block, rows_each, warps, programs=0, stages=0):
+    """Grid: rows / rows_each. With `programs`, so many a multiprocessor walk through the rows, the next on its way."""
     n, y = number(x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other = Broadcast(x, drop if mask is None else mask)
     x, rows, stride = as_rows(x)
-    kernel, rest = (softmax_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_long_kernel, {})
+    held = dict(ROWS=rows_each, STAGES=stages)
+    kernel, rest = (softmax_kernel, held) if block >= n else (softmax_long_kernel, {})
     launch(
-        kernel, ((rows + rows_each - 1) // rows_each,), x, other.tensor, y, rows, *other.sizes, *other.strides,
+        kernel, (grid(rows, rows_each, programs, x.device),), x, other.tensor, y, rows, *other.sizes, *other.strides,
         1.0 if scale is None else scale, 0.0 if fill is None else fill, STRIDE=stride, N=n, DROP=drop is not None,
         BLOCK=block, num_warps=warps, **rest,
     )  # fmt: skip
@@ -80,23 +81,24 @@ def forward(x, scale, mask, drop, fill, block, rows_each, warps):
 
 @softmax.backward(result=True)
 def _(saved, dy):
-    """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; that of x is ds · scale, 0 where dropped."""
-    y, n = saved.result, number(saved.x.shape[-1])
-    needs_mask = saved.mask is not None and saved.needs["mask"]
-    dx, ds = (
-        torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None
-        for need in (saved.needs["x"], needs_mask)
-    )
-    other = Broadcast(saved.x, saved.drop)
+    needs = saved.needs["x"], saved.mask is not None and saved.needs["mask"]
+    dx, ds = backward(dy, saved.result, saved.x, saved.scale, saved.drop, needs)
+    return dx, ds.sum_to_size(saved.mask.shape) if needs[1] else None, None
+
+
+def backward(dy, y, x, scale, drop, needs, config=None):
+    """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; dx is ds · scale, 0 where dropped."""
+    n, other = number(x.shape[-1]), Broadcast(x, drop)
+    dx, ds = (torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None for need in needs)
     (dy, _, dy_stride), (y, rows, y_stride) = as_rows(dy), as_rows(y)
-    block, rows_each, warps = row_config(n, 2 * y.element_size())
+    block, rows_each, warps = config or row_config(n, 2 * y.element_size())
     kernel, rest = (softmax_backward_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_backward_long_kernel, {})
     launch(
         kernel, ((rows + rows_each - 1) // rows_each,), dy, y, other.tensor, dx, ds, rows, *other.sizes, *other.strides,
-        1.0 if saved.scale is None else saved.scale, DY_STRIDE=dy_stride, Y_STRIDE=y_stride, N=n, BLOCK=block,
-        num_warps=warps, **rest,
+        1.0 if scale is None else scale, DY_STRIDE=dy_stride, Y_STRIDE=y_stride, N=n, BLOCK=block, num_warps=warps,
+        **rest,
     )  # fmt: skip
-    return dx, ds.sum_to_size(saved.mask.shape) if needs_mask else None, None
+    return dx, ds
 
 
 @triton.jit
@@ -114,17 +116,19 @@ def masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP: t
 @triton.jit
 def softmax_kernel(
     X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr, N: tl.constexpr,
-    DROP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    DROP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    top, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     col = tl.arange(0, BLOCK)[None, :]
-    keep = (row < rows) & (col < N)
-    x = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
-    if MASK is not None:
-        x = masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP)
-    x = tl.where(col < N, x, float("-inf"))
-    e = tl.exp2((x - tl.max(x, 1, keep_dims=True)) * 1.4426950408889634)
-    tl.store(Y + row * N + col, e / tl.sum(e, 1, keep_dims=True), keep)
+    for i in tl.range(0, 1 if STAGES == 0 else tl.cdiv(rows - top, step), num_stages=STAGES):
+        row = (top + i * step + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        keep = (row < rows) & (col < N)
+        x = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        if MASK is not None:
+            x = masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP)
+        x = tl.where(col < N, x, float("-inf"))
+        e = tl.exp2((x - tl.max(x, 1, keep_dims=True)) * 1.4426950408889634)
+        tl.store(Y + row * N + col, e * (1.0 / tl.sum(e, 1, keep_dims=True)), keep)
 
 
 # Bytes: as above; the second reading of a row comes from L2.
@@ -149,13 +153,13 @@ def softmax_long_kernel(
         tops = top
     top = tl.max(tops)
     sums *= tl.exp2((tops - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
-    total = tl.sum(sums)
+    inverse = 1.0 / tl.sum(sums)
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
         x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
         if MASK is not None:
             x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
-        tl.store(Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) / total, keep)
+        tl.store(Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) * inverse, keep)
 
 
 # Bytes: dy and y once, dx once.

@@ -77,6 +77,29 @@ check(marked(product), [])
 check(marked(lambda x, norm: norm(x.detach().cos())), [])  # nothing is kept for it
 check(marked(lambda x, norm: norm(F.gelu(x)), grad=False), [])
 """,
+    "kernels of channels, groups and rows of unit length are taken when asked for": """
+plane, c = (4, 32, 16, 16), (32,)
+for fn, shapes, backward in (
+    (lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)), (plane, c, c), "kernel"),
+    (lambda x: F.normalize(x, dim=-1), ((64, 256),), "kernel"),
+    (lambda x, m, v, w, b: F.relu(F.batch_norm(x, m.detach(), v.detach(), w, b)), (plane, c, c, c, c), "vjp"),
+    (lambda x, b: F.gelu(x + b), ((64, 256), (256,)), "vjp"),
+    (lambda x, b: F.silu(x + b[:, None, None]), (plane, c), "vjp"),
+):
+    for grad in (False, True):
+        gm, new, record = run(fn, *shapes, grad=grad, gate="always")
+        (site,) = (s for s in record.sites if s.fused)
+        assert (site.forward, site.backward) == ("kernel", backward if grad else None), str(site)
+        sites = run(fn, *shapes, grad=grad)[2].sites
+        assert not any(s.fused for s in sites) and "has not been timed" in sites[0].reason, str(sites)
+""",
+    "next to a convolution a kernel of ours stands alone in any case": """
+shapes = (64, 64, 1024), (64, 64, 1), (1024,), (1024,)
+(site,) = run(lambda x, k, w, b: norm(F.conv1d(x, k), w, b), *shapes)[2].sites
+assert site.forward == "kernel", str(site)
+(site,) = run(lambda x, k, w, b: norm(F.conv1d(x, k).relu(), w, b), *shapes)[2].sites
+assert "Inductor fuses it" in site.reason, str(site)
+""",
     "inference saves nothing": """
 gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b), (64, 4096), (4096,), (4096,), gate="always")
 (node,) = fused_nodes(new)

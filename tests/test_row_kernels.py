@@ -12,6 +12,7 @@ from fusion_backend.patterns import quantize_per_token as per_token
 from fusion_backend.patterns import softmax as softmax_room
 
 from fusion_backend.kernels import norms
+from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 
@@ -141,6 +142,13 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
     torch.testing.assert_close(l2_room.backward(dy, x[:2], 1e-12), want)
 
 
+@runs_kernels
+def test_softmax_of_programs_that_walk_through_rows():
+    x, mask = randn(21, 100), randn(100)  # 11 pairs of rows for 4 programs
+    got = softmax_room.forward(x, 0.5, mask, None, None, 128, 2, 4, 1, 2)
+    torch.testing.assert_close(got, torch.softmax(x * 0.5 + mask, -1))
+
+
 NORMS = {
     "rms_norm": lambda x, r, w, b: (x, w, None, 1e-5),
     "add_rms_norm": lambda x, r, w, b: (x, r, w, 1.0, 1e-5),
@@ -184,7 +192,7 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
     check("dropout_add", r, x, 0.3)
     check("dropout_add", r[:1].expand(5, 1001), r, 0.3)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
-    monkeypatch.setattr(norms, "forward_config", lambda *how: PART)
+    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
     monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
 
@@ -204,9 +212,18 @@ def test_add_rms_norm_computes_only_wanted_gradients(needs):
 @runs_kernels
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_long_rows(name, monkeypatch):
-    monkeypatch.setattr(norms, "forward_config", lambda *how: PART)
+    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
     monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
     x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
+    check(name, *NORMS[name](x, r, w, b))
+
+
+@runs_kernels
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_programs_that_walk_through_rows(name, early, monkeypatch):
+    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(128, 2, 4, 1, 2, early))
+    x, r, w, b = randn(21, 100), randn(21, 100), randn(100), randn(100)  # 11 pairs for 4 programs
     check(name, *NORMS[name](x, r, w, b))
 
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
-from fusion_backend.kernels.rows import MAX_HELD, RESULTS, multiprocessors
+from fusion_backend.kernels.rows import MAX_HELD, RESULTS, Config, grid, multiprocessors
 from fusion_backend.pattern import Reject
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
@@ -48,19 +48,22 @@ class Norm(NamedTuple):
 def forward(x, residual, norm: Norm, save: bool, config=None):
     """y, h (None without a residual), and mean and rstd `[rows]` in fp32: empty unless saved, mean also if not centred.
 
-    Grid: rows / rows_each.
+    Grid: rows / rows_each, or a few programs a multiprocessor.
     """
     n = number(x.shape[-1])
-    block, rows_each, warps = config or forward_config(n, x.element_size(), residual is not None, norm.dropout)
+    block, rows_each, warps, programs, stages, early = config or forward_config(
+        n, x.element_size(), residual is not None, norm.dropout
+    )
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     kept = [save and norm.centred, save]
     mean, rstd = (torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in kept)
-    kernel, rest = (norm_kernel, dict(ROWS=rows_each)) if block >= n else (norm_long_kernel, {})
+    held = dict(ROWS=rows_each, STAGES=stages, EARLY=early)
+    kernel, rest = (norm_kernel, held) if block >= n else (norm_long_kernel, {})
     seed, chance = drawn(norm.dropout)
     launch(
-        kernel, ((rows + rows_each - 1) // rows_each,), x, seed, residual, norm.weight, norm.bias, y, h,
+        kernel, (grid(rows, rows_each, programs, x.device),), x, seed, residual, norm.weight, norm.bias, y, h,
         mean if kept[0] else None, rstd if kept[1] else None, rows, norm.offset or 0.0, norm.eps, STRIDE=stride,
         RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block, num_warps=warps, **rest, **chance,
     )  # fmt: skip
@@ -72,31 +75,43 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
 def norm_kernel(
     X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
     N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
+    SCALE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    top, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     col = tl.arange(0, BLOCK)[None, :]
-    keep = (row < rows) & (col < N)
-    h = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32)
-    if SEED is not None:
-        h *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
-    if R is not None:
-        h += tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
-        tl.store(H + row * N + col, h, keep)
-    if CENTRED:
-        mean = tl.sum(h, 1, keep_dims=True) / N
-        h = tl.where(col < N, h - mean, 0.0)
-        if MEAN is not None:
-            tl.store(MEAN + row, mean, row < rows)
-    rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / N + tl.cast(eps, tl.float32))
-    y = h * rstd
-    if W is not None:
-        y *= tl.load(W + col, col < N).to(tl.float32) + tl.cast(offset, tl.float32)
-    if B is not None:
-        y += tl.load(B + col, col < N).to(tl.float32)
-    tl.store(Y + row * N + col, y, keep)
-    if RSTD is not None:
-        tl.store(RSTD + row, rstd, row < rows)
+    if EARLY and W is not None:
+        w = tl.load(W + col, col < N)
+    if EARLY and B is not None:
+        b = tl.load(B + col, col < N)
+    for i in tl.range(0, 1 if STAGES == 0 else tl.cdiv(rows - top, step), num_stages=STAGES):
+        row = (top + i * step + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        keep = (row < rows) & (col < N)
+        h = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32)
+        if SEED is not None:
+            h *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
+        if R is not None:
+            h += tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
+            tl.store(H + row * N + col, h, keep)
+        if CENTRED:
+            mean = tl.sum(h, 1, keep_dims=True) / N
+            h = tl.where(col < N, h - mean, 0.0)
+            if MEAN is not None:
+                tl.store(MEAN + row, mean, row < rows)
+        rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / N + tl.cast(eps, tl.float32))
+        y = h * rstd
+        if EARLY:
+            if W is not None:
+                y *= w.to(tl.float32) + tl.cast(offset, tl.float32)
+            if B is not None:
+                y += b.to(tl.float32)
+        elif STAGES == 0 or rows > 0:  # what stands in a branch is not read ahead: only x and the residual are
+            if W is not None:
+                y *= tl.load(W + col, col < N).to(tl.float32) + tl.cast(offset, tl.float32)
+            if B is not None:
+                y += tl.load(B + col, col < N).to(tl.float32)
+        tl.store(Y + row * N + col, y, keep)
+        if RSTD is not None:
+            tl.store(RSTD + row, rstd, row < rows)
 
 
 # Bytes: as above; the second reading of a row comes from L2.
@@ -120,7 +135,7 @@ def norm_long_kernel(
             tl.store(H + row * N + start + lane, h, keep)
         if CENTRED:
             delta = h - means
-            means = tl.where(keep, means + delta / (start // BLOCK + 1), means)
+            means = tl.where(keep, means + delta * (1.0 / (start // BLOCK + 1)), means)
             squares += tl.where(keep, delta * (h - means), 0.0)
         else:
             squares += h * h
@@ -164,15 +179,12 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
     return out, *add_up(sums, h.dtype, *needs[1:])
 
 
-def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | None) -> tuple[int, int, int]:
-    """BLOCK, rows a program and warps; longer rows are walked through, sooner without a residual (H200, bf16).
-
-    With dropout sooner too: rows of 64 KB would spill.
-    """
+def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | None) -> Config:
+    """Longer rows are walked through, sooner without a residual, or with dropout: rows of 64 KB spill (H200, bf16)."""
     block = max(4, triton.next_power_of_2(n))
     if n * itemsize > (MAX_HELD if residual and dropout is None else SHORT):
-        return 8192, 1, 16
-    return block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024
+        return Config(8192, 1, 16)
+    return Config(block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024)
 
 
 def backward_config(n: int) -> tuple[int, int, int, int, int]:
@@ -192,10 +204,8 @@ def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
     n = number(h.shape[-1])
     block, rows_each, warps, programs, stages = config or backward_config(n)
-    programs *= multiprocessors(h.device)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
-    if not dynamic(rows):
-        programs = min(programs, (rows + rows_each - 1) // rows_each)
+    programs = grid(rows, rows_each, programs, h.device)
     sums = partial_sums(h, needs, programs)
     seed, chance = drawn(norm.dropout)
     launch(

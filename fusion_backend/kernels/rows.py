@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -14,6 +16,17 @@ RESULTS = "benchmarks/results/h200.json"
 UNMEASURED = Reject("its kernel has not been timed here; fusion.gate=always takes it")
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one program
+
+
+class Config(NamedTuple):
+    """Of a forward kernel. A BLOCK shorter than the row: the row is walked through."""
+
+    block: int
+    rows: int  # a program
+    warps: int
+    programs: int = 0  # a multiprocessor, which walk through the rows; 0: all rows at once
+    stages: int = 0  # of the loop over rows
+    early: bool = False  # weight and bias are read before the rows (norms)
 
 
 def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
@@ -82,3 +95,9 @@ class Broadcast:
 
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def grid(rows, rows_each: int, programs: int, device: torch.device):
+    """A program for rows_each rows; with `programs`, so many a multiprocessor at most, which walk through the rows."""
+    every, most = (rows + rows_each - 1) // rows_each, programs * multiprocessors(device)
+    return every if not programs else most if dynamic(rows) else min(most, every)
