@@ -270,6 +270,8 @@ class Gate:
         pattern = match.pattern
         if pattern.kernel_fn is None:
             return Reject("no kernel yet")
+        if draws(match) and pattern.seeded_fn is None:
+            return Reject("it draws random numbers and has no seeded reference")
         if not cuda:
             return Reject("the kernel needs CUDA tensors")
         values = [value_of(match.arguments[p.name]) for p in pattern.params]

@@ -85,7 +85,7 @@ def dropout_add_kernel(
     i = start + tl.arange(0, BLOCK)
     keep = i < size
     x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
-    x *= dropout_factors(SEED, start // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
+    x *= dropout_factors(tl.load(SEED), start // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
     if R is not None:
         x += tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
     tl.store(OUT + i, x, keep)

@@ -42,7 +42,7 @@ def test_the_generator_is_philox():
 @triton.jit
 def factors_kernel(SEED, OUT, start, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
     counter = tl.cast(start, tl.int64) + tl.arange(0, BLOCK // 4)
-    tl.store(OUT + tl.arange(0, BLOCK), dropout_factors(SEED, counter, THRESHOLD, 1.0))
+    tl.store(OUT + tl.arange(0, BLOCK), dropout_factors(tl.load(SEED), counter, THRESHOLD, 1.0))
 
 
 @runs_kernels

@@ -27,9 +27,9 @@ every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 
 
 def written(pattern):
-    """The forms that are written into graphs. Random numbers are never inlined: without a kernel they are reported."""
+    """The forms that are written into graphs: random numbers only where they come from a seed."""
     supported = supported_forms(pattern)
-    random = () if pattern.kernel_fn else pattern.memo.get("random", ())
+    random = () if pattern.drawn else pattern.memo.get("random", ())
     return [kinds for kinds in supported if kinds not in random]
 
 

@@ -190,6 +190,21 @@ gm, new, record = run(lambda x, w, b: F.layer_norm(x, (1024,), w, b) @ w[:, None
 (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
 assert (site.forward, site.backward) == ("kernel", "kernel"), str(site)
 """,
+    "dropout draws a seed for each site, and is refused without a seeded reference": """
+site = lambda x, r: F.dropout(F.dropout(x, 0.1, True) + r, 0.2, True) + r
+gm, new, record = run(site, (64, 64), (64, 64), grad=True, gate="always")
+found = [(s.pattern, s.forward, s.backward) for s in record.sites if s.fused]
+assert found == [("dropout_add", "kernel", "kernel")] * 2, record
+draws = [n for n in new.graph.nodes if n.target is torch.ops.aten.randint.low]
+assert [n.args[-1] for n in fused_nodes(new)] == draws and len(set(draws)) == 2
+gm, new, record = run(site, (64, 64), (64, 64), grad=True)
+assert new is gm and "has not been timed" in record.sites[0].reason, record
+pattern = next(p for p in patterns() if p.name == "dropout_add")
+seeded, pattern.seeded_fn = pattern.seeded_fn, None
+gm, new, record = run(site, (64, 64), (64, 64), grad=True, gate="always")
+pattern.seeded_fn = seeded
+assert new is gm and "no seeded reference" in record.sites[0].reason, record
+""",
     "the five kernels take ordinary inputs": """
 for fn, shapes, name in (
     (lambda x, y, z: (x + y) * z, [(64, 64)] * 3, "add_mul"),

@@ -87,10 +87,14 @@ def norm_kernel(
         row = (top + i * step + tl.arange(0, ROWS))[:, None].to(tl.int64)
         keep = (row < rows) & (col < N)
         h = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32)
-        if SEED is not None:
-            h *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
         if R is not None:
-            h += tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
+            r = tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
+        if SEED is not None:
+            seed = tl.load(SEED)
+            tl.debug_barrier()  # the loads go first, not after the generator, where ptxas would put them
+            h *= dropout_factors(seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
+        if R is not None:
+            h += r
             tl.store(H + row * N + col, h, keep)
         if CENTRED:
             mean = tl.sum(h, 1, keep_dims=True) / N
@@ -124,12 +128,14 @@ def norm_long_kernel(
     lane = tl.arange(0, BLOCK)
     means = tl.zeros([BLOCK], tl.float32)  # Welford's running mean and sum of squares, one a lane
     squares = tl.zeros([BLOCK], tl.float32)
+    if SEED is not None:
+        seed = tl.load(SEED)
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
         h = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)
         if SEED is not None:
             quad = row * ((N + 3) // 4) + start // 4 + tl.arange(0, BLOCK // 4)
-            h *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
+            h *= dropout_factors(seed, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
             tl.store(H + row * N + start + lane, h, keep)
@@ -152,7 +158,7 @@ def norm_long_kernel(
         h = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)
         if SEED is not None:
             quad = row * ((N + 3) // 4) + start // 4 + tl.arange(0, BLOCK // 4)
-            h *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
+            h *= dropout_factors(seed, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
         y = (h - mean) * rstd
@@ -227,6 +233,8 @@ def norm_backward_kernel(
     inside = col < N
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    if DX is not None:
+        seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     for top in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -253,7 +261,7 @@ def norm_backward_kernel(
                 d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
             tl.store(OUT + row * N + col, d, keep)
             if DX is not None:
-                d *= dropout_factors(SEED, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
+                d *= dropout_factors(seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
                 tl.store(DX + row * N + col, d, keep)
     at = tl.program_id(0) * N + col
     if WEIGHT:
@@ -325,6 +333,8 @@ def norm_backward_columns_kernel(
     inside = col < N
     dw = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
+    if DX is not None:
+        seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     for i in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=STAGES):
@@ -351,7 +361,7 @@ def norm_backward_columns_kernel(
             tl.store(OUT + row * N + col, d, inside)
             if DX is not None:
                 quad = row * ((N + 3) // 4) + tl.program_id(0) * (COLS // 4) + tl.arange(0, COLS // 4)
-                d *= dropout_factors(SEED, quad, THRESHOLD, SCALE)
+                d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
                 tl.store(DX + row * N + col, d, inside)
     at = tl.program_id(1) * N + col
     if WEIGHT:
