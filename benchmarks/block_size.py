@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from fusion_backend.patterns import softmax
@@ -27,7 +28,7 @@ from benchmarks.sweep import INTERPRETED, NO_GPU, run_now
 from benchmarks.timing import ROUNDS, Clock, in_turn
 from benchmarks.work import SMALL, WORK, Work
 from fusion_backend.backend import patterns
-from fusion_backend.kernels import norms, rows
+from fusion_backend.kernels import norms
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.pattern import REGISTRY
 
@@ -35,16 +36,27 @@ BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
 Blocked = Callable[[int, int], object]  # a call with BLOCK and warps
 
 
-def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]] | None:
+ROWWISE = {  # where a launcher asks for BLOCK, rows a program, warps and maybe more
+    "softmax": (softmax, "row_config"),
+    **dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), (norms, "forward_config")),
+}
+
+
+def forward(work: Work, args: list) -> object:
+    """The pattern's own launcher."""
+    pattern = REGISTRY[work.pattern]
+    return pattern.kernel_fn(*args, *([False] if pattern.saves else []))
+
+
+def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     """The launch that the pattern would make, with another BLOCK, where a kernel's grid is size / BLOCK."""
     launches = []
     with trial(lambda *launch: launches.append(launch)):
-        pattern = REGISTRY[work.pattern]
-        pattern.kernel_fn(*args, *([False] if pattern.saves else []))
+        forward(work, args)
     kernel, _, values, options = launches[0]
     size = dict(zip(kernel.arg_names, values, strict=False)).get("size")
     if len(launches) > 1 or size is None or "BLOCK" not in options:
-        return None
+        raise ValueError(f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}")
 
     def call(block: int, warps: int):
         run_now(kernel, ((size + block - 1) // block,), values, options | dict(BLOCK=block, num_warps=warps))
@@ -52,42 +64,32 @@ def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]] | Non
     return call, (options["BLOCK"], options["num_warps"])
 
 
-def rowwise(forward: Callable, config: tuple, args: list) -> tuple[Blocked, tuple[int, int]]:
-    """`forward` takes BLOCK, rows a program and warps; as in the launchers, short rows share a program."""
-    n = args[0].shape[-1]
+def rowwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
+    """The launcher with another answer to its question; as it would, short rows share a program."""
+    place, n, answers = ROWWISE[work.pattern], args[0].shape[-1], []
+    ask = getattr(*place)
+
+    def remember(*its):
+        answers.append(ask(*its))
+        return answers[-1]
+
+    with mock.patch.object(*place, remember), trial(lambda *_: None):
+        forward(work, args)
+    config = answers[0]
 
     def call(block: int, warps: int):
-        with trial(run_now):
-            return forward(*args, (block, max(1, 2048 // block) if block >= n else 1, warps))
+        other = [block, max(1, 2048 // block) if block >= n else 1, warps, *config[3:]]
+        with mock.patch.object(*place, lambda *_: getattr(config, "_make", tuple)(other)), trial(run_now):
+            return forward(work, args)
 
     return call, (config[0], config[2])
 
 
-def soft(x, scale, mask, drop, fill, config):
-    return softmax.forward(x, scale, mask, drop, fill, *config)
-
-
-def layer(x, weight, bias, eps, config):
-    return norms.forward(x, None, norms.Norm(weight, bias, None, eps, True), False, config)
-
-
-ROWWISE = {  # the call, and what the launcher takes for rows of n elements of so many bytes
-    "softmax": (soft, rows.row_config),
-    "layer_norm": (layer, functools.partial(norms.forward_config, residual=False)),
-}
-
-
 def blocked(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     """The call, and the BLOCK and warps that the pattern's launcher takes itself."""
-    if work.pattern in ROWWISE:
-        forward, config = ROWWISE[work.pattern]
-        return rowwise(forward, config(args[0].shape[-1], args[0].element_size()), args)
     if not REGISTRY[work.pattern].kernel_fn:
         raise ValueError(f"{work.pattern} has no kernel")
-    found = elementwise(work, args)
-    if not found:
-        raise ValueError(f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}")
-    return found
+    return (rowwise if work.pattern in ROWWISE else elementwise)(work, args)
 
 
 def measure(work: Work, clock: Clock, blocks: list[int], warps: list[int], rounds: int) -> list[BlockRow]:

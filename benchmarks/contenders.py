@@ -17,7 +17,7 @@ import fusion_backend
 from benchmarks.accuracy import errors, wrong
 from benchmarks.counting import draws
 from benchmarks.measure import peak_bytes, synchronize
-from benchmarks.results import FAILED, WRONG, Contender, Row, Spread
+from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict, whole_calls
 from benchmarks.work import NAMES, Work
 from fusion_backend.pattern import REGISTRY
@@ -113,7 +113,12 @@ def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> 
     torch.compiler.reset()
     with torch.set_grad_enabled(work.train):
         fns = first_calls(work, bench.clock.device, makers, row)
-        times(work, bench, fns, row)
+        try:
+            times(work, bench, fns, row)
+        except Exception as error:
+            for mine in row.contenders:
+                if mine.status == OK and mine.kernel is None:
+                    mine.status, mine.note = FAILED, f"not timed: {said(error)}"
     return row
 
 

@@ -102,13 +102,10 @@ def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
 def ahead(works: list[Work], names: list[str], jobs: int, minutes: float | None) -> dict:
     """Compile first, in many processes; what is not done in time is compiled when its turn comes."""
     start = time.monotonic()
+    print(f"compiling {len(works)} rows ahead with {jobs} processes", file=sys.stderr, flush=True)
     counts = compile_ahead(works, names, jobs, minutes and minutes * 60 * WARM_SHARE)
     found = counts | dict(processes=jobs, seconds=round(time.monotonic() - start, 1))
-    print(
-        f"compiled ahead {found['done']} of {len(works)} rows ({found['failed']} failed) in {found['seconds']:.0f} s "
-        f"with {jobs} processes",
-        file=sys.stderr,
-    )
+    print(f"compiled {found['done']} ({found['failed']} failed) in {found['seconds']:.0f} s", file=sys.stderr)
     return found
 
 

@@ -20,14 +20,16 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         yield plain(total, what)
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # A table that goes to a file must not be drawn into the terminal with the bar.
-    on_screen = sys.stdout.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=on_screen) as bar:
+    # A table that goes to a file must not be drawn into the terminal with the bar. A bar that redraws itself in a
+    # thread would take the host's time from what is measured.
+    how = dict(transient=True, redirect_stdout=sys.stdout.isatty(), auto_refresh=False)
+    with Progress(*columns, console=Console(stderr=True), **how) as bar:
         task, begun = bar.add_task(what, total=total), 0
 
         def begin(name: str) -> None:
             nonlocal begun
             bar.update(task, completed=begun, description=f"{what}: {name}")
+            bar.refresh()
             begun += 1
 
         yield begin

@@ -161,7 +161,7 @@ class BlockRow:
 @dataclasses.dataclass
 class CompareRow:
     """One piece of work in two revisions. `ratio` is new / base of the median kernel times, [low, high] its bounds;
-    `verdict`: "slower", "faster", "same", "new" (the base lacks it) or "failed" (note)."""
+    `verdict`: "slower", "faster", "same", "new" (the base lacks it), "failed" or "base failed" (note)."""
 
     work: str
     verdict: str

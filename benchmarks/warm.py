@@ -1,8 +1,8 @@
 """Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and Triton's caches.
 
 `python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work from stdin, a JSON line each, and writes
-"done" or "failed" for each. Processes compile side by side, but only one at a time uses the GPU, so that
-max-autotune times its candidates undisturbed.
+"done" or "failed" for each. Processes compile side by side, but only one at a time may time candidates for
+max-autotune, whose choices are kept in the cache too.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 
 import torch
+from torch._inductor.runtime.benchmarking import benchmarker
 
-from benchmarks.contenders import HOW, step
+from benchmarks.contenders import CONTENDERS, results_of, step
+from benchmarks.measure import synchronize
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
 from fusion_backend.pattern import REGISTRY
 
-LOCK = "FUSION_BENCH_LOCK"  # the file that whoever uses the GPU has locked
-INTENSE = 50  # operations a byte; above, max-autotune times matrix products while it compiles
+LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
 
 
 def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float | None = None) -> dict[str, int]:
     """Hand the work out to `jobs` processes; how many rows were "done" and "failed" within the time."""
-    counts = {"done": 0, "failed": 0}
+    told: list[str] = []
     with tempfile.NamedTemporaryFile() as lock:
         environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
         command = [sys.executable, "-m", "benchmarks.warm", *names]
@@ -42,14 +42,15 @@ def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float
             )
             for _ in range(min(jobs, len(works)))
         ]  # fmt: skip
-        todo = iter(works)
+        # Matrix products take max-autotune longest: they come first, unless time may run out before the rest.
+        todo = iter(works if seconds else sorted(works, key=lambda work: -work.flops / work.bytes))
 
         def feed(worker: subprocess.Popen) -> None:
             with contextlib.suppress(OSError), worker.stdin as tell, worker.stdout as answers:
                 for work in todo:  # next() of a list's iterator is atomic
                     tell.write(work.to_json() + "\n")
                     tell.flush()
-                    counts[answers.readline().strip() or "failed"] += 1
+                    told.append(answers.readline().strip())
 
         threads = [threading.Thread(target=feed, args=(worker,), daemon=True) for worker in workers]
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -58,6 +59,8 @@ def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float
                 thread.start()
             for thread in threads:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            counts = {answer: told.count(answer) for answer in ("done", "failed")}
+            counts["failed"] += told.count("")  # the process died
         finally:
             for worker in workers:
                 if deadline is not None or sys.exc_info()[0]:
@@ -66,78 +69,48 @@ def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float
     return counts
 
 
-class Alone:
-    """The GPU, for one process at a time; may be entered again by whoever has it."""
+def one_at_a_time() -> None:
+    """From here on Inductor times its candidates, of kernels and of matrix products, while no other process does."""
+    lock, measure = open(os.environ[LOCK], "w"), benchmarker.benchmark_gpu
 
-    def __init__(self):
-        self.file, self.depth = open(os.environ[LOCK], "w"), 0
+    def alone(*args, **kwargs):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return measure(*args, **kwargs)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def __enter__(self):
-        if not self.depth:
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-        self.depth += 1
-
-    def __exit__(self, *_):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.depth -= 1
-        if not self.depth:
-            fcntl.flock(self.file, fcntl.LOCK_UN)
+    benchmarker.benchmark_gpu = alone
 
 
-def when_alone(how: dict, alone: Alone) -> Callable:
-    """The backend that torch.compile(**how) takes, compiling at any time and running alone."""
-
-    def backend(gm, inputs):
-        if how.get("backend"):
-            run = torch._dynamo.lookup_backend(how["backend"])(gm, inputs, options=how.get("options", {}))
-        else:
-            mode = torch._inductor.list_mode_options(how["mode"]) if how.get("mode") else {}
-            run = torch._inductor.compile(gm, inputs, options=mode)
-
-        def call(*args):
-            with alone:
-                return run(*args)
-
-        return call
-
-    return backend
-
-
-def warm(work: Work, names: list[str], alone: Alone) -> None:
+def warm(work: Work, names: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reference = REGISTRY[work.pattern].reference
     torch.compiler.reset()
     with torch.set_grad_enabled(work.train):
-        with alone:
-            args = work.arguments(device)
+        args = work.arguments(device)
+        dys = None
         for name in names:
-            fn = torch.compile(
-                lambda *args: reference(*args), dynamic=False, backend=when_alone(HOW[name], alone)
-            )  # fmt: skip
-            intense = name == "max-autotune" and work.flops > INTENSE * work.bytes
-            with alone if intense else contextlib.nullcontext():
-                outs = fn(*args)
-            outs = outs if isinstance(outs, tuple) else (outs,)
-            with alone:
-                dys = [torch.randn_like(out) for out in outs] if work.train else None
-                step(lambda *_, outs=outs: outs, args, dys)
-            del outs, dys
+            fn = CONTENDERS[name](reference)
+            if work.train and dys is None:
+                dys = [torch.randn_like(out) for out in results_of(fn, args)]
+            step(fn, args, dys)
+            synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # for the other processes
 
 
 def main() -> None:
     patterns()
-    alone, answers = Alone(), sys.stdout
-    sys.stdout = sys.stderr  # what compilers print is no answer
+    one_at_a_time()
+    answers, sys.stdout = sys.stdout, sys.stderr  # what compilers print is no answer
     for line in sys.stdin:
         try:
-            warm(Work.from_json(line), sys.argv[1:], alone)
+            warm(Work.from_json(line), sys.argv[1:])
             answer = "done"
         except Exception as error:  # the run itself will say so
             print(f"{line.strip()}: {error}", file=sys.stderr)
             answer = "failed"
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         print(answer, file=answers, flush=True)
 
 

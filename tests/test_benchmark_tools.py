@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import block_size, compare, progress, sweep
+from benchmarks.contenders import results_of
 from benchmarks.results import Run
 from benchmarks.timing import Clock
 from benchmarks.work import F32, Work
@@ -53,7 +54,7 @@ def test_block_sizes(tmp_path, capsys):
     assert {r.who for r in run.rows} == {"kernel", "eager", "inductor"} and "GB/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["add_mul", "quantize_int8", "softmax", "layer_norm"])
+@pytest.mark.parametrize("name", ["add_mul", "quantize_int8", "softmax", "layer_norm", "add_rms_norm"])
 def test_every_block_computes_the_same(name, monkeypatch):
     """A grid that does not fit the BLOCK would leave elements out."""
     size = dict(size=1500) if name in ("add_mul", "quantize_int8") else dict(rows=3, n=300)
@@ -68,7 +69,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
         result = call(*config)
         result = outs[-1] if result is None else result[0] if isinstance(result, tuple) else result
         results.append(result.clone())
-    exact = torch.as_tensor(block_size.REGISTRY[name].reference(*args))
+    exact = results_of(block_size.REGISTRY[name].reference, args)[0]
     for result in results:
         torch.testing.assert_close(result, exact)
 
@@ -78,7 +79,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
     [
         (["--pattern", "nothing"], "no pattern nothing"),
         (["--pattern", "gated_linear"], "python -m benchmarks.sweep gated_linear"),
-        (["--pattern", "l2_norm"], "l2_norm has no kernel"),
+        (["--pattern", "rotary"], "rotary has no kernel"),
         (["--pattern", "add_mul", "--size", "rows=3"], "add_mul takes the sizes size"),
         (["--pattern", "add_mul", "--block", "100"], "100 is no power of two"),
     ],

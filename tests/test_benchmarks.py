@@ -1,21 +1,22 @@
 """The benchmarks measure what they say, and tell a wrong, a slow and a broken contender from the others."""
 
+import fcntl
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import pytest
 import torch
 
-from benchmarks import patterns, table, timing
+from benchmarks import contenders, patterns, table, timing, warm
 from benchmarks.accuracy import errors, wrong
 from benchmarks.contenders import CONTENDERS, TWIN, Bench, measure
 from benchmarks.counting import draws
 from benchmarks.results import FAILED, OK, WRONG, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
 from benchmarks.selection import selected, spread
 from benchmarks.timing import Clock, in_turn, verdict
-from benchmarks.warm import compile_ahead
 from benchmarks.work import BF16, F32, SMALL, WORK, Work
 
 CPU = torch.device("cpu")
@@ -228,6 +229,12 @@ def test_the_harness_checks_itself(bench):
     assert "WRONG: result 0 is" in shown and "FAILED: RuntimeError: broken" in shown and "noise: Inductor" in shown
 
 
+def test_what_cannot_be_timed_keeps_its_errors(bench, monkeypatch):
+    monkeypatch.setattr(contenders, "whole_calls", lambda *_: 1 / 0)
+    found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]}).of("eager")
+    assert found.errors and (found.status, found.note) == (FAILED, "not timed: ZeroDivisionError: division by zero")
+
+
 def test_rates_follow_from_counts(bench):
     found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]})
     mine = found.of("eager")
@@ -351,9 +358,25 @@ def test_a_short_run_sees_every_pattern_first():
     assert len(set(order[:kinds])) == kinds and sorted(order) == sorted(w.pattern for w in WORK)
 
 
+def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+
+    def times_a_candidate():
+        with lock.open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return 1.5
+
+    monkeypatch.setenv(warm.LOCK, str(lock))
+    monkeypatch.setattr(warm, "benchmarker", SimpleNamespace(benchmark_gpu=times_a_candidate))
+    warm.one_at_a_time()
+    assert warm.benchmarker.benchmark_gpu() == 1.5
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
 def test_work_compiled_ahead_is_found_in_the_cache(bench):
     work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
-    assert compile_ahead([work], ["inductor"], jobs=3) == dict(done=1, failed=0)
+    assert warm.compile_ahead([work], ["inductor"], jobs=3) == dict(done=1, failed=0)
     hits = torch._dynamo.utils.counters["aot_autograd"]
     before = hits["autograd_cache_hit"]
     measure(work, bench, EAGER)
