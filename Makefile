@@ -44,6 +44,7 @@ check: $(VENV)/.check
 
 docs: $(VENV)/.bench
 	$(PY) -m fusion_backend catalogue > docs/catalogue.md
+	$(PY) -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

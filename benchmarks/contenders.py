@@ -6,6 +6,7 @@ import functools
 import time
 import unittest.mock
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.counting import draws
 from benchmarks.measure import peak_bytes, synchronize
 from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict, whole_calls
+from benchmarks.trace import profile
 from benchmarks.work import NAMES, Work
 from fusion_backend.pattern import REGISTRY
 
@@ -52,6 +54,7 @@ class Bench(NamedTuple):
     copy_bytes_s: float
     matrix_flops_s: float
     rounds: int
+    trace: Path | None = None  # the folder of Chrome traces
 
     @classmethod
     def of(cls, device: torch.device, rounds: int | None = None) -> Bench:
@@ -119,7 +122,19 @@ def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> 
             for mine in row.contenders:
                 if mine.status == OK and mine.kernel is None:
                     mine.status, mine.note = FAILED, f"not timed: {said(error)}"
+        if bench.trace:
+            traces(work, bench, fns)
     return row
+
+
+def traces(work: Work, bench: Bench, fns: dict[str, Callable]) -> None:
+    """A Chrome trace of each contender, and its longest kernels on stdout."""
+    args = work.arguments(bench.clock.device)
+    dys = [torch.randn_like(out) for out in results_of(next(iter(fns.values())), args)] if work.train and fns else None
+    for name, fn in fns.items():
+        path = bench.trace / f"{work.name.replace(' ', '-')}-{name}.json.gz"
+        found = profile(functools.partial(step, fn, args, dys), bench.clock.device, trace=path)
+        print(f"{work.name}, {name}: {path}\n{found.table(rows=5)}")
 
 
 def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row: Row) -> dict[str, Callable]:

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import own_model
 from benchmarks.model_results import ModelRow, text
-from benchmarks.model_run import DTYPES, Plan, contenders, measure
+from benchmarks.model_run import DTYPES, Plan, contenders, measure, reason_of
 from benchmarks.model_zoo import ENTRIES, INFER, MODES, TRAIN, Problem, Subject, build
 from benchmarks.results import OK, Run, machine
 
@@ -99,8 +99,8 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
     except Problem as problem:
         row.notes.append(f"not measured: {problem}")
         return row
-    except torch.OutOfMemoryError:
-        row.notes.append("not measured: out of memory while it was built")
+    except Exception as error:  # of a library, or out of memory: the other models go on
+        row.notes.append(f"not measured: building it raised {reason_of(error)}")
         return row
     row.name = subject.name
     kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [torch.float32]
@@ -117,7 +117,11 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
         train=mode == TRAIN, optimizer=row.about["optimizer"], cold=not args.once, exact=exact, rounds=args.rounds,
         least_ms=args.least_ms, profile=not args.no_profile, trace=args.trace,
     )  # fmt: skip
-    return measure(subject, contenders(gate, args.max_autotune), plan, row, device, say)
+    try:
+        return measure(subject, contenders(gate, args.max_autotune), plan, row, device, say)
+    except Exception as error:
+        row.notes.append(f"stopped: {own_model.where(error)}")
+        return row
 
 
 class Status:
@@ -160,8 +164,8 @@ def main(argv: list[str] | None = None) -> int:
             run.save(args.out)
         print(f"\nstopped {run.about['stopped']}; {len(run.rows)} of {len(jobs)} measured", file=sys.stderr)
         return 130
-    bad = [row for row in run.rows if not row.contenders or any(one.status != OK for one in row.contenders)]
-    return 1 if bad else 0
+    fine = all(row.contenders and all(one.status == OK and one.step for one in row.contenders) for row in run.rows)
+    return 0 if fine else 1
 
 
 def show_kernels(row: ModelRow, folder: Path) -> None:

@@ -3,7 +3,7 @@
 python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
 
 Without --out each page lies beside its JSON. Without matplotlib the page has the tables only, and says so; the exit
-status is then 1. A file that holds no run gives status 2.
+status is then 1. A file that holds no run is passed over, for status 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }
 img { max-width: 100%; height: auto } table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
 td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td:first-child, th:first-child, td.text { text-align: left } th { border-bottom: 2px solid #888 }
+td:first-child, th:first-child, td:last-child, th:last-child { text-align: left } th { border-bottom: 2px solid #888 }
 tr.first td { border-top: 2px solid #bbb } .bad { color: #b00020; font-weight: 600 } pre { overflow-x: auto }
 .wide { overflow-x: auto }
 """
@@ -57,7 +57,7 @@ def about(run: Run) -> str:
             key, value = "memory of the GPU", byte_words(value)
         elif key == "noise":
             value = f"median {value['median']:.1%}, largest {value['max']:.1%} of {value['rows']} rows"
-        lines.append([html.escape(key), f'<span class="text">{html.escape(str(value))}</span>'])
+        lines.append([html.escape(key), html.escape(str(value))])
     return table(["this run", ""], lines)
 
 
@@ -168,12 +168,13 @@ def main(argv: list[str] | None = None) -> int:
             run = Run.load(path)
         except (OSError, ValueError) as error:
             print(f"benchmarks.page: {path}: {error}", file=sys.stderr)
-            return 2
+            status = 2
+            continue
         pictures, remark = [], ""
         try:
             pictures = plots(run)
         except NoMatplotlib as error:
-            remark, status = str(error), 1
+            remark, status = str(error), status or 1
             print(f"benchmarks.page: {error}; the page has tables only", file=sys.stderr)
         out = args.out or path.with_suffix(".html")
         out.write_text(page(run, pictures, remark))

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         if jobs:
             names = [name for name in makers if name in HOW]
             run.about["compiled_ahead"] = ahead(works, names, jobs, args.minutes)
-        bench = Bench.of(device, args.rounds)
+        bench = Bench.of(device, args.rounds)._replace(trace=args.trace)
         run.about |= dict(copy_bytes_s=bench.copy_bytes_s, matrix_flops_s=bench.matrix_flops_s, rounds=bench.rounds)
         print(heading(run), flush=True)
         measure_all(works, bench, makers, run, args.out, deadline)
@@ -128,6 +128,7 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     parser.add_argument("--rounds", type=int, help="turns of every contender (default: 7, without a GPU 3)")
     parser.add_argument("--minutes", type=float, help="stop before this time is up")
     parser.add_argument("--jobs", type=int, help="processes that compile ahead (default: one a core; 0 without a GPU)")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace a contender; show its kernels")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, anew after each row")
     args = parser.parse_args(argv)
     if args.rounds is not None and args.rounds < 1:

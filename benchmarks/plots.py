@@ -199,12 +199,13 @@ def speed_up(run: Run) -> bytes | None:
         axes.xaxis.set_major_formatter(plt.FuncFormatter(byte_words))
         axes.xaxis.set_minor_formatter(plt.NullFormatter())
     figure.supxlabel("bytes that must move")
-    figure.supylabel("times as fast as plain Inductor (blue; band: noise)")
+    figure.supylabel("speed-up")
     line = plt.Line2D
     handles = [line([], [], marker=MARKERS.get(n, "x"), color=colour(n), lw=0, label=n) for n in shown]
     handles += [line([], [], marker="o", color="#444444", lw=0, label="training"),
                 line([], [], marker="o", color="#444444", lw=0, markerfacecolor="none", label="inference")]  # fmt: skip
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), title=f"Speed-up: {where(run)}")
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), 
+                  title=f"Times as fast as plain Inductor (blue; band: noise). {where(run)}")  # fmt: skip
     return png(figure)
 
 
@@ -330,6 +331,10 @@ def model_memory(run: Run) -> bytes | None:
 # Block sizes.
 
 
+def number(x: float) -> str:
+    return f"{x:.0f}" if x >= 10 else f"{x:.2g}"
+
+
 def block_sizes(run: Run) -> Iterator[tuple[str, bytes]]:
     """A picture a piece of work: GB/s of each configuration, beside eager and plain Inductor."""
     works: dict[str, list[BlockRow]] = {}
@@ -348,15 +353,15 @@ def block_sizes(run: Run) -> Iterator[tuple[str, bytes]]:
         for i, warp in enumerate(warps):
             mine = [row for row in kernel if row.warps == warp]
             places = [blocks.index(row.block) + (i - (len(warps) - 1) / 2) * width for row in mine]
-            drawn = axes.bar(places, [row.rate_bytes / 1e9 for row in mine], width * 0.94, label=f"{warp} warps",
+            drawn = axes.bar(places, [row.rate_bytes / 1e9 for row in mine], width * 0.94, label=f"num_warps {warp}",
                              color=shades(0.15 + 0.7 * i / max(1, len(warps) - 1)),
                              edgecolor=["#D55E00" if row.chosen else "none" for row in mine], linewidth=2)  # fmt: skip
-            axes.bar_label(drawn, [f"{row.rate_bytes / 1e9:.0f}" for row in mine], rotation=90, **LABEL)
+            axes.bar_label(drawn, [number(row.rate_bytes / 1e9) for row in mine], rotation=90, **LABEL)
         tall = max(row.rate_bytes for row in rows if row.rate_bytes) / 1e9
         for row in rows:
             if row.who != "kernel" and row.rate_bytes:
                 axes.axhline(row.rate_bytes / 1e9, color=colour(row.who), ls="--", lw=1.4, zorder=0.5,
-                             label=f"{row.who} {row.rate_bytes / 1e9:.0f}")  # fmt: skip
+                             label=f"{row.who} {number(row.rate_bytes / 1e9)}")  # fmt: skip
         chosen = " (framed: what the launcher takes)" if any(row.chosen for row in kernel) else ""
         axes.set_xticks(range(len(blocks)), blocks)
         axes.set(ylim=(0, tall * 1.2), xlabel=f"BLOCK_SIZE{chosen}", ylabel="GB/s")

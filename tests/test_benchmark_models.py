@@ -1,23 +1,19 @@
 """benchmarks.models on a CPU: every model runs; contenders that fail, lie or dawdle are told; so are user errors."""
 
 import dataclasses
-import gzip
-import json
 import sys
-import textwrap
 import time
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import fusion_backend
-from benchmarks import model_run, models, own_model
-from benchmarks.model_results import ModelContender, ModelRow, rows, text
+from benchmarks import model_run
+from benchmarks.model_results import ModelRow, text
 from benchmarks.model_run import Plan, Step, contenders, measure, reason_of, shortened
 from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
-from benchmarks.results import FAILED, OK, WRONG, Run
+from benchmarks.results import FAILED, OK, WRONG
 
 CPU = torch.device("cpu")
 PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
@@ -240,156 +236,3 @@ def test_the_contenders():
 def test_reasons_are_one_line_and_counted_together():
     assert reason_of(ValueError("")) == "ValueError: "
     assert shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7") == "a value inside it is used elsewhere too"
-
-
-# The command.
-
-OWN = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))
-    return model, torch.randn(4, 8), lambda y: y.square().mean()
-
-def untrained(): return nn.Linear(8, 8), torch.randn(4, 8)
-def named(): return nn.Linear(8, 8), {"input": torch.randn(4, 8)}
-def raises(): return 1 / 0
-def nothing(): return None
-def function(): return torch.sin, torch.ones(3)
-def wrong_loss(): return nn.Linear(8, 8), torch.ones(3, 8), 7
-def wrong_inputs(): return nn.Linear(8, 8), "words"
-def wrong_shape(): return nn.Linear(8, 8), torch.ones(3, 9)
-def frozen(): return nn.Linear(8, 8).requires_grad_(False), torch.ones(3, 8), lambda y: y.sum()
-"""
-
-
-@pytest.fixture
-def own(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(textwrap.dedent(OWN))
-    (tmp_path / "broken.py").write_text("import nonexistent_library\n")
-    (tmp_path / "syntax.py").write_text("def build(:\n")
-    return path
-
-
-@pytest.mark.parametrize(
-    "spec, mode, message",
-    [
-        ("{0}", INFER, "is not package.module:function or file.py:function"),
-        ("{0}.nothere.py:build", INFER, "there is no file"),
-        ("no_such_module:build", INFER, "there is no module no_such_module .* a file works too: path/to/file.py:build"),
-        ("{1}/broken.py:build", INFER, "importing .*broken.py raised ModuleNotFoundError.*broken.py:1"),
-        ("{1}/syntax.py:build", INFER, "importing .*syntax.py raised SyntaxError"),
-        ("{0}:missing", INFER, "has no function missing"),
-        ("{0}:raises", INFER, r"raised ZeroDivisionError: division by zero \(.*mine.py:\d+\)"),
-        ("{0}:nothing", INFER, r"returned NoneType; it must return \(model, inputs\) or"),
-        ("{0}:function", INFER, "a model of type .*, not an nn.Module"),
-        ("{0}:wrong_loss", INFER, "a loss of type int"),
-        ("{0}:wrong_inputs", INFER, "inputs of type str"),
-        ("{0}:wrong_shape", INFER, "run eagerly on its inputs, raised RuntimeError"),
-        ("{0}:untrained", TRAIN, r"training needs a scalar loss, got a tensor of shape \(4, 8\)"),
-        ("{0}:frozen", TRAIN, "nothing to train"),
-    ],
-)
-def test_what_is_wrong_with_the_users_model_is_said(own, spec, mode, message):
-    with pytest.raises(Problem, match=message):
-        own_model.own(spec.format(own, own.parent), mode, CPU, None)
-
-
-def test_the_users_model_in_its_forms(own, monkeypatch):
-    assert own_model.own(f"{own}:named", INFER, CPU, torch.bfloat16)().dtype == torch.bfloat16
-    subject = own_model.own(f"{own}:build", TRAIN, CPU, None)
-    assert subject().ndim == 0 and subject.name == "mine:build"
-    monkeypatch.chdir(own.parent)
-    assert own_model.own("mine:build", INFER, CPU, None)().shape == (4, 16)
-
-
-def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
-    """Inductor and fusion for real: compiled cold and warm, timed, traced, kept."""
-    monkeypatch.setattr(model_run, "STARTED", {("inductor", True), ("fusion", True)})  # saves a compilation of each
-    out, traces = tmp_path / "results.json", tmp_path / "traces"
-    argv = ["--module", f"{own}:build", f"{own}:raises", "--mode", "train", "--optimizer", "sgd", "--rounds", "2"]
-    assert models.main([*argv, "--least-ms", "1", "--out", str(out), "--trace", str(traces)]) == 1  # of :raises
-    run = Run.load(out)
-    good, bad = rows(run)
-    assert [one.name for one in good.contenders] == ["eager", "inductor", "fusion"]
-    assert all(one.status == OK and one.step.median > 0 and one.gradient_error < 1e-5 for one in good.contenders)
-    assert good.of("fusion").fused, good
-    for name in ("inductor", "fusion"):
-        assert good.of(name).cold_s > good.of(name).warm_s >= 0
-        assert json.loads(gzip.open(traces / f"mine_build-train-{name}.json.gz").read())["traceEvents"]
-    assert sum(good.of("eager").shares.values()) == pytest.approx(1, abs=1e-4)
-    assert bad.contenders == [] and "ZeroDivisionError" in bad.notes[0]
-    assert run.about["command"].startswith("python -m benchmarks.models --module")
-    shown = capsys.readouterr().out
-    assert "longest kernels of fusion" in shown and "mine:build train f32 (optimizer sgd)" in shown
-    assert str(tmp_path) not in json.dumps([dataclasses.asdict(one) for one in good.contenders])
-
-
-def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
-    seen = []
-
-    def stub(kind, name, mode, args, device, say):
-        seen.append(name)
-        if len(seen) == 2:
-            raise KeyboardInterrupt
-        return ModelRow(name, mode, "f32", {}, None, [ModelContender("eager")])
-
-    monkeypatch.setattr(models, "measured", stub)
-    out = tmp_path / "results.json"
-    assert models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
-    run = Run.load(out)
-    assert [row.name for row in rows(run)] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "nothing to measure"),
-        (["--model", "resnet"], "no model resnet; there is plain_llama"),
-        (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
-        (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),
-        (["--model", "plain_vit", "--trace", "x", "--no-profile"], "--no-profile leaves out"),
-    ],
-)
-def test_arguments_that_make_no_sense(argv, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        models.main(argv)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_a_model_that_cannot_be_built_is_a_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    assert models.main(["--timm", "resnet50", "--mode", "train", "decode"]) == 1
-    shown = capsys.readouterr().out
-    assert "not measured: --timm needs timm" in shown and "there is no mode decode for --timm" in shown
-
-
-def test_timm(monkeypatch):
-    class Net(nn.Module):
-        default_cfg = dict(input_size=(3, 8, 8), num_classes=5)
-
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(192, 5)
-
-        def forward(self, x):
-            return self.head(x.flatten(1))
-
-    def create_model(name, pretrained):
-        if name != "net":
-            raise RuntimeError(f"Unknown model ({name})")
-        return Net()
-
-    monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
-    assert own_model.timm("net", INFER, CPU, torch.float32, 2)().shape == (2, 5)
-    assert own_model.timm("net", TRAIN, CPU, torch.float32, 2)().ndim == 0
-    with pytest.raises(Problem, match="timm cannot make nets: Unknown model"):
-        own_model.timm("nets", INFER, CPU, torch.float32, 2)
-
-
-def test_sizes_from_the_command_line():
-    args = models.arguments(["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"])
-    subject = models.subject_of("model", "plain_llama", INFER, args, CPU)
-    assert subject().shape == (3, 5, 128) and subject.about["layers"] == 1 and len(subject.model.layers) == 1

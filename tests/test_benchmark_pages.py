@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from benchmarks import page, plots, readme, trace
+from benchmarks.contenders import Bench, measure
 from benchmarks.model_results import ModelContender, ModelRow, text
 from benchmarks.model_results import rows as model_rows
 from benchmarks.results import FAILED, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
+from benchmarks.timing import Clock
+from benchmarks.work import Work
+from fusion_backend.backend import patterns
 
 ROOT = Path(__file__).parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -53,8 +57,6 @@ def test_kinds_of_kernels(kernel, kind):
 
 
 def test_our_kernels_are_known_by_name():
-    from fusion_backend.backend import patterns
-
     patterns()
     ours = trace.our_kernels()
     assert {"add_mul_exp_kernel", "quantize_int8_kernel"} <= ours
@@ -88,6 +90,19 @@ def test_profile_of_a_cpu(tmp_path):
     assert names["aten::mm"].kind == "matmul" and names["aten::mm"].calls == 1
     assert names["aten::_softmax"].kind == "norm, softmax, reduction"
     assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_traces_of_patterns(tmp_path, capsys):
+    def refuse(*_):
+        raise ValueError("no such kernel")
+
+    patterns()
+    bench = Bench(Clock(CPU), 1e10, 1e12, 1, trace=tmp_path)
+    makes = {"eager": lambda reference: reference, "failing": lambda reference: refuse}
+    row = measure(Work("softmax", dict(rows=8, n=16), torch.float32, train=True), bench, makes)
+    assert [one.status for one in row.contenders] == ["ok", FAILED]
+    assert [path.name for path in tmp_path.iterdir()] == ["softmax-f32-rows=8-n=16-train-eager.json.gz"]
+    assert "aten::_softmax_backward_data" in capsys.readouterr().out
 
 
 # Pictures and pages.
@@ -224,7 +239,9 @@ def test_files_that_hold_no_run(tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{")
     for name in ("other.json", "broken.json", "missing.json"):
-        assert page.main([str(tmp_path / name)]) == 2
+        compare_run().save(tmp_path / "good.json")
+        assert page.main([str(tmp_path / name), str(tmp_path / "good.json")]) == 2
+        (tmp_path / "good.html").unlink()  # written all the same
     assert "holds no run" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         page.main(["a.json", "b.json", "--out", "c.html"])
