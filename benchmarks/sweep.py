@@ -33,7 +33,7 @@ from fusion_backend.patterns import (
 
 from benchmarks.results import Run, machine
 from benchmarks.timing import Clock
-from fusion_backend.kernels import channels, norms
+from fusion_backend.kernels import channels, norms, norms_backward
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.rows import Config
@@ -97,12 +97,12 @@ def normalisations(device) -> Iterator[Call]:
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
                 words = f"rows={each} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms.backward_short, *args, (block, each, warps, programs, stages))
+                run = functools.partial(norms_backward.backward_short, *args, (block, each, warps, programs, stages))
                 yield f"layer_norm backward {rows}x{n}", words, run
         for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
             if n >= 8192 and cols // (32 * warps) == 8:
                 words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms.backward_long, *args, (cols, warps, programs, stages))
+                run = functools.partial(norms_backward.backward_long, *args, (cols, warps, programs, stages))
                 yield f"layer_norm backward {rows}x{n}", words, run
 
 
@@ -128,12 +128,12 @@ def dropouts(device) -> Iterator[Call]:
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
                 words = f"rows={each} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms.backward_short, *args, (block, each, warps, programs, stages))
+                run = functools.partial(norms_backward.backward_short, *args, (block, each, warps, programs, stages))
                 yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
         for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
             if n >= 8192 and cols // (32 * warps) == 8:
                 words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms.backward_long, *args, (cols, warps, programs, stages))
+                run = functools.partial(norms_backward.backward_long, *args, (cols, warps, programs, stages))
                 yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
 
 

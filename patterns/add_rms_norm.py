@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, backward, forward, not_forward
+from fusion_backend.kernels.norms import Norm, forward, not_forward
+from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import reject_rows, reject_shapes, reject_vectors
 
 

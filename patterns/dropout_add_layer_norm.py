@@ -14,7 +14,8 @@ from torch import Tensor
 from fusion_backend import Pattern
 from fusion_backend.kernels.dropout import Dropout, dropped
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.norms import Norm, forward
+from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes, reject_vectors
 
 

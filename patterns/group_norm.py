@@ -23,7 +23,7 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.activations import activate, activated
 from fusion_backend.kernels.inputs import dense, dynamic, memory, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import add_up
+from fusion_backend.kernels.norms_backward import add_up
 from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted: one program works on it

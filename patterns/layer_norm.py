@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, backward, forward
+from fusion_backend.kernels.norms import Norm, forward
+from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import RESULTS, reject_rows, reject_vectors
 
 

@@ -11,7 +11,7 @@ from fusion_backend.patterns import l2_norm as l2_room
 from fusion_backend.patterns import quantize_per_token as per_token
 from fusion_backend.patterns import softmax as softmax_room
 
-from fusion_backend.kernels import norms
+from fusion_backend.kernels import norms, norms_backward
 from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
@@ -193,7 +193,7 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
     check("dropout_add", r[:1].expand(5, 1001), r, 0.3)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
     monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
-    monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
+    monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
 
 
@@ -213,7 +213,7 @@ def test_add_rms_norm_computes_only_wanted_gradients(needs):
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_long_rows(name, monkeypatch):
     monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
-    monkeypatch.setattr(norms, "MAX_HELD_BACKWARD", 128)
+    monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
     x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
     check(name, *NORMS[name](x, r, w, b))
 

@@ -1,0 +1,80 @@
+"""The table of configurations that kernels look up, from the sweeps that measured them.
+
+    python -m benchmarks.sweep softmax l2_norm ... --out FILE.json      # on a GPU
+    python -m benchmarks.tune FILE.json ...                             # writes fusion_backend/kernels/tuned.py
+
+Of each kernel and row length the fastest configuration is kept. `--check` writes nothing and exits with 1 where the
+table is not what the files give (default: the committed sweeps).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import triton
+
+from benchmarks.results import Run
+
+TABLE = Path(__file__).parent.parent / "fusion_backend" / "kernels" / "tuned.py"
+SWEEPS = Path(__file__).parent / "results" / "sweeps.json"
+WORK = re.compile(r"(?P<kernel>\w[\w ]*) \d+x(?P<n>\d+)")  # layer_norm backward 16384x4096: rows of 4096
+HEAD = '''"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
+
+Written by `python -m benchmarks.tune {files}`; measured on {gpu}, torch {torch}, triton {triton}.
+What is not here follows the rule in the kernel's own file.
+"""
+
+TABLE: dict[str, dict[int, dict[str, int]]] = {{
+'''
+
+
+def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
+    """Kernel -> row length -> configuration, from its words."""
+    best: dict[tuple[str, int], tuple[float, str]] = {}
+    for row in (row for run in runs for row in run.rows):
+        work = WORK.fullmatch(row["work"])
+        if work:
+            key = work["kernel"], triton.next_power_of_2(int(work["n"]))
+            best[key] = min(best.get(key, (row["ms"], row["config"])), (row["ms"], row["config"]))
+    table: dict[str, dict[int, dict[str, int]]] = {}
+    for (kernel, n), (_, words) in sorted(best.items()):
+        pairs = (word.split("=") for word in words.split())
+        table.setdefault(kernel, {})[n] = {name.lower(): int(value == "True" or value) for name, value in pairs}
+    return table
+
+
+def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files: list[Path]) -> str:
+    about = {name: ", ".join(sorted({str(run.about[name]) for run in runs})) for name in ("gpu", "torch", "triton")}
+    lines = [HEAD.format(files=" ".join(f"{f.parent.name}/{f.name}" for f in files), **about)]
+    for kernel, configs in table.items():
+        lines.append(f'    "{kernel}": {{\n')
+        lines += [f"        {n}: {config},\n" for n, config in configs.items()]
+        lines.append("    },\n")
+    return "".join([*lines, "}\n"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, default=[SWEEPS], metavar="FILE.json")
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    args = parser.parse_args(argv)
+    runs = [Run.load(f) for f in args.files]
+    if wrong := [str(f) for f, run in zip(args.files, runs, strict=True) if run.kind != "sweep"]:
+        parser.error(f"not results of benchmarks.sweep: {', '.join(wrong)}")
+    text = written(fastest(runs), runs, args.files)
+    if args.check:
+        same = TABLE.read_text() == text
+        print("the table is " + ("" if same else "not ") + "what the sweeps give")
+        return 0 if same else 1
+    TABLE.write_text(text)
+    print(f"wrote {TABLE}: {sum(map(len, fastest(runs).values()))} configurations")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
