@@ -67,7 +67,7 @@ def summary(pattern: Pattern) -> str:
 
 def row(p: Pattern) -> str:
     arguments = ", ".join(f"{a.name}: {' / '.join(a.kinds())}" for a in p.params)
-    forward = "Triton kernel" if p.kernel_fn else "recognised only"
+    forward = "Triton kernel" if p.kernel_fn else "library call" if p.library_fn else "recognised only"
     return f"| [{p.name}](#{p.name}) | {summary(p)} | {arguments} | {forward} | {backward_of(p)} |\n"
 
 

@@ -94,7 +94,8 @@ def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:
         name = root.name
         root.replace_all_uses_with(result)
         graph.erase_node(root)
-        result._rename(name)  # the graph signature knows outputs by name
+        result.name = name  # the graph signature knows outputs by name; _rename would not give it one that was used
+        graph._graph_namespace._rename_object(result, name)
     for n in reversed(d.match.interior):
         if not n.users:
             graph.erase_node(n)

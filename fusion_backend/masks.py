@@ -32,12 +32,12 @@ WHOLE += ("clamp", "cat", "stack", "roll", "repeat", "repeat_interleave", "eye",
 WHOLE += ("tril_indices", "triu_indices", "scatter", "index_put", "logical_xor", "bitwise_xor", "fmod", "div")
 WHOLE = {f"aten::{name}" for name in WHOLE}
 ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange")}
-BEYOND = -1e9  # a score that is further down than this has no weight
+BEYOND = -0.99e9  # a score that is further down than this has no weight; bf16 holds -1e9 as -0.998e9
 
 
 def hides(fill: float, dtype: torch.dtype) -> bool:
     """Does a score that is replaced by `fill`, or moved by it, lose all weight beside any other? Scores are taken to
-    be less than 10⁹ apart, in fp16 less than 65,000, where exp of their difference is 0 in fp32."""
+    be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left is 0 in fp32."""
     return fill <= BEYOND or (dtype == torch.float16 and fill <= torch.finfo(dtype).min)
 
 

@@ -3,6 +3,9 @@
 q is `[..., h, n, d]`, k and v `[..., h, m, d]`, or with fewer heads (heads = grouped), each of which serves several of
 q. One of: an additive mask; a boolean `keep`, where a row with nothing kept gives 0; `keep` with a finite or infinite
 `fill` for what is not kept; a causal mask. Dropout of the probabilities with p. Source: Vaswani et al. 2017.
+
+A mask that keeps everything, or is causal, is dropped: the site becomes one call of `F.scaled_dot_product_attention`,
+also where it was written by hand, and without repeating the heads of k and v. Any other mask stays.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
         return Reject(f"its mask stays: {found}")
     if found is not None and found.causal and fill is not None and not found.hides(fill, q.dtype):
         return Reject(f"{found}, but {fill:g} for what is masked is a score that others may reach")
-    no = reject_shapes(q, k, v) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
+    no = reject_shapes(q, k, v, heads) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
     if no is None and heads == "grouped":
         no = reject_grouped(q)
     if no is None and p and not q.is_cuda:
@@ -77,11 +80,12 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
     return LibraryCall(torch.ops.aten.scaled_dot_product_attention.default, ("q", "k", "v"), options, why)
 
 
-def reject_shapes(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
     """What the fused kernels of SDPA do not take would fall back to computing the scores in memory."""
     if not q.dim() == k.dim() == v.dim() == 4:
         return Reject("the fused kernels of SDPA take four dimensions: batch, heads, length, head size")
-    if not (same_sizes(q.shape[:1], k.shape[:1]) and same_sizes(k.shape[:-1], v.shape[:-1])):
+    outer = 1 if heads == "grouped" else 2
+    if not (same_sizes(q.shape[:outer], k.shape[:outer]) and same_sizes(k.shape[:-1], v.shape[:-1])):
         return Reject("q, k and v differ in batch, heads or length")
     if not (same_sizes(q.shape[-1:], v.shape[-1:]) and same_sizes(q.shape[-1:], k.shape[-1:])):
         return Reject("the heads of v have another size")

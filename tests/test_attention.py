@@ -1,0 +1,386 @@
+"""Attention goes to the library without its dense mask: graphs, values and gradients against fp64, whole models."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusion_backend
+from benchmarks.measure import distance, joint_distance
+from benchmarks.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
+from fusion_backend.collect import Collector
+from fusion_backend.testing import collect, graph_text
+
+B, H, S, D = 2, 4, 24, 16
+FACTOR, FLOOR = 2.0, 1.2e-7  # as in test_models
+
+
+def keep(n=S, m=S, device=None):
+    return torch.arange(m, device=device)[None, :] <= torch.arange(n, device=device)[:, None]
+
+
+def by_hand(q, k, v, mask=None, scale=D**-0.5, upcast=False):
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores, -1, torch.float32 if upcast else None).to(q.dtype) @ v
+
+
+def repeat_kv(x, times):
+    b, h, n, d = x.shape
+    return x[:, :, None].expand(b, h, times, n, d).reshape(b, h * times, n, d)
+
+
+def additive(fill):
+    return torch.where(keep(), 0.0, fill)
+
+
+CAUSAL_FORMS = {
+    "sdpa, boolean": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep()),
+    "sdpa, boolean of four dimensions": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, keep()[None, None].expand(B, 1, S, S)
+    ),
+    "sdpa, additive": lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, torch.full((S, S), float("-inf")).triu(1)
+    ),
+    "by hand, filled": lambda q, k, v: by_hand(q, k, v, keep()),
+    "by hand, filled with -1e9": lambda q, k, v: torch.softmax(
+        (q @ k.mT * 0.25).masked_fill(torch.ones(S, S).tril() == 0, -1e9), -1
+    ) @ v,
+    "by hand, chosen": lambda q, k, v: torch.softmax(
+        torch.where(keep(), q @ k.mT * 0.25, float("-inf")), -1
+    ) @ v,
+    "by hand, added": lambda q, k, v: by_hand(q, k, v, additive(torch.finfo(torch.float32).min)),
+    "by hand, in fp32": lambda q, k, v: by_hand(q, k, v, keep(), upcast=True),
+    "by hand, divided": lambda q, k, v: torch.softmax(
+        (q @ k.transpose(2, 3) / 4.0).masked_fill(~keep(), float("-inf")), -1
+    ) @ v,
+}  # fmt: skip
+
+
+def tensors(dtype=torch.float32, kv_heads=H, m=S, grad=True):
+    torch.manual_seed(0)
+    shapes = ((B, H, S, D), (B, kv_heads, m, D), (B, kv_heads, m, D))
+    return [torch.randn(s, dtype=dtype).requires_grad_(grad) for s in shapes]
+
+
+def run(fn, inputs):
+    """The result, and the gradient of a weighted sum."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    out = fn(*leaves)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    if out.requires_grad:
+        (out * weights).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def assert_right(fn, inputs, backend=None):
+    """Value and gradients at most twice as far from fp64 as eager: of the rewritten graph, or through Inductor."""
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=backend or Collector({}))
+    exact = run(fn, [x.detach().double().requires_grad_(x.requires_grad) for x in inputs])
+    for have, eager, want in zip(run(compiled, inputs), run(fn, inputs), exact, strict=True):
+        ulp = torch.finfo(have.dtype).eps
+        assert have.dtype == eager.dtype and have.stride() == eager.stride()
+        assert distance(have, want) <= FACTOR * distance(eager, want) + max(FLOOR, ulp / 4)
+
+
+def site_of(fn, *inputs, **kwargs):
+    """The attention site, with the gate as users have it, and the graph."""
+    collector = collect(fn, *inputs, options={"fusion.gate": "auto"}, **kwargs)
+    (site,) = [s for s in collector.report.sites if s.pattern == "attention" and not s.covered]
+    assert [g.error for g in collector.report.graphs] == [None]
+    return site, collector.graphs[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CAUSAL_FORMS)
+def test_a_causal_mask_is_dropped(name, dtype):
+    fn, inputs = CAUSAL_FORMS[name], tensors(dtype)
+    if dtype == torch.bfloat16 and name in ("by hand, added", "sdpa, additive"):
+        return  # the fp32 mask would promote the scores, or be refused
+    site, graph = site_of(fn, *inputs)
+    assert site.fused and site.forward == "library" and site.backward == "autograd", site
+    assert site.reason.startswith("causal, proven from test_attention.py:"), site
+    text = graph_text(graph)
+    assert "is_causal=True" in text and not any(w in text for w in ("arange", "tril", "where", "masked_fill", " le("))
+    assert_right(fn, inputs)
+
+
+@pytest.mark.parametrize("name", ["sdpa, boolean", "by hand, in fp32"])
+def test_through_inductor(name):
+    assert_right(CAUSAL_FORMS[name], tensors(torch.bfloat16), "fusion")
+
+
+def test_the_graph():
+    """The mask's nodes are gone, the inputs are all there."""
+    _, graph = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep()) + 1, *tensors(grad=False))
+    names = [str(n.target) for n in graph.graph.nodes]
+    assert sum(n.op == "placeholder" for n in graph.graph.nodes) == 3
+    assert [n for n in names if "L_" not in n] == ["aten.scaled_dot_product_attention.default", names[-2], "output"]
+
+
+def test_a_mask_that_is_also_returned_stays_in_the_graph():
+    def fn(q, k, v):
+        mask = keep()
+        return F.scaled_dot_product_attention(q, k, v, mask), mask
+
+    site, graph = site_of(fn, *tensors(grad=False))
+    assert site.fused and "arange" in graph_text(graph)
+    q, k, v = tensors(grad=False)
+    torch.compiler.reset()
+    out, mask = torch.compile(fn, backend="fusion")(q, k, v)
+    assert torch.equal(mask, keep()) and torch.allclose(out, fn(q, k, v)[0], atol=1e-6)
+
+
+def test_grouped_heads_are_not_repeated():
+    def fn(q, k, v):
+        return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), keep())
+
+    inputs = tensors(kv_heads=2)
+    site, graph = site_of(fn, *inputs)
+    assert site.fused and "enable_gqa=True" in graph_text(graph) and "expand" not in graph_text(graph)
+    assert_right(fn, inputs)
+
+
+def test_no_mask_by_hand():
+    site, graph = site_of(by_hand, *tensors())
+    assert site.fused and site.forward == "library" and "matmul" not in graph_text(graph)
+    assert_right(by_hand, tensors())
+
+
+def test_followed_by_the_projection_no_copy_is_made():
+    def fn(q, k, v):
+        return by_hand(q, k, v, keep()).transpose(1, 2).contiguous().view(B, S, H * D)
+
+    _, graph = site_of(fn, *tensors())
+    assert "clone" not in graph_text(graph)
+    assert_right(fn, tensors())
+
+
+def test_a_query_against_a_cache_needs_no_mask():
+    def fn(q, k, v):
+        positions = torch.arange(S - 1, S)
+        return F.scaled_dot_product_attention(q[:, :, :1], k, v, torch.arange(S)[None, :] <= positions[:, None])
+
+    site, graph = site_of(fn, *tensors())
+    assert site.fused and site.reason.startswith("nothing is masked") and "is_causal=False" in graph_text(graph)
+    assert_right(fn, tensors())
+
+
+@pytest.mark.parametrize("form", ["sdpa", "by hand"])
+def test_dynamic_lengths(form):
+    def fn(x):
+        q, k, v = x.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = keep(x.shape[1], x.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, mask) if form == "sdpa" else by_hand(q, k, v, mask)
+
+    torch.compiler.reset()
+    fusion_backend.reset()
+    compiled = torch.compile(fn, backend="fusion")
+    for length in (S, S + 5, S + 12):
+        x = torch.randn(B, length, 3 * H * D, requires_grad=True)
+        for have, want in zip(run(compiled, [x]), run(fn, [x]), strict=True):
+            assert torch.allclose(have, want, atol=2e-5)
+    report = fusion_backend.report()
+    assert len(report.graphs) == 2 and [s.forward for s in report.fused] == ["library"] * 2, report
+
+
+def test_lengths_that_are_not_known_to_be_equal():
+    """is_causal of a rectangle is aligned at the top left too, but the kernels behind it are not asked for that."""
+    q, k, v = tensors(grad=False)
+    for x in (k, v):
+        torch._dynamo.mark_dynamic(x, 2)
+    site, _ = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(m=k.shape[2])), q, k, v)
+    assert not site.fused and "its mask stays: causal" in site.reason
+
+
+IDS = torch.tensor([[0] * 10 + [1] * 14, [0] * 24])
+LEFT_PADDED = torch.tensor([[0] * 5 + [1] * 19, [1] * 24])
+
+
+def cut(q):
+    mask = keep()
+    mask[0] = False
+    return mask
+
+
+# What stays, and why. The third input is what the mask depends on.
+STAYS = {
+    "one further": (lambda x: torch.arange(S)[None] <= torch.arange(S)[:, None] + 1, IDS, "causal with offset 1"),
+    "without the diagonal": (lambda x: torch.arange(S)[None] < torch.arange(S)[:, None], IDS, "causal with offset -1"),
+    "anti-causal": (lambda x: torch.arange(S)[None] >= torch.arange(S)[:, None], IDS, "window of 1 keys"),
+    "a window": (lambda x: keep() & (torch.arange(S)[None] > torch.arange(S)[:, None] - 8), IDS,
+                 "causal and window of 8 keys"),
+    "padding": (lambda x: x[:, None, None, :].bool(), LEFT_PADDED, "padding from x"),
+    "left padding, causal": (lambda x: keep() & x[:, None, None, :].bool(), LEFT_PADDED, "causal, proven from"),
+    "documents": (lambda x: (x[:, None, :, None] == x[:, None, None, :]) & keep(), IDS,
+                  "documents by x"),
+    "written to": (cut, IDS, "a mask from test_attention.py:"),
+    "times an input": (lambda x: keep() & (x[:, None, :, None] > 0), IDS,
+                       "a mask from x"),
+    "ones and zeros are added": (lambda x: keep().float(), IDS, "additive"),
+    "a small fill": (lambda x: torch.where(keep(), 0.0, -1e4), IDS, "additive"),
+    "an additive bias of data": (lambda x: additive(float("-inf")) + x[:, None, None, :] * 0.1, IDS, "additive"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["sdpa", "by hand"])
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays(name, form):
+    make, x, why = STAYS[name]
+
+    def fn(q, k, v, x):
+        mask = make(x)
+        return F.scaled_dot_product_attention(q, k, v, mask) if form == "sdpa" else by_hand(q, k, v, mask)
+
+    inputs = tensors(grad=False)
+    site, _ = site_of(fn, *inputs, x)
+    assert not site.fused and site.reason.startswith("its mask stays: ") and why in site.reason, site
+
+
+def test_a_finite_fill_that_scores_may_reach_stays():
+    site, _ = site_of(lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(~keep(), -1e4), -1) @ v, *tensors())
+    assert not site.fused and "-10000" in site.reason
+
+
+def test_weights_that_are_returned_are_not_fused():
+    def fn(q, k, v):
+        p = torch.softmax((q @ k.mT * 0.25).masked_fill(~keep(), float("-inf")), -1)
+        return p @ v, p
+
+    site, _ = site_of(fn, *tensors())
+    assert not site.fused and "used elsewhere" in site.reason
+
+
+def test_a_mask_with_a_gradient_stays():
+    def fn(q, k, v, bias):
+        return F.scaled_dot_product_attention(q, k, v, torch.where(keep(), bias, float("-inf")))
+
+    site, _ = site_of(fn, *tensors(), torch.zeros(S, S, requires_grad=True))
+    assert not site.fused and "bias" in site.reason
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((H, S, D), (H, S, D), (H, S, D)),
+        ((B, H, S, D), (B, H, S, D), (B, H, S, D + 8)),
+        ((1, H, S, D),) + ((B, H, S, D),) * 2,
+    ],
+    ids=["three dimensions", "another size of v", "one query for all"],
+)
+def test_shapes_that_fused_kernels_do_not_take(shapes):
+    site, _ = site_of(lambda q, k, v: by_hand(q, k, v, keep()), *(torch.randn(s) for s in shapes))
+    assert not site.fused and "no kernel yet" in site.reason
+
+
+def test_dropout_keeps_its_distribution():
+    """On CPU no fused kernel takes it: nothing changes."""
+    site, _ = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(), 0.5), *tensors())
+    assert not site.fused and "dropout" in site.reason
+
+
+def test_export():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, keep())
+
+    inputs = tensors(grad=False)
+    program = fusion_backend.fuse(torch.export.export(Attention(), tuple(inputs)))
+    calls = [n for n in program.graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert [n.kwargs["is_causal"] for n in calls] == [True]
+    assert torch.allclose(program.module()(*inputs), Attention()(*inputs), atol=1e-6)
+
+
+# Whole models: what becomes of the attention sites.
+
+LONG, SHORT = dict(CAUSAL, sliding_window=64), dict(CAUSAL, sliding_window=8)
+DROPPED, WINDOW = "causal, proven from masking_utils.py:", "its mask stays: causal and window of 8 keys"
+PADDED, WRITTEN = "its mask stays: padding from attention_mask", "it is written as this call already"
+BIAS, NOTHING = "its mask stays: a", "nothing is masked, proven at modeling_t5.py:"
+
+
+def left_padded(batch: int, length: int):
+    mask = (torch.arange(length) >= 3 * torch.arange(batch)[:, None]).long()
+    return dict(tokens(batch, length), attention_mask=mask)
+
+
+def mistral(config: dict) -> Tiny:
+    return Tiny(hugging_face("MistralForCausalLM", "MistralConfig", **config), tokens, 0)
+
+
+def unpadded(batch: int, length: int):
+    return dict(input_ids=tokens(batch, length)["input_ids"])
+
+
+# model -> how to build it; reasons with sdpa; reasons by hand
+WHOLE = {
+    "llama": (MODELS["llama"], [DROPPED], [DROPPED]),
+    "llama, left padding": (Tiny(MODELS["llama"].build, left_padded, 0), ["its mask stays: causal, proven from"],
+                            ["its mask stays: causal, proven from"]),
+    "qwen3": (MODELS["qwen3"], [DROPPED], [DROPPED]),
+    "gpt2": (MODELS["gpt2"], [DROPPED], [DROPPED]),
+    "mistral, window longer than the text": (mistral(LONG), [DROPPED], [DROPPED]),
+    "mistral, window": (mistral(SHORT), [WINDOW], [WINDOW]),
+    "bert": (MODELS["bert"], [PADDED], [PADDED]),
+    "bert, no padding": (Tiny(MODELS["bert"].build, unpadded, 0), [WRITTEN], ["one call"]),
+    "vit": (MODELS["vit"], [WRITTEN], ["one call"]),
+    "t5": (MODELS["t5"], [BIAS, NOTHING], [BIAS, NOTHING]),
+}  # fmt: skip
+
+
+@functools.cache
+def model_of(name, by_hand):
+    pytest.importorskip("transformers", reason="the models come from transformers: pip install -e '.[bench]'")
+    model = WHOLE[name][0].model()
+    model.set_attn_implementation("eager" if by_hand else "sdpa")
+    return model, copy.deepcopy(model).double()
+
+
+def step(model, inputs, train):
+    with contextlib.nullcontext() if train else torch.no_grad():
+        model.zero_grad(set_to_none=True)
+        output = model(**inputs)
+    if not train:
+        return result(output), {}
+    loss(output).backward()
+    return result(output).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("hand", [False, True], ids=["sdpa", "by hand"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_model(name, hand, train, dynamic):
+    if dynamic and hand:
+        pytest.skip("with dynamic=True Dynamo makes the scale an input; changing lengths alone do not")
+    tiny, *reasons = WHOLE[name]
+    model, exact = model_of(name, hand)
+    torch.compiler.reset()
+    collector = Collector({"fusion.only": "attention"})
+    compiled = torch.compile(model, backend=collector, dynamic=dynamic)  # test_models goes through Inductor
+    for example in [tiny.example(2, 16)] + [tiny.example(3, 20)] * dynamic:
+        double = {key: x.double() if x.is_floating_point() else x for key, x in example.items()}
+        have, eager, want = step(compiled, example, train), step(model, example, train), step(exact, double, train)
+        if name == "llama, left padding":  # a query that keeps nothing is NaN by hand in fp64, and has no gradient
+            assert torch.equal(have[0].isnan(), eager[0].isnan())
+            assert torch.allclose(have[0], eager[0], atol=1e-5, equal_nan=True)
+            continue
+        assert distance(have[0], want[0]) <= FACTOR * distance(eager[0], want[0]) + FLOOR
+        if train:
+            have = {n.removeprefix("_orig_mod."): g for n, g in have[1].items()}
+            assert joint_distance(have, want[1]) <= FACTOR * joint_distance(eager[1], want[1]) + FLOOR
+    report = collector.report
+    assert not any(g.error for g in report.graphs), report
+    sites = [s for s in report.sites if s.pattern == "attention" and not s.covered]
+    expected = reasons[hand]
+    if dynamic and name.startswith("mistral, window longer"):
+        expected = ["its mask stays: causal and window of 64 keys"]
+    assert sites and all(any(s.reason.startswith(r) for r in expected) for s in sites), report
+    for reason in expected:
+        found = [s for s in sites if s.reason.startswith(reason)]
+        assert found and all(s.fused == (not reason.startswith("it")) for s in found), report
