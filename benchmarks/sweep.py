@@ -21,19 +21,17 @@ import torch
 import triton
 from fusion_backend.patterns import (
     add_mul_exp,
-    cross_entropy,
     dropout_add,
     gated_linear,
     group_norm,
     l2_norm,
     quantize_int8,
-    quantize_per_token,
     softmax,
 )
 
 from benchmarks.results import Run, machine
 from benchmarks.timing import Clock
-from fusion_backend.kernels import channels, norms, norms_backward
+from fusion_backend.kernels import channels, cross_entropy, norms, norms_backward, quantize
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.rows import Config
@@ -176,9 +174,18 @@ def softmaxes(device) -> Iterator[Call]:
 def quantisations(device) -> Iterator[Call]:
     rows, n = (8192, 4096) if torch.cuda.is_available() else (64, 256)
     x, block = torch.randn(rows, n, device=device, dtype=torch.bfloat16), triton.next_power_of_2(n)
-    for each, warps in itertools.product((1, 2, 4), (2, 4, 8, 16)):
-        run = functools.partial(quantize_per_token.forward, x, 1e-5, block, each, warps)
-        yield f"quantize_per_token {rows}x{n}", f"rows={each} warps={warps}", run
+    w = torch.randn(n, device=device, dtype=torch.bfloat16)
+    for each, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+        if 16 <= block * each // (32 * warps) <= 128:
+            words = f"rows={each} warps={warps}"
+            run = functools.partial(quantize.forward, x, None, None, None, 1e-5, (block, each, warps))
+            yield f"quantize_per_token {rows}x{n}", words, run
+            run = functools.partial(quantize.forward, x, w, None, 1e-6, 1e-5, (block, each, warps))
+            yield f"rms_norm_quantize {rows}x{n}", words, run
+    for part, warps in itertools.product((1024, 2048), (4, 8)):  # walks through the row; its second reading is in L1
+        if part < n and part // (32 * warps) >= 8:
+            run = functools.partial(quantize.forward, x, None, None, None, 1e-5, (part, 1, warps))
+            yield f"quantize_per_token {rows}x{n}", f"BLOCK={part} warps={warps}", run
 
 
 def losses(device) -> Iterator[Call]:
@@ -194,6 +201,9 @@ def losses(device) -> Iterator[Call]:
             words = f"BLOCK={block} warps={warps} stages={stages}"
             run = functools.partial(cross_entropy.gradient, x, target, lse, scale, -100, 0.0, (block, warps, stages))
             yield f"cross_entropy backward {rows}x{v}", words, run
+            part = x[: rows // 4], target[: rows // 4]  # as linear_cross_entropy does; last, for it changes x
+            run = functools.partial(cross_entropy.gradient_in_place, *part, scale, -100, 0.0, (block, warps, stages))
+            yield f"cross_entropy in place {rows // 4}x{v}", words, run
 
 
 def l2_norms(device) -> Iterator[Call]:
@@ -261,6 +271,7 @@ SWEEPS = {
     "gated_linear": gated,
     "softmax": softmaxes,
     "quantize_per_token": quantisations,
+    "rms_norm_quantize": quantisations,
     "cross_entropy": losses,
     "l2_norm": l2_norms,
     "batch_norm": by_channels,

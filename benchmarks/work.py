@@ -27,6 +27,7 @@ class Work(NamedTuple):
     dtype: torch.dtype
     train: bool = False
     linear: bool = False  # weights lie in memory as those of nn.Linear do
+    mask: str = ""  # of a softmax of scores [b, h, n, n]: "additive" or "boolean", [b, 1, n, n]
 
     def to_json(self) -> str:
         return json.dumps(self._asdict() | dict(dtype=NAMES[self.dtype]))
@@ -39,20 +40,27 @@ class Work(NamedTuple):
     @property
     def name(self) -> str:
         words = " ".join(f"{k}={v}" for k, v in self.case.items())
-        notes = " train" * self.train + " linear" * self.linear
+        notes = " train" * self.train + " linear" * self.linear + f" {self.mask} mask" * bool(self.mask)
         return f"{self.pattern} {NAMES[self.dtype]} {words}{notes}"
 
     def arguments(self, device: torch.device) -> list:
         """Fresh random arguments; weights scaled so that outputs are of order one."""
-        args = list(
-            REGISTRY[self.pattern].inputs_fn(
-                lambda *shape: torch.randn(shape, device=device, dtype=self.dtype), **self.case
-            )
-        )
+
+        def tensor(*shape):
+            return torch.randn(shape, device=device, dtype=self.dtype)
+
+        if self.mask:
+            b, h, n = (self.case[name] for name in "bhn")
+            x, mask = tensor(b, h, n, n).requires_grad_(self.train), tensor(b, 1, n, n)
+            masks = (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
+            return [x, 0.125, *masks]
+        args = list(REGISTRY[self.pattern].inputs_fn(tensor, **self.case))
         if self.pattern == "gated_linear":
             for i in (1, 3):
                 args[i] *= self.case["k"] ** -0.5
-                args[i] = args[i].t().contiguous().t() if self.linear else args[i]
+        if self.linear:
+            for i in (1, 3) if self.pattern == "gated_linear" else (1,):
+                args[i] = args[i].t().contiguous().t()
         for i, value in PLAIN.get(self.pattern, {}).items():
             args[i] = value
         return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
@@ -65,10 +73,17 @@ class Work(NamedTuple):
     def bytes(self) -> int:
         """What must be read and written, at least."""
         item = self.dtype.itemsize
+        if self.pattern == "linear_cross_entropy":
+            rows, k, v = (self.case[name] for name in ("rows", "k", "v"))
+            return (rows * k + k * v) * item * (2 if self.train else 1)
         if self.pattern == "gated_linear":
             m, k, n = (self.case[name] for name in "mkn")
             return (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
-        if self.pattern in ("quantize_int8", "quantize_per_token"):
+        if self.mask:
+            b, h, n = (self.case[name] for name in "bhn")
+            once = b * n * n * (item if self.mask == "additive" else 1 + self.train)  # one that drops, in backward too
+            return b * h * n * n * item * PASSES[self.pattern][self.train] + once
+        if self.pattern in ("quantize_int8", "quantize_per_token", "rms_norm_quantize"):
             return self.size * (item + 1)
         if self.pattern in PASSES:
             return self.size * item * PASSES[self.pattern][self.train]
@@ -101,7 +116,8 @@ PASSES = {
 }  # fmt: skip
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
 PLAIN = {
-    "softmax": dict.fromkeys((1, 2, 3, 4)), "rms_norm": {2: None}, "add_rms_norm": {3: None}, "cross_entropy": {3: 0.0},
+    "softmax": dict.fromkeys((1, 2, 3, 4)), "rms_norm": {2: None}, "rms_norm_quantize": {2: None},
+    "add_rms_norm": {3: None}, "cross_entropy": {3: 0.0}, "linear_cross_entropy": {2: None, 5: 0.0},
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
@@ -117,6 +133,12 @@ WORK = [
     *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
     *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(
+        Work("softmax", dict(b=b, h=h, n=n), BF16, train, mask=mask)
+        for train in (False, True)
+        for mask in ("additive", "boolean")
+        for b, h, n in ((4, 32, 2048), (32, 16, 512))
+    ),
     *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
     *(
         Work(name, dict(rows=16384, n=4096), BF16, train)
@@ -139,8 +161,15 @@ WORK = [
     Work("bias_act", dict(rows=16384, n=4096), BF16),
     *(Work("dropout_add_layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in (*ROWS[:3], *FEW[::2])),
     *(Work("dropout_add", dict(rows=rows, n=n), BF16, train=True) for rows, n in (ROWS[0], FEW[2])),
-    Work("quantize_per_token", dict(rows=8192, n=4096), BF16),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16)
+        for name in ("quantize_per_token", "rms_norm_quantize")
+        for rows, n in ((8192, 4096), (16384, 8192), (8192, 2048), (256, 4096))
+    ),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
@@ -155,6 +184,7 @@ SMALL = [
     Work("layer_norm", dict(rows=64, n=256), BF16),
     Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
     *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("softmax", "rms_norm", "add_rms_norm")),
+    *(Work("softmax", dict(b=2, h=3, n=64), BF16, train=True, mask=mask) for mask in ("additive", "boolean")),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
@@ -162,7 +192,9 @@ SMALL = [
     Work("bias_act", dict(rows=64, n=256), BF16),
     *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("dropout_add", "dropout_add_layer_norm")),
     Work("quantize_per_token", dict(rows=64, n=256), F32),
+    Work("rms_norm_quantize", dict(rows=64, n=256), F32),
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
+    Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
 ]

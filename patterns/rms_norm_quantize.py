@@ -1,0 +1,92 @@
+"""RMS normalisation and its int8, a scale for each row: y = x / sqrt(mean(x²) + norm_eps) · (weight + offset);
+scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
+
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be missing. The scale is
+not below eps, where that is given. Returns q and scale `[..., 1]`, not y. Computed in fp32; q is that of the scale as
+returned, in the dtype of x. Its gradient, that of the scale, is the reference's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend import Pattern
+from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.quantize import forward
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
+
+
+@Pattern(inductor="reduction")
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    if weight is None and offset is not None:
+        raise ValueError("an offset belongs to a weight")
+    y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
+    y = y if weight is None else y * (weight if offset is None else weight + offset)
+    scale = y.abs().amax(-1, keepdim=True) / 127
+    scale = scale if eps is None else scale.clamp(min=eps)
+    return torch.clamp(torch.round(y / scale), -128, 127).to(torch.int8), scale
+
+
+@rms_norm_quantize.spelling
+def _(x, weight, offset, norm_eps, eps):
+    y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
+    y = y if weight is None else y * (weight if offset is None else weight + offset)
+    scale = y.abs().amax(-1, keepdim=True) / 127
+    scale = scale if eps is None else scale.clamp(min=eps)
+    return torch.clamp(torch.round(y / scale), -127, 127).to(torch.int8), scale
+
+
+@rms_norm_quantize.near_miss
+def _(x, weight, offset, norm_eps, eps):
+    """the scale of what is normalised"""
+    y = F.rms_norm(x, x.shape[-1:], weight if offset is None else weight + offset, norm_eps)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    scale = scale if eps is None else scale.clamp(min=eps)
+    return torch.clamp(torch.round(y / scale), -128, 127).to(torch.int8), scale
+
+
+@rms_norm_quantize.near_miss
+def _(x, weight, offset, norm_eps, eps):
+    """one scale for everything"""
+    y = F.rms_norm(x, x.shape[-1:], weight if offset is None else weight + offset, norm_eps)
+    scale = y.abs().amax() / 127
+    return torch.clamp(torch.round(y / scale), -128, 127).to(torch.int8), scale
+
+
+@rms_norm_quantize.near_miss
+def _(x, weight, offset, norm_eps, eps):
+    """the weight after the scale"""
+    y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
+    scale = y.abs().amax(-1, keepdim=True) / 127
+    scale = scale if eps is None else scale.clamp(min=eps)
+    y = y * (weight if offset is None else weight + offset)
+    return torch.clamp(torch.round(y / scale), -128, 127).to(torch.int8), scale
+
+
+@rms_norm_quantize.guard
+def _(x, weight, offset, norm_eps, eps):
+    return (
+        reject_rows(x)
+        or reject_vectors(weight=weight)
+        or reject_dtypes(x=x, weight=weight)
+        or reject_dynamic(offset=offset, norm_eps=norm_eps, eps=eps)
+    )
+
+
+@rms_norm_quantize.worthwhile
+def _(x, weight, offset, norm_eps, eps, training):
+    return UNMEASURED
+
+
+@rms_norm_quantize.kernel
+def _(x, weight, offset, norm_eps, eps):
+    return forward(x, weight, offset, norm_eps, eps)
+
+
+@rms_norm_quantize.inputs(dict(rows=64, n=200), dict(rows=8192, n=4096))
+def _(tensor, rows, n):
+    return tensor(rows, n), tensor(n), 1.0, 1e-6, 1e-5

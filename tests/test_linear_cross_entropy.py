@@ -1,0 +1,280 @@
+"""The last linear layer and its loss, in chunks: values and gradients against fp64, and what a compiled graph holds."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusion_backend.patterns import linear_cross_entropy as room
+
+from fusion_backend.op import op_of
+from fusion_backend.pattern import REGISTRY, Reject
+from fusion_backend.testing import fused_nodes, rewritten, with_kernels
+from tests.test_kernels import CLOSE, FLOATS, distance, randn, runs_kernels
+from tests.test_row_kernels import check
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+NAME = "linear_cross_entropy"
+
+
+@pytest.fixture
+def chunks_of_two(monkeypatch):
+    """Rows are cut as those of a large batch are."""
+    monkeypatch.setattr(room, "TILE", 2)
+
+
+def inputs(rows, k=24, v=101, dtype=torch.float32, linear=False):
+    x, w, b = randn(rows, k, dtype=dtype), (randn(k, v) * k**-0.5).to(dtype), randn(v, dtype=dtype)
+    target = torch.arange(rows, device=x.device) * 7 % v
+    target[1::3] = -100
+    return x, w.t().contiguous().t() if linear else w, b, target
+
+
+def call(x, w, b, target, reduction="mean", loss="same", smoothing=0.0):
+    op = op_of(REGISTRY[NAME])
+    arguments = (x, w, b, target, -100, smoothing, reduction, loss)
+    return op.overload(*op.flatten(dict(zip([p.name for p in op.pattern.params], arguments, strict=True))))[0]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("reduction, smoothing", [("mean", 0.0), ("sum", 0.1), ("none", 0.1)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 21])
+def test_values_and_gradients(rows, reduction, smoothing, dtype, chunks_of_two):
+    assert len(room.in_chunks(torch.zeros(rows))) == {1: 1, 2: 1, 7: 4, 21: 4}[rows]
+    for linear in (False, True):
+        x, w, b, target = inputs(rows, dtype=dtype, linear=linear)
+        *_, dw, _ = check(NAME, x, w, b, target, -100, smoothing, reduction, "same")
+        assert not dw.numel() or dw.stride() == w.stride()
+    check(NAME, x.reshape(1, rows, -1), w, None, target, -100, smoothing, reduction, "same", needs=["x", "w"])
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_loss_in_fp32(dtype, chunks_of_two):
+    """The logits are in their own dtype all the same, as under autocast."""
+    x, w, b, target = inputs(9, dtype=dtype)
+    leaves, exact = [[f(t.detach()).requires_grad_() for t in (x, w, b)] for f in (torch.clone, torch.Tensor.double)]
+    out, want = call(*leaves, target, loss="float32"), F.cross_entropy(exact[0] @ exact[1] + exact[2], target)
+    assert out.dtype == torch.float32 and distance(out, want) <= CLOSE[dtype]
+    found = torch.autograd.grad(out, leaves)
+    for d, e, t in zip(found, torch.autograd.grad(want, exact), leaves, strict=True):
+        assert d.dtype == t.dtype and distance(d, e) <= 5 * CLOSE[dtype]
+
+
+@runs_kernels
+def test_2049_rows():
+    x, w, b, target = inputs(2049, 8, 33)
+    assert [len(part) for part in room.in_chunks(x)] == [640, 640, 640, 129]
+    check(NAME, x, w, b, target, -100, 0.0, "mean", "same")
+
+
+@runs_kernels
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_only_wanted_gradients(wanted, reduction, chunks_of_two):
+    x, w, b, target = inputs(9)
+    leaves = [t.requires_grad_(bool(need)) for t, need in zip((x, w, b), wanted, strict=True)]
+    if reduction == "mean":
+        out = REGISTRY[NAME].kernel_fn(*leaves, target, -100, 0.0, reduction, "same", True)
+        assert [d.numel() > 0 for d in out[1:]] == [bool(need) for need in wanted]
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    call(*leaves, target, reduction).sum().backward()
+    F.cross_entropy(exact[0] @ exact[1] + exact[2], target, reduction=reduction).sum().backward()
+    for t, e in zip(leaves, exact, strict=True):
+        assert (t.grad is None) == (e.grad is None)
+        assert t.grad is None or distance(t.grad, e.grad) < 5 * CLOSE[torch.float32]
+
+
+@runs_kernels
+def test_nobody_differentiates():
+    x, w, b, target = inputs(9)
+    losses, *rest = REGISTRY[NAME].kernel_fn(x, w, b, target, -100, 0.0, "none", "same", False)
+    assert not any(t.numel() for t in rest)
+    torch.testing.assert_close(losses, F.cross_entropy(x @ w + b, target, reduction="none"))
+
+
+@runs_kernels
+@pytest.mark.parametrize("factor", [1.0, 0.0, -0.375, 3e4, math.inf, math.nan])
+def test_any_gradient_of_the_loss(factor, chunks_of_two):
+    """Linear in it: powers of two exactly; 0 gives 0, and what is not finite gives nothing finite, as in torch."""
+    x, w, b, target = inputs(9)
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    plain = torch.autograd.grad(call(*leaves, target), leaves)
+    found = torch.autograd.grad(call(*leaves, target) * factor, leaves)
+    for p, f in zip(plain, found, strict=True):
+        if math.isfinite(factor):
+            torch.testing.assert_close(f, p * factor, rtol=1e-6, atol=0)
+        else:
+            assert not f.isfinite().any(1 if f.dim() > 1 else 0).all()
+        assert factor != 1 or torch.equal(f, p)
+
+
+@runs_kernels
+def test_every_target_ignored():
+    x, w, b, _ = inputs(9)
+    leaves, none = [t.requires_grad_() for t in (x, w, b)], torch.full((9,), -100, device=x.device)
+    for reduction, want in (("mean", math.nan), ("sum", 0.0), ("none", 0.0)):
+        out = call(*leaves, none, reduction)
+        torch.testing.assert_close(out, torch.full_like(out, want), equal_nan=True)
+        ours = torch.autograd.grad(out.sum(), leaves)
+        theirs = torch.autograd.grad(F.cross_entropy(x @ w + b, none, reduction=reduction).sum(), leaves)
+        for g, t in zip(ours, theirs, strict=True):
+            assert torch.equal(g, torch.zeros_like(g)) and torch.equal(t, g)
+
+
+@runs_kernels
+def test_a_target_out_of_range_is_an_error_as_in_torch():
+    x, w, b, target = inputs(9)
+    target[4] = 101
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        call(x, w, b, target)
+
+
+@runs_kernels
+def test_small_gradients_in_fp16_survive_with_a_scaled_loss():
+    """Of 60 000 classes, each has a gradient below what fp16 holds, before the loss is scaled."""
+    x, w, _, target = inputs(4, 8, 60000, torch.float16)
+    leaves = [t.requires_grad_() for t in (x, w)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    (call(*leaves, None, target, loss="float32") * 65536).backward()
+    (F.cross_entropy(exact[0] @ exact[1], target) * 65536).backward()
+    for t, e in zip(leaves, exact, strict=True):
+        assert distance(t.grad, e.grad) < 5 * CLOSE[torch.float16]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_as_precise_as_the_whole(dtype, monkeypatch):
+    """dW is rounded after every chunk: in fp32 nothing is lost; in bf16 (here cut off, not rounded) less than twice."""
+    x, w, _, target = inputs(512, 16, 300, dtype)
+    leaves = [t.requires_grad_() for t in (x, w)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    want = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1], target), exact)
+    found = {}
+    for chunks in (1, 4):
+        monkeypatch.setattr(room, "CHUNKS", chunks)
+        found[chunks] = torch.autograd.grad(call(*leaves, None, target), leaves)
+    plain = torch.autograd.grad(F.cross_entropy(leaves[0] @ leaves[1], target), leaves)
+    errors = [[distance(d, e) for d, e in zip(ds, want, strict=True)] for ds in (plain, found[1], found[4])]
+    (dx, dw), (whole_dx, whole_dw), (chunked_dx, chunked_dw) = errors
+    assert chunked_dx == whole_dx and chunked_dw < (1.1 if dtype == torch.float32 else 1.5) * whole_dw
+    assert max(chunked_dx / dx, chunked_dw / dw) < (1.1 if dtype == torch.float32 else 2.5)
+
+
+@runs_kernels
+def test_tied_weights(chunks_of_two):
+    table, tokens, target = (randn(101, 24) * 0.2).requires_grad_(), torch.arange(9) * 5, torch.arange(9)
+
+    def model(table, tokens, target):
+        return F.cross_entropy(F.embedding(tokens, table) @ table.t(), target)
+
+    gm = with_kernels(rewritten(model, table, tokens, target, dynamic=False))
+    assert [str(n.target) for n in fused_nodes(gm)] == ["fusion.linear_cross_entropy.default"]
+    given = {"l_table_": table, "l_tokens_": tokens, "l_target_": target}
+    (out,) = gm(*(given[n.name] for n in gm.graph.nodes if n.op == "placeholder"))
+    exact = table.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(model(exact, tokens, target), exact)
+    assert distance(torch.autograd.grad(out, table)[0], want) < 5 * CLOSE[torch.float32]
+
+
+def test_refusals():
+    x, w, b, target = inputs(4)
+    for change, sentence in [
+        (dict(w=w.expand(3, 24, 101)), "w has 3 dimensions"),
+        (dict(b=b[:1].expand(101)), "is not a plain vector"),
+        (dict(b=b[:1]), "b has shape (1,)"),
+        (dict(target=target.repeat(2)[::2]), "target has shape"),
+        (dict(x=x.half()), "x is torch.float16 and w is torch.float32"),
+    ]:
+        given = dict(x=x, w=w, b=b, target=target) | change
+        answer = REGISTRY[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
+        assert isinstance(answer, Reject) and sentence in answer.reason, answer
+
+
+GRAPHS = """
+import json, sys, torch, torch.nn.functional as F, triton
+from triton.backends.compiler import GPUTarget
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
+
+class NoDriver:  # stands for the GPU that torch asks about before it looks at what a kernel writes
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(NoDriver())
+import fusion_backend.gate, fusion_backend.op
+from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.options import Options
+from fusion_backend.reporting import GraphRecord
+fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+patterns()
+
+def graphs(frozen, gate, rows=512, v=2048):
+    found, sites = [], []
+
+    def look(gm, example_inputs, is_inference=False, **options):
+        with V.set_fake_mode(next(i.fake_mode for i in example_inputs if hasattr(i, "fake_mode"))):
+            post_grad_passes(gm, is_inference)
+        outs = [o.meta["val"] if o is not None else None for o in gm.graph.output_node().args[0]]
+        found.append(
+            [(str(getattr(n.target, "__name__", n.target)), list(n.meta["val"].shape) if isinstance(n.meta.get("val"),
+              torch.Tensor) else []) for n in gm.graph.nodes if n.op == "call_function"])
+        kept = [None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in outs]
+        def run(args):
+            args.clear()
+            return kept
+        run._boxed_call = True
+        return run
+
+    def backend(gm, example_inputs):
+        record = GraphRecord(0)
+        new, _ = fuse_graph(gm, Options(gate=gate), record)
+        sites.extend((s.pattern, s.fused) for s in record.sites)
+        return compile_fx(new, example_inputs, inner_compile=look)
+
+    torch.compiler.reset()
+    x, t = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(rows, dtype=torch.long)
+    last = torch.nn.Linear(64, v, bias=False, dtype=torch.bfloat16).requires_grad_(not frozen)
+    torch.compile(lambda x, t: F.cross_entropy(last(x), t), backend=backend)(x, t).backward()
+    return found, sites
+
+found = {"trained": graphs(False, "always"), "frozen": graphs(True, "always")}
+print(json.dumps(found | {"auto": graphs(False, "auto", 1024, 1 << 17)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The graphs that Inductor would generate code for: forward and backward, in place where they will be."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", GRAPHS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def count(graph, *words):
+    return sum(any(word in name for word in words) for name, _ in graph)
+
+
+def test_the_compiled_forward_holds_a_chunk_and_writes_in_place(compiled):
+    (forward, backward), sites = compiled["trained"]
+    assert sites == [[NAME, True], ["cross_entropy", False]]
+    assert count(forward, "clone", "copy") == count(backward, "clone", "copy") == 0
+    assert count(forward, "add_product") == 3 and count(forward, "mm.default") == 9
+    assert count(backward, "mm.default", "add_product", "triton") == 0, "the backward scales, nothing else"
+    assert not [shape for _, shape in forward if math.prod(shape) > 128 * 2048], "larger than a chunk, or than dW"
+
+
+def test_a_frozen_weight_costs_no_product(compiled):
+    (forward, backward), _ = compiled["frozen"]
+    assert count(forward, "mm.default") == 8 and count(backward, "mm.default", "add_product") == 0
+
+
+def test_it_gives_way_to_cross_entropy_where_it_is_not_worthwhile(compiled):
+    _, sites = compiled["auto"]
+    assert sites == [[NAME, False], ["cross_entropy", True]]
