@@ -223,13 +223,13 @@ def l2_norms(device) -> Iterator[Call]:
 def by_channels(device) -> Iterator[Call]:
     """Batch normalisation of planes and channels-last, and a bias along rows."""
     big = torch.cuda.is_available()
-    c, b = (256, 64) if big else (8, 2)
+    c, b, n = (256, 64, 56) if big else (8, 2, 9)
     vector = torch.rand(4096, device=device, dtype=torch.bfloat16) + 0.5
     affine = channels.Affine(*[vector[:c]] * 4, 1e-5)
-    x = torch.randn(b, c, 56, 56, device=device, dtype=torch.bfloat16)
-    small = torch.randn(b * 4, c * 8, 7, 7, device=device, dtype=torch.bfloat16)
+    x = torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16)
+    small = torch.randn(b * 4, c * 8, n // 8, n // 8, device=device, dtype=torch.bfloat16)
     wide = channels.Affine(*[vector[: c * 8]] * 4, 1e-5)
-    rows = torch.randn(16384 if big else 64, 4096, device=device, dtype=torch.bfloat16)
+    rows = torch.randn(16384 if big else 4, 4096, device=device, dtype=torch.bfloat16)
     for block, each, warps in itertools.product((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32), (4, 8)):
         how = (block, each, warps)
         if not 8 <= block * each // (32 * warps) <= 32:
