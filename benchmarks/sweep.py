@@ -117,10 +117,13 @@ def dropouts(device) -> Iterator[Call]:
         norm = norms.Norm(w, b, None, 1e-5, True, Dropout(seed, 0.1))
         configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
+        ahead = [c for c in read_ahead(configs) if c[0] * c[1] * 4 * (c[4] - 1) * c[3] <= 220 << 10]  # two tensors
+        configs += ahead + [(*c, True) for c in ahead]
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
-        for c in configs:
-            run = functools.partial(norms.forward, x, r, norm, True, Config(*c))
-            yield f"dropout_add_layer_norm {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
+        for c in (Config(*c) for c in configs):
+            run = functools.partial(norms.forward, x, r, norm, True, c)
+            words = " ".join(f"{k}={v}" for k, v in c._asdict().items() if v)
+            yield f"dropout_add_layer_norm {rows}x{n}", words, run
         y, h, mean, rstd = norms.forward(x, r, norm, True)
         args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):

@@ -85,9 +85,12 @@ def dropout_add_kernel(
     i = start + tl.arange(0, BLOCK)
     keep = i < size
     x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
+    if R is not None:
+        r = tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
+    tl.debug_barrier()  # x and the residual are asked for before the generator runs; ptxas would wait
     x *= dropout_factors(tl.load(SEED), start // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
     if R is not None:
-        x += tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
+        x += r
     tl.store(OUT + i, x, keep)
 
 

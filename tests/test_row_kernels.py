@@ -191,6 +191,8 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
     check("dropout_add", r, x, 0.3)
     check("dropout_add", r[:1].expand(5, 1001), r, 0.3)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
+    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(1024, 1, 4, 1, 3, True))  # walks through rows
+    check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
     monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
     monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)

@@ -88,6 +88,8 @@ def norm_kernel(
         w = tl.load(W + col, col < N)
     if EARLY and B is not None:
         b = tl.load(B + col, col < N)
+    if SEED is not None and STAGES > 0:
+        seed = tl.load(SEED)
     for i in tl.range(0, 1 if STAGES == 0 else tl.cdiv(rows - top, step), num_stages=STAGES):
         row = (top + i * step + tl.arange(0, ROWS))[:, None].to(tl.int64)
         keep = (row < rows) & (col < N)
@@ -95,8 +97,9 @@ def norm_kernel(
         if R is not None:
             r = tl.load(R + row * RESIDUAL_STRIDE + col, keep, 0.0).to(tl.float32)
         if SEED is not None:
-            seed = tl.load(SEED)
-            tl.debug_barrier()  # the loads go first, not after the generator, where ptxas would put them
+            if STAGES == 0:
+                tl.debug_barrier()  # x and the residual are asked for before the generator runs; ptxas would wait
+                seed = tl.load(SEED)
             h *= dropout_factors(seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
         if R is not None:
             h += r
