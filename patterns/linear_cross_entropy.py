@@ -98,11 +98,12 @@ def _(saved, dloss):
     needs = [saved.needs[name] for name in ("x", "w", "b")]
     kept = [d if d.numel() else None for d in (saved.dx, saved.dw, saved.db)]
     if all(d is not None for d, need in zip(kept, needs, strict=True) if need):
-        return *((d.float() * dloss).to(d.dtype) if need else None for d, need in zip(kept, needs, strict=True)), None
-    if saved.reduction == "mean":
-        dloss = dloss / (saved.target != saved.ignore_index).sum()
-    found = gradients(saved.x, saved.w, saved.b, saved.target, dloss, saved.ignore_index, saved.smoothing, needs)
-    return *found[1:], None
+        dx, dw, db = ((d.float() * dloss).to(d.dtype) if need else None for d, need in zip(kept, needs, strict=True))
+    else:
+        scale = dloss / (saved.target != saved.ignore_index).sum() if saved.reduction == "mean" else dloss
+        numbers = saved.ignore_index, saved.smoothing
+        _, dx, dw, db = gradients(saved.x, saved.w, saved.b, saved.target, scale, *numbers, needs)
+    return dx, dw.t() if needs[1] and by_columns(saved.w) else dw, db, None
 
 
 def later(dtype, reduction) -> bool:
@@ -114,6 +115,11 @@ def wanted(*tensors: Tensor | None) -> list[bool]:
     """Whose gradient autograd will ask for. Nobody's: it is not autograd that asks, and all are wanted."""
     needs = [t is not None and t.requires_grad for t in tensors]
     return needs if any(needs) else [t is not None for t in tensors]
+
+
+def by_columns(w: Tensor) -> bool:
+    """The weight of a linear layer, transposed: its gradient lies in memory like that, too."""
+    return w.stride(0) == 1
 
 
 def in_chunks(t: Tensor) -> tuple[Tensor, ...]:
@@ -128,8 +134,10 @@ def logits_of(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def gradients(x, w, b, target, scale, ignore_index, smoothing, needs):
-    """The loss of each row, where it has the gradient `scale` (one number, or one a row), and those of x, w and b."""
-    columns = w.stride(0) == 1  # the weight of a linear layer, transposed: its gradient lies in memory like that, too
+    """The loss of each row, where it has the gradient `scale` (one number, or one a row), and those of x, w and b.
+
+    That of w as it lies in memory, transposed where w is: Inductor scales it in place only in the order of its memory.
+    """
     scales = in_chunks(scale) if scale.dim() else itertools.repeat(scale)
     losses, dx, dw, db = [], [], None, None
     for part, t, one in zip(in_chunks(x), in_chunks(target), scales, strict=False):
@@ -138,7 +146,7 @@ def gradients(x, w, b, target, scale, ignore_index, smoothing, needs):
         if needs[0]:
             dx.append(d @ w.t())
         if needs[1]:
-            factors = (d.t(), part) if columns else (part.t(), d)
+            factors = (d.t(), part) if by_columns(w) else (part.t(), d)
             if dw is None:
                 dw = factors[0] @ factors[1]
             else:
@@ -146,7 +154,6 @@ def gradients(x, w, b, target, scale, ignore_index, smoothing, needs):
         if needs[2]:
             db = d.sum(0, dtype=torch.float32) if db is None else db + d.sum(0, dtype=torch.float32)
     dx = torch.cat(dx).reshape(x.shape) if needs[0] else None
-    dw = dw.t() if needs[1] and columns else dw
     return torch.cat(losses), dx, dw, db.to(b.dtype) if needs[2] else None
 
 
