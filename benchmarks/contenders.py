@@ -143,7 +143,8 @@ def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row:
     random = draws(reference, work.arguments(torch.device("meta")))
     if random:
         with torch.no_grad():
-            args[1].zero_()  # the residual: the last result shows what was dropped
+            args[1].zero_()  # the residual: the last result shows what was dropped,
+            args[0].masked_fill_(args[0] == 0, 1.0)  # and nothing else is 0
     outs = results_of(reference, args)
     dys = [torch.randn_like(out) for out in outs] if work.train else None
     exact, fns = None, {}

@@ -46,6 +46,11 @@ def run_now(kernel, grid, args, options) -> None:
     kernel[grid](*args, **options)
 
 
+def said(c: Config) -> str:
+    """block=4096 rows=1 ...: what benchmarks.tune reads."""
+    return " ".join(f"{k}={int(v)}" for k, v in c._asdict().items() if v)
+
+
 def elementwise(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     size = 50_000_000 if big else 5000
@@ -88,20 +93,20 @@ def normalisations(device) -> Iterator[Call]:
         norm = norms.Norm(w, b, None, 1e-5, True)
         for c in (Config(*c) for c in forward):
             run = functools.partial(norms.forward, x, None, norm, True, c)
-            yield f"layer_norm {rows}x{n}", " ".join(f"{k}={v}" for k, v in c._asdict().items() if v), run
+            yield f"layer_norm {rows}x{n}", said(c), run
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
         args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
-                words = f"rows={each} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms_backward.backward_short, *args, (block, each, warps, programs, stages))
-                yield f"layer_norm backward {rows}x{n}", words, run
+                c = Config(block, each, warps, programs, stages)
+                run = functools.partial(norms_backward.backward_short, *args, c)
+                yield f"layer_norm backward {rows}x{n}", said(c), run
         for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
             if n >= 8192 and cols // (32 * warps) == 8:
-                words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms_backward.backward_long, *args, (cols, warps, programs, stages))
-                yield f"layer_norm backward {rows}x{n}", words, run
+                c = Config(cols, 1, warps, programs, stages)
+                run = functools.partial(norms_backward.backward_long, *args, c)
+                yield f"layer_norm backward by columns {rows}x{n}", said(c), run
 
 
 def dropouts(device) -> Iterator[Call]:
@@ -122,20 +127,20 @@ def dropouts(device) -> Iterator[Call]:
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         for c in (Config(*c) for c in configs):
             run = functools.partial(norms.forward, x, r, norm, True, c)
-            words = " ".join(f"{k}={v}" for k, v in c._asdict().items() if v)
+            words = said(c)
             yield f"dropout_add_layer_norm {rows}x{n}", words, run
         y, h, mean, rstd = norms.forward(x, r, norm, True)
         args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
         for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
             if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
-                words = f"rows={each} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms_backward.backward_short, *args, (block, each, warps, programs, stages))
-                yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
+                c = Config(block, each, warps, programs, stages)
+                run = functools.partial(norms_backward.backward_short, *args, c)
+                yield f"dropout_add_layer_norm backward {rows}x{n}", said(c), run
         for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
             if n >= 8192 and cols // (32 * warps) == 8:
-                words = f"columns={cols} warps={warps} programs={programs} stages={stages}"
-                run = functools.partial(norms_backward.backward_long, *args, (cols, warps, programs, stages))
-                yield f"dropout_add_layer_norm backward {rows}x{n}", words, run
+                c = Config(cols, 1, warps, programs, stages)
+                run = functools.partial(norms_backward.backward_long, *args, c)
+                yield f"dropout_add_layer_norm backward by columns {rows}x{n}", said(c), run
 
 
 def gated(device) -> Iterator[Call]:
@@ -166,7 +171,7 @@ def softmaxes(device) -> Iterator[Call]:
         ahead = read_ahead([c for c in configs if c[0] >= n]) * (rows > 1024)
         for c in (Config(*c) for c in configs + ahead):
             run = functools.partial(softmax.forward, x, None, None, None, None, *c[:5])
-            yield f"softmax {rows}x{n}", " ".join(f"{k}={v}" for k, v in c._asdict().items() if v), run
+            yield f"softmax {rows}x{n}", said(c), run
         y, dy = torch.softmax(x, -1), torch.randn_like(x)
         configs += [(part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n]
         for c in dict.fromkeys(configs):

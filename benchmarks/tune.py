@@ -3,13 +3,14 @@
     python -m benchmarks.sweep softmax l2_norm ... --out FILE.json      # on a GPU
     python -m benchmarks.tune FILE.json ...                             # writes fusion_backend/kernels/tuned.py
 
-Of each kernel and row length the fastest configuration is kept. `--check` writes nothing and exits with 1 where the
-table is not what the files give (default: the committed sweeps).
+Of each kernel that works on rows and each row length the fastest configuration is kept. `--check` writes nothing and
+exits with 1 where the table is not what the files give (default: the committed sweeps).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from pathlib import Path
 import triton
 
 from benchmarks.results import Run
+from fusion_backend.kernels.rows import FEW
 
 TABLE = Path(__file__).parent.parent / "fusion_backend" / "kernels" / "tuned.py"
 SWEEPS = Path(__file__).parent / "results" / "sweeps.json"
-WORK = re.compile(r"(?P<kernel>\w[\w ]*) \d+x(?P<n>\d+)")  # layer_norm backward 16384x4096: rows of 4096
+WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")  # layer_norm backward 16384x4096: rows of 4096
 HEAD = '''"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
 
 Written by `python -m benchmarks.tune {files}`; measured on {gpu}, torch {torch}, triton {triton}.
@@ -32,17 +34,19 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {{
 
 
 def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
-    """Kernel -> row length -> configuration, from its words."""
-    best: dict[tuple[str, int], tuple[float, str]] = {}
+    """Kernel -> row length -> configuration, from its words. Of several pieces of work the largest counts."""
+    best: dict[tuple[str, int], tuple[int, float, str]] = {}  # -> elements, milliseconds
     for row in (row for run in runs for row in run.rows):
         work = WORK.fullmatch(row["work"])
-        if work:
-            key = work["kernel"], triton.next_power_of_2(int(work["n"]))
-            best[key] = min(best.get(key, (row["ms"], row["config"])), (row["ms"], row["config"]))
+        if work and "rows=" in row["config"].lower():  # a configuration of a kernel that works on rows
+            rows, n = int(work["rows"]), int(work["n"])
+            key = work["kernel"] + ", few rows" * (rows < FEW), triton.next_power_of_2(n)
+            found = -rows * n, row["ms"], row["config"]
+            best[key] = min(best.get(key, found), found)
     table: dict[str, dict[int, dict[str, int]]] = {}
-    for (kernel, n), (_, words) in sorted(best.items()):
+    for (kernel, n), (_, _, words) in sorted(best.items()):
         pairs = (word.split("=") for word in words.split())
-        table.setdefault(kernel, {})[n] = {name.lower(): int(value == "True" or value) for name, value in pairs}
+        table.setdefault(kernel, {})[n] = {name.lower(): int(value) for name, value in pairs}
     return table
 
 
@@ -51,7 +55,7 @@ def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files:
     lines = [HEAD.format(files=" ".join(f"{f.parent.name}/{f.name}" for f in files), **about)]
     for kernel, configs in table.items():
         lines.append(f'    "{kernel}": {{\n')
-        lines += [f"        {n}: {config},\n" for n, config in configs.items()]
+        lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
         lines.append("    },\n")
     return "".join([*lines, "}\n"])
 

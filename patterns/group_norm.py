@@ -18,13 +18,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.activations import activate, activated
 from fusion_backend.kernels.inputs import dense, dynamic, memory, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms_backward import add_up
-from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.rows import RESULTS, UNMEASURED, reject_vectors
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted: one program works on it
 
@@ -62,7 +63,10 @@ def size_of(x, groups) -> int:
 
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
-    return UNMEASURED
+    if statically_known_true(x.numel() < 1 << 24):
+        return UNMEASURED
+    if training and statically_known_true(x.shape[0] * groups < 264):
+        return Reject(f"Inductor trains faster with fewer than 264 groups: a program has one ({RESULTS})")
 
 
 @group_norm.kernel(saves=("mean", "rstd"))

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic, rows_as_in
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows, row_config
+from fusion_backend.kernels.rows import RESULTS, reject_rows, row_config, tuned
 
 
 @Pattern(inductor="reduction")
@@ -44,7 +45,8 @@ def _(x, eps):
 
 @l2_norm.worthwhile
 def _(x, eps, training):
-    return UNMEASURED
+    if number(x.shape[-1]) > 4096 or statically_known_true(x.numel() < 1 << 24):
+        return Reject(f"Inductor is as fast for rows of more than 4096 and for small tensors ({RESULTS})")
 
 
 @l2_norm.kernel
@@ -56,7 +58,8 @@ def forward(x, eps, config=None):
     """Grid: rows / rows_each."""
     n, y = number(x.shape[-1]), torch.empty_like(x)
     x, rows, stride = rows_as_in(y, x)
-    block, rows_each, warps = config or row_config(n, x.element_size())
+    rule = row_config(n, x.element_size())
+    block, rows_each, warps, *_ = config or tuned("l2_norm", rows, n, x.element_size(), rule)
     launch(
         l2_norm_kernel, ((rows + rows_each - 1) // rows_each,), x, y, rows, eps, STRIDE=stride, N=n, BLOCK=block,
         ROWS=rows_each, num_warps=warps,
@@ -73,7 +76,8 @@ def backward(dy, x, eps, config=None):
     """dx = (dy - y sum(y dy)) / ‖x‖; of a row that eps holds up, dy / eps. Grid: rows / rows_each."""
     n, dx = number(x.shape[-1]), torch.empty_like(x)
     (dy, _, dy_stride), (x, rows, stride) = rows_as_in(dx, dy), rows_as_in(dx, x)
-    block, rows_each, warps = config or row_config(n, 2 * x.element_size())
+    rule = row_config(n, 2 * x.element_size())
+    block, rows_each, warps, *_ = config or tuned("l2_norm backward", rows, n, x.element_size(), rule)
     launch(
         l2_norm_backward_kernel, ((rows + rows_each - 1) // rows_each,), dy, x, dx, rows, eps, DY_STRIDE=dy_stride,
         STRIDE=stride, N=n, BLOCK=block, ROWS=rows_each, num_warps=warps,

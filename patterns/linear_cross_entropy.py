@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.cross_entropy import forward, gradient_in_place, reject_target, valid
@@ -73,7 +74,10 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
 
 @linear_cross_entropy.worthwhile
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
-    return UNMEASURED
+    if statically_known_true(target.numel() * w.shape[1] < 1 << 29) or x.dtype != torch.bfloat16:
+        return UNMEASURED
+    if training:
+        return Reject("the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves the logits")
 
 
 @linear_cross_entropy.kernel(saves=("dx", "dw", "db"))
@@ -95,7 +99,7 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, save):
 @linear_cross_entropy.backward
 def _(saved, dloss):
     dloss = dloss.float().contiguous()
-    needs = [saved.needs[name] for name in ("x", "w", "b")]
+    needs = [saved.needs[name] and getattr(saved, name) is not None for name in ("x", "w", "b")]
     kept = [d if d.numel() else None for d in (saved.dx, saved.dw, saved.db)]
     if all(d is not None for d, need in zip(kept, needs, strict=True) if need):
         dx, dw, db = ((d.float() * dloss).to(d.dtype) if need else None for d, need in zip(kept, needs, strict=True))

@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.quantize import forward
 from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
 
@@ -79,7 +80,8 @@ def _(x, weight, offset, norm_eps, eps):
 
 @rms_norm_quantize.worthwhile
 def _(x, weight, offset, norm_eps, eps, training):
-    return UNMEASURED
+    if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 24):
+        return UNMEASURED
 
 
 @rms_norm_quantize.kernel

@@ -15,7 +15,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import as_rows, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED, Broadcast, grid, reject_broadcast, reject_rows, row_config
+from fusion_backend.kernels.rows import (
+    RESULTS,
+    UNMEASURED,
+    Broadcast,
+    grid,
+    reject_broadcast,
+    reject_rows,
+    row_config,
+    tuned,
+)
 
 
 @Pattern(reciprocal=True, inductor="reduction")
@@ -61,7 +70,10 @@ def _(x, scale, mask, drop, fill, training):
 
 @softmax.kernel
 def _(x, scale, mask, drop, fill):
-    return forward(x, scale, mask, drop, fill, *row_config(number(x.shape[-1]), x.element_size()))
+    n, rule = number(x.shape[-1]), row_config(number(x.shape[-1]), x.element_size())
+    plain = mask is None and drop is None
+    chosen = tuned("softmax", x.numel() // n, n, x.element_size(), rule) if plain else rule
+    return forward(x, scale, mask, drop, fill, *chosen[:5])
 
 
 def forward(x, scale, mask, drop, fill, block, rows_each, warps, programs=0, stages=0):
@@ -91,7 +103,8 @@ def backward(dy, y, x, scale, drop, needs, config=None):
     n, other = number(x.shape[-1]), Broadcast(x, drop)
     dx, ds = (torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None for need in needs)
     (dy, _, dy_stride), (y, rows, y_stride) = as_rows(dy), as_rows(y)
-    block, rows_each, warps = config or row_config(n, 2 * y.element_size())
+    rule = row_config(n, 2 * y.element_size())
+    block, rows_each, warps, *_ = config or tuned("softmax backward", rows, n, y.element_size(), rule)
     kernel, rest = (softmax_backward_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_backward_long_kernel, {})
     launch(
         kernel, ((rows + rows_each - 1) // rows_each,), dy, y, other.tensor, dx, ds, rows, *other.sizes, *other.strides,

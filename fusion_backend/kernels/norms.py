@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, maybe_rows, number
 from fusion_backend.kernels.launch import launch
-from fusion_backend.kernels.rows import MAX_HELD, RESULTS, Config, grid
+from fusion_backend.kernels.rows import MAX_HELD, RESULTS, Config, grid, tuned
 from fusion_backend.pattern import Reject
 
 SHORT = 32768  # bytes of a row up to which holding it pays in any case
@@ -48,9 +48,11 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     Grid: rows / rows_each, or a few programs a multiprocessor.
     """
     n = number(x.shape[-1])
-    block, rows_each, warps, programs, stages, early = config or forward_config(
-        n, x.element_size(), residual is not None, norm.dropout
-    )
+    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout)
+    if config is None and (residual is None or norm.dropout is not None):
+        kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
+        config = tuned(kernel, x.numel() // n, n, x.element_size(), rule)
+    block, rows_each, warps, programs, stages, early = config or rule
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)

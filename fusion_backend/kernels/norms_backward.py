@@ -15,7 +15,7 @@ from fusion_backend.kernels.dropout import drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.norms import Norm
-from fusion_backend.kernels.rows import grid, multiprocessors
+from fusion_backend.kernels.rows import Config, grid, multiprocessors, tuned
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
 
@@ -34,11 +34,20 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
     return out, *add_up(sums, h.dtype, *needs[1:])
 
 
-def backward_config(n: int) -> tuple[int, int, int, int, int]:
-    """BLOCK, rows at a time, warps, programs a multiprocessor, and stages of the loop over rows (swept on an H200)."""
+def backward_config(n: int) -> Config:
+    """16 elements a thread, but at least four warps (swept on an H200)."""
     block = max(4, triton.next_power_of_2(n))
     warps = max(4, block // 512)
-    return block, max(1, 2048 // block), warps, max(1, 16 // warps), 3
+    return Config(block, max(1, 2048 // block), warps, max(1, 16 // warps), 3)
+
+
+def chosen(h, dh, norm, suffix: str, rule: Config) -> Config:
+    """From the table, for the two norms that have been swept."""
+    n = number(h.shape[-1])
+    if not norm.centred or (dh is not None) != (norm.dropout is not None):
+        return rule
+    kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
+    return tuned(f"{kernel} backward{suffix}", h.numel() // n, n, h.element_size(), rule)
 
 
 def partial_sums(h, needs, programs):
@@ -50,7 +59,7 @@ def partial_sums(h, needs, programs):
 def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
     n = number(h.shape[-1])
-    block, rows_each, warps, programs, stages = config or backward_config(n)
+    block, rows_each, warps, programs, stages, _ = config or chosen(h, dh, norm, "", backward_config(n))
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
     programs = grid(rows, rows_each, programs, h.device)
     sums = partial_sums(h, needs, programs)
@@ -115,7 +124,7 @@ def norm_backward_kernel(
 def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Two passes: the two means of every row, then the results, block of columns by block of columns."""
     n = number(h.shape[-1])
-    cols, warps, programs, stages = config or (2048, 8, 4, 3)
+    cols, _, warps, programs, stages, _ = config or chosen(h, dh, norm, " by columns", Config(2048, 1, 8, 4, 3))
     blocks = (n + cols - 1) // cols
     programs = max(1, multiprocessors(h.device) * programs // blocks)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)

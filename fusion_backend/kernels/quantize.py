@@ -12,7 +12,7 @@ import triton.language as tl
 
 from fusion_backend.kernels.inputs import as_rows, number
 from fusion_backend.kernels.launch import launch
-from fusion_backend.kernels.rows import row_config
+from fusion_backend.kernels.rows import row_config, tuned
 
 
 def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
@@ -25,7 +25,8 @@ def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
 def forward(x, weight, offset, norm_eps, eps, how=None):
     """q and scale `[..., 1]`; norm_eps None: no norm. Grid: rows / rows_each."""
     n, norm = number(x.shape[-1]), norm_eps is not None
-    block, rows_each, warps = how or config(n, x.element_size(), norm)
+    kernel, rule = "rms_norm_quantize" if norm else "quantize_per_token", config(n, x.element_size(), norm)
+    block, rows_each, warps, *_ = how or tuned(kernel, x.numel() // n, n, x.element_size(), rule)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
     x, rows, stride = as_rows(x)

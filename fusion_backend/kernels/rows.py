@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
 from fusion_backend.kernels.inputs import dynamic, number
+from fusion_backend.kernels.tuned import TABLE
 from fusion_backend.pattern import Reject
 
 RESULTS = "benchmarks/results/h200.json"
 UNMEASURED = Reject("its kernel has not been timed here; fusion.gate=always takes it")
+FEW = 1024  # rows that leave a GPU waiting for one read after another
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one program
 
@@ -38,6 +40,14 @@ def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
     if n * itemsize > MAX_HELD:
         return 8192, 1, 16
     return block, max(1, 2048 // block), min(32, max(4, block // 512))
+
+
+def tuned(kernel: str, rows, n: int, itemsize: int, rule: tuple) -> Config:
+    """What the table has for the kernel and rows of n, else what the rule gives."""
+    few = ", few rows" if not dynamic(rows) and rows < FEW else ""
+    block = triton.next_power_of_2(n)
+    found = TABLE.get(kernel + few, {}).get(block) if itemsize == 2 else None
+    return Config(**dict(block=block) | found) if found else Config(*rule)
 
 
 def reject_rows(x: Tensor) -> Reject | None:

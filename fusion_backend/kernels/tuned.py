@@ -1,0 +1,77 @@
+"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
+
+Written by `python -m benchmarks.tune results/sweeps.json`; measured on NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
+What is not here follows the rule in the kernel's own file.
+"""
+
+TABLE: dict[str, dict[int, dict[str, int]]] = {
+    "dropout_add_layer_norm": {
+        1024: {"block": 1024, "rows": 2, "warps": 4},
+        4096: {"block": 4096, "rows": 1, "warps": 4},
+        8192: {"block": 8192, "rows": 1, "warps": 4},
+        32768: {"block": 32768, "rows": 1, "warps": 16},
+    },
+    "dropout_add_layer_norm backward": {
+        1024: {"rows": 2, "warps": 4, "programs": 4, "stages": 2},
+        4096: {"rows": 2, "warps": 16, "programs": 1, "stages": 3},
+        8192: {"rows": 1, "warps": 16, "programs": 1, "stages": 3},
+    },
+    "dropout_add_layer_norm backward by columns": {
+        8192: {"block": 1024, "rows": 1, "warps": 4, "programs": 4, "stages": 3},
+        32768: {"block": 1024, "rows": 1, "warps": 4, "programs": 4, "stages": 3},
+    },
+    "l2_norm": {
+        1024: {"block": 1024, "rows": 2, "warps": 4},
+        4096: {"block": 4096, "rows": 4, "warps": 16},
+        8192: {"block": 8192, "rows": 2, "warps": 32},
+        32768: {"block": 32768, "rows": 1, "warps": 32},
+    },
+    "l2_norm backward": {
+        1024: {"block": 1024, "rows": 1, "warps": 4},
+        4096: {"block": 4096, "rows": 1, "warps": 4},
+        8192: {"block": 8192, "rows": 1, "warps": 8},
+        32768: {"block": 32768, "rows": 1, "warps": 16},
+    },
+    "layer_norm": {
+        1024: {"block": 1024, "rows": 4, "warps": 4, "early": 1},
+        4096: {"block": 4096, "rows": 2, "warps": 8, "early": 1},
+        8192: {"block": 8192, "rows": 1, "warps": 4},
+        32768: {"block": 8192, "rows": 1, "warps": 16},
+    },
+    "layer_norm backward": {
+        1024: {"rows": 2, "warps": 4, "programs": 4, "stages": 3},
+        4096: {"rows": 1, "warps": 8, "programs": 2, "stages": 3},
+        8192: {"rows": 1, "warps": 16, "programs": 1, "stages": 3},
+    },
+    "layer_norm backward by columns": {
+        8192: {"block": 2048, "rows": 1, "warps": 8, "programs": 4, "stages": 3},
+        32768: {"block": 1024, "rows": 1, "warps": 4, "programs": 4, "stages": 4},
+    },
+    "layer_norm backward by columns, few rows": {
+        8192: {"block": 1024, "rows": 1, "warps": 4, "programs": 4, "stages": 1},
+        131072: {"block": 1024, "rows": 1, "warps": 4, "programs": 8, "stages": 4},
+    },
+    "layer_norm backward, few rows": {
+        8192: {"rows": 1, "warps": 16, "programs": 1, "stages": 3},
+    },
+    "layer_norm, few rows": {
+        8192: {"block": 8192, "rows": 1, "warps": 8, "early": 1},
+        131072: {"block": 8192, "rows": 1, "warps": 16},
+    },
+    "softmax": {
+        4096: {"block": 4096, "rows": 2, "warps": 4},
+        8192: {"block": 8192, "rows": 1, "warps": 16},
+        32768: {"block": 32768, "rows": 1, "warps": 32, "programs": 1, "stages": 3},
+    },
+    "softmax backward": {
+        4096: {"block": 4096, "rows": 1, "warps": 16},
+        8192: {"block": 8192, "rows": 1, "warps": 8},
+        32768: {"block": 32768, "rows": 1, "warps": 16},
+    },
+    "softmax backward, few rows": {
+        8192: {"block": 8192, "rows": 1, "warps": 8},
+    },
+    "softmax, few rows": {
+        8192: {"block": 8192, "rows": 1, "warps": 8},
+    },
+}
