@@ -30,6 +30,7 @@ from fusion_backend.patterns import (
 )
 
 from benchmarks.results import Run, machine
+from benchmarks.sweep_attention import attention
 from benchmarks.timing import Clock
 from fusion_backend.kernels import channels, cross_entropy, norms, norms_backward, quantize
 from fusion_backend.kernels.dropout import Dropout
@@ -285,6 +286,7 @@ SWEEPS = {
     "batch_norm": by_channels,
     "bias_act": by_channels,
     "group_norm": group_norms,
+    "attention": attention,
 }
 
 

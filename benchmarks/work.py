@@ -91,6 +91,11 @@ class Work(NamedTuple):
         return size_of(REGISTRY[self.pattern].reference, args, self.train)
 
     @property
+    def attended(self) -> float:
+        """The share of the scores that attention must compute."""
+        return 0.5 if self.case.get("causal") or self.case.get("padded") else 1.0
+
+    @property
     def size(self) -> int:
         """Elements of the tensor that counts."""
         if "c" in self.case:  # [b, c, n, n]
@@ -99,6 +104,9 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> int:
+        if self.pattern == "attention":
+            b, h, n, d = (self.case[name] for name in "bhnd")
+            return int(4 * b * h * n * n * d * self.attended * (3.5 if self.train else 1))
         return operations(REGISTRY[self.pattern].reference, self.arguments(torch.device("meta")), self.train)
 
     @property
@@ -170,6 +178,10 @@ WORK = [
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
+    Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
+    Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
+    *(Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train) for train in (False, True)),
+    *(Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train) for train in (False, True)),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
@@ -195,6 +207,7 @@ SMALL = [
     Work("rms_norm_quantize", dict(rows=64, n=256), F32),
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
+    *(Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True) for mask in ("bias", "padded")),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
 ]

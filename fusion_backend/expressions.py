@@ -40,6 +40,11 @@ class Expr:
         return f"{self.op}{attr}{args}"
 
 
+def in_library(op: str) -> bool:
+    """Does Inductor call a library for it, so that operands and result lie in memory in any case?"""
+    return op in ("matmul", "linear") or op.startswith("aten.conv")
+
+
 def peel(e: Expr) -> Expr:
     """Without the casts around it that only change a rounding."""
     while e.op == "cast":

@@ -15,16 +15,16 @@ from torch import fx
 from fusion_backend import library
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.expressions import FREE, LIKE, peel, same
+from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
-from fusion_backend.op import draw, op_of
+from fusion_backend.op import DECISION, op_of, seed_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reporting import location
-from fusion_backend.torch_api import FakeTensor, guard_or_false, inductor_config, statically_known_true, sym_eq
+from fusion_backend.torch_api import FakeTensor, inductor_config, statically_known_true
 from fusion_backend.views import Viewed, geometry, original, value_of
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
@@ -214,12 +214,16 @@ class Gate:
 
     def provide(self, match: Match, training: bool) -> Decision:
         pattern = match.pattern
+        cuda = all(on_gpu(original(a)) for a in match.tensors.values())
         offered = library.offer(match, self.masks) if pattern.library_fn is not None else None
         if isinstance(offered, LibraryCall):
-            return self.called(match, offered, training)
-        cuda = all(on_gpu(original(a)) for a in match.tensors.values())
+            no = self.own_refused(match, offered, training, cuda)
+            if no is None:
+                return self.called(match, offered, training)
+            offered = Reject(f"its mask stays: {offered.why}")
+        else:
+            no = self.kernel_refused(match, training, cuda)
         backward = self.backward_provider(pattern, cuda) if training else None
-        no = self.kernel_refused(match, training, cuda)
         random = draws(match)
         inline = not cuda and self.options.gate == "always" and (not random or pattern.seeded_fn is not None)
         own = backward != "vjp" and training and pattern.can_inline_forward and not random  # dropout in torch is slow
@@ -238,17 +242,38 @@ class Gate:
 
     def called(self, match: Match, call: LibraryCall, training: bool) -> Decision:
         """The library provider's decision: autograd goes through its call."""
-        root = match.roots[0]
+        root, own = match.roots[0], call.op if isinstance(call.op, Pattern) else None
+        providers = ("kernel", "kernel") if own else ("library", "autograd")
+        if own:
+            chosen = {"forward": "kernel", "backward": "kernel" if training else "vjp", "save": training}
+            call = dataclasses.replace(call, op=op_of(own).overload, options=call.options | chosen)
         try:
-            out = library.result_of(match, call)
+            results = library.results_of(match, call)
         except Exception as error:
             return Decision(match, False, f"{call.op} refuses it: {type(error).__name__}: {error}")
-        wrong = library.differs(out, root.meta["val"])
+        wrong = library.differs(results[0], root.meta["val"])
         if wrong:
             return Decision(match, False, wrong)
-        copy = library.needs_copy(root, out, self.writers)
-        backward = "autograd" if training else None
-        return Decision(match, True, call.why, "library", backward, training, (out,), call=call, copy=copy)
+        copy = library.needs_copy(root, results[0], self.writers)
+        backward = providers[1] if training else None
+        decision = Decision(match, True, call.why, providers[0], backward, training, results, call=call, copy=copy)
+        if own and torch.cuda.is_available():
+            numbers = [value for name, value in call.options.items() if name not in DECISION]
+            try:
+                with results[0].fake_mode, torch.no_grad():
+                    self.compile_kernels(op_of(own), [*library.values_of(match, call), *numbers], decision)
+            except Exception as error:
+                return Decision(match, False, told(error), failure=told(error))
+        return decision
+
+    def own_refused(self, match: Match, call: LibraryCall, training: bool, cuda: bool) -> Reject | None:
+        """Where the operator is that of a pattern: does its kernel take it, and is it worth it?"""
+        if not isinstance(call.op, Pattern):
+            return None
+        if training and any(storage in self.writers for r in match.roots for storage in storages(r)):
+            return Reject("its result, which backward reads, is changed afterwards")
+        values = [*library.values_of(match, call), *call.options.values()]
+        return self.kernel_refused(match, training, cuda, call.op, values)
 
     def backward_provider(self, pattern: Pattern, cuda: bool) -> str:
         if pattern.backward_fn is None:
@@ -266,15 +291,16 @@ class Gate:
                 return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
         return None
 
-    def kernel_refused(self, match: Match, training: bool, cuda: bool) -> Reject | None:
-        pattern = match.pattern
+    def kernel_refused(self, match: Match, training: bool, cuda: bool, pattern=None, values=None) -> Reject | None:
+        """Of the match's pattern, or of another that is called in its place on these values."""
+        pattern = pattern or match.pattern
         if pattern.kernel_fn is None:
             return Reject("no kernel yet")
         if draws(match) and pattern.seeded_fn is None:
             return Reject("it draws random numbers and has no seeded reference")
         if not cuda:
             return Reject("the kernel needs CUDA tensors")
-        values = [value_of(match.arguments[p.name]) for p in pattern.params]
+        values = values or [value_of(match.arguments[p.name]) for p in pattern.params]
         questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
         for question, given in questions[: 1 if self.options.gate == "always" else 2]:
             try:
@@ -309,8 +335,7 @@ class Gate:
                 if torch.cuda.is_available() and "kernel" in (decision.forward, decision.backward):
                     self.compile_kernels(op, flat, decision)
         except Exception as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            return f"its kernel failed: {type(error).__name__}: {line}"
+            return told(error)
         if not shares_memory(decision.value, values):
             self.tried[key] = [(o.dtype, o.device, o.shape, o.stride()) for o in decision.value]
         return ""
@@ -330,15 +355,8 @@ def draws(match: Match) -> bool:
     return match.template.kinds in match.pattern.memo.get("random", ())
 
 
-def seed_of(pattern: Pattern, like: FakeTensor) -> dict[str, FakeTensor]:
-    """A fake seed for a pattern that draws random numbers."""
-    with like.fake_mode:
-        return {name: draw(like.device) for name in pattern.drawn}
-
-
-def in_library(op: str) -> bool:
-    """Does Inductor call a library for it, so that operands and result lie in memory in any case?"""
-    return op in ("matmul", "linear") or op.startswith("aten.conv")
+def told(error: Exception) -> str:
+    return f"its kernel failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def shares_memory(results: tuple, values: list) -> bool:
@@ -356,11 +374,7 @@ def result_differs(decision: Decision, values: list) -> str:
             return f"the kernel gives {out.dtype}, the graph has {want.dtype}"
         if not same(out.shape, want.shape):
             return f"the kernel gives {tuple(out.shape)}, the graph has {tuple(want.shape)}"
-        laid_out = all(
-            guard_or_false(sym_eq(have, need)) or statically_known_true(size <= 1)
-            for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
-        )
-        if not laid_out:
+        if not library.laid_out_as(out, want):
             return f"the result has strides {tuple(out.stride())}, the graph has {tuple(want.stride())}"
     return ""
 

@@ -15,7 +15,7 @@ from fusion_backend.functional import storages
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
 from fusion_backend.op import without_autocast
-from fusion_backend.pattern import LibraryCall, Reject
+from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
 from fusion_backend.views import value_of
 
@@ -32,8 +32,13 @@ def offer(match: Match, masks: Masks) -> LibraryCall | Reject:
         answer = pattern.library_fn(*values, known)
     except Exception as error:
         return Reject(f"its library provider raised {type(error).__name__}: {error}")
-    if isinstance(answer, LibraryCall) and written_so(match, answer, masks.canon):
+    if not isinstance(answer, LibraryCall):
+        return answer
+    if not isinstance(answer.op, Pattern) and written_so(match, answer, masks.canon):
         return Reject("it is written as this call already")
+    nodes = [t for t in answer.tensors if isinstance(t, fx.Node)]
+    if any(s in masks.writers for n in nodes for s in storages(n)):
+        return Reject("what its mask is made of may be written to")
     return answer
 
 
@@ -47,11 +52,17 @@ def written_so(match: Match, call: LibraryCall, canon) -> bool:
     return all(canon.of[g] is canon.of[w] for g, w in zip(given, wanted, strict=True))
 
 
-def result_of(match: Match, call: LibraryCall) -> torch.Tensor:
-    """The fake result of the call."""
-    values = [value_of(match.arguments[name]) for name in call.tensors]
+def results_of(match: Match, call: LibraryCall) -> tuple[torch.Tensor, ...]:
+    """The fake result of the call, and what it keeps for the backward."""
+    values = values_of(match, call)
     with values[0].fake_mode, torch.no_grad(), without_autocast():
-        return call.op(*values, **call.options)
+        out = call.op(*values, **call.options)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def values_of(match: Match, call: LibraryCall) -> list[torch.Tensor | None]:
+    """The fake tensors that it takes."""
+    return [value_of(match.arguments[t] if isinstance(t, str) else t) for t in call.tensors]
 
 
 def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:

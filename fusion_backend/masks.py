@@ -18,10 +18,11 @@ from torch import fx
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.elements import RULES
+from fusion_backend.expressions import same
 from fusion_backend.functional import storages
 from fusion_backend.reading import Reader
 from fusion_backend.reporting import location
-from fusion_backend.terms import Linear, Term, both, computed, conjuncts, lifted, negated, parts, variables
+from fusion_backend.terms import ZERO, Linear, Term, both, computed, conjuncts, lifted, negated, parts, variables
 from fusion_backend.torch_api import pytree, statically_known_true
 from fusion_backend.views import Viewed
 
@@ -53,6 +54,20 @@ class Part:
     kind: str
     term: object
     text: str
+
+    def vector(self, batches) -> tuple[fx.Node, bool] | None:
+        """The node that holds the condition for every batch and key of a mask `[b, h, n, m]`, `[b or 1, m]` or with two
+        dimensions of 1 between, and whether it is true where the condition is not."""
+        t, opposite = self.term, isinstance(self.term, Term) and self.term.op == "not"
+        t = t.args[0] if opposite else t
+        if self.kind != "keys" or not isinstance(t, Term) or t.op != "read" or len(t.args[1]) not in (2, 4):
+            return None
+        node, (batch, *between, key) = t.args
+        shape = node.meta["val"].shape
+        whole = key == Linear({"j": 1}) and all(i == ZERO for i in between) and node.meta["val"].dtype == torch.bool
+        one = batch == ZERO and same(shape[:1], (1,))
+        each = batch == Linear({"b0": 1}) and same(shape[:1], (batches,))
+        return (node, opposite) if whole and (one or each) else None
 
 
 @dataclasses.dataclass

@@ -213,6 +213,12 @@ def draw(device: torch.device) -> Tensor:
     return DRAW(*args, **kwargs)
 
 
+def seed_of(pattern: Pattern, like: Tensor) -> dict[str, Tensor]:
+    """A fake seed for a pattern that draws random numbers, where the fake tensor `like` is."""
+    with like.fake_mode:
+        return {name: draw(like.device) for name in pattern.drawn}
+
+
 def fields(p) -> list[inspect.Parameter]:
     """The schema arguments of one pattern argument."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD

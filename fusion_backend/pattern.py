@@ -33,12 +33,13 @@ class Reject:
 class LibraryCall:
     """The answer "yes" of a library provider: one call of a torch operator that computes the pattern's result.
 
-    `tensors` are the pattern's arguments that it takes, by name, in order; `options` its keyword arguments; `why` says
-    in the report what is gained.
+    `tensors` are the pattern's arguments that it takes, in order: a name, None for one that is missing, or a node of
+    the graph that a mask was read back to; `options` its keyword arguments; `why` says in the report what is gained.
+    The operator may be that of a pattern with a kernel, which is then asked whether it takes these tensors.
     """
 
-    op: Callable
-    tensors: tuple[str, ...]
+    op: Callable | Pattern
+    tensors: tuple
     options: dict
     why: str
 
@@ -61,6 +62,7 @@ class Param:
 
 SCALARS = (float, int)
 REGISTRY: dict[str, Pattern] = {}
+UNMATCHED: dict[str, Pattern] = {}  # not looked for in graphs
 
 
 def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
@@ -113,7 +115,8 @@ class Pattern:
                   (off by default: the two differ by a rounding);
       inductor    what Inductor itself makes of it and can fuse with its neighbours: "pointwise" (as good a kernel:
                   by itself the gate takes only sites in inference without such neighbours), "reduction" (next to
-                  such neighbours the forward is inlined), or None (library calls).
+                  such neighbours the forward is inlined), or None (library calls);
+      matched     is it looked for in graphs? False: only the library providers of other patterns call its operator.
 
     Raises PatternError, naming file and line, when the annotations are not understood or the name is taken.
     """
@@ -129,6 +132,7 @@ class Pattern:
         *,
         reciprocal: bool = False,
         inductor: Literal["pointwise", "reduction"] | None = None,
+        matched: bool = True,
     ):
         code = reference.__code__
         self.name = reference.__name__
@@ -155,7 +159,7 @@ class Pattern:
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
-        register(self)
+        register(self, REGISTRY if matched else UNMATCHED)
 
     def __call__(self, *args):
         """Run the reference."""
@@ -291,12 +295,12 @@ class Pattern:
             )
 
 
-def register(pattern: Pattern) -> None:
+def register(pattern: Pattern, registry: dict[str, Pattern] = REGISTRY) -> None:
     """Add a pattern. A second definition from the same file (a notebook cell run again) replaces the first."""
-    old = REGISTRY.get(pattern.name)
+    old = {**REGISTRY, **UNMATCHED}.get(pattern.name)
     if old is not None and old.file != pattern.file:
         raise PatternError(f"{pattern.where}: the name is taken by {old.where}")
-    REGISTRY[pattern.name] = pattern
+    registry[pattern.name] = pattern
 
 
 def unregister(name: str) -> None:

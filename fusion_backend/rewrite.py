@@ -15,8 +15,8 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.gate import Decision, seed_of
-from fusion_backend.op import DRAW, how_to_draw, op_of
+from fusion_backend.gate import Decision
+from fusion_backend.op import DRAW, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
 from fusion_backend.torch_api import aten, pytree
 from fusion_backend.views import Viewed, step_of
@@ -66,8 +66,10 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
 
     with graph.inserting_before(first):
         if d.call is not None:
-            given = tuple(argument(match.arguments[name]) for name in d.call.tensors)
-            result = call(d.call.op, given, dict(d.call.options), d.value[0])
+            given = tuple(argument(match.arguments[t] if isinstance(t, str) else t) for t in d.call.tensors)
+            result = call(d.call.op, given, dict(d.call.options), d.value if len(d.value) > 1 else d.value[0])
+            if len(d.value) > 1:
+                result = call(operator.getitem, (result, 0), {}, d.value[0])
             if d.copy:
                 value = first.meta["val"]
                 result = call(aten.clone.default, (result,), {"memory_format": torch.contiguous_format}, value)

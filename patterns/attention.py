@@ -5,19 +5,24 @@ q. One of: an additive mask; a boolean `keep`, where a row with nothing kept giv
 `fill` for what is not kept; a causal mask. Dropout of the probabilities with p. Source: Vaswani et al. 2017.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of `F.scaled_dot_product_attention`,
-also where it was written by hand, and without repeating the heads of k and v. Any other mask stays.
+also where it was written by hand, and without repeating the heads of k and v. With any other mask it becomes
+masked_attention, which reads bands, vectors over the keys, dense masks and biases without the scores in memory.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic, same_sizes
+from fusion_backend.kernels import flash, flash_backward
+from fusion_backend.kernels.inputs import DTYPES, dynamic, number, reject_dtypes, reject_dynamic, same_sizes
+from fusion_backend.kernels.rows import UNMEASURED
 
 
 @Pattern
@@ -61,12 +66,14 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
 
 @attention.library(masks=("mask", "keep"))
 def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
-    """`F.scaled_dot_product_attention` without a dense mask, where what the mask keeps is everything or causal."""
+    """`F.scaled_dot_product_attention` without a dense mask, where what the mask keeps is everything or causal; else
+    our own kernels, which read bands and vectors of keys, and dense masks and biases without the scores in memory."""
     found = masks.get("mask") or masks.get("keep")
     if found is not None and not (found.everything or found.causal):
-        return Reject(f"its mask stays: {found}")
+        return by_kernel(q, k, keep, fill, scale, p, causal, found)
     if found is not None and found.causal and fill is not None and not found.hides(fill, q.dtype):
-        return Reject(f"{found}, but {fill:g} for what is masked is a score that others may reach")
+        why = f"{found}, but {fill:g} for what is masked is a score that others may reach"
+        return by_kernel(q, k, keep, fill, scale, p, causal, found, why)
     no = reject_shapes(q, k, v, heads) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
     if no is None and heads == "grouped":
         no = reject_grouped(q)
@@ -78,6 +85,156 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
     options = dict(dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped")
     why = str(found) if found is not None else "one call, without the scores in memory"
     return LibraryCall(torch.ops.aten.scaled_dot_product_attention.default, ("q", "k", "v"), options, why)
+
+
+def by_kernel(q, k, keep, fill, scale, p, causal, found, why: str | None = None) -> LibraryCall | Reject:
+    """masked_attention, with as little of the mask in memory as what is known of it allows."""
+    why = why or str(found)
+    if p is not None:
+        return Reject(f"its mask stays: {why}; our kernels have no dropout")
+    low, high = found.low, found.high
+    if causal == "causal":
+        low = 0
+    alone = not found.parts and every_row_sees(found, q.shape[-2], k.shape[-2])
+    hides = keep is None or fill is None or found.hides(fill, q.dtype)
+    each = keep is not None and keep.dim() == 4 and same_sizes(keep.shape[:1], k.shape[:1])
+    vector = found.parts[0].vector(k.shape[0]) if each and len(found.parts) == 1 else None
+    bias, dense, keys, padded = None, None, None, False
+    if alone and hides:
+        hidden = "zero"
+    elif keep is None:  # an additive mask says itself what becomes of a row that sees nothing
+        bias, low, high, hidden = "mask", None, None, "zero"
+    else:
+        hidden = "zero" if fill is None else "nan" if fill == -math.inf else "fill"
+        keys, padded = vector or (None, False)
+        dense = "keep" if found.parts and keys is None else None
+    if any(dynamic(bound) for bound in (low, high) if bound is not None):
+        return Reject(f"its mask stays: {why}; the kernel takes no dynamic band")
+    options = dict(
+        low=low, high=high, fill=fill if hidden == "fill" else None, scale=scale, cap=None, hidden=hidden,
+        padded="padding" if padded else "seen",
+    )  # fmt: skip
+    return LibraryCall(masked_attention, ("q", "k", "v", bias, dense, keys), options, why)
+
+
+def every_row_sees(found, n, m) -> bool:
+    """Has every query a key in the band?"""
+    low, high = found.low, found.high
+    first = low is None or statically_known_true(low <= 0)
+    last = high is None or statically_known_true(n - 1 - high < m)
+    return first and last and (low is None or high is None or statically_known_true(low <= high))
+
+
+@Pattern(matched=False)
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    keys: Tensor | None,
+    low: int | None,
+    high: int | None,
+    fill: float | None,
+    scale: float,
+    cap: float | None,
+    hidden: Literal["zero", "nan", "fill"],
+    padded: Literal["seen", "padding"],
+) -> Tensor:
+    """Attention of which kernels/flash.py says what the arguments mean, written out."""
+    times = q.shape[1] // k.shape[1]
+    k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
+    scores = (q @ k.mT) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores if bias is None else scores + bias
+    apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+    seen = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep.expand_as(scores)
+    if keys is not None:
+        keys = keys if keys.dim() == 2 else keys[:, 0, 0]
+        seen = seen & (keys != (padded == "padding"))[:, None, None]
+    seen = seen if low is None else seen & (apart >= low)
+    seen = seen if high is None else seen & (apart <= high)
+    scores = scores.masked_fill(~seen, fill if hidden == "fill" else -math.inf)
+    if hidden != "zero":
+        return torch.softmax(scores, -1).to(v.dtype) @ v
+    some = seen.any(-1, True)
+    return (torch.softmax(scores.masked_fill(~some, 0.0), -1) * some).to(v.dtype) @ v
+
+
+def masking_of(bias, keep, keys, low, high, fill, scale, cap, hidden, padded) -> flash.Masking:
+    return flash.Masking(bias, keep, keys, padded == "padding", low, high, hidden, fill or 0.0, scale, cap)
+
+
+@masked_attention.guard
+def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded):
+    return (
+        reject_shapes(q, k, v, "grouped")
+        or reject_dtypes(q=q, k=k, v=v)
+        or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap)
+        or reject_masks(q, k, bias, keep, keys)
+        or reject_heads(q, k, v)
+        or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
+    )
+
+
+def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+    d, heads, kv_heads = (number(size) for size in (q.shape[3], q.shape[1], k.shape[1]))
+    if dynamic(d) or not 16 <= d <= 256:
+        return Reject(f"heads of {d}; the kernel takes 16 to 256")
+    if dynamic(heads) or dynamic(kv_heads) or heads % kv_heads:
+        return Reject(f"{heads} heads of q for {kv_heads} of k and v")
+    for name, t in dict(q=q, k=k, v=v).items():
+        if dynamic(t.stride(3)) or t.stride(3) != 1:
+            return Reject(f"the numbers of one head of {name} are {t.stride(3)} apart")
+
+
+def reject_masks(q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, keys: Tensor | None) -> Reject | None:
+    """What the kernel cannot read where it is."""
+    full = (*q.shape[:3], k.shape[2])
+    for name, t in dict(bias=bias, keep=keep).items():
+        if t is None:
+            continue
+        fits = t.dim() <= 4 and all(
+            same_sizes((have,), (want,)) or same_sizes((have,), (1,))
+            for have, want in zip(reversed(t.shape), reversed(full), strict=False)
+        )
+        if not fits:
+            return Reject(f"{name} with shape {tuple(t.shape)} does not broadcast to {tuple(full)}")
+        if t.dtype not in ((torch.bool,) if name == "keep" else DTYPES):
+            return Reject(f"{name} is {t.dtype}")
+    if keys is not None and not (same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))):
+        return Reject(f"the vector of keys has shape {tuple(keys.shape)}")
+
+
+@masked_attention.worthwhile
+def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded, training):
+    return UNMEASURED
+
+
+@masked_attention.kernel(saves=("lse",))
+def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded, save):
+    masking = masking_of(bias, keep, keys, low, high, fill, scale, cap, hidden, padded)
+    return flash.forward(q, k, v, masking, save)
+
+
+@masked_attention.backward(result=True)
+def _(saved, do):
+    masking = masking_of(
+        saved.bias, saved.keep, saved.keys, saved.low, saved.high, saved.fill, saved.scale, saved.cap, saved.hidden,
+        saved.padded,
+    )  # fmt: skip
+    found = flash_backward.backward(saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, saved.needs)
+    return *found, None, None
+
+
+@masked_attention.inputs(dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1))
+def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0):
+    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None, None
+    masks = (*masks[:2], tensor(b, n) > 0) if padded else masks
+    band = 0 if causal or window else None, window - 1 if window else None
+    return q, k, v, *masks, *band, None, d**-0.5, None, "zero", "seen"
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
@@ -103,6 +260,11 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
-def _(tensor, b, h, n, d):
-    q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)  # one head for all is either form
-    return q, k, v, tensor(n, n), tensor(n, n) > -1, -1e9, d**-0.5, 0.1, "same", "full"
+def _(tensor, b, h, n, d, causal=0, bias=0, padded=0):
+    if not (causal or bias or padded):  # one head for all of k and v is either form
+        q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
+        return q, k, v, tensor(n, n), tensor(n, n) > -1, -1e9, d**-0.5, 0.1, "same", "full"
+    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    keep = (torch.arange(n, device=q.device) < n // 2).expand(b, 1, 1, n).contiguous() if padded else None
+    mask = tensor(1, h, n, n) if bias else None
+    return q, k, v, mask, keep, None, d**-0.5, None, "same", "causal" if causal else "full"

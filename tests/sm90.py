@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fusion_backend.kernels.launch import trial
-from fusion_backend.pattern import REGISTRY, Pattern
+from fusion_backend.pattern import REGISTRY, UNMATCHED, Pattern
 from fusion_backend.template import with_kinds
 from fusion_backend.testing import supported_forms
 
@@ -34,7 +34,7 @@ SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 HALF, FULL = torch.bfloat16, torch.float32
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.bool: "i1",
-    torch.int64: "i64",
+    torch.int64: "i64", torch.int32: "i32",
 }  # fmt: skip
 
 # Pattern, case, dtype, does a backward follow?
@@ -94,6 +94,19 @@ SITES = [
     ("rms_norm_quantize", dict(rows=8192, n=8192), HALF, False),
     ("rms_norm_quantize", dict(rows=2048, n=16384), FULL, False),
     ("rms_norm_quantize", dict(rows=64, n=131072), FULL, False),
+    ("masked_attention", dict(b=4, h=16, n=4096, d=128, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=32, n=2048, d=64, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=32, n=2048, d=64, window=256), torch.float16, True),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), HALF, True),
+    ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1), HALF, True),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, padded=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, bias=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, dense=1, padded=1, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=1000, d=80, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=8, n=2048, d=256, window=512), HALF, True),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), FULL, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, causal=1), FULL, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=256, bias=1), FULL, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
     ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),
@@ -131,7 +144,7 @@ class Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and "empty" not in func.__name__:
+        if isinstance(out, Tensor) and "empty" not in func.__name__ and "zeros" not in func.__name__:
             self.seen.append(out)
         return out
 
@@ -182,7 +195,8 @@ def launches(
     def tensor(*shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    args = with_kinds(pattern, supported_forms(pattern)[0], list(pattern.inputs_fn(tensor, **case)))
+    args = list(pattern.inputs_fn(tensor, **case))
+    args = with_kinds(pattern, supported_forms(pattern)[0], args) if pattern.name in REGISTRY else args
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
     drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
@@ -253,7 +267,9 @@ def sites(only: list[str]):
     for name, case, dtype, backward in SITES:
         for transposed in (False, True) if name == "gated_linear" else (False,):
             for launch in (
-                launches(REGISTRY[name], case, dtype, backward, transposed) if not only or name in only else ()
+                launches((REGISTRY | UNMATCHED)[name], case, dtype, backward, transposed)
+                if not only or name in only
+                else ()
             ):
                 if launch not in seen:
                     seen.add(launch)

@@ -1,0 +1,377 @@
+"""The gradients of attention (flash.py), its probabilities computed again from the kept sums of the rows.
+
+With p the probabilities, dp = do vᵀ and ds = p (dp - rowsum(do · out)): dv = pᵀ do, dk = scale · dsᵀ q, dq = scale ·
+ds k, and the bias has the gradient ds, summed where it broadcasts. A program has a block of keys and walks through the
+queries, of all heads that read them, for dk and dv; another has a block of queries for dq. Nothing is added up in
+memory, so that the bits are the same every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from fusion_backend.kernels.flash import (
+    Masking,
+    capped,
+    key_range,
+    laid_out,
+    masked,
+    masks_of,
+    rows_of,
+    shape_of,
+    strides,
+    tile,
+)
+from fusion_backend.kernels.inputs import number, same_sizes
+from fusion_backend.kernels.launch import launch
+
+
+def keys_config(d: int, itemsize: int) -> dict:
+    """Queries and keys a block, warps and stages of the kernel for dk and dv."""
+    if itemsize == 4:
+        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
+    if d <= 64:
+        return dict(BM=64, BN=128, num_warps=8, num_stages=2)
+    if d <= 128:
+        return dict(BM=32, BN=128, num_warps=8, num_stages=3)
+    return dict(BM=32, BN=32, num_warps=8, num_stages=1)
+
+
+def queries_config(d: int, itemsize: int) -> dict:
+    """The same for dq, and for a bias that broadcasts."""
+    if itemsize == 4:
+        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
+    if d <= 64:
+        return dict(BM=128, BN=64, num_warps=8, num_stages=3)
+    if d <= 128:
+        return dict(BM=128, BN=64, num_warps=8, num_stages=2)
+    return dict(BM=64, BN=32, num_warps=8, num_stages=2)
+
+
+def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], configs: tuple | None = None) -> tuple:
+    """dq, dk, dv and the gradient of the bias, or None for what nobody needs."""
+    b, h, n, d = q.shape
+    kv_heads, m = k.shape[1:3]
+    bias, d = masking.bias, number(d)
+    by_keys, by_queries = configs or (keys_config(d, q.element_size()), queries_config(d, q.element_size()))
+    do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
+    args, constants = masks_of(q, k, masking)
+    sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
+    launch(
+        row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h, *rows_of(out), *rows_of(do), D=d,
+        BD=constants["BD"], BM=64, num_warps=4,
+    )  # fmt: skip
+    read = (*args, *rows_of(q), *rows_of(k), *rows_of(v), *rows_of(do))
+    dq, dk, dv, db = None, None, None, None
+    if needs["k"] or needs["v"]:
+        dk, dv = laid_out(k), laid_out(v)
+        launch(
+            flash_keys_kernel, ((m + by_keys["BN"] - 1) // by_keys["BN"] * b * kv_heads,), q, k, v, do, lse, sums, dk,
+            dv, *read, *rows_of(dk), *rows_of(dv), **constants, **by_keys,
+        )  # fmt: skip
+    wide = bias is not None and needs["bias"]
+    alone = wide and same_sizes(shape_of(bias)[:2], (b, h))
+    if wide:
+        # Rows or keys that share a number of the bias are added up at the end. What is left out has no gradient.
+        new, full = torch.zeros if alone else torch.empty, same_sizes(shape_of(bias)[2:], (n, m))
+        db = new((*shape_of(bias)[:2], n, m), dtype=bias.dtype if full else torch.float32, device=q.device)
+    if needs["q"] or alone:
+        dq = laid_out(q)
+        launch(
+            flash_queries_kernel, ((n + by_queries["BM"] - 1) // by_queries["BM"] * b * h,), q, k, v, do, lse, sums, dq,
+            db if alone else None, *read, *rows_of(dq), *strides(db if alone else None), **constants, **by_queries,
+        )  # fmt: skip
+    if wide and not alone:
+        tiles = ((n + by_queries["BM"] - 1) // by_queries["BM"]) * ((m + by_queries["BN"] - 1) // by_queries["BN"])
+        batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
+        launch(
+            flash_bias_kernel, (tiles * batches * heads,), q, k, v, do, lse, sums, db, *read, *strides(db), b, batches,
+            heads, **constants, **by_queries,
+        )  # fmt: skip
+    db = None if db is None else db.sum_to_size(shape_of(bias)).view(bias.shape).to(bias.dtype)
+    wanted = (dq, "q"), (dk, "k"), (dv, "v")
+    return *(g if needs[name] else None for g, name in wanted), db
+
+
+# Bytes: out and do once.
+@triton.jit
+def row_sums_kernel(
+    OUT, DO, SUMS, n, heads, o0, o1, o2, g0, g1, g2, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """rowsum(do · out), in fp32."""
+    blocks = tl.cdiv(n, BM)
+    i0 = tl.program_id(0) % blocks * BM
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    row, d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
+    keep = (row < n - i0) & (d < D)
+    OUT += batch * o0 + head * o1 + tl.cast(i0, tl.int64) * o2
+    DO += batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2
+    out = tl.load(OUT + row * o2 + d, keep, 0.0).to(tl.float32)
+    do = tl.load(DO + row * g2 + d, keep, 0.0).to(tl.float32)
+    at = SUMS + (batch * heads + head) * n + i0 + tl.arange(0, BM)
+    tl.store(at, tl.sum(out * do, 1), tl.arange(0, BM) < n - i0)
+
+
+@triton.jit
+def probabilities(
+    s, lse, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of the products of the block at i0, j0; and which have a gradient."""
+    s, kept = masked(
+        s, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE, CAP, FILL, PADDED, LOW, HIGH,
+        MASKED,
+    )  # fmt: skip
+    p = tl.exp2(s - lse)
+    if FILL is not None:
+        if FILL < -30000.0:  # so far down the logarithm of a row that sees nothing has lost its sum, which is m
+            p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
+    return p, kept
+
+
+@triton.jit
+def gradient(s, p, dp, sums, kept, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr):
+    """ds of the scores with their bias, and of the products but for the scale."""
+    ds = p * (dp - sums)
+    if FILL is not None:
+        ds = tl.where(kept, ds, 0.0)
+    if CAP is not None:
+        t = capped(s, SCALE, CAP)
+        return ds, ds * (1.0 - t * t)
+    else:
+        return ds, ds
+
+
+# Operations: 8 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dk, dv and the masks once.
+@triton.jit
+def flash_keys_kernel(
+    Q, K, V, DO, LSE, SUMS, DK, DV, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
+    p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk0, dk1, dk2, dv0, dv1, dv2, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(m, BN)
+    j0 = tl.program_id(0) % blocks * BN  # with a lower band the first have the most queries
+    kv_head = (tl.program_id(0) // blocks % (heads // group)).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // (heads // group)).to(tl.int64)
+    row, col = tl.arange(0, BM), tl.arange(0, BN)
+    inside = tl.minimum(col, m - 1 - j0)
+    k = tile(K + batch * k0 + kv_head * k1 + tl.cast(j0, tl.int64) * k2, inside, k2, D, BD, UPCAST)
+    v = tile(V + batch * v0 + kv_head * v1 + tl.cast(j0, tl.int64) * v2, inside, v2, D, BD, UPCAST)
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BD], tl.float32)
+    left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, LOW, HIGH, SKIPS, BM, BN)
+    before = (begin - left) // BM
+    edges = before + tl.cdiv(tl.maximum(end - stop, 0), BM)
+    if KEYS is not None:
+        KEYS += batch * y0
+    for g in tl.range(0, group):
+        head = kv_head * group + g
+        bias, keep = BIAS, KEEP
+        if BIAS is not None:
+            bias = BIAS + batch * b0 + head * b1
+        if KEEP is not None:
+            keep = KEEP + batch * p0 + head * p1
+        Q_HEAD = Q + batch * q0 + head * q1
+        DO_HEAD = DO + batch * g0 + head * g1
+        rows = (batch * heads + head) * n
+        for start in tl.range(begin, stop, BM):
+            dk, dv = keys_step(
+                dk, dv, k, v, Q_HEAD, DO_HEAD, LSE + rows, SUMS + rows, bias, keep, KEYS, row, col, start, j0, n, m,
+                low, high, b2, b3, p2, p3, y1, q2, g2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION,
+                False,
+            )  # fmt: skip
+        for t in tl.range(0, edges):
+            start = tl.where(t < before, left + t * BM, stop + (t - before) * BM)
+            dk, dv = keys_step(
+                dk, dv, k, v, Q_HEAD, DO_HEAD, LSE + rows, SUMS + rows, bias, keep, KEYS, row, col, start, j0, n, m,
+                low, high, b2, b3, p2, p3, y1, q2, g2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION,
+                True,
+            )  # fmt: skip
+    d = tl.arange(0, BD)[None, :]
+    kept = (col[:, None] < m - j0) & (d < D)
+    DK += batch * dk0 + kv_head * dk1 + tl.cast(j0, tl.int64) * dk2
+    DV += batch * dv0 + kv_head * dv1 + tl.cast(j0, tl.int64) * dv2
+    tl.store(DK + col[:, None] * dk2 + d, dk * SCALE, kept)
+    tl.store(DV + col[:, None] * dv2 + d, dv, kept)
+
+
+@triton.jit
+def query_range(
+    SEEN, batch, j0, n, m, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, SKIPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """For keys j0, ... the queries from `left` to `end` count; from `begin` to `stop` in whole blocks all see them."""
+    left, end = j0 * 0, j0 * 0 + n
+    # Queries beyond the last have no weight, keys beyond the last are masked.
+    begin, stop = left, tl.where(j0 + BN <= m, (end + BM - 1) // BM * BM, 0)
+    if LOW:
+        begin = tl.maximum(begin, (tl.maximum(j0 + BN - 1 + low, 0) + BM - 1) // BM * BM)
+        if SKIPS:
+            left = tl.maximum(left, tl.maximum(j0 + low, 0) // BM * BM)
+            end = tl.where(j0 + low < n, end, 0)
+    if HIGH:
+        stop = tl.minimum(stop, tl.maximum(j0 + high + 1, 0) // BM * BM)
+        if SKIPS:
+            end = tl.minimum(end, tl.maximum(tl.minimum(j0 + BN, m) + high, 0))
+    if SEEN is not None:
+        first, last = tl.load(SEEN + batch * 3), tl.load(SEEN + batch * 3 + 1)
+        whole = (tl.load(SEEN + batch * 3 + 2) != 0) & (j0 >= first) & (tl.minimum(j0 + BN, m) <= last)
+        stop = tl.where(whole, stop, 0)
+        end = tl.where((j0 < last) & (j0 + BN > first), end, 0)
+    end = tl.maximum(end, left)
+    last = (end + BM - 1) // BM * BM
+    begin = tl.minimum(tl.maximum(begin, left), last)
+    return left, begin, tl.maximum(tl.minimum(stop, last), begin), end
+
+
+@triton.jit
+def keys_step(
+    dk, dv, k, v, Q, DO, LSE, SUMS, BIAS, KEEP, KEYS, row, col, start, j0, n, m, low, high, b2, b3, p2, p3, y1, q2, g2,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
+    at = tl.minimum(row, n - 1 - start)
+    q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, BD, UPCAST)
+    do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, BD, UPCAST)
+    lse = tl.load(LSE + start + row, row < n - start, float("inf"))
+    sums = tl.load(SUMS + start + row, row < n - start, 0.0)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    p, kept = probabilities(
+        s, lse[None, :], BIAS, KEEP, KEYS, row[None, :], col[:, None], start, j0, n, m, low, high, b2, b3, p2, p3, y1,
+        SCALE, CAP, FILL, PADDED, LOW, HIGH, MASKED,
+    )  # fmt: skip
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    _, ds = gradient(s, p, dp, sums[None, :], kept, SCALE, CAP, FILL)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+# Operations: 6 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dq and the masks once.
+@triton.jit
+def flash_queries_kernel(
+    Q, K, V, DO, LSE, SUMS, DQ, DB, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
+    p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq0, dq1, dq2, db0, db1, db2, db3, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(n, BM)
+    i0 = tl.program_id(0) % blocks
+    i0 = (blocks - 1 - i0 if LOW else i0) * BM
+    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    row, col = tl.arange(0, BM), tl.arange(0, BN)
+    inside = tl.minimum(row, n - 1 - i0)
+    K += batch * k0 + head // group * k1
+    V += batch * v0 + head // group * v1
+    if BIAS is not None:
+        BIAS += batch * b0 + head * b1
+    if DB is not None:
+        DB += batch * db0 + head * db1 + tl.cast(i0, tl.int64) * db2
+    if KEEP is not None:
+        KEEP += batch * p0 + head * p1
+    if KEYS is not None:
+        KEYS += batch * y0
+    q = tile(Q + batch * q0 + head * q1 + tl.cast(i0, tl.int64) * q2, inside, q2, D, BD, UPCAST)
+    do = tile(DO + batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2, inside, g2, D, BD, UPCAST)
+    at = (batch * heads + head) * n + i0 + row
+    lse = tl.load(LSE + at, row < n - i0, float("inf"))
+    sums = tl.load(SUMS + at, row < n - i0, 0.0)
+    dq = tl.zeros([BM, BD], tl.float32)
+    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, LOW, HIGH, SKIPS, BM, BN)
+    for start in tl.range(begin, stop, BN):
+        dq, ds = queries_step(
+            dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
+            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, False,
+        )  # fmt: skip
+        if DB is not None:
+            tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, row[:, None] < n - i0)
+    before = (begin - left) // BN
+    for t in tl.range(0, before + tl.cdiv(tl.maximum(end - stop, 0), BN)):
+        start = tl.where(t < before, left + t * BN, stop + (t - before) * BN)
+        dq, ds = queries_step(
+            dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
+            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, True,
+        )  # fmt: skip
+        if DB is not None:
+            within = (row[:, None] < n - i0) & (col[None, :] < m - start)
+            tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, within)
+    d = tl.arange(0, BD)[None, :]
+    DQ += batch * dq0 + head * dq1 + tl.cast(i0, tl.int64) * dq2
+    tl.store(DQ + row[:, None] * dq2 + d, dq * SCALE, (row[:, None] < n - i0) & (d < D))
+
+
+@triton.jit
+def queries_step(
+    dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2, v2,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sum with the keys of one block, and the gradient of its scores."""
+    at = tl.minimum(col, m - 1 - start) if MASKED else col
+    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, BD, UPCAST)
+    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, BD, UPCAST)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p, kept = probabilities(
+        s, lse[:, None], BIAS, KEEP, KEYS, row[:, None], col[None, :], i0, start, n, m, low, high, b2, b3, p2, p3, y1,
+        SCALE, CAP, FILL, PADDED, LOW, HIGH, MASKED,
+    )  # fmt: skip
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    dscore, ds = gradient(s, p, dp, sums[:, None], kept, SCALE, CAP, FILL)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dscore
+
+
+# Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.
+@triton.jit
+def flash_bias_kernel(
+    Q, K, V, DO, LSE, SUMS, DB, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
+    p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, db0, db1, db2, db3, batches, bias_batches, bias_heads,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a bias that several batches or heads share: a program adds up one tile over all of them."""
+    pid, across, down = tl.program_id(0), tl.cdiv(m, BN), tl.cdiv(n, BM)
+    j0, i0 = pid % across * BN, pid // across % down * BM
+    bias_head = (pid // across // down % bias_heads).to(tl.int64)
+    bias_batch = (pid // across // down // bias_heads).to(tl.int64)
+    row, col = tl.arange(0, BM), tl.arange(0, BN)
+    at, key = tl.minimum(row, n - 1 - i0), tl.minimum(col, m - 1 - j0)
+    sum_heads = heads // bias_heads
+    ds = tl.zeros([BM, BN], tl.float32)
+    for t in tl.range(0, batches // bias_batches * sum_heads):
+        batch, head = bias_batch + t // sum_heads, bias_head + t % sum_heads
+        q = tile(Q + batch * q0 + head * q1 + tl.cast(i0, tl.int64) * q2, at, q2, D, BD, UPCAST)
+        k = tile(K + batch * k0 + head // group * k1 + tl.cast(j0, tl.int64) * k2, key, k2, D, BD, UPCAST)
+        v = tile(V + batch * v0 + head // group * v1 + tl.cast(j0, tl.int64) * v2, key, v2, D, BD, UPCAST)
+        do = tile(DO + batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2, at, g2, D, BD, UPCAST)
+        rows = (batch * heads + head) * n + i0 + row
+        lse = tl.load(LSE + rows, row < n - i0, float("inf"))
+        sums = tl.load(SUMS + rows, row < n - i0, 0.0)
+        keep, keys = KEEP, KEYS
+        if KEEP is not None:
+            keep = KEEP + batch * p0 + head * p1
+        if KEYS is not None:
+            keys = KEYS + batch * y0
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p, kept = probabilities(
+            s, lse[:, None], BIAS + bias_batch * b0 + bias_head * b1, keep, keys, row[:, None], col[None, :], i0, j0, n,
+            m, low, high, b2, b3, p2, p3, y1, SCALE, CAP, FILL, PADDED, LOW, HIGH, True,
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        of_scores, _ = gradient(s, p, dp, sums[:, None], kept, SCALE, CAP, FILL)
+        ds += of_scores
+    DB += bias_batch * db0 + bias_head * db1 + tl.cast(i0, tl.int64) * db2
+    inside = (row[:, None] < n - i0) & (col[None, :] < m - j0)
+    tl.store(DB + row[:, None] * db2 + (j0 + col)[None, :] * db3, ds, inside)

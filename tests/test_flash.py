@@ -1,0 +1,313 @@
+"""The flash attention kernels against the written-out formula in fp64, value and gradients, for every kind of mask."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusion_backend.patterns.attention import masked_attention
+
+import fusion_backend.gate
+from fusion_backend.kernels import flash, flash_backward
+from fusion_backend.kernels.flash import Masking
+from fusion_backend.pattern import Reject
+from fusion_backend.testing import collect, fused_nodes
+from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts
+SIZES = [(1, 1), (1, 64), (17, 40), (64, 17)]
+MANY = ("wide window", "causal to the right", "padding and causal", "bias for all and a window", "dense")
+
+
+def places(n: int, m: int):
+    return torch.arange(n, device=DEVICE)[:, None] - torch.arange(m, device=DEVICE)
+
+
+def seen(shape, masking: Masking):
+    """Which scores are seen, as a dense mask `[b, h, n, m]`."""
+    kept = torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    if masking.keep is not None:
+        kept = kept & masking.keep
+    if masking.keys is not None:
+        keys = masking.keys if masking.keys.dim() == 2 else masking.keys[:, 0, 0]
+        kept = kept & (keys != masking.padded)[:, None, None, :]
+    apart = places(*shape[2:])
+    if masking.low is not None:
+        kept = kept & (apart >= masking.low)
+    if masking.high is not None:
+        kept = kept & (apart <= masking.high)
+    return kept
+
+
+def formula(q, k, v, masking: Masking):
+    """Attention, written out."""
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    s = (q @ k.mT) * masking.scale
+    if masking.cap is not None:
+        s = torch.tanh(s / masking.cap) * masking.cap
+    if masking.bias is not None:
+        s = s + masking.bias
+    kept = seen(s.shape, masking)
+    s = s.masked_fill(~kept, masking.fill if masking.hidden == "fill" else -math.inf)
+    if masking.hidden == "zero":  # without NaN in the gradient
+        s = s.masked_fill(~kept.any(-1, True), 0)
+        return (torch.softmax(s, -1) * kept.any(-1, True)) @ v
+    return torch.softmax(s, -1) @ v
+
+
+def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), factor=1):
+    masking = masking or Masking()
+    masking = masking._replace(scale=masking.scale if masking.scale != 1 else q.shape[-1] ** -0.5)
+    out, lse = flash.forward(q, k, v, masking, True, config)
+    leaves = [exact(t).requires_grad_() for t in (q, k, v)]
+    bias = None if masking.bias is None else exact(masking.bias).requires_grad_()
+    want = formula(*leaves, masking._replace(bias=bias))
+    assert out.dtype == q.dtype and out.shape == q.shape
+    assert distance(out, want) <= factor * 2 * CLOSE[q.dtype]
+    do = randn(*out.shape, dtype=q.dtype)
+    wanted = dict(zip("qkv", leaves, strict=True)) | ({} if bias is None else {"bias": bias})
+    wanted = {name: leaf for name, leaf in wanted.items() if name in needs}
+    exactly = dict(zip(wanted, torch.autograd.grad(want, list(wanted.values()), do.double()), strict=True))
+    asked = {name: name in wanted for name in ("q", "k", "v", "bias")}
+    configs = None if config is None else (config, config)
+    found = flash_backward.backward(q, k, v, masking, out, lse, do, asked, configs)
+    scale = max(g.abs().max().item() for g in exactly.values())  # rounding alone, where a gradient is 0
+    for name, got in zip(asked, found, strict=True):
+        assert (got is not None) == asked[name]
+        if got is not None:
+            like = dict(q=q, k=k, v=v, bias=masking.bias)[name]
+            assert got.dtype == like.dtype and got.shape == like.shape
+            apart = (got.double() - exactly[name]).norm()
+            limit = exactly[name].norm() + 1e-2 * scale * exactly[name].numel() ** 0.5
+            assert apart <= factor * 8 * CLOSE[q.dtype] * limit, name
+    return out
+
+
+def qkv(n, m, d, h=2, kv=None, b=2, dtype=torch.float32):
+    return randn(b, h, n, d, dtype=dtype), *(randn(b, kv or h, m, d, dtype=dtype) for _ in "kv")
+
+
+def masks(n, m, b=2, h=2, dtype=torch.float32):
+    """Every kind of mask."""
+    padding = torch.rand(b, m, device=DEVICE) > 0.4
+    padding[:, 0] = True
+    behind = torch.arange(m, device=DEVICE) < torch.tensor([[max(1, m // 3)], [m]], device=DEVICE)
+    keep = torch.rand(b, 1, n, m, device=DEVICE) > 0.3
+    keep[..., 0] = True
+    return {
+        "all": Masking(),
+        "causal": Masking(low=0),
+        "causal to the right": Masking(low=n - m),
+        "window": Masking(low=0, high=5),
+        "wide window": Masking(low=-40, high=30),
+        "padding": Masking(keys=padding),
+        "padding behind": Masking(keys=behind),
+        "padding of four dimensions": Masking(keys=~behind[:, None, None, :].expand(b, 1, n, m), padded=True),
+        "padding and causal": Masking(keys=behind, low=0),
+        "padding, filled": Masking(keys=behind, hidden="fill", fill=-1e9),
+        "dense": Masking(keep=keep),
+        "dense, filled": Masking(keep=keep[:1], hidden="fill", fill=-2.0),
+        "causal, filled": Masking(low=0, hidden="fill", fill=-3.0),
+        "bias": Masking(bias=randn(b, h, n, m, dtype=dtype)),
+        "bias for all batches": Masking(bias=randn(1, h, n, m, dtype=dtype)),
+        "bias for all heads, causal": Masking(bias=randn(b, 1, n, m, dtype=dtype), low=0),
+        "bias for all and a window": Masking(bias=randn(1, 1, n, m, dtype=dtype), low=-3, high=60),
+        "bias of keys": Masking(bias=randn(b, 1, 1, m, dtype=dtype)),
+        "bias of causal heads": Masking(bias=randn(b, h, n, m, dtype=dtype), low=0),
+        "capped": Masking(cap=0.5, low=0),
+        "capped with a bias and padding": Masking(cap=2.0, bias=randn(1, h, n, m, dtype=dtype), keys=padding),
+    }
+
+
+@runs_kernels
+@pytest.mark.parametrize("n, m, kind", [(*s, k) for s in SIZES for k in masks(4, 4)] + [(100, 130, k) for k in MANY])
+def test_masks(n, m, kind):
+    check(*qkv(n, m, 16), masks(n, m)[kind])
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("d", [16, 40, 64])
+def test_head_sizes(d, dtype):
+    for kind in ("all", "window", "bias for all batches"):
+        check(*qkv(17, 40, d, dtype=dtype), masks(17, 40, dtype=dtype)[kind], config=None if kind == "all" else SMALL)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kv", [1, 2])
+@pytest.mark.parametrize("kind", ["causal to the right", "padding and causal", "bias for all batches", "dense"])
+def test_grouped_heads(kind, kv):
+    check(*qkv(20, 33, 16, h=4, kv=kv), masks(20, 33, h=4)[kind])
+
+
+def heads_last(t):
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@runs_kernels
+def test_layouts():
+    """Heads last, a packed projection, padded rows, expanded keys: read as they lie; gradients lie as the inputs do."""
+    q, k, v = qkv(20, 33, 16)
+    out = check(*map(heads_last, (q, k, v)))
+    assert out.transpose(1, 2).is_contiguous()
+    assert check(q, k, v).is_contiguous()
+    packed = randn(2, 24, 3, 2, 16).permute(2, 0, 3, 1, 4)
+    check(*packed.unbind(0), Masking(low=0))
+    check(q, randn(2, 2, 33, 20)[..., :16], v[:1].expand(2, -1, -1, -1))
+    wide = randn(2, 2, 20, 40)[..., :33]
+    check(q, k, v, Masking(bias=wide, keep=(randn(33, 20) > 0).mT[None, None] | (torch.arange(33, device=DEVICE) == 0)))
+    check(q, k, v, Masking(bias=randn(33), low=-50))
+    check(q, k, v, Masking(bias=randn(20, 1) + 0 * randn(20, 33), high=10))
+
+
+@runs_kernels
+@pytest.mark.parametrize("needs", [["q"], ["k"], ["v"], ["bias"], ["q", "bias"]])
+def test_only_wanted_gradients(needs):
+    for shape in ((2, 2, 17, 33), (1, 2, 17, 33)):
+        check(*qkv(17, 33, 16), Masking(bias=randn(*shape)), needs=needs)
+
+
+@runs_kernels
+def test_large_scores():
+    q, k, v = qkv(33, 33, 16)
+    check(100 * q, k, v, Masking(low=0), factor=20)
+    out, _ = flash.forward(q, k, v, Masking(bias=torch.full((33,), -1e30, device=DEVICE)), False, SMALL)
+    assert distance(out, v.double().mean(2, True).expand_as(v)) < 1e-5
+
+
+@runs_kernels
+def test_rows_that_see_nothing():
+    """0 and without a gradient, NaN, or the mean over all keys: as the masking says."""
+    q, k, v = qkv(20, 40, 16)
+    none = torch.arange(40, device=DEVICE) < torch.tensor([[0], [25]], device=DEVICE)
+    left = torch.arange(40, device=DEVICE) > torch.tensor([[10], [-1]], device=DEVICE)
+    keep = (randn(2, 1, 20, 40) > 0) & (torch.arange(20, device=DEVICE)[:, None] != 3)
+    for masking in (
+        Masking(keys=none),
+        Masking(keys=left, low=0),
+        Masking(keep=keep),
+        Masking(low=5),
+        Masking(high=-25),
+    ):
+        out = check(q, k, v, masking)
+        dead = ~seen((2, 2, 20, 40), masking).any(-1)
+        assert dead.any()
+        assert not out[dead].any() and out[~dead].ne(0).all()
+        filled = masking._replace(hidden="fill", fill=torch.finfo(torch.float32).min)
+        out = check(q, k, v, filled)
+        assert torch.allclose(out[dead], v.mean(2)[:, :, None].expand_as(out)[dead], atol=1e-6)
+        out, _ = flash.forward(q, k, v, masking._replace(hidden="nan"), False, SMALL)
+        assert torch.equal(out.isnan().all(-1), dead) and torch.equal(out.isnan().any(-1), dead)
+
+
+@runs_kernels
+def test_hidden_keys_are_not_read():
+    """NaN where the padding or the band hides whole blocks changes nothing."""
+    q, k, v = qkv(40, 100, 16)
+    keys = torch.arange(100, device=DEVICE) < 30
+    for masking in (Masking(keys=keys[None]), Masking(low=10)):
+        want, _ = flash.forward(q, k, v, masking, False, SMALL)
+        spoilt = [t.clone().index_fill_(2, torch.arange(48, 100, device=DEVICE), math.nan) for t in (k, v)]
+        out, lse = flash.forward(q, *spoilt, masking, True, SMALL)
+        assert torch.equal(out, want)
+        needs = dict.fromkeys(("q", "k", "v", "bias"), True)
+        dq, dk, dv, _ = flash_backward.backward(q, *spoilt, masking, out, lse, out, needs, (SMALL, SMALL))
+        assert not dq.isnan().any() and not dk[:, :, 48:].any() and not dv[:, :, 48:].any()
+
+
+# The whole way: the mask read back to its sources, the graph rewritten, the kernels interpreted.
+
+
+def keep(n, m, offset=0, window=None):
+    i, j = torch.arange(n)[:, None], torch.arange(m)[None, :]
+    kept = j <= i + offset
+    return kept if window is None else kept & (j > i + offset - window)
+
+
+def by_hand(q, k, v, mask, fill=None):
+    s = q @ k.mT * 0.25
+    return torch.softmax(s + mask if fill is None else s.masked_fill(~mask, fill), -1) @ v
+
+
+def sdpa(q, k, v, mask, **options):
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+PADDING = torch.tensor([[1] * 20 + [0] * 10, [1] * 30])
+FOUND = {
+    "window": (lambda q, k, v, x: sdpa(q, k, v, keep(30, 30, window=7)), dict(low=0, high=6, hidden="zero")),
+    "offset": (lambda q, k, v, x: sdpa(q[:, :, :9], k, v, keep(9, 30, 21)), dict(low=-21, high=None)),
+    "window by hand": (
+        lambda q, k, v, x: by_hand(q, k, v, keep(30, 30, 0, 7), -1e9), dict(low=0, high=6, hidden="zero")),
+    "padding": (lambda q, k, v, x: sdpa(q, k, v, PADDING.bool()[:, None, None, :]), dict(low=None, padded="seen")),
+    "padding, expanded": (lambda q, k, v, x: sdpa(q, k, v, (PADDING != 0)[:, None, None].expand(2, 1, 30, 30)), {}),
+    "padding and causal": (
+        lambda q, k, v, x: sdpa(q, k, v, (PADDING != 0)[:, None, None] & keep(30, 30)), dict(low=0, hidden="zero")),
+    "complement of padding": (
+        lambda q, k, v, x: by_hand(q, k, v, ~(PADDING == 0)[:, None, None], -1e4), dict(hidden="fill", fill=-1e4)),
+    "causal with a fill that scores may reach": (
+        lambda q, k, v, x: by_hand(q, k, v, keep(30, 30), -3.0), dict(low=0, hidden="fill")),
+    "a dense choice": (lambda q, k, v, x: sdpa(q, k, v, (x > -1) & keep(30, 30)), dict(low=0, hidden="zero")),
+    "a bias with a gradient": (lambda q, k, v, x: sdpa(q, k, v, x), dict(low=None, high=None)),
+    "a bias with a gradient, by hand": (lambda q, k, v, x: by_hand(q, k, v, x), dict(hidden="zero")),
+    "a bias with a causal part": (
+        lambda q, k, v, x: by_hand(q, k, v, x + torch.where(keep(30, 30), 0.0, -1e30)), dict(low=None)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
+    monkeypatch.setattr(fusion_backend.gate, "on_gpu", lambda t: True)
+
+
+def gradients(fn, inputs):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = fn(*leaves)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has this on a GPU")
+@pytest.mark.parametrize("name", FOUND)
+def test_masks_of_graphs(name, taken):
+    fn, options = FOUND[name]
+    inputs = [*qkv(30, 30, 16, kv=1 if "offset" in name else 2), randn(2, 1 if "dense" in name else 2, 30, 30)]
+    inputs[1:3] = [t.expand(-1, 2, -1, -1).contiguous() for t in inputs[1:3]]
+    collector = collect(fn, *[t.requires_grad_() for t in inputs])
+    (node,) = fused_nodes(collector.graphs[0])
+    assert str(node.target) == "fusion.masked_attention.default"
+    assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items()
+    tensors = dict(zip(("q", "k", "v", "bias", "keep", "keys"), node.args, strict=True))
+    wanted = {"bias"} if "bias" in name else {"keep"} if "dense" in name else {"keys"} if "padding" in name else set()
+    assert {name for name in ("bias", "keep", "keys") if tensors[name] is not None} == wanted
+    exactly = gradients(fn, [t.double() for t in inputs])
+    torch.compiler.reset()
+    got = gradients(torch.compile(fn, backend=collector), inputs)
+    for g, w in zip(got, exactly, strict=True):
+        assert (g is None) == (w is None)
+        if w is not None:
+            assert distance(g, w) < 1e-5
+
+
+def test_refusals():
+    q, k, v = qkv(4, 6, 16)
+    rest = dict(bias=None, keep=None, keys=None, low=None, high=None, fill=None, scale=0.25, cap=None, hidden="zero")
+
+    def refusal(q, k, v, **changed):
+        answer = masked_attention.guard_fn(*{**dict(q=q, k=k, v=v), **rest, "padded": "seen", **changed}.values())
+        return answer.reason if isinstance(answer, Reject) else None
+
+    assert refusal(q, k, v) is None
+    assert refusal(q, k[:, :, :3], v[:, :, :3], bias=randn(4, 3), keys=randn(1, 3) > 0) is None
+    assert "heads of 8" in refusal(*(t[..., :8] for t in (q, k, v)))
+    assert "16 to 256" in refusal(*qkv(4, 6, 512))
+    assert "4 heads of q for 3" in refusal(*qkv(4, 6, 16, h=4, kv=3))
+    assert "of v have another size" in refusal(q, k, v[..., :8])
+    assert "apart" in refusal(q, k.mT.contiguous().mT, v)
+    assert "does not broadcast" in refusal(q, k, v, bias=randn(3, 6))
+    assert "not positive" in refusal(q, k, v, scale=-1.0)
+    assert "torch.float16" in refusal(q, k, v.half())
+    assert "keep is torch.float32" in refusal(q, k, v, keep=randn(4, 6))
