@@ -156,10 +156,12 @@ def masked_attention(
     seen = seen if low is None else seen & (apart >= low)
     seen = seen if high is None else seen & (apart <= high)
     scores = scores.masked_fill(~seen, fill if hidden == "fill" else -math.inf)
-    if hidden != "zero":
-        return torch.softmax(scores, -1).to(v.dtype) @ v
-    some = seen.any(-1, True)
-    return (torch.softmax(scores.masked_fill(~some, 0.0), -1) * some).to(v.dtype) @ v
+    if hidden == "zero":
+        some = seen.any(-1, True)
+        weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
+    else:
+        weights = torch.softmax(scores, -1)
+    return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def masking_of(bias, keep, keys, low, high, fill, scale, cap, hidden, padded) -> flash.Masking:
@@ -182,6 +184,8 @@ def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
     d, heads, kv_heads = (number(size) for size in (q.shape[3], q.shape[1], k.shape[1]))
     if dynamic(d) or not 16 <= d <= 256:
         return Reject(f"heads of {d}; the kernel takes 16 to 256")
+    if q.dtype == torch.float32 and d > 128:
+        return Reject(f"heads of {d} in fp32 exceed the registers")
     if dynamic(heads) or dynamic(kv_heads) or heads % kv_heads:
         return Reject(f"{heads} heads of q for {kv_heads} of k and v")
     for name, t in dict(q=q, k=k, v=v).items():
@@ -203,8 +207,10 @@ def reject_masks(q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None,
             return Reject(f"{name} with shape {tuple(t.shape)} does not broadcast to {tuple(full)}")
         if t.dtype not in ((torch.bool,) if name == "keep" else DTYPES):
             return Reject(f"{name} is {t.dtype}")
-    if keys is not None and not (same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))):
-        return Reject(f"the vector of keys has shape {tuple(keys.shape)}")
+    if keys is not None:
+        batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
+        if keys.dtype != torch.bool or not batches or not same_sizes(keys.shape[-1:], k.shape[2:3]):
+            return Reject(f"the vector of keys is {keys.dtype} with shape {tuple(keys.shape)}")
 
 
 @masked_attention.worthwhile

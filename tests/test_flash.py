@@ -148,17 +148,18 @@ def heads_last(t):
 
 @runs_kernels
 def test_layouts():
-    """Heads last, a packed projection, padded rows, expanded keys: read as they lie; gradients lie as the inputs do."""
+    """Heads last, a packed projection, padded rows, expanded keys: read as they lie."""
     q, k, v = qkv(20, 33, 16)
     out = check(*map(heads_last, (q, k, v)))
     assert out.transpose(1, 2).is_contiguous()
-    assert check(q, k, v).is_contiguous()
+    assert check(q, k, v).transpose(1, 2).is_contiguous()
     packed = randn(2, 24, 3, 2, 16).permute(2, 0, 3, 1, 4)
     check(*packed.unbind(0), Masking(low=0))
     check(q, randn(2, 2, 33, 20)[..., :16], v[:1].expand(2, -1, -1, -1))
     wide = randn(2, 2, 20, 40)[..., :33]
     check(q, k, v, Masking(bias=wide, keep=(randn(33, 20) > 0).mT[None, None] | (torch.arange(33, device=DEVICE) == 0)))
     check(q, k, v, Masking(bias=randn(33), low=-50))
+    check(q, k, v, Masking(bias=randn(20, 33, 2).permute(2, 0, 1)[None]))  # as an embedding of distances leaves it
     check(q, k, v, Masking(bias=randn(20, 1) + 0 * randn(20, 33), high=10))
 
 
@@ -198,6 +199,8 @@ def test_rows_that_see_nothing():
         filled = masking._replace(hidden="fill", fill=torch.finfo(torch.float32).min)
         out = check(q, k, v, filled)
         assert torch.allclose(out[dead], v.mean(2)[:, :, None].expand_as(out)[dead], atol=1e-6)
+        fill = torch.where(seen((2, 2, 20, 40), masking), 0.0, torch.finfo(torch.float32).min)
+        check(q, k, v, Masking(bias=fill), needs=["q", "k", "v"])  # all have the same
         out, _ = flash.forward(q, k, v, masking._replace(hidden="nan"), False, SMALL)
         assert torch.equal(out.isnan().all(-1), dead) and torch.equal(out.isnan().any(-1), dead)
 
@@ -309,5 +312,7 @@ def test_refusals():
     assert "apart" in refusal(q, k.mT.contiguous().mT, v)
     assert "does not broadcast" in refusal(q, k, v, bias=randn(3, 6))
     assert "not positive" in refusal(q, k, v, scale=-1.0)
+    assert "exceed the registers" in refusal(*qkv(4, 6, 256))
     assert "torch.float16" in refusal(q, k, v.half())
+    assert "the vector of keys is torch.bool with shape (2, 5)" in refusal(q, k, v, keys=randn(2, 5) > 0)
     assert "keep is torch.float32" in refusal(q, k, v, keep=randn(4, 6))

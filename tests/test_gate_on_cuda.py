@@ -102,6 +102,25 @@ assert site.forward == "kernel", str(site)
 (site,) = run(lambda x, k, w, b: norm(F.conv1d(x, k).relu(), w, b), *shapes)[2].sites
 assert "Inductor fuses it" in site.reason, str(site)
 """,
+    "attention with a bias runs kernels, forward and backward": """
+shapes = (2, 4, 64, 32), (2, 2, 64, 32), (2, 2, 64, 32), (1, 4, 64, 64)
+def attention(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True).transpose(1, 2).reshape(2, 64, 128)
+for grad in (True, False):
+    gm, new, record = run(attention, *shapes, grad=grad, gate="always")
+    (site,) = record.sites
+    assert site.fused and (site.forward, site.backward) == ("kernel", "kernel" if grad else None), str(site)
+    (node,) = fused_nodes(new)
+    assert str(node.target) == "fusion.masked_attention.default" and node.kwargs["save"] is grad
+    assert node.meta["example_value"][1].numel() == (2 * 4 * 64 if grad else 0)  # all that is kept besides the result
+    assert [str(a) for a in node.args] == ["q", "k", "v", "bias", "None", "None"]
+gm, new, record = run(attention, *shapes, grad=True)
+assert not record.sites[0].fused and "has not been timed" in record.sites[0].reason, record
+shapes = [(*s[:3], 300) for s in shapes[:3]] + [shapes[3]]
+wide = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+gm, new, record = run(wide, *shapes, gate="always")
+assert not record.sites[0].fused and "heads of 300; the kernel takes 16 to 256" in record.sites[0].reason, record
+""",
     "the last linear layer and its loss, with a bias and without": """
 for bias in (False, True):
     def loss(x, w, b):

@@ -3,8 +3,9 @@
 q is `[b, h, n, d]`, k and v `[b, h / group, m, d]`, d up to 256, in fp32, bf16 or fp16, of any strides but the last,
 which is 1. Which keys j a query i sees is said by a band, low <= i - j <= high, by a vector over the keys, and by a
 dense choice; a bias is added to the scores, which may be capped before: cap · tanh(s / cap). Blocks that band or vector
-hide are not read, blocks that they leave whole are not masked. Scores are in base 2 and in fp32, as are all
-sums. The forward keeps the logarithm (base 2) of each row's sum. Source: Dao et al. 2022 and 2023.
+hide are not read, blocks that they leave whole are not masked. Scores and sums are in fp32, scores in base 2, but in
+base e where a bias is added: the least number of a dtype, in base 2, would be -infinity. The forward keeps the
+logarithm, to that base, of each row's sum. Source: Dao et al. 2022 and 2023.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from fusion_backend.kernels.inputs import number
 from fusion_backend.kernels.launch import interpreted, launch
@@ -58,6 +59,12 @@ def strides(mask: Tensor | None) -> tuple:
     return (0, 0, 0, 0, *found)[-4:]
 
 
+def rows_in_memory(mask: Tensor | None) -> Tensor | None:
+    """With neighbouring keys next to each other: every block of queries of every head and batch reads such rows."""
+    apart = mask is not None and not guard_or_false(mask.shape[-1] == 1) and not guard_or_false(mask.stride(-1) <= 1)
+    return mask.contiguous() if apart else mask
+
+
 def of_keys(t: Tensor | None) -> tuple:
     """The strides of the batch and the keys."""
     return (0, 0) if t is None else (0 if guard_or_false(t.shape[0] == 1) else t.stride(0), t.stride(-1))
@@ -75,21 +82,23 @@ def laid_out(t: Tensor) -> Tensor:
     return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
 
 
-def forward_config(d: int, itemsize: int, dense: bool) -> dict:
+def forward_config(d: int, itemsize: int, dense: bool, few: bool = False) -> dict:
     """Queries and keys a block, warps and stages, by the head size, the bytes of a number, and whether a tile of the
-    mask or the bias is read too."""
+    mask or the bias is read too; half the block for few queries."""
     if itemsize == 4:
-        bm, bn, warps, stages = (64, 32, 4, 2) if d <= 128 else (32, 32, 4, 1)
+        bm, bn, warps, stages = 32, 32, 8, 1
     elif d <= 128:
         bm, bn, warps, stages = 128, 64 if dense else 128, 8, 3 if d <= 64 else 2
     else:
-        bm, bn, warps, stages = 128, 64, 8, 2
+        bm, bn, warps, stages = 128, 32 if dense else 64, 8, 2
+    if few and bm == 128:
+        bm, bn, warps = 64, min(bn, 64 if d <= 128 else 32), 4
     return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
 
 
 def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
     """The arguments and the constants that all kernels take for the masks."""
-    bias, keep, keys = masking.bias, masking.keep, masking.keys
+    bias, keep, keys = rows_in_memory(masking.bias), rows_in_memory(masking.keep), masking.keys
     low, high = masking.low, masking.high
     fills = masking.hidden == "fill"
     # Under a fill a row that sees nothing is the mean over all keys: then nothing may be left out.
@@ -105,9 +114,9 @@ def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
         bias, keep, keys, seen, q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], low or 0, high or 0,
         *strides(bias), *strides(keep), *of_keys(keys),
     )  # fmt: skip
-    d = number(q.shape[-1])
+    d, base = number(q.shape[-1]), LOG2E if bias is None else 1.0
     constants = dict(
-        SCALE=masking.scale, CAP=masking.cap, FILL=max(masking.fill * LOG2E, LOWEST) if fills else None,
+        SCALE=masking.scale, CAP=masking.cap, FILL=max(masking.fill * base, LOWEST) if fills else None,
         PADDED=masking.padded, LOW=low is not None, HIGH=high is not None, SKIPS=skips, D=d,
         BD=max(16, triton.next_power_of_2(d)), UPCAST=interpreted(flash_kernel),
         PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
@@ -116,11 +125,11 @@ def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
 
 
 def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -> tuple[Tensor, Tensor]:
-    """The result, laid out as q is, and the logarithm of each row's sum `[b, h, n]`. Grid: blocks of queries."""
+    """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`. Grid: blocks of queries."""
     b, h, n, d = q.shape
     dense = masking.bias is not None or masking.keep is not None
-    config = config or forward_config(number(d), q.element_size(), dense)
-    out = laid_out(q)
+    config = config or forward_config(number(d), q.element_size(), dense, statically_known_true(n <= 64))
+    out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((b, h, n) if save else (0,), dtype=torch.float32, device=q.device)
     args, constants = masks_of(q, k, masking)
     launch(
@@ -177,14 +186,18 @@ def tile(P, at, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr)
 
 @triton.jit
 def scores(s, BIAS, i, j, b2, b3, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Products as scores in base 2: scaled, capped, with their bias, which is read at i and j."""
-    if CAP is not None:
-        s = capped(s, SCALE, CAP) * (CAP * 1.4426950408889634)
-    else:
-        s *= SCALE * 1.4426950408889634
+    """Products as scores: scaled, capped, with their bias, which is read at i and j."""
+    BASE: tl.constexpr = 1.4426950408889634 if BIAS is None else 1.0
+    s = s * (SCALE * BASE) if CAP is None else capped(s, SCALE, CAP) * (CAP * BASE)
     if BIAS is not None:
-        s += tl.load(BIAS + i * b2 + j * b3).to(tl.float32) * 1.4426950408889634
+        s += tl.load(BIAS + i * b2 + j * b3).to(tl.float32)
     return s
+
+
+@triton.jit
+def power(x, BIAS):
+    """Of the base in which scores are."""
+    return tl.exp2(x) if BIAS is None else tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -217,7 +230,7 @@ def masked(
     s, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE: tl.constexpr, CAP: tl.constexpr,
     FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of the block at i0, j0, in base 2, and which are seen. `row` and `col` are its places, in either order."""
+    """Scores of the block at i0, j0, and which are seen. `row` and `col` are its places, in either order."""
     i = tl.minimum(row, n - 1 - i0)
     j = tl.minimum(col, m - 1 - j0) if MASKED else col
     if BIAS is not None:
@@ -309,7 +322,7 @@ def flash_kernel(
             acc, top, total, q, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
             v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, True,
         )  # fmt: skip
-    lse = top + tl.log2(total)
+    lse = top + (tl.log2(total) if BIAS is None else tl.log(total))
     if not NAN:  # with nothing seen: a result of 0, and no gradient
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
@@ -339,12 +352,12 @@ def flash_step(
         )  # fmt: skip
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen so far
-        p = tl.exp2(s - shift[:, None])
+        p = power(s - shift[:, None], BIAS)
     else:
         new = tl.maximum(top, tl.max(s, 1) * (SCALE * 1.4426950408889634))
         shift = new
         p = tl.exp2(s * (SCALE * 1.4426950408889634) - shift[:, None])
-    share = tl.exp2(top - shift)
+    share = power(top - shift, BIAS)
     v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, BD, UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * share[:, None], input_precision=PRECISION)
     return acc, new, total * share + tl.sum(p, 1)

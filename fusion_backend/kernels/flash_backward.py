@@ -20,6 +20,7 @@ from fusion_backend.kernels.flash import (
     laid_out,
     masked,
     masks_of,
+    power,
     rows_of,
     shape_of,
     strides,
@@ -29,26 +30,26 @@ from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
 
-def keys_config(d: int, itemsize: int) -> dict:
-    """Queries and keys a block, warps and stages of the kernel for dk and dv."""
+def keys_config(d: int, itemsize: int, dense: bool) -> dict:
+    """Queries and keys a block, warps and stages of the kernel for dk and dv; dense as in flash.forward_config."""
     if itemsize == 4:
-        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
+        return dict(BM=16, BN=32, num_warps=8, num_stages=1)
     if d <= 64:
         return dict(BM=64, BN=128, num_warps=8, num_stages=2)
     if d <= 128:
-        return dict(BM=32, BN=128, num_warps=8, num_stages=3)
+        return dict(BM=32, BN=64 if dense else 128, num_warps=8, num_stages=2 if dense else 3)
     return dict(BM=32, BN=32, num_warps=8, num_stages=1)
 
 
-def queries_config(d: int, itemsize: int) -> dict:
+def queries_config(d: int, itemsize: int, dense: bool) -> dict:
     """The same for dq, and for a bias that broadcasts."""
     if itemsize == 4:
-        return dict(BM=32, BN=32, num_warps=4, num_stages=1)
+        return dict(BM=32, BN=16, num_warps=8, num_stages=1)
     if d <= 64:
         return dict(BM=128, BN=64, num_warps=8, num_stages=3)
     if d <= 128:
         return dict(BM=128, BN=64, num_warps=8, num_stages=2)
-    return dict(BM=64, BN=32, num_warps=8, num_stages=2)
+    return dict(BM=32 if dense else 64, BN=32, num_warps=8, num_stages=2)
 
 
 def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], configs: tuple | None = None) -> tuple:
@@ -56,7 +57,8 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     b, h, n, d = q.shape
     kv_heads, m = k.shape[1:3]
     bias, d = masking.bias, number(d)
-    by_keys, by_queries = configs or (keys_config(d, q.element_size()), queries_config(d, q.element_size()))
+    dense, size = bias is not None or masking.keep is not None, q.element_size()
+    by_keys, by_queries = configs or (keys_config(d, size, dense), queries_config(d, size, dense))
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
@@ -85,11 +87,12 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
             db if alone else None, *read, *rows_of(dq), *strides(db if alone else None), **constants, **by_queries,
         )  # fmt: skip
     if wide and not alone:
-        tiles = ((n + by_queries["BM"] - 1) // by_queries["BM"]) * ((m + by_queries["BN"] - 1) // by_queries["BN"])
+        by_tile = by_queries | (dict(BM=min(by_queries["BM"], 64)) if d > 64 else {})
+        tiles = ((n + by_tile["BM"] - 1) // by_tile["BM"]) * ((m + by_tile["BN"] - 1) // by_tile["BN"])
         batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
         launch(
             flash_bias_kernel, (tiles * batches * heads,), q, k, v, do, lse, sums, db, *read, *strides(db), b, batches,
-            heads, **constants, **by_queries,
+            heads, **constants, **by_tile,
         )  # fmt: skip
     db = None if db is None else db.sum_to_size(shape_of(bias)).view(bias.shape).to(bias.dtype)
     wanted = (dq, "q"), (dk, "k"), (dv, "v")
@@ -127,9 +130,12 @@ def probabilities(
         s, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE, CAP, FILL, PADDED, LOW, HIGH,
         MASKED,
     )  # fmt: skip
-    p = tl.exp2(s - lse)
-    if FILL is not None:
-        if FILL < -30000.0:  # so far down the logarithm of a row that sees nothing has lost its sum, which is m
+    p = power(s - lse, BIAS)
+    # Far down, the logarithm of a row that sees nothing has lost its sum, which is m.
+    if BIAS is not None:
+        p = tl.where((lse < -1e6) & (col < m - j0), 1.0 / m, p)
+    elif FILL is not None:
+        if FILL < -30000.0:
             p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
     return p, kept
 
