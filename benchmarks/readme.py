@@ -11,7 +11,8 @@ A page asks for figures with a comment, and what follows it up to the closing on
 The words after "figures:" are one of
     summary FILE            a paragraph: the machine, the command, wins and losses of a run of benchmarks.patterns
     by-pattern FILE         a table with a line a pattern: how often faster and slower, the best and the worst ratio
-    rows FILE: NAME; NAME   a table of these rows
+    rows FILE: NAME; NAME   a table of these rows; with fusion.gate=always where the default gate was not timed
+    source FILE             a paragraph: the machine, the command, remarks
     models FILE             a table of a run of benchmarks.models
 """
 
@@ -53,6 +54,18 @@ def verdict(row: Row | ModelRow, name: str = "fusion") -> str:
     if ratio is None:
         return ""
     return "faster" if ratio > 1 + bound else "slower" if ratio < 1 / (1 + bound) else "same"
+
+
+def source(run: Run, _: list[str]) -> str:
+    about = run.about
+    versions = f"{about['gpu'] or 'A CPU'}, torch {about['torch']}, triton {about['triton']}"
+    text = f"{versions}, {about['date']}, revision {about['revision']}: `{about['command']}`."
+    return wrapped(f"{text} {about.get('remarks', '')}")
+
+
+def ours(row: Row) -> str:
+    """With the default gate, or where that was not timed, with fusion.gate=always."""
+    return "fusion" if row.of("fusion") else "fusion-always"
 
 
 def summary(run: Run, _: list[str]) -> str:
@@ -112,9 +125,9 @@ def named_rows(run: Run, names: list[str]) -> str:
     if missing := [name for name in names if name not in known]:
         raise Wrong(f"no row {'; '.join(missing)}")
     for row in (known[name] for name in names):
-        ratio, one = row.ratio("fusion"), row.of("fusion")
+        ratio, one = row.ratio(ours(row)), row.of(ours(row))
         share = f"{row.floor_ms / one.kernel.median:.0%}" if one and one.kernel else "–"
-        lines.append([row.name, ms(row, "inductor"), ms(row, "fusion"), f"{ratio:.2f}" if ratio else "–", share])
+        lines.append([row.name, ms(row, "inductor"), ms(row, ours(row)), f"{ratio:.2f}" if ratio else "–", share])
     return table(("site", "plain Inductor", "fusion", "ratio", "of the floor"), lines)
 
 
@@ -134,7 +147,8 @@ def models(run: Run, _: list[str]) -> str:
     return table(heads, lines)
 
 
-KINDS: dict[str, tuple[str, Callable[[Run, list[str]], str]]] = {
+KINDS: dict[str, tuple[str | None, Callable[[Run, list[str]], str]]] = {
+    "source": (None, source),
     "summary": ("patterns", summary),
     "by-pattern": ("patterns", by_pattern),
     "rows": ("patterns", named_rows),
@@ -151,7 +165,7 @@ def figures(kind: str, file: str, names: str | None, root: Path) -> str:
         run = Run.load(root / file)
     except (OSError, ValueError) as error:
         raise Wrong(f"{file}: {error}") from None
-    if run.kind != of:
+    if of and run.kind != of:
         raise Wrong(f"{kind} needs a run of benchmarks.{of}; {file} is one of benchmarks.{run.kind}")
     return write(run, [name.strip() for name in (names or "").split(";") if name.strip()])
 

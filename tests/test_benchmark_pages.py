@@ -340,7 +340,7 @@ def test_check_finds_a_change(pages, capsys):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ("numbers p.json", "no figures of kind 'numbers'; there are summary, by-pattern, rows, models"),
+        ("numbers p.json", "no figures of kind 'numbers'; there are source, summary, by-pattern, rows, models"),
         ("summary nothere.json", "nothere.json"),
         ("summary m.json", "summary needs a run of benchmarks.patterns; m.json is one of benchmarks.models"),
         ("rows p.json: conv2d n=1", "no row conv2d n=1"),

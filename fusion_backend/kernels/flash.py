@@ -87,8 +87,10 @@ def forward_config(d: int, itemsize: int, dense: bool, few: bool = False) -> dic
     mask or the bias is read too; half the block for few queries."""
     if itemsize == 4:
         bm, bn, warps, stages = 32, 32, 8, 1
+    elif d <= 64:  # swept on an H200, as the line for 128 without a dense mask
+        bm, bn, warps, stages = 64 if dense else 128, 64, 4, 3
     elif d <= 128:
-        bm, bn, warps, stages = 128, 64 if dense else 128, 8, 3 if d <= 64 else 2
+        bm, bn, warps, stages = (128, 64, 8, 2) if dense else (128, 128, 8, 3)
     else:
         bm, bn, warps, stages = 128, 32 if dense else 64, 8, 2
     if few and bm == 128:
