@@ -179,6 +179,11 @@ def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.T
 class DropoutOfKernels(TorchDispatchMode):
     """Inside, dropout in eager draws a seed as a rewritten graph does, and keeps the elements that a kernel would."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo runs compiled code inside, not the function as it was."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.bernoulli_.float and args[0].is_floating_point():  # on CPU
             noise, keep = args

@@ -278,7 +278,9 @@ def sites(only: list[str]):
                     yield launch, TYPES[dtype], " ".join(words)
 
 
-TOLERATED = {"flash_kernel": 48}  # bytes: tiles of 128 x 64 at four warps, which are the fastest on an H200
+# Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x 64 at four warps,
+# rows of 32768 at sixteen.
+TOLERATED = {"flash_kernel": 48, "norm_kernel": 216, "softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
 
 
 def check_resources(only: list[str]) -> int:

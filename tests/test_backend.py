@@ -171,6 +171,7 @@ def test_failure_behind_us_falls_back_and_says_so(xy, monkeypatch):
                 raise RuntimeError("cannot lower this")
             return real(mode, options)(gm, inputs)
 
+        compile.config = real(mode, options).config
         return compile
 
     monkeypatch.setattr(module, "inductor", picky)
