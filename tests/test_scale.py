@@ -1,5 +1,6 @@
 """Large graphs: cost grows linearly, nothing recurses as deep as the graph, nothing is forgotten."""
 
+import gc
 import time
 
 import pytest
@@ -32,12 +33,13 @@ STEPS = {
 
 
 def passed(gm: torch.fx.GraphModule):
-    """The whole pass over a graph: what comes out, what is reported, and the CPU seconds that it took."""
+    """The whole pass over a graph: what comes out, what is reported, and the CPU seconds that it took this thread."""
     options, _ = parse({"fusion.gate": "always"}, [p.name for p in patterns()])
     record = GraphRecord(0)
-    started = time.process_time()
+    gc.collect()  # not in between: the tests before leave much behind
+    started = time.thread_time()
     new, _ = fuse_graph(gm, options, record)
-    return new, record, time.process_time() - started
+    return new, record, time.thread_time() - started
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +59,9 @@ def test_matching_is_linear_and_fast():
 @pytest.mark.parametrize("step", STEPS)
 def test_deep_chains(step):
     """A chain is deeper than Python's stack; four times the nodes cost about four times the time."""
-    short, long = (passed(chain(STEPS[step], n)) for n in (500, 2000))
+    short, long = (
+        min((passed(chain(STEPS[step], n)) for _ in range(2)), key=lambda found: found[2]) for n in (500, 2000)
+    )
     sites = [sum(s.fused for s in record.sites) for _, record, _ in (short, long)]
     assert sites == ([500, 2000] if step == "sites" else [0, 0])
     assert [len(fused_nodes(gm)) for gm, _, _ in (short, long)] == sites
