@@ -288,7 +288,8 @@ class Gate:
         inside = {*match.interior, *match.roots}
         for n in (*arguments, *(u for r in match.roots for u in r.users if u not in inside)):
             if is_lowered(n) and not in_library(peel(self.canon.of[n]).op) and self.canon.of[n].op != "input":
-                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", forward_only=True)
+                half = match.pattern.inductor == "reduction"
+                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", half)
         return None
 
     def kernel_refused(self, match: Match, training: bool, cuda: bool, pattern=None, values=None) -> Reject | None:
@@ -326,9 +327,8 @@ class Gate:
         try:
             with mode, torch.no_grad():
                 if key in self.tried:  # the layers of a model are alike
-                    decision.value = tuple(
-                        torch.empty_strided(*g[2:4], dtype=g[0], device=g[1]) for g in self.tried[key]
-                    )
+                    known = self.tried[key]
+                    decision.value = tuple(torch.empty_strided(*g[2:4], dtype=g[0], device=g[1]) for g in known)
                     return ""
                 out = op.overload(*flat, **chosen)
                 decision.value = out if isinstance(out, tuple) else (out,)

@@ -115,7 +115,8 @@ class Pattern:
                   (off by default: the two differ by a rounding);
       inductor    what Inductor itself makes of it and can fuse with its neighbours: "pointwise" (as good a kernel:
                   by itself the gate takes only sites in inference without such neighbours), "reduction" (next to
-                  such neighbours the forward is inlined), or None (library calls);
+                  such neighbours the forward is inlined), "recomputed" (Inductor's backward, which computes the
+                  result again, is faster there as well: nothing is taken), or None (library calls);
       matched     is it looked for in graphs? False: only the library providers of other patterns call its operator.
 
     Raises PatternError, naming file and line, when the annotations are not understood or the name is taken.
@@ -131,7 +132,7 @@ class Pattern:
         reference: Callable,
         *,
         reciprocal: bool = False,
-        inductor: Literal["pointwise", "reduction"] | None = None,
+        inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
         matched: bool = True,
     ):
         code = reference.__code__

@@ -27,7 +27,7 @@ from fusion_backend.kernels.rows import (
 )
 
 
-@Pattern(reciprocal=True, inductor="reduction")
+@Pattern(reciprocal=True, inductor="recomputed")
 def softmax(x: Tensor, scale: float | None, mask: Tensor | None, drop: Tensor | None, fill: float | None) -> Tensor:
     if (drop is None) != (fill is None) or (mask is not None and drop is not None):
         raise ValueError("one mask at most; drop and fill belong together")
@@ -62,7 +62,8 @@ def _(x, scale, mask, drop, fill):
 
 @softmax.worthwhile
 def _(x, scale, mask, drop, fill, training):
-    if mask is not None or drop is not None or number(x.shape[-1]) < 512:
+    masked = mask is not None or drop is not None
+    if number(x.shape[-1]) < 512 or (masked and statically_known_true(x.numel() < 1 << 26)):
         return UNMEASURED
     if training and statically_known_true(x.numel() < 1 << 24):
         return Reject(f"Inductor's training step is as fast for small tensors ({RESULTS})")

@@ -220,6 +220,21 @@ gm, new, record = run(lambda x, w, b: F.layer_norm(x, (1024,), w, b) @ w[:, None
 (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
 assert (site.forward, site.backward) == ("kernel", "kernel"), str(site)
 """,
+    "softmax next to pointwise code is left whole to Inductor, unless that code is its mask": """
+def decided(fn, *shapes):
+    sites = run(fn, *shapes, grad=True)[2].sites
+    return [(s.fused, s.forward, s.reason) for s in sites]
+((fused, _, reason),) = decided(lambda x: (x.sin().softmax(-1)), (16384, 4096))
+assert not fused and reason.startswith("Inductor fuses it with its neighbour"), reason
+((fused, forward, _),) = decided(lambda x: x.softmax(-1), (16384, 4096))
+assert fused and forward == "kernel"
+def scores(q, k, mask):
+    return (q @ k.mT * 0.125 + mask).softmax(-1)
+sites = decided(scores, (4, 32, 2048, 64), (4, 32, 2048, 64), (4, 1, 2048, 2048))
+assert [s[:2] for s in sites if s[0]] == [(True, "kernel")], sites
+sites = decided(scores, (1, 2, 512, 64), (1, 2, 512, 64), (1, 1, 512, 512))
+assert not any(s[0] for s in sites) and any("has not been timed" in s[2] for s in sites), sites
+""",
     "dropout draws a seed for each site, and is refused without a seeded reference": """
 site = lambda x, r: F.dropout(F.dropout(x, 0.1, True) + r, 0.2, True) + r
 gm, new, record = run(site, (64, 64), (64, 64), grad=True, gate="always")
