@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, and its gradient.
+"""Cross entropy of rows of logits, and its gradient in their place.
 
 loss = lse - logit of the target, with lse = log Σ e^logit; with smoothing s: (1 - s) loss + s (lse - mean of the
 logits). gradient = (softmax - (1 - s) onehot - s / v) · scale. Both 0 where the target is ignore_index. Sums in fp32.
@@ -53,18 +53,6 @@ def forward(logits, target, ignore_index, smoothing, how=None):
         LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
     )  # fmt: skip
     return losses, lse
-
-
-def gradient(logits, target, lse, scale, ignore_index, smoothing, how=(8192, 16, 1)):
-    """That of the logits, where each row's loss has the gradient `scale` (one number, or one a row). Grid: rows."""
-    v = number(logits.shape[-1])
-    d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    x, rows, stride = as_rows(logits)
-    launch(
-        cross_entropy_backward_kernel, (rows,), x, target, lse, scale, d, ignore_index, smoothing, EACH=scale.dim() > 0,
-        STRIDE=stride, V=v, **config(v, *how),
-    )  # fmt: skip
-    return d
 
 
 def gradient_in_place(logits, target, scale, ignore_index, smoothing, how=(8192, 16, 1)):
@@ -152,21 +140,6 @@ def cross_entropy_kernel(
     loss = loss_of_row(top, sum, label, plain, smoothing, V, SMOOTH)
     tl.store(LOSS + row, tl.where(target == ignore_index, 0.0, loss))
     tl.store(LSE + row, tl.log(sum) + top)
-
-
-# Bytes: logits once, their gradient once.
-@triton.jit
-def cross_entropy_backward_kernel(
-    X, TARGET, LSE, SCALE, D, ignore_index, smoothing, EACH: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(TARGET + row)
-    lse = tl.load(LSE + row)
-    scale = tl.load(SCALE + (row if EACH else 0))
-    gradient_of_row(
-        X + row * STRIDE, D + row * V, lse, 1.0, target, scale, ignore_index, smoothing, V, BLOCK, STAGES
-    )  # fmt: skip
 
 
 # Bytes: logits once, their gradient once; the second reading of a row comes from L2.
