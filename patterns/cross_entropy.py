@@ -8,6 +8,7 @@ the logarithm of each row's sum is kept for the backward. Source: torch.nn.funct
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -63,36 +64,46 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast, training):
         return UNMEASURED
 
 
-@cross_entropy.kernel(saves=("lse",))
+@cross_entropy.kernel(saves=("lse", "label"))
 def _(logits, target, ignore_index, smoothing, reduction, upcast, save):
     dtype = torch.float32 if upcast == "fp32" else logits.dtype
     counts = valid(target, ignore_index, logits.shape[-1])
-    losses, lse = forward(logits, target, ignore_index, smoothing)
+    losses, *kept = forward(logits, target, ignore_index, smoothing)
     if reduction == "none":
-        return losses.to(dtype), lse
+        return losses.to(dtype), *kept
     total = losses.sum()
-    return (total if reduction == "sum" else total / counts.sum()).to(dtype), lse
+    return (total if reduction == "sum" else total / counts.sum()).to(dtype), *kept
 
 
 @cross_entropy.saved
 def _(logits, target, ignore_index, smoothing, reduction, upcast):
-    return torch.logsumexp(logits.reshape(-1, logits.shape[-1]).float(), 1)
+    rows, counts = logits.reshape(-1, logits.shape[-1]).float(), target != ignore_index
+    label = rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
+    return torch.where(counts, torch.logsumexp(rows, 1), math.inf), label
 
 
 @cross_entropy.backward(plain=True)
 def _(saved, dloss):
-    """(softmax - (1 - smoothing) onehot - smoothing / v) · scale, 0 where the target is ignored: what Inductor does as
-    fast as a kernel, and where nobody else needs the logits, in their memory."""
+    """Of a row that counts (softmax - (1 - smoothing) onehot - smoothing / v) · scale, else 0. In plain torch: Inductor
+    writes it over the logits where nobody else needs them. Target and scale are left to a scatter afterwards: read for
+    every logit, they would take longer than the logits."""
     logits = saved.logits.reshape(-1, saved.logits.shape[-1])
-    scale, counts = dloss.float(), (saved.target != saved.ignore_index)[:, None]
+    lse, counts, uniform = (
+        saved.lse[:, None],
+        (saved.target != saved.ignore_index)[:, None],
+        saved.smoothing / logits.shape[-1],
+    )
+    scale = dloss.float()
     if saved.reduction == "mean":
-        scale = scale / counts.sum()
+        scale = scale / counts.sum().clamp(min=1)  # with no row that counts, the loss is NaN and the gradient 0
     elif saved.reduction == "none":
         scale = scale[:, None]
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    onehot = torch.where(classes == saved.target[:, None], 1.0 - saved.smoothing, 0.0)
-    d = torch.exp(logits.float() - saved.lse[:, None]) - onehot - saved.smoothing / logits.shape[-1]
-    d = torch.where(counts, d * scale, 0.0).to(logits.dtype)
+    others = torch.exp(logits.float() - lse)
+    if saved.smoothing:
+        others = torch.where(lse == math.inf, others, others - uniform)
+    at = torch.exp(saved.label[:, None] - lse) - uniform - (1.0 - saved.smoothing)
+    at = torch.where(counts, at * scale, 0.0)
+    d = (others * scale).to(logits.dtype).scatter(1, torch.where(counts, saved.target[:, None], 0), at.to(logits.dtype))
     return d.view(saved.logits.shape), None
 
 

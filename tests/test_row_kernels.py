@@ -251,6 +251,11 @@ def test_cross_entropy_as_torch_has_it():
     x, none = randn(3, 10), torch.full((3,), -100)
     assert kernel(x, none, -100, 0.0, "mean", "none", True)[0].isnan()
     assert kernel(x, none, -100, 0.0, "sum", "none", True)[0] == 0
+    for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, 0.1)):
+        numbers = dict(ignore_index=-100, smoothing=smoothing, reduction=reduction, upcast="none")
+        loss, lse, label = kernel(x, none, *numbers.values(), True)
+        saved = SimpleNamespace(logits=x, target=none, lse=lse, label=label, **numbers)
+        assert REGISTRY["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
     x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
     target = torch.tensor([1, 2, 4])
     got = kernel(x, target, -100, 0.0, "none", "none", True)[0]

@@ -43,16 +43,17 @@ def config(v: int, block: int, warps: int, stages: int) -> dict:
 
 
 def forward(logits, target, ignore_index, smoothing, how=None):
-    """The loss of each row and the logarithm of the sum of its exponentials, in fp32. Grid: rows."""
+    """Of each row the loss, the logarithm of the sum of its exponentials (infinity where the target is ignored), and the
+    target's logit, in fp32. Grid: rows."""
     v = number(logits.shape[-1])
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
     x, rows, stride = as_rows(logits)
-    losses, lse = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    losses, lse, label = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
     launch(
-        cross_entropy_kernel, (rows,), x, target, losses, lse, ignore_index, smoothing, STRIDE=stride, V=v,
+        cross_entropy_kernel, (rows,), x, target, losses, lse, label, ignore_index, smoothing, STRIDE=stride, V=v,
         LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
     )  # fmt: skip
-    return losses, lse
+    return losses, lse, label
 
 
 def gradient_in_place(logits, target, scale, ignore_index, smoothing, how=(8192, 16, 1)):
@@ -129,7 +130,7 @@ def gradient_of_row(
 # Bytes: logits once.
 @triton.jit
 def cross_entropy_kernel(
-    X, TARGET, LOSS, LSE, ignore_index, smoothing, STRIDE: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr,
+    X, TARGET, LOSS, LSE, LABEL, ignore_index, smoothing, STRIDE: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr,
     LOGITS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -139,7 +140,8 @@ def cross_entropy_kernel(
     label = tl.load(X + target, (target >= 0) & (target < V), 0.0).to(tl.float32)
     loss = loss_of_row(top, sum, label, plain, smoothing, V, SMOOTH)
     tl.store(LOSS + row, tl.where(target == ignore_index, 0.0, loss))
-    tl.store(LSE + row, tl.log(sum) + top)
+    tl.store(LSE + row, tl.where(target == ignore_index, float("inf"), tl.log(sum) + top))
+    tl.store(LABEL + row, label)
 
 
 # Bytes: logits once, their gradient once; the second reading of a row comes from L2.
