@@ -2,8 +2,8 @@
 
 logits is `[..., v]` in fp32, bf16 or fp16, target int64 with as many elements as there are rows; rows whose target is
 ignore_index do not count; any other target outside [0, v) is an assertion, as in torch. smoothing mixes the target with
-the uniform distribution. With upcast "fp32" the logits are cast first, and the loss is fp32. The sums are in fp32; only
-the logarithm of each row's sum is kept for the backward. Source: torch.nn.functional.cross_entropy.
+the uniform distribution. With upcast "fp32" the logits are cast first, and the loss is fp32. The sums are in fp32; the
+logarithm of each row's sum and its target's logit are kept for the backward. Source: torch.nn.functional.cross_entropy.
 """
 
 from __future__ import annotations

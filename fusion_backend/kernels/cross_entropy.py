@@ -43,7 +43,7 @@ def config(v: int, block: int, warps: int, stages: int) -> dict:
 
 
 def forward(logits, target, ignore_index, smoothing, how=None):
-    """Of each row the loss, the logarithm of the sum of its exponentials (infinity where the target is ignored), and the
+    """Of each row the loss, the logarithm of the sum of its exponentials (infinity if its target is ignored), and the
     target's logit, in fp32. Grid: rows."""
     v = number(logits.shape[-1])
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
