@@ -17,9 +17,9 @@ from torch import Tensor
 import fusion_backend
 from benchmarks.accuracy import errors, wrong
 from benchmarks.counting import draws
-from benchmarks.measure import peak_bytes, synchronize
+from benchmarks.measure import peak_bytes, synchronize, whole_calls
 from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
-from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict, whole_calls
+from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict
 from benchmarks.trace import profile
 from benchmarks.work import NAMES, Work
 from fusion_backend.pattern import REGISTRY

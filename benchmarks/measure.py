@@ -15,25 +15,31 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(
-    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7, least_ms: float = 20
-) -> dict[str, float]:
-    """Milliseconds a call of each step: the median over rounds, in each of which every step has its turn.
+def whole_calls(
+    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7, least_ms: float = 10
+) -> dict[str, list[float]]:
+    """Wall milliseconds a call, host and device, one sample a turn: what a model that makes this call waits.
 
-    Clock frequency and neighbours drift slowly, so only times from the same rounds compare. The order rotates;
-    one turn repeats its step until `least_ms` have passed. Every step runs once before the first round.
+    Clock frequency and neighbours drift slowly, so only times from the same rounds compare: in each of them every call
+    has its turn, in rotating order, and repeats until `least_ms` have passed. All have run before.
     """
-    names = list(steps)
-    calls = {}
-    for name, step in steps.items():
-        step()  # compile, and warm the allocator
-        calls[name] = max(1, round(least_ms / max(milliseconds(step, 1, device), 1e-3)))
+    names, repeat = list(calls), {}
+    for name, call in calls.items():
+        synchronize(device)
+        repeat[name] = max(1, round(least_ms / max(milliseconds(call, 1, device), 1e-3)))
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            times[name].append(milliseconds(steps[name], calls[name], device))
-    return {name: statistics.median(ms) for name, ms in times.items()}
+            times[name].append(milliseconds(calls[name], repeat[name], device))
+    return times
+
+
+def interleaved(steps: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """The median milliseconds a call of each step, all in turn; the first call, which compiles, is not counted."""
+    for step in steps.values():
+        step()
+    return {name: statistics.median(ms) for name, ms in whole_calls(steps, device, least_ms=20).items()}
 
 
 def milliseconds(step: Callable[[], object], calls: int, device: torch.device) -> float:

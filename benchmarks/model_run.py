@@ -21,11 +21,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fusion_backend
-from benchmarks.measure import milliseconds, peak_bytes
+from benchmarks.measure import milliseconds, peak_bytes, whole_calls
 from benchmarks.model_results import ModelContender, ModelRow
 from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, Spread
-from benchmarks.timing import noise, verdict, whole_calls
+from benchmarks.timing import noise, verdict
 from benchmarks.trace import profile
 from fusion_backend.torch_api import many_recompiles
 

@@ -35,6 +35,7 @@ from benchmarks.timing import Clock
 from fusion_backend.kernels import channels, cross_entropy, norms, norms_backward, quantize
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
+from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
 from fusion_backend.kernels.rows import Config
 
 NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
@@ -98,16 +99,24 @@ def normalisations(device) -> Iterator[Call]:
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
         args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None
-        for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
-            if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
-                c = Config(block, each, warps, programs, stages)
-                run = functools.partial(norms_backward.backward_short, *args, c)
-                yield f"layer_norm backward {rows}x{n}", said(c), run
-        for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
-            if n >= 8192 and cols // (32 * warps) == 8:
-                c = Config(cols, 1, warps, programs, stages)
-                run = functools.partial(norms_backward.backward_long, *args, c)
-                yield f"layer_norm backward by columns {rows}x{n}", said(c), run
+        yield from norm_backwards("layer_norm", args, rows, n)
+
+
+def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
+    """Of the kernel that the launcher takes for rows of this length."""
+    block, short = triton.next_power_of_2(n), n <= MAX_HELD_BACKWARD
+    if short:
+        configs = itertools.product([block], (1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3))
+    else:
+        configs = itertools.product((1024, 2048, 4096), [1], (4, 8), (4, 8), (1, 3, 4))
+    for c in itertools.starmap(Config, configs):
+        each = c.block * c.rows // (32 * c.warps)  # elements a thread
+        if short and 8 <= each <= 32 and 16 <= c.warps * c.programs <= 32:
+            run = functools.partial(norms_backward.backward_short, *args, c)
+            yield f"{name} backward {rows}x{n}", said(c), run
+        if not short and each == 8:
+            run = functools.partial(norms_backward.backward_long, *args, c)
+            yield f"{name} backward by columns {rows}x{n}", said(c), run
 
 
 def dropouts(device) -> Iterator[Call]:
@@ -132,16 +141,7 @@ def dropouts(device) -> Iterator[Call]:
             yield f"dropout_add_layer_norm {rows}x{n}", words, run
         y, h, mean, rstd = norms.forward(x, r, norm, True)
         args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
-        for each, warps, programs, stages in itertools.product((1, 2), (4, 8, 16, 32), (1, 2, 4), (1, 2, 3)):
-            if n <= 16384 and 8 <= block * each // (32 * warps) <= 32 and 16 <= warps * programs <= 32:
-                c = Config(block, each, warps, programs, stages)
-                run = functools.partial(norms_backward.backward_short, *args, c)
-                yield f"dropout_add_layer_norm backward {rows}x{n}", said(c), run
-        for cols, warps, programs, stages in itertools.product((1024, 2048, 4096), (4, 8), (4, 8), (1, 3, 4)):
-            if n >= 8192 and cols // (32 * warps) == 8:
-                c = Config(cols, 1, warps, programs, stages)
-                run = functools.partial(norms_backward.backward_long, *args, c)
-                yield f"dropout_add_layer_norm backward by columns {rows}x{n}", said(c), run
+        yield from norm_backwards("dropout_add_layer_norm", args, rows, n)
 
 
 def gated(device) -> Iterator[Call]:

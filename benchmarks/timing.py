@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import milliseconds, synchronize
+from benchmarks.measure import milliseconds
 from benchmarks.results import Spread
 
 FLUSH = 256 << 20  # bytes, several times the L2
@@ -100,22 +100,6 @@ def in_turn(
         for name in names[shift:] + names[:shift]:
             call = functools.partial(calls[name], args)
             times[name] += [clock(call) for _ in range(turn_calls[name])]
-    return times
-
-
-def whole_calls(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int = ROUNDS, least_ms: float = 10
-) -> dict[str, list[float]]:
-    """Wall milliseconds a call, host and device, one sample a turn: what a model that makes this call waits."""
-    names, repeat = list(calls), {}
-    for name, call in calls.items():
-        synchronize(device)
-        repeat[name] = max(1, round(least_ms / max(milliseconds(call, 1, device), 1e-3)))
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            times[name].append(milliseconds(calls[name], repeat[name], device))
     return times
 
 

@@ -18,14 +18,17 @@ from pathlib import Path
 import triton
 
 from benchmarks.results import Run
+from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
 from fusion_backend.kernels.rows import FEW
 
-TABLE = Path(__file__).parent.parent / "fusion_backend" / "kernels" / "tuned.py"
-SWEEPS = Path(__file__).parent / "results" / "sweeps.json"
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "fusion_backend" / "kernels" / "tuned.py"
+SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
 WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")  # layer_norm backward 16384x4096: rows of 4096
 HEAD = '''"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
 
-Written by `python -m benchmarks.tune {files}`; measured on {gpu}, torch {torch}, triton {triton}.
+Written by `python -m benchmarks.tune {files}`.
+Measured on {gpu}, torch {torch}, triton {triton}.
 What is not here follows the rule in the kernel's own file.
 """
 
@@ -40,6 +43,8 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
         work = WORK.fullmatch(row["work"])
         if work and "rows=" in row["config"].lower():  # a configuration of a kernel that works on rows
             rows, n = int(work["rows"]), int(work["n"])
+            if work["kernel"].endswith("by columns") and n <= MAX_HELD_BACKWARD:
+                continue  # the launcher takes the other kernel
             key = work["kernel"] + ", few rows" * (rows < FEW), triton.next_power_of_2(n)
             found = -rows * n, row["ms"], row["config"]
             best[key] = min(best.get(key, found), found)
@@ -50,9 +55,15 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
     return table
 
 
+def named(file: Path) -> str:
+    """As it is called from the root of the checkout."""
+    file = file.resolve()
+    return str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name)
+
+
 def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files: list[Path]) -> str:
     about = {name: ", ".join(sorted({str(run.about[name]) for run in runs})) for name in ("gpu", "torch", "triton")}
-    lines = [HEAD.format(files=" ".join(f"{f.parent.name}/{f.name}" for f in files), **about)]
+    lines = [HEAD.format(files=" ".join(map(named, files)), **about)]
     for kernel, configs in table.items():
         lines.append(f'    "{kernel}": {{\n')
         lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
