@@ -15,10 +15,12 @@ import html
 import sys
 from pathlib import Path
 
+from benchmarks.drawing import NoMatplotlib, byte_words
 from benchmarks.model_results import HEADS, ModelRow, cells, sites
 from benchmarks.model_results import rows as model_rows
-from benchmarks.plots import NoMatplotlib, byte_words, plots
+from benchmarks.plots import plots
 from benchmarks.results import FAILED, OK, Row, Run
+from benchmarks.trace import KINDS
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -108,6 +110,11 @@ def model_table(rows: list[ModelRow]) -> str:
         more.append(
             f"<h3>{html.escape(row.title)}</h3>\n<pre>{html.escape(chr(10).join(sites(row.of('fusion'))))}</pre>"
         )
+        kinds = [kind for kind in KINDS if any(c.shares.get(kind) for c in row.contenders)]
+        parts = [[html.escape(c.name), f"{c.device_ms:.3f}", *(f"{c.shares.get(kind, 0):.1%}" for kind in kinds)]
+                 for c in row.contenders if c.shares]  # fmt: skip
+        if parts:
+            more.append(table(["share of kernels", "ms", *kinds], parts))
         for one in (c for c in row.contenders if c.kernels):
             kernels = [[f"{k['ms']:.4f}", f"{k['ms'] / one.device_ms:.1%}", f"{k['calls']:.4g}",
                         html.escape(k["kind"]), html.escape(k["name"][:100])] for k in one.kernels]  # fmt: skip

@@ -2,88 +2,37 @@
 
     for name, title, png in plots(Run.load(path)): Path(f"{name}.png").write_bytes(png)
 
-Needs matplotlib (in the extra "bench"). Colours are those of Okabe and Ito, which colour-blind readers can tell apart;
-markers and hatches differ, too.
+Needs matplotlib (in the extra "bench").
 """
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from benchmarks.drawing import (
+    CEILING,
+    CLASS_COLOURS,
+    COLOURS,
+    LABEL,
+    MARKERS,
+    bars,
+    byte_words,
+    colour,
+    names,
+    panels,
+    png,
+    pyplot,
+    where,
+)
 from benchmarks.model_results import ModelRow
 from benchmarks.model_results import rows as model_rows
-from benchmarks.results import FAILED, BlockRow, Row, Run
+from benchmarks.results import BlockRow, Row, Run
 from benchmarks.trace import KINDS, OURS
 
-ORDER = ("eager", "inductor", "max-autotune", "fusion", "fusion-always")
-COLOURS = {"eager": "#999999", "inductor": "#0072B2", "max-autotune": "#56B4E9", "fusion": "#D55E00",
-           "fusion-always": "#E69F00"}  # fmt: skip
-MARKERS = {"eager": "s", "inductor": "o", "max-autotune": "D", "fusion": "^", "fusion-always": "v"}
-CLASS_COLOURS = dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
-                         strict=True))  # fmt: skip
-CEILING = "#000000"
-DPI = 130
-LABEL = dict(padding=3, fontsize=7.5, bbox=dict(facecolor="white", edgecolor="none", pad=0.6))
 LARGE = 50e6  # bytes; below, the allocator's rounding shows
-
-
-class NoMatplotlib(Exception):
-    pass
-
-
-def pyplot():
-    """matplotlib without a display."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise NoMatplotlib(f"plots need matplotlib ({error}): pip install -e '.[bench]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({
-        "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-        "figure.constrained_layout.use": True,
-    })  # fmt: skip
-    return plt
-
-
-def png(figure) -> bytes:
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=DPI)
-    pyplot().close(figure)
-    return data.getvalue()
-
-
-def where(run: Run) -> str:
-    """The machine in a title."""
-    return f"{run.about.get('gpu') or 'CPU: times mean nothing'}, torch {run.about.get('torch', '?')}"
-
-
-def names(rows: list) -> list[str]:
-    """The contenders of some rows that were timed, in the order of ORDER; twins are left out."""
-    found = {c.name for row in rows for c in row.contenders if timed(c)}
-    return [name for name in ORDER if name in found] + sorted(
-        name for name in found if name not in ORDER and not name.endswith("-again")
-    )
-
-
-def timed(contender) -> bool:
-    return (contender.step if hasattr(contender, "step") else contender.kernel) is not None
-
-
-def colour(name: str) -> str:
-    return COLOURS.get(name, "#000000")
-
-
-def byte_words(n: float, _=None) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return ""
+DIFFERENT, MOST = 0.02, 30  # of the memory plot: relative difference, rows
 
 
 # Patterns.
@@ -115,14 +64,14 @@ def roofline(run: Run) -> bytes | None:
     ridge = matrix / copy if matrix else high
     axes.plot([low, min(ridge, high)], [low * copy / 1e12, min(ridge, high) * copy / 1e12], color=CEILING, lw=1.5)
     axes.text(low * 1.2, low * 1.2 * copy / 1e12 * 1.6, f"copy {copy / 1e12:.3g} TB/s", rotation_mode="anchor",
-              rotation=math.degrees(math.atan(copy / 1e12)), transform_rotates_text=True)  # fmt: skip
+              rotation=math.degrees(math.atan(1.6 * copy / 1e12)), transform_rotates_text=True)  # fmt: skip
     if matrix:
         axes.plot([ridge, high], [matrix / 1e12] * 2, color=CEILING, lw=1.5)
         axes.annotate(f"bf16 matrix product {matrix / 1e12:.3g} TFLOP/s", (high, matrix / 1e12), (0, 4),
                       textcoords="offset points", ha="right")  # fmt: skip
     for name in names(rows):
         points = [(row.intensity, row.of(name).rate_flops / 1e12) for row in rows
-                  if row.of(name) and row.of(name).rate_flops]  # fmt: skip
+                  if row.of(name) and row.of(name).rate_flops] or [(math.nan, math.nan)]  # fmt: skip
         axes.scatter(*zip(*points, strict=True), s=26, marker=MARKERS.get(name, "x"), color=colour(name), alpha=0.75,
                      edgecolors="none", label=name)  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte that must move",
@@ -144,7 +93,7 @@ def label_patterns(axes, rows: list[Row], low: float, high: float) -> None:
     places = spread_apart([middle[p] for p in order], gap, left + gap, right - gap)
     bottom = min(c.rate_flops for row in rows for c in row.contenders if c.rate_flops) / 1e12
     top = axes.get_ylim()[1]
-    room = (math.log10(top) - math.log10(bottom)) * 0.42
+    room = (math.log10(top) - math.log10(bottom)) * 0.48
     axes.set_ylim(bottom / 10**room, top * 1.3)
     end = bottom / 10 ** (0.25 * room)
     for pattern, place in zip(order, places, strict=True):
@@ -157,16 +106,6 @@ def label_patterns(axes, rows: list[Row], low: float, high: float) -> None:
 def size_of(row: Row, run: Run) -> float:
     """Bytes that the work must move; of runs that did not count them, what the floor stands for."""
     return row.bytes or row.floor_ms / 1e3 * (run.about.get("copy_bytes_s") or 1e12)
-
-
-def panels(plt, count: int, width: float, height: float, columns: int = 3):
-    columns = min(columns, count)
-    lines = -(-count // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(width * columns, height * lines + 0.8), squeeze=False)
-    flat = list(grid.flat)
-    for axes in flat[count:]:
-        axes.set_visible(False)
-    return figure, flat[:count]
 
 
 def speed_up(run: Run) -> bytes | None:
@@ -210,48 +149,41 @@ def speed_up(run: Run) -> bytes | None:
 
 
 def memory(run: Run) -> bytes | None:
-    """The peak of a step and what forward keeps for backward, against plain Inductor's, of work that takes LARGE."""
+    """The peak of a step and what forward keeps for backward, against plain Inductor's: the work that takes LARGE, and
+    in which fusion differs, most of all first."""
     kinds = {"peak_bytes": "peak of a step beyond its arguments", "saved_bytes": "kept from forward to backward"}
 
-    def base(row: Row, kind: str) -> int:
-        return getattr(row.of("inductor"), kind, None) or 0
+    def bytes_of(row: Row, name: str, kind: str) -> int:
+        return getattr(row.of(name), kind, None) or 0
 
-    rows = [row for row in run.rows if any(base(row, kind) >= LARGE for kind in kinds)]
-    kinds = {kind: head for kind, head in kinds.items() if any(base(row, kind) for row in rows)}
+    def difference(row: Row) -> float:
+        return max((abs(mine / base - 1) for kind in kinds for name in ("fusion", "fusion-always")
+                    if (base := bytes_of(row, "inductor", kind)) >= LARGE and (mine := bytes_of(row, name, kind))),
+                   default=0.0)  # fmt: skip
+
+    rows = sorted((row for row in run.rows if difference(row) > DIFFERENT), key=difference, reverse=True)[:MOST]
+    rows = [keep(row, "inductor", "fusion", "fusion-always") for row in rows]
+    kinds = {kind: head for kind, head in kinds.items() if any(bytes_of(row, "inductor", kind) for row in rows)}
     if not rows:
         return None
     plt = pyplot()
     size = (5.2 * len(kinds) + 2, 0.16 * len(names(rows)) * len(rows) + 1.8)
     figure, grid = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
     for (kind, head), axes in zip(kinds.items(), grid.flat, strict=True):
-        scale = {id(c): base(row, kind) or 1 for row in rows for c in row.contenders}
+        scale = {id(c): bytes_of(row, "inductor", kind) or 1 for row in rows for c in row.contenders}
         bars(
             axes, rows, lambda c, kind=kind, scale=scale: (getattr(c, kind) or 0) / scale[id(c)], lambda row: row.name,
             lambda row, c, kind=kind: byte_words(getattr(c, kind)) if getattr(c, kind) else "",
         )  # fmt: skip
         axes.set(xlabel="plain Inductor = 1", title=head, xlim=(0, axes.get_xlim()[1] * 1.12))
         axes.axvline(1, color=COLOURS["inductor"], lw=1, zorder=0.5)
-    figure.suptitle(f"Memory: {where(run)}")
+    figure.suptitle(f"Memory, where it differs by more than {DIFFERENT:.0%}: {where(run)}")
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return png(figure)
 
 
-def bars(axes, rows: list, value: Callable, title: Callable, form: Callable | None = None) -> None:
-    """Horizontal bars: a group a row, the first at the top, in it a bar a contender that was timed."""
-    shown = names(rows)
-    height = 0.84 / len(shown)
-    for i, name in enumerate(shown):
-        found = [(k, row.of(name)) for k, row in enumerate(rows) if row.of(name) and timed(row.of(name))]
-        places = [k + (i - (len(shown) - 1) / 2) * height for k, _ in found]
-        drawn = axes.barh(places, [value(one) for _, one in found], height * 0.92, color=colour(name), label=name)
-        if form:
-            axes.bar_label(drawn, [form(rows[k], one) for k, one in found], **LABEL)
-        for k, row in enumerate(rows):
-            if row.of(name) and row.of(name).status == FAILED:
-                axes.text(0, k + (i - (len(shown) - 1) / 2) * height, " failed", va="center", fontsize=7.5)
-    axes.set_yticks(range(len(rows)), [title(row) for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
+def keep(row: Row, *names: str) -> Row:
+    return dataclasses.replace(row, contenders=[c for c in row.contenders if c.name in names])
 
 
 # Models.

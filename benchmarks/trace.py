@@ -39,6 +39,7 @@ CLASSES = (
                   r"|masked_fill|bitwise_and|le)_?\b"),
 )  # fmt: skip
 OURS, OTHER = "ours", "other"
+CPU, CUDA = {torch.profiler.ProfilerActivity.CPU}, {torch.profiler.ProfilerActivity.CUDA}
 KINDS = ("matmul", "attention", "norm, softmax, reduction", "pointwise", OURS, "copy", OTHER)
 
 
@@ -66,6 +67,8 @@ class Profile:
         return {kind: ms / self.ms for kind, ms in sums.items() if ms}
 
     def table(self, rows: int = 10) -> str:
+        if not self.kernels:
+            return "  no kernels; on a CPU the loops that Inductor generates are not seen"
         lines = [f"{'ms':>10}{'share':>7}{'calls':>7}  {'class':26}kernel"]
         for k in self.kernels[:rows]:
             lines.append(f"{k.ms:10.4f}{k.ms / self.ms:7.1%}{k.calls:7.4g}  {k.kind:26}{k.name[:90]}")
@@ -96,23 +99,29 @@ def kind_of(kernel: str, ours: set[str]) -> str:
 
 def profile(step: Callable[[], object], device: torch.device, calls: int = 3, trace: Path | None = None) -> Profile:
     """Run `step` once to warm up and `calls` times under the profiler; `trace` is where the Chrome trace goes."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     step()
     synchronize(device)
-    with torch.profiler.profile(activities=activities) as run:
-        for _ in range(calls):
-            step()
-        synchronize(device)
+    if device.type == "cuda" and trace is None:
+        # Host events are most of a trace: writing and reading them takes seconds a model.
+        found = of_trace(profiled(step, device, calls, CUDA), calls)
+        return found if found.kernels else of_trace(profiled(step, device, calls, CPU | CUDA), calls)
+    run = profiled(step, device, calls, CPU | (CUDA if device.type == "cuda" else set()))
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         run.export_chrome_trace(str(trace))
     if device.type == "cuda":
-        return of_trace(run, calls) if trace is None else read_trace(trace, calls)
+        return read_trace(trace, calls)
     events = [(e.key, e.self_cpu_time_total / 1e3, e.count) for e in run.key_averages() if e.self_cpu_time_total > 0]
     operators = [e for e in events if re.match(r"(?!autograd)\w+::|.*cpp_fused", e[0])]  # not the regions around them
     return summed(operators, calls)
+
+
+def profiled(step: Callable[[], object], device: torch.device, calls: int, activities: set):
+    with torch.profiler.profile(activities=activities) as run:
+        for _ in range(calls):
+            step()
+        synchronize(device)
+    return run
 
 
 def of_trace(run, calls: int) -> Profile:
