@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch
 from benchmarks.contenders import HOW
 from benchmarks.progress import progress
 from benchmarks.results import CompareRow, Run, Spread, machine
-from benchmarks.selection import add_arguments, selected
+from benchmarks.selection import add_arguments, selected, spread
 from benchmarks.timing import CALLS, TURN_MS
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
@@ -75,11 +76,10 @@ class Process:
             raise Failed(found["error"])
         return found
 
-    def ask(self, **request) -> dict:
+    def tell(self, **request) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-        return self.answer()
 
     def close(self) -> None:
         self.process.kill()
@@ -115,13 +115,17 @@ def judged(base: list[list[float]], new: list[list[float]], tolerance: float) ->
 
 
 def compare(work: Work, base, new, rounds: int, tolerance: float) -> CompareRow:
-    """Both sides prepare, then take turns, the first one of a round in turn too."""
-    line, found = work.to_json(), {}
-    for side in ("new", "base"):
+    """Both sides prepare, at the same time; then they take turns, the first one of a round in turn too."""
+    sides, found = dict(new=new, base=base), {}
+    for side in sides.values():
+        side.tell(do="prepare", work=work.to_json())
+    for name, side in sides.items():
         try:
-            found[side] = (new if side == "new" else base).ask(do="prepare", work=line)
+            found[name] = side.answer()
         except Failed as error:
-            return CompareRow(work.name, "failed" if side == "new" else "base failed", note=str(error))
+            found[name] = error
+    if failed := next((name for name in sides if isinstance(found[name], Failed)), None):
+        return CompareRow(work.name, "failed" if failed == "new" else "base failed", note=str(found[failed]))
     if found["base"].get("missing"):
         return CompareRow(work.name, "new", note="the base has no such pattern")
     calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / max(side["ms"] + 0.7 for side in found.values()))))
@@ -129,7 +133,8 @@ def compare(work: Work, base, new, rounds: int, tolerance: float) -> CompareRow:
     try:
         for turn in range(rounds):
             for side in ("base", "new") if turn % 2 else ("new", "base"):
-                times[side].append((new if side == "new" else base).ask(do="time", calls=calls)["ms"])
+                sides[side].tell(do="time", calls=calls)
+                times[side].append(sides[side].answer()["ms"])
     except Failed as error:
         return CompareRow(work.name, "failed" if side == "new" else "base failed", note=str(error))
     spreads = {side: Spread.of(sum(rows, [])) for side, rows in times.items()}
@@ -154,14 +159,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--contender", default="fusion-always", choices=list(HOW), help="default: fusion-always")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="part of the ratio that is let pass (0.02)")
+    parser.add_argument("--minutes", type=float, help="stop before this time is up; every pattern has its turn first")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, anew after each row")
-    args = parser.parse_args(argv)
+    args, begun = parser.parse_args(argv), time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patterns()
     run = Run("compare", machine(device, "benchmarks.compare") | dict(base=args.base, tolerance=args.tolerance))
     sides: list[Process] = []
     try:
         works = selected(args, device.type == "cuda")
+        works = spread(works) if args.minutes else works
         with tempfile.TemporaryDirectory() as directory, checkout(args.base, Path(directory)) as tree:
             try:
                 sides.append(Process(tree, Path(directory, "base"), args.contender))
@@ -170,7 +177,11 @@ def main(argv: list[str] | None = None) -> int:
                     side.greet()
                 print(f"{run.about['gpu'] or 'CPU: these times say nothing about a GPU'}\n{HEADER}", flush=True)
                 with progress(len(works), "compare") as begin:
-                    for work in works:
+                    for i, work in enumerate(works):
+                        taken = time.monotonic() - begun
+                        if args.minutes and i and taken * (i + 1) / i > args.minutes * 60:
+                            run.about["stopped"] = f"time is up after {i} of {len(works)} rows"
+                            break
                         begin(work.name)
                         run.rows.append(compare(work, *sides, args.rounds, args.tolerance))
                         print(show(run.rows[-1]), flush=True)
@@ -185,6 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted; {len(run.rows)} rows" + (f" in {args.out}" if args.out and run.rows else ""))
         return 130
+    run.about["seconds"] = round(time.monotonic() - begun, 1)
+    if args.out:
+        run.save(args.out)
     return finish(run)
 
 
@@ -192,6 +206,8 @@ def finish(run: Run) -> int:
     """A last line, and the exit code."""
     counts = {v: sum(r.verdict == v for r in run.rows) for v in dict.fromkeys(r.verdict for r in run.rows)}
     print(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
+    if "stopped" in run.about:
+        print(run.about["stopped"])
     return int(bool(counts.keys() & {"slower", "failed"}))
 
 

@@ -119,12 +119,15 @@ class Told:
     def __init__(self, ms: float, **prepared):
         self.ms, self.prepared = ms, dict(ms=ms) | prepared
 
-    def ask(self, do, **request):
-        if do == "prepare":
+    def tell(self, **request):
+        self.request = request
+
+    def answer(self):
+        if self.request["do"] == "prepare":
             if "error" in self.prepared:
                 raise compare.Failed(self.prepared["error"])
             return self.prepared
-        return dict(ms=[self.ms * (1 + 0.01 * (i % 3)) for i in range(request["calls"])])
+        return dict(ms=[self.ms * (1 + 0.01 * (i % 3)) for i in range(self.request["calls"])])
 
 
 @pytest.mark.parametrize(
