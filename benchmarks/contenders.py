@@ -17,7 +17,7 @@ from torch import Tensor
 import fusion_backend
 from benchmarks.accuracy import errors, wrong
 from benchmarks.counting import draws
-from benchmarks.measure import peak_bytes, synchronize, whole_calls
+from benchmarks.measure import peak_bytes, synchronize, until_it_fails, whole_calls
 from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict
 from benchmarks.trace import profile
@@ -25,7 +25,7 @@ from benchmarks.work import NAMES, Work
 from fusion_backend.pattern import REGISTRY
 
 torch._inductor.config.max_autotune_report_choices_stats = False  # its tables would bury ours
-TWIN = "inductor-again"
+TWIN, ALWAYS = "inductor-again", "fusion-always"
 Maker = Callable[[Callable], Callable]  # reference -> the function that is timed
 
 
@@ -33,7 +33,7 @@ HOW = {  # what torch.compile is told
     "inductor": {},
     "max-autotune": dict(mode="max-autotune-no-cudagraphs"),
     "fusion": dict(backend="fusion"),
-    "fusion-always": dict(backend="fusion", options={"fusion.gate": "always"}),
+    ALWAYS: dict(backend="fusion", options={"fusion.gate": "always"}),
 }
 
 
@@ -154,6 +154,8 @@ def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row:
     except torch.OutOfMemoryError:
         row.note = "out of memory for fp64: no errors"
     for name, make in makers.items():
+        if name == ALWAYS and nothing_declined(row.of("fusion"), work.pattern):
+            continue  # it would be the same code
         mine = Contender(name)
         row.contenders.append(mine)
         fusion_backend.reset()
@@ -201,6 +203,12 @@ def sites(pattern: str) -> tuple[list[dict], str]:
     return listed, "" if any(s.fused for s in of_it) else why
 
 
+def nothing_declined(mine: Contender | None, pattern: str) -> bool:
+    """Has the default gate taken whatever fusion.gate=always can take?"""
+    of_it = [site for site in mine.sites if site["pattern"] == pattern] if mine else []
+    return bool(of_it) and all(site["fused"] and site["forward"] in ("kernel", "library") for site in of_it)
+
+
 def said(error: BaseException) -> str:
     """An exception in a line."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -221,26 +229,26 @@ def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
     outs = results_of(next(iter(fns.values())), args)
     dys = [torch.randn_like(out) for out in outs] if work.train else None
     del outs
-    whole = whole_calls(
-        {name: functools.partial(step, fn, args, dys) for name, fn in steps.items()}, clock.device, bench.rounds
-    )
+    turns = {
+        name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys), said) for name, fn in steps.items()
+    }
+    whole = whole_calls({name: functools.partial(turn, args) for name, turn in turns.items()}, clock.device,
+                        bench.rounds)  # fmt: skip
     del args
     exposed = clock.exposed
-    kernel = in_turn(
-        {name: lambda args, fn=fn: step(fn, args, dys) for name, fn in steps.items()},
-        lambda: work.arguments(clock.device), clock, bench.rounds,
-    )  # fmt: skip
-    for name in steps:
-        mine = row.of(name)
+    kernel = in_turn(turns, lambda: work.arguments(clock.device), clock, bench.rounds)
+    for mine in (row.of(name) for name in steps):
+        if mine.status == FAILED:
+            continue
+        name = mine.name
         mine.kernel, mine.call = Spread.of(kernel[name]), Spread.of(whole[name])
         mine.rate_bytes, mine.rate_flops = (n / mine.kernel.median * 1e3 for n in (row.bytes, row.flops))
         mine.of_copy = mine.rate_bytes / bench.copy_bytes_s
         mine.of_matrix = mine.rate_flops / bench.matrix_flops_s
     if clock.exposed > exposed:
         row.note = f"{row.note}; the GPU waited for the host in {clock.exposed - exposed} samples".removeprefix("; ")
-    if base := row.of("inductor"):
-        twin = row.of(TWIN)
-        row.noise = noise(base.kernel, twin.kernel) if twin else None
+    if (base := row.of("inductor")) and base.kernel:
+        row.noise = noise(base.kernel, row.of(TWIN).kernel) if row.of(TWIN).kernel else None
         for mine in row.contenders:
-            if mine.kernel and base.kernel and mine.name not in ("inductor", TWIN):
+            if mine.kernel and mine.name not in ("inductor", TWIN):
                 mine.verdict = verdict(mine.kernel, base.kernel, row.noise)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.results import FAILED
+
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -40,6 +42,19 @@ def interleaved(steps: dict[str, Callable[[], object]], device: torch.device) ->
     for step in steps.values():
         step()
     return {name: statistics.median(ms) for name, ms in whole_calls(steps, device, least_ms=20).items()}
+
+
+def until_it_fails(one, call: Callable, said: Callable[[BaseException], str]) -> Callable:
+    """The call; once it raises, the contender `one` has failed, and its turns are empty: the others go on."""
+
+    def run(*args):
+        if one.status != FAILED:
+            try:
+                return call(*args)
+            except Exception as error:  # out of memory, say, which it was not when it ran alone
+                one.status, one.note = FAILED, f"in its turn: {said(error)}"
+
+    return run
 
 
 def milliseconds(step: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -23,8 +23,10 @@ import torch
 
 from benchmarks import own_model
 from benchmarks.model_results import ModelRow, text
+from benchmarks.model_results import rows as model_rows
 from benchmarks.model_run import DTYPES, Plan, contenders, measure, reason_of
 from benchmarks.model_zoo import ENTRIES, INFER, MODES, TRAIN, Problem, Subject, build
+from benchmarks.readme import quoted_names
 from benchmarks.results import OK, Run, machine
 
 EXACT = {"fp32": torch.float32, "fp64": torch.float64, "none": None}
@@ -39,6 +41,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(ENTRIES)}")
     parser.add_argument("--module", nargs="+", default=[], metavar="MODULE:BUILD", help="your own; see own_model.py")
     parser.add_argument("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
+    parser.add_argument("--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=[INFER], help="decode: one token, seq - 1 cached")
     for name in SIZES:
         parser.add_argument(f"--{name}", type=positive, metavar="N", help="instead of the model's own (not --module)")
@@ -56,17 +59,36 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--least-ms", type=float, default=50, metavar="MS", help="of a contender's turn in a round")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write a Chrome trace a contender; show top kernels")
     parser.add_argument("--no-profile", action="store_true", help="no kernels: for a run under nsys or ncu")
+    parser.add_argument("--minutes", type=float, help="begin no model that would take longer")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, after each model")
+    parser.add_argument("--add", action="store_true", help="keep what FILE has of other models: a run in parts")
     args = parser.parse_args(argv)
-    if not args.model + args.module + args.timm:
+    try:
+        args.jobs = asked(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.jobs:
         parser.error("nothing to measure: give --model, --module or --timm")
-    if unknown := [name for name in args.model if name not in ENTRIES]:
-        parser.error(f"no model {', '.join(unknown)}; there is {', '.join(ENTRIES)}")
+    if args.add and not args.out:
+        parser.error("--add keeps what the file has: give --out")
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error("--minutes must be more than 0")
     if args.trace and args.no_profile:
         parser.error("--trace is written by the profiler that --no-profile leaves out")
-    if args.optimizer and TRAIN not in args.mode:
+    if args.optimizer and all(mode != TRAIN for _, _, mode in args.jobs):
         parser.error("--optimizer is part of a training step: give --mode train")
     return args
+
+
+def asked(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """What is to be measured: whose model, its name, the mode. ValueError where there is no such model."""
+    pairs = quoted_names(args.quoted, "models") if args.quoted else []
+    jobs = [("model", *pair.split(" ", 1)) for pair in pairs]
+    names = [(kind, name) for kind in ("model", "module", "timm") for name in getattr(args, kind)]
+    jobs += [(kind, name, mode) for kind, name in names for mode in args.mode]
+    if unknown := sorted({name for kind, name, _ in jobs if kind == "model"} - set(ENTRIES)):
+        raise ValueError(f"no model {', '.join(unknown)}; there is {', '.join(ENTRIES)}")
+    return jobs
 
 
 def positive(text: str) -> int:
@@ -139,19 +161,37 @@ class Status:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def replaces(new: ModelRow, old: ModelRow) -> bool:
+    """The same model with the same sizes, or one that could not be measured before."""
+    return old.title == new.title or not old.contenders and (old.name, old.mode) == (new.name, new.mode)
+
+
 def main(argv: list[str] | None = None) -> int:
+    begun = time.monotonic()
     args = arguments(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run, status = Run("models", machine(device, "benchmarks.models")), Status()
     if argv is not None:
         run.about["command"] = " ".join(["python -m benchmarks.models", *argv])
+    try:
+        if args.add:
+            run.go_on_from(args.out)
+            run.rows = model_rows(run)
+    except ValueError as error:
+        print(f"benchmarks.models: {error}", file=sys.stderr)
+        return 2
     print(f"{run.about['gpu'] or 'CPU: the times below mean nothing'}, torch {torch.__version__}")
-    names = [(kind, name) for kind in ("model", "module", "timm") for name in getattr(args, kind)]
-    jobs = [(kind, name, mode) for kind, name in names for mode in args.mode]
+    mine, longest, jobs = [], 0.0, args.jobs
     try:
         for i, (kind, name, mode) in enumerate(jobs, 1):
+            now = time.monotonic()
+            if args.minutes and mine and now + longest > begun + args.minutes * 60:
+                run.about["stopped"] = f"time is up after {len(mine)} of {len(jobs)} models"
+                break
             status.head = f"{i}/{len(jobs)} {name} {mode}"
-            run.rows.append(measured(kind, name, mode, args, device, status))
+            mine.append(measured(kind, name, mode, args, device, status))
+            longest = max(longest, time.monotonic() - now)
+            run.rows = [row for row in run.rows if not replaces(mine[-1], row)] + [mine[-1]]
             status.clear()
             print(f"\n{text(run.rows[-1])}", flush=True)
             if args.trace:
@@ -160,11 +200,15 @@ def main(argv: list[str] | None = None) -> int:
                 run.save(args.out)
     except KeyboardInterrupt:
         run.about["stopped"] = f"by Ctrl-C in {status.head}"
-        if args.out:
-            run.save(args.out)
-        print(f"\nstopped {run.about['stopped']}; {len(run.rows)} of {len(jobs)} measured", file=sys.stderr)
+    status.clear()
+    run.about["seconds"] = round(time.monotonic() - begun, 1)
+    if args.out and mine:
+        run.save(args.out)
+    if stopped := run.about.get("stopped"):
+        print(f"\nstopped: {stopped}; {len(mine)} of {len(jobs)} measured", file=sys.stderr)
+    if "Ctrl-C" in (stopped or ""):
         return 130
-    fine = all(row.contenders and all(one.status == OK and one.step for one in row.contenders) for row in run.rows)
+    fine = all(row.contenders and all(one.status == OK and one.step for one in row.contenders) for row in mine)
     return 0 if fine else 1
 
 

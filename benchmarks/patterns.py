@@ -1,7 +1,7 @@
 """The built-in patterns under eager, plain Inductor, Inductor max-autotune and fusion, kernel by kernel.
 
-    python -m benchmarks.patterns [--out FILE.json]          # the whole table: at most 10 minutes on an H200
-    python -m benchmarks.patterns --minutes 5                # a subset: every pattern first, then what time is left for
+    python -m benchmarks.patterns [--out FILE.json]          # the whole table
+    python -m benchmarks.patterns --minutes 10               # what there is time for: every pattern first
     python -m benchmarks.patterns --only layer_norm softmax --sizes large --dtype bf16,f32 --train
     python -m benchmarks.patterns --only rms_norm --sizes rows=4096,n=5120 --contenders inductor fusion
 
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, HOW, Bench, Maker, measure, said
 from benchmarks.progress import progress
+from benchmarks.readme import quoted_names
 from benchmarks.results import Row, Run, machine
 from benchmarks.selection import add_arguments, selected, spread
 from benchmarks.table import heading, honest, noise_of, summary, text
@@ -32,7 +33,10 @@ from benchmarks.warm import compile_ahead
 from benchmarks.work import NAMES, Work
 from fusion_backend.backend import patterns
 
-WARM_SHARE = 0.3  # of the time given with --minutes, at most, is spent on compiling ahead
+AUTOTUNE = "max-autotune"
+Plan = list[tuple[Work, dict[str, Maker]]]  # each row and its contenders, in order
+# Of the time given with --minutes, compiling ahead has what starting and measuring leave, and at least this part.
+WARM_SHARE, SECONDS_TO_START, SECONDS_A_CONTENDER = 0.3, 20.0, 0.6  # on an H200
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,48 +45,61 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patterns()
     try:
-        works = selected(args, device.type == "cuda")
-        makers = named(args.contenders)
+        plan = planned(args, device.type == "cuda")
     except ValueError as error:
         parser.error(str(error))
-    if args.minutes:
-        works = spread(works)
     deadline = started + args.minutes * 60 if args.minutes else float("inf")
-    run = Run("patterns", machine(device, "benchmarks.patterns") | dict(noise={}))
+    run, mine = Run("patterns", machine(device, "benchmarks.patterns") | dict(noise={})), []
+    try:
+        if args.add:
+            run.go_on_from(args.out)
+    except ValueError as error:
+        parser.error(str(error))
     jobs = args.jobs if args.jobs is not None else processes() if device.type == "cuda" else 0
     try:
         if jobs:
-            names = [name for name in makers if name in HOW]
-            run.about["compiled_ahead"] = ahead(works, names, jobs, args.minutes)
+            run.about["compiled_ahead"] = ahead(plan, jobs, args.minutes)
         bench = Bench.of(device, args.rounds)._replace(trace=args.trace)
         run.about |= dict(copy_bytes_s=bench.copy_bytes_s, matrix_flops_s=bench.matrix_flops_s, rounds=bench.rounds)
         print(heading(run), flush=True)
-        measure_all(works, bench, makers, run, args.out, deadline)
+        measure_all(plan, bench, run, mine, args.out, deadline)
     except KeyboardInterrupt:
-        run.about["stopped"] = f"interrupted after {len(run.rows)} of {len(works)} rows"
+        run.about["stopped"] = f"interrupted after {len(mine)} of {len(plan)} rows"
     run.about["seconds"] = round(time.monotonic() - started, 1)
     print(summary(run))
-    if args.out and run.rows:
+    if args.out and mine:
         run.save(args.out)
         print(f"{len(run.rows)} rows in {args.out}; {run.about['seconds']:.0f} s")
-    return 130 if run.about.get("stopped", "").startswith("interrupted") else honest(run)
+    return 130 if run.about.get("stopped", "").startswith("interrupted") else honest(mine)
 
 
-def measure_all(
-    works: list[Work], bench: Bench, makers: dict[str, Maker], run: Run, out: Path | None, deadline: float
-) -> None:
-    """Append a row for each work to `run`, print it and write the file again, until the deadline."""
+def planned(args: argparse.Namespace, on_gpu: bool) -> Plan:
+    """Rows in the order in which they are wanted. ValueError says what makes no sense."""
+    works, makers = selected(args, on_gpu), named(args.contenders)
+    if args.minutes:
+        works = spread(works)
+    if not args.quoted:
+        return [(work, dict(makers)) for work in works]
+    quoted = quoted_names(args.quoted, "rows")
+    works.sort(key=lambda work: work.name not in quoted)
+    counted = {name: make for name, make in makers.items() if name in ("inductor", "fusion")} or makers
+    return [(work, dict(makers if work.name in quoted else counted)) for work in works]
+
+
+def measure_all(plan: Plan, bench: Bench, run: Run, mine: list[Row], out: Path | None, deadline: float) -> None:
+    """Append a row for each piece of work to `mine` and `run`, print it and write the file, until the deadline."""
     begun = time.monotonic()
-    with progress(len(works), "patterns") as begin:
-        for i, work in enumerate(works):
+    with progress(len(plan), "patterns") as begin:
+        for i, (work, makers) in enumerate(plan):
             now = time.monotonic()
             if i and now + (now - begun) / i > deadline:
-                run.about["stopped"] = f"time is up after {i} of {len(works)} rows"
+                run.about["stopped"] = f"time is up after {i} of {len(plan)} rows"
                 return
             begin(work.name)
-            run.rows.append(one(work, bench, makers))
+            mine.append(one(work, bench, makers))
+            run.rows = [row for row in run.rows if row.name != work.name] + mine[-1:]
             run.about["noise"] = noise_of(run.rows)
-            print(text(run.rows[-1]), flush=True)
+            print(text(mine[-1]), flush=True)
             if out:
                 run.save(out)
 
@@ -99,13 +116,34 @@ def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
         return row
 
 
-def ahead(works: list[Work], names: list[str], jobs: int, minutes: float | None) -> dict:
-    """Compile first, in many processes; what is not done in time is compiled when its turn comes."""
-    start = time.monotonic()
-    print(f"compiling {len(works)} rows ahead with {jobs} processes", file=sys.stderr, flush=True)
-    counts = compile_ahead(works, names, jobs, minutes and minutes * 60 * WARM_SHARE)
-    found = counts | dict(processes=jobs, seconds=round(time.monotonic() - start, 1))
-    print(f"compiled {found['done']} ({found['failed']} failed) in {found['seconds']:.0f} s", file=sys.stderr)
+def ahead(plan: Plan, jobs: int, minutes: float | None) -> dict:
+    """Compile first, in many processes. What was done.
+
+    Max-autotune takes longest. Without a limit matrix products come first, of which that is most true. With one,
+    max-autotune comes last, but for rows that have it while others have not; what was not in time is taken out of the
+    plan, for its compilation would take the time of all that follows. Anything else compiles when its turn comes.
+    """
+    start, seconds = time.monotonic(), None
+    fast = [(work, [name for name in HOW if name in makers and name != AUTOTUNE]) for work, makers in plan]
+    slow = [(work, [AUTOTUNE]) for work, makers in plan if AUTOTUNE in makers]
+    tasks = fast + slow if len(slow) == len(plan) else fast[: len(slow)] + slow + fast[len(slow) :]
+    tasks = [task for task in tasks if task[1]]
+    if minutes is None:
+        tasks.sort(key=lambda task: -task[0].flops / task[0].bytes)
+    else:
+        measuring = SECONDS_A_CONTENDER * sum(len(makers) for _, makers in plan)
+        seconds = max(minutes * 60 - SECONDS_TO_START - measuring, minutes * 60 * WARM_SHARE)
+    print(f"compiling {len(plan)} rows ahead with {jobs} processes", file=sys.stderr, flush=True)
+    told = compile_ahead(tasks, jobs, seconds)
+    late = [task for task, answer in zip(tasks, told, strict=True) if not answer]
+    for work, makers in plan:
+        if minutes and (work, [AUTOTUNE]) in late:
+            del makers[AUTOTUNE]
+    found = dict(done=told.count("done"), failed=told.count("failed"), late=len(late), processes=jobs)
+    found["seconds"] = round(time.monotonic() - start, 1)
+    if left_out := sum(minutes is not None and names == [AUTOTUNE] for _, names in late):
+        found["without_max_autotune"] = left_out
+    print(f"compiled {found}", file=sys.stderr)
     return found
 
 
@@ -126,11 +164,16 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     add_arguments(parser)
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, help="turns of every contender (default: 7, without a GPU 3)")
-    parser.add_argument("--minutes", type=float, help="stop before this time is up")
+    parser.add_argument("--minutes", type=float, help="stop before this time is up; every pattern has its turn first")
+    parser.add_argument("--quoted", type=Path, metavar="PAGE.md", help="the rows whose figures a page gives first, "
+                        "of the others inductor and fusion alone")  # fmt: skip
     parser.add_argument("--jobs", type=int, help="processes that compile ahead (default: one a core; 0 without a GPU)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace a contender; show its kernels")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, anew after each row")
+    parser.add_argument("--add", action="store_true", help="keep what FILE has of other rows: a run in parts")
     args = parser.parse_args(argv)
+    if args.add and not args.out:
+        parser.error("--add keeps what the file has: give --out")
     if args.rounds is not None and args.rounds < 1:
         parser.error("--rounds must be 1 or more")
     if args.minutes is not None and args.minutes <= 0:

@@ -190,6 +190,20 @@ class Run:
         partial.write_text(table_json({"kind": self.kind} | self.about, "rows", rows))
         partial.replace(path)
 
+    def go_on_from(self, path: Path) -> None:
+        """Begin with the rows of a file, where there is one. ValueError where kind or machine differ."""
+        if not path.exists():
+            return
+        before = Run.load(path)
+        if before.kind != self.kind:
+            raise ValueError(f"{path} holds a run of benchmarks.{before.kind}")
+        if other := [key for key in ("gpu", "torch", "triton") if before.about.get(key) != self.about[key]]:
+            raise ValueError(f"{path} was measured with another {' and '.join(other)}: its rows cannot be kept")
+        self.rows = before.rows
+        for key in ("command", "revision"):
+            said = dict.fromkeys(filter(None, (before.about.get(key), self.about[key])))
+            self.about[key] = "; ".join(said) or None
+
     @classmethod
     def load(cls, path: Path) -> Run:
         about = json.loads(Path(path).read_text())

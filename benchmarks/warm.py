@@ -1,14 +1,15 @@
 """Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and Triton's caches.
 
-`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work from stdin, a JSON line each, and writes
-"done" or "failed" for each. Processes compile side by side, but only one at a time may time candidates for
-max-autotune, whose choices are kept in the cache too.
+`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work and names of contenders from stdin, a JSON
+line each, and writes "done" or "failed" for each. Processes compile side by side, but only one at a time may time
+candidates for max-autotune, whose choices are kept in the cache too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -19,38 +20,40 @@ import time
 import torch
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from benchmarks.contenders import CONTENDERS, results_of, step
+import fusion_backend
+from benchmarks.contenders import ALWAYS, CONTENDERS, nothing_declined, results_of, sites, step
 from benchmarks.measure import synchronize
+from benchmarks.results import Contender
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
 from fusion_backend.pattern import REGISTRY
 
 LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
+Task = tuple[Work, list[str]]  # what is compiled, and for which contenders
 
 
-def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float | None = None) -> dict[str, int]:
-    """Hand the work out to `jobs` processes; how many rows were "done" and "failed" within the time."""
-    told: list[str] = []
+def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) -> list[str]:
+    """Hand the tasks out to `jobs` processes, in order: "done" or "failed" of each, "" where the time was up before."""
+    told = [""] * len(tasks)
     with tempfile.NamedTemporaryFile() as lock:
         environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
-        command = [sys.executable, "-m", "benchmarks.warm", *names]
         root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         workers = [
             subprocess.Popen(
-                command, cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True,
+                [sys.executable, "-m", "benchmarks.warm"], cwd=root, env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
             )
-            for _ in range(min(jobs, len(works)))
+            for _ in range(min(jobs, len(tasks)))
         ]  # fmt: skip
-        # Matrix products take max-autotune longest: they come first, unless time may run out before the rest.
-        todo = iter(works if seconds else sorted(works, key=lambda work: -work.flops / work.bytes))
+        todo = iter(range(len(tasks)))
 
         def feed(worker: subprocess.Popen) -> None:
             with contextlib.suppress(OSError), worker.stdin as tell, worker.stdout as answers:
-                for work in todo:  # next() of a list's iterator is atomic
-                    tell.write(work.to_json() + "\n")
+                for i in todo:  # next() of its iterator is atomic
+                    work, names = tasks[i]
+                    tell.write(json.dumps([work.to_json(), names]) + "\n")
                     tell.flush()
-                    told.append(answers.readline().strip())
+                    told[i] = answers.readline().strip()
 
         threads = [threading.Thread(target=feed, args=(worker,), daemon=True) for worker in workers]
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -59,14 +62,12 @@ def compile_ahead(works: list[Work], names: list[str], jobs: int, seconds: float
                 thread.start()
             for thread in threads:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            counts = {answer: told.count(answer) for answer in ("done", "failed")}
-            counts["failed"] += told.count("")  # the process died
         finally:
             for worker in workers:
                 if deadline is not None or sys.exc_info()[0]:
                     worker.kill()
                 worker.wait()
-    return counts
+    return told
 
 
 def one_at_a_time() -> None:
@@ -89,13 +90,17 @@ def warm(work: Work, names: list[str]) -> None:
     torch.compiler.reset()
     with torch.set_grad_enabled(work.train):
         args = work.arguments(device)
-        dys = None
+        dys, found = None, {}
         for name in names:
+            if name == ALWAYS and nothing_declined(found.get("fusion"), work.pattern):
+                continue
+            fusion_backend.reset()
             fn = CONTENDERS[name](reference)
             if work.train and dys is None:
                 dys = [torch.randn_like(out) for out in results_of(fn, args)]
             step(fn, args, dys)
             synchronize(device)
+            found[name] = Contender(name, sites=sites(work.pattern)[0])
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # for the other processes
 
@@ -106,7 +111,8 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # what compilers print is no answer
     for line in sys.stdin:
         try:
-            warm(Work.from_json(line), sys.argv[1:])
+            work, names = json.loads(line)
+            warm(Work.from_json(work), names)
             answer = "done"
         except Exception as error:  # the run itself will say so
             print(f"{line.strip()}: {error}", file=sys.stderr)

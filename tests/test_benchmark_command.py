@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import model_run, models, own_model
 from benchmarks.model_results import ModelContender, ModelRow, rows
 from benchmarks.model_zoo import INFER, TRAIN, Problem
-from benchmarks.results import OK, Run
+from benchmarks.results import OK, Run, Spread
 
 CPU = torch.device("cpu")
 OWN = """
@@ -116,10 +116,53 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     assert [row.name for row in rows(run)] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
 
 
+def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
+    """benchmarks.models with rows that take no time but what `clock` adds."""
+
+    def stub(kind, name, mode, args, device, say):
+        clock()
+        ones = [ModelContender(who, step=Spread.of([ms])) for who, ms in (("inductor", ratio), ("fusion", 1.0))]
+        return ModelRow(name, mode, "f32", dict(layers=args.layers or 2), None, ones)
+
+    monkeypatch.setattr(models, "measured", stub)
+
+
+def test_no_model_is_begun_that_the_time_does_not_suffice_for(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(models.time, "monotonic", lambda: now[0])
+    measured_as(monkeypatch, clock=lambda: now.__setitem__(0, now[0] + 40))
+    out = tmp_path / "results.json"
+    argv = ["--model", "plain_llama", "plain_bert", "plain_vit", "--minutes", "1.5", "--out", str(out)]
+    assert models.main(argv) == 0
+    run = Run.load(out)
+    assert [row.name for row in rows(run)] == ["plain_llama", "plain_bert"] and run.about["seconds"] == 80
+    assert run.about["stopped"] == "time is up after 2 of 3 models" and "2 of 3" in capsys.readouterr().err
+
+
+def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
+    measured_as(monkeypatch)
+    out, add = tmp_path / "results.json", ["--add", "--out", str(tmp_path / "results.json")]
+    assert models.main(["--model", "plain_llama", "plain_bert", *add]) == 0  # no file yet
+    measured_as(monkeypatch, ratio=3.0)
+    assert models.main(["--model", "plain_llama", "plain_vit", *add]) == 0
+    assert models.main(["--model", "plain_llama", "--layers", "3", *add]) == 0  # another size is another row
+    run = Run.load(out)
+    found = {(row.name, row.about["layers"]): row.ratio("fusion") for row in rows(run)}
+    assert found == {("plain_bert", 2): 2, ("plain_llama", 2): 3, ("plain_vit", 2): 3, ("plain_llama", 3): 3}
+    assert run.about["command"].count("python -m benchmarks.models --model") == 3
+    run.about["torch"] = "1.0"
+    run.save(out)
+    assert models.main(["--model", "plain_vit", *add]) == 2
+    assert "was measured with another torch: its rows cannot be kept" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
         ([], "nothing to measure"),
+        (["--model", "plain_vit", "--add"], "give --out"),
+        (["--model", "plain_vit", "--minutes", "0"], "--minutes must be more than 0"),
+        (["--quoted", "nothere.md"], "nothere.md has no figures of kind models"),
         (["--model", "resnet"], "no model resnet; there is plain_llama"),
         (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
         (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),

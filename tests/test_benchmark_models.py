@@ -228,6 +228,45 @@ def test_a_run_that_only_fails_in_turns_is_not_timed(monkeypatch):
     assert row.of("eager").kernels == []
 
 
+def test_a_contender_that_fails_in_its_turn_leaves_the_others_alone():
+    subject, row = subject_of()
+    calls = []
+
+    def exhausted_later(y):
+        calls.append(1)
+        return y if len(calls) < 6 else exhaust(y)
+
+    makes = {"eager": lambda step: step, "inductor": backend("aot_eager"), "late": changed(exhausted_later)}
+    row = measure(subject, makes, QUICK, row, CPU, lambda _: None)
+    assert [one.status for one in row.contenders] == [OK, OK, FAILED], row
+    assert row.of("late").note.startswith("in its turn: out of memory") and row.of("late").step is None
+    assert row.of("eager").step and row.of("eager").kernels and row.noise is not None and not row.notes
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+def test_outputs_are_found_in_a_dataclass():
+    y = torch.ones(3)
+    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7))] == [True] * 3
+    with pytest.raises(ValueError, match="no floating tensor to compare: Output"):
+        model_run.floats(Output(torch.ones(3, dtype=torch.long)))
+
+
+@pytest.mark.parametrize("dtype, error, status", [("f32", 1e-6, OK), ("f32", 5e-6, WRONG), ("bf16", 5e-3, OK)])
+def test_a_loss_is_a_sum_in_another_order(dtype, error, status):
+    """A scalar's error is a sample: eager's own may be 0 by chance."""
+    subject, row = subject_of()
+    one, exact = model_run.ModelContender("mine"), subject().sum().detach()
+    step = Step(subject, changed(lambda y: y.sum() * (1 + error)), Plan())
+    model_run.compare(step, one, ([exact.double()], {}), model_run.ModelContender("eager", output_error=0.0),
+                      model_run.DTYPES[dtype])  # fmt: skip
+    assert one.status == status, one
+
+
 def test_the_contenders():
     assert list(contenders()) == ["eager", "inductor", "fusion"]
     assert list(contenders(max_autotune=True)) == ["eager", "inductor", "max-autotune", "fusion"]

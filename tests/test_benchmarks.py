@@ -1,21 +1,17 @@
 """The benchmarks measure what they say, and tell a wrong, a slow and a broken contender from the others."""
 
-import fcntl
 import json
-import os
 import time
-from types import SimpleNamespace
 
 import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import pytest
 import torch
 
-from benchmarks import contenders, patterns, table, timing, warm
+from benchmarks import contenders, table, timing
 from benchmarks.accuracy import errors, wrong
 from benchmarks.contenders import CONTENDERS, TWIN, Bench, measure
 from benchmarks.counting import draws
 from benchmarks.results import FAILED, OK, WRONG, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
-from benchmarks.selection import selected, spread
 from benchmarks.timing import Clock, in_turn, verdict
 from benchmarks.work import BF16, F32, SMALL, WORK, Work
 
@@ -224,7 +220,7 @@ def test_the_harness_checks_itself(bench):
     assert found.of("eager").errors.absolute["max"] < 1e-6 < found.of("wrong").errors.absolute["max"]
     assert found.noise is not None and found.of(TWIN).kernel.n == found.of("inductor").kernel.n
     run = Run("patterns", dict(noise=table.noise_of([found])), [found])
-    assert table.honest(run) == 1
+    assert table.honest(run.rows) == 1
     shown = table.text(found) + table.summary(run)
     assert "WRONG: result 0 is" in shown and "FAILED: RuntimeError: broken" in shown and "noise: Inductor" in shown
 
@@ -233,6 +229,36 @@ def test_what_cannot_be_timed_keeps_its_errors(bench, monkeypatch):
     monkeypatch.setattr(contenders, "whole_calls", lambda *_: 1 / 0)
     found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]}).of("eager")
     assert found.errors and (found.status, found.note) == (FAILED, "not timed: ZeroDivisionError: division by zero")
+
+
+def test_who_fails_in_its_turn_leaves_the_others_alone(bench):
+    def make(reference):
+        calls = []
+
+        def fn(*args):
+            calls.append(1)
+            if len(calls) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return reference(*args)
+
+        return fn
+
+    found = measure(ADD_MUL, bench, EAGER | {"late": make})
+    assert [c.status for c in found.contenders] == [OK, OK, FAILED, OK] and found.of("late").kernel is None
+    assert found.of("late").note == "in its turn: out of memory" and found.noise is not None
+
+
+def test_what_would_be_the_same_code_is_not_timed_again(bench, monkeypatch):
+    site = dict(pattern="add_mul", fused=True, reason="", forward="kernel", backward=None)
+    monkeypatch.setattr(contenders, "sites", lambda pattern: ([site], ""))
+    makers = {name: CONTENDERS["eager"] for name in ("eager", "fusion", "fusion-always")}
+    assert [c.name for c in measure(ADD_MUL, bench, makers).contenders] == ["eager", "fusion"]
+    for other in (dict(forward="reference"), dict(fused=False), dict(pattern="add_mul_exp")):
+        before, _ = dict(site), site.update(other)
+        assert len(measure(ADD_MUL, bench, makers).contenders) == 3
+        site.update(before)
+    del makers["fusion"]
+    assert [c.name for c in measure(ADD_MUL, bench, makers).contenders] == ["eager", "fusion-always"]
 
 
 def test_rates_follow_from_counts(bench):
@@ -268,116 +294,3 @@ def test_what_the_gate_did_is_told(bench):
     x, weight, mean = 8 * 64 * 4, 64 * 4, 8 * 4
     assert found.of("inductor").saved_bytes == x + weight + mean  # eager keeps what lies between as well
     assert found.of("eager").saved_bytes > 2 * x
-
-
-# The command
-
-
-def run_patterns(*argv) -> int:
-    return patterns.main([*argv, "--jobs", "0", "--rounds", "1", "--contenders", "eager", "inductor"])
-
-
-SIZED = ["--only", "add_mul", "quantize_int8", "--sizes", "size=1000", "size=2000"]
-
-
-def test_a_table_and_its_file(tmp_path, capsys):
-    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 0
-    run = Run.load(tmp_path / "run.json")
-    assert len(run.rows) == 4 and all(r.of("inductor").kernel for r in run.rows)
-    assert run.about["noise"]["rows"] and run.about["copy_bytes_s"] > 0 and run.about["matrix_flops_s"] > 0
-    assert run.about["command"].startswith("python -m benchmarks.patterns")
-    printed = capsys.readouterr().out
-    assert "noise: Inductor's code timed twice" in printed and "say nothing about a GPU" in printed
-
-
-def test_time_that_is_up_ends_it_cleanly(tmp_path, capsys):
-    assert run_patterns(*SIZED, "--minutes", "0.0001", "--out", str(tmp_path / "run.json")) == 0
-    run = Run.load(tmp_path / "run.json")
-    assert len(run.rows) == 1 and run.about["stopped"] == "time is up after 1 of 4 rows"
-
-
-def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
-    found = iter([row()])
-    monkeypatch.setattr(patterns, "one", lambda *_: next(found, None) or stop())
-
-    def stop():
-        raise KeyboardInterrupt
-
-    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 130
-    assert len(Run.load(tmp_path / "run.json").rows) == 1
-    assert "interrupted after 1 of 4 rows" in capsys.readouterr().out
-
-
-def test_work_that_cannot_be_done_is_a_line(bench):
-    found = patterns.one(Work("gated_act", dict(rows=4), F32), bench, EAGER)
-    assert "missing 1 required" in found.note and not found.contenders
-    run = Run("patterns", dict(noise={}), [found])
-    assert table.honest(run) == 1 and "FAILED gated_act f32 rows=4: " in table.summary(run)
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (["--only", "nothing"], "no pattern nothing; there is"),
-        (["--only", "add_mul", "--dtype", "f8"], "no dtype f8; there is f32"),
-        (["--only", "add_mul", "--sizes", "huge"], "'huge' is neither"),
-        (["--only", "add_mul", "--sizes", "rows=3"], "no pattern takes the sizes rows (add_mul: size)"),
-        (["--sizes", "size=3"], "cases need --only"),
-        (["--contenders", "jax"], "no contender jax; there is eager"),
-        (["--only", "quantize_int8", "--train"], "no work is left"),
-        (["--rounds", "0"], "--rounds must be"),
-        (["--minutes", "-1"], "--minutes must be"),
-    ],
-)
-def test_a_request_without_sense_is_refused(argv, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        patterns.main(argv)
-    assert stopped.value.code == 2 and said in capsys.readouterr().err
-
-
-def asked(*argv, on_gpu=True) -> list[Work]:
-    return selected(patterns.arguments([str(a) for a in argv])[0], on_gpu)
-
-
-def test_selection():
-    assert asked() == WORK and asked(on_gpu=False) == SMALL
-    small, large = asked("--sizes", "small"), asked("--sizes", "large")
-    assert len(small) + len(large) == len(WORK) and all(w.bytes <= 48e6 for w in small)
-    assert all(w.train for w in asked("--train")) and not any(w.train for w in asked("--infer"))
-    assert asked("--train", "--infer") == WORK
-    both = asked("--only", "layer_norm", "--sizes", "rows=3,n=1_000", "--dtype", "f32,f16", "--train", "--infer")
-    assert [(w.case, str(w.dtype), w.train) for w in both] == [
-        (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
-    ]
-    assert [w.pattern for w in asked("--only", "gated_act")] == ["gated_act"]  # no row of its own
-
-
-def test_a_short_run_sees_every_pattern_first():
-    order = [work.pattern for work in spread(WORK)]
-    kinds = len(set(order))
-    assert len(set(order[:kinds])) == kinds and sorted(order) == sorted(w.pattern for w in WORK)
-
-
-def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
-    lock = tmp_path / "lock"
-
-    def times_a_candidate():
-        with lock.open("w") as other, pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return 1.5
-
-    monkeypatch.setenv(warm.LOCK, str(lock))
-    monkeypatch.setattr(warm, "benchmarker", SimpleNamespace(benchmark_gpu=times_a_candidate))
-    warm.one_at_a_time()
-    assert warm.benchmarker.benchmark_gpu() == 1.5
-    with lock.open("w") as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
-
-
-def test_work_compiled_ahead_is_found_in_the_cache(bench):
-    work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
-    assert warm.compile_ahead([work], ["inductor"], jobs=3) == dict(done=1, failed=0)
-    hits = torch._dynamo.utils.counters["aot_autograd"]
-    before = hits["autograd_cache_hit"]
-    measure(work, bench, EAGER)
-    assert hits["autograd_cache_hit"] == before + 1

@@ -1,0 +1,170 @@
+"""The command benchmarks.patterns: its table and file, what it is asked for, and compiling ahead."""
+
+import fcntl
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import fusion_backend.patterns  # noqa: F401  (fills the registry)
+import pytest
+import torch
+
+from benchmarks import patterns, readme, table, warm
+from benchmarks.contenders import Bench, measure
+from benchmarks.results import Run
+from benchmarks.selection import selected, spread
+from benchmarks.timing import Clock
+from benchmarks.work import F32, SMALL, WORK, Work
+from tests.test_benchmarks import EAGER, row
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def bench():
+    return Bench(Clock(torch.device("cpu")), copy_bytes_s=1e10, matrix_flops_s=1e11, rounds=3)
+
+
+def run_patterns(*argv) -> int:
+    return patterns.main([*argv, "--jobs", "0", "--rounds", "1", "--contenders", "eager", "inductor"])
+
+
+SIZED = ["--only", "add_mul", "quantize_int8", "--sizes", "size=1000", "size=2000"]
+
+
+def test_a_table_and_its_file(tmp_path, capsys):
+    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 0
+    run = Run.load(tmp_path / "run.json")
+    assert len(run.rows) == 4 and all(r.of("inductor").kernel for r in run.rows)
+    assert run.about["noise"]["rows"] and run.about["copy_bytes_s"] > 0 and run.about["matrix_flops_s"] > 0
+    assert run.about["command"].startswith("python -m benchmarks.patterns")
+    printed = capsys.readouterr().out
+    assert "noise: Inductor's code timed twice" in printed and "say nothing about a GPU" in printed
+
+
+def test_time_that_is_up_ends_it_cleanly(tmp_path, capsys):
+    assert run_patterns(*SIZED, "--minutes", "0.0001", "--out", str(tmp_path / "run.json")) == 0
+    run = Run.load(tmp_path / "run.json")
+    assert len(run.rows) == 1 and run.about["stopped"] == "time is up after 1 of 4 rows"
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
+    found = iter([row()])
+    monkeypatch.setattr(patterns, "one", lambda *_: next(found, None) or stop())
+
+    def stop():
+        raise KeyboardInterrupt
+
+    assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 130
+    assert len(Run.load(tmp_path / "run.json").rows) == 1
+    assert "interrupted after 1 of 4 rows" in capsys.readouterr().out
+
+
+def test_work_that_cannot_be_done_is_a_line(bench):
+    found = patterns.one(Work("gated_act", dict(rows=4), F32), bench, EAGER)
+    assert "missing 1 required" in found.note and not found.contenders
+    run = Run("patterns", dict(noise={}), [found])
+    assert table.honest(run.rows) == 1 and "FAILED gated_act f32 rows=4: " in table.summary(run)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--only", "nothing"], "no pattern nothing; there is"),
+        (["--only", "add_mul", "--dtype", "f8"], "no dtype f8; there is f32"),
+        (["--only", "add_mul", "--sizes", "huge"], "'huge' is neither"),
+        (["--only", "add_mul", "--sizes", "rows=3"], "no pattern takes the sizes rows (add_mul: size)"),
+        (["--sizes", "size=3"], "cases need --only"),
+        (["--contenders", "jax"], "no contender jax; there is eager"),
+        (["--only", "quantize_int8", "--train"], "no work is left"),
+        (["--rounds", "0"], "--rounds must be"),
+        (["--minutes", "-1"], "--minutes must be"),
+    ],
+)
+def test_a_request_without_sense_is_refused(argv, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        patterns.main(argv)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def asked(*argv, on_gpu=True) -> list[Work]:
+    return selected(patterns.arguments([str(a) for a in argv])[0], on_gpu)
+
+
+def test_selection():
+    assert asked() == WORK and asked(on_gpu=False) == SMALL
+    small, large = asked("--sizes", "small"), asked("--sizes", "large")
+    assert len(small) + len(large) == len(WORK) and all(w.bytes <= 48e6 for w in small)
+    assert all(w.train for w in asked("--train")) and not any(w.train for w in asked("--infer"))
+    assert asked("--train", "--infer") == WORK
+    both = asked("--only", "layer_norm", "--sizes", "rows=3,n=1_000", "--dtype", "f32,f16", "--train", "--infer")
+    assert [(w.case, str(w.dtype), w.train) for w in both] == [
+        (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
+    ]
+    assert [w.pattern for w in asked("--only", "gated_act")] == ["gated_act"]  # no row of its own
+
+
+def test_a_short_run_sees_every_pattern_first():
+    order = [work.pattern for work in spread(WORK)]
+    kinds = len(set(order))
+    assert len(set(order[:kinds])) == kinds and sorted(order) == sorted(w.pattern for w in WORK)
+
+
+def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+
+    def times_a_candidate():
+        with lock.open("w") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return 1.5
+
+    monkeypatch.setenv(warm.LOCK, str(lock))
+    monkeypatch.setattr(warm, "benchmarker", SimpleNamespace(benchmark_gpu=times_a_candidate))
+    warm.one_at_a_time()
+    assert warm.benchmarker.benchmark_gpu() == 1.5
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
+
+
+def test_work_compiled_ahead_is_found_in_the_cache(bench):
+    work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
+    assert warm.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == ["done", "failed"]
+    hits = torch._dynamo.utils.counters["aot_autograd"]
+    before = hits["autograd_cache_hit"]
+    measure(work, bench, EAGER)
+    assert hits["autograd_cache_hit"] == before + 1
+
+
+def test_a_run_in_parts(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run.json")]
+    for names in (["add_mul", "quantize_int8"], ["add_mul", "add_mul_exp"]):
+        assert run_patterns("--only", *names, "--sizes", "size=1000", "--add", *out) == 0
+    run = Run.load(tmp_path / "run.json")
+    assert [r.pattern for r in run.rows] == ["quantize_int8", "add_mul", "add_mul_exp"]
+    assert run.about["noise"]["rows"] and "3 rows in" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run_patterns("--only", "add_mul", "--add")
+
+
+def test_quoted_rows_come_first_and_others_are_counted():
+    args, _ = patterns.arguments(["--quoted", str(ROOT / "README.md"), "--minutes", "10"])
+    plan, quoted = patterns.planned(args, on_gpu=True), readme.quoted_names(ROOT / "README.md", "rows")
+    assert {work.name for work, _ in plan[: len(quoted)]} == set(quoted) and len(plan) == len(WORK)
+    assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))
+
+
+def test_max_autotune_that_is_not_compiled_in_time_is_left_out(monkeypatch):
+    def compile_ahead(tasks, jobs, seconds):
+        order.extend(name for _, names in tasks for name in names)
+        assert (seconds is None) == (minutes is None)
+        return ["done"] * (len(tasks) - 1) + [""]
+
+    monkeypatch.setattr(patterns, "compile_ahead", compile_ahead)
+    for minutes, slow in ((1.0, 1), (None, 2)):
+        order: list[str] = []
+        plan = [(work, patterns.named(["inductor", "max-autotune"])) for work in SMALL[:2]]
+        found = patterns.ahead(plan, 2, minutes)
+        assert sorted(order) == ["inductor"] * 2 + ["max-autotune"] * 2
+        assert sum("max-autotune" in makers for _, makers in plan) == slow and found["late"] == 1
+        if minutes:
+            assert order[:2] == ["inductor"] * 2
