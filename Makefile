@@ -3,14 +3,14 @@
 #   VENV=/path/to/venv       another place for the environment
 #   DEMO="--only llama"      arguments of the demo; TESTS="tests/test_models.py -x" those of pytest
 #   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
-#   OUT=benchmarks/results   where `make gpu` puts its JSON; BENCH="--minutes 5" arguments of its benchmark
+#   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch already in VENV is kept.
 
 VENV ?= .venv
 DEMO ?=
 TESTS ?=
 GPU_PYTHON ?= python3
-OUT ?= benchmarks/results
+OUT ?= build/results
 BENCH ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -36,7 +36,7 @@ gpu:
 	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
 	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
 	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu -q || status=1; \
-	$(GPU_PYTHON) -m benchmarks.patterns $(BENCH) --out $(OUT)/patterns.json || status=1; exit $$status
+	$(GPU_PYTHON) -m benchmarks.reproduce $(BENCH) --out $(OUT) || status=1; exit $$status
 
 check: $(VENV)/.check
 	$(PY) -m ruff check .

@@ -1,0 +1,97 @@
+"""Measure again what the README says, and set both side by side.
+
+    python -m benchmarks.reproduce --out DIR                    # at most 10 minutes on an H200
+    python -m benchmarks.reproduce --out DIR --minutes 5        # fewer of the rows that the README only counts
+    python -m benchmarks.reproduce --out DIR --part patterns    # a half at a time, where a command may not take longer
+    python -m benchmarks.reproduce --out DIR --part models
+
+Runs benchmarks.patterns, the rows that the README quotes first and then what there is time for, and benchmarks.models
+on the models that it quotes; each in a process of its own, with its part of the time. DIR gets patterns.json and
+models.json, and a page of each. Then prints the README's ratios and those found, which on another machine are others.
+Exit code: the largest of the commands', 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.figures import model_name, ours
+from benchmarks.model_results import rows as model_rows
+from benchmarks.readme import ROOT, quoted
+from benchmarks.results import Run
+
+PAGE = ROOT / "README.md"
+PARTS = {"patterns": ("rows", 0.5), "models": ("models", 0.5)}  # figures of the page, and share of the time
+OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5"]}
+
+
+def run(argv: list[str]) -> int:
+    """A command of ours; after Ctrl-C, which it gets as well, what it still writes is waited for."""
+    print(f"\npython -m {' '.join(argv)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", *argv], cwd=ROOT)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+
+
+def ratios(run: Run) -> dict[str, float | None]:
+    """Name of each row -> plain Inductor's time over ours."""
+    if run.kind == "models":
+        return {model_name(row): row.ratio("fusion") for row in model_rows(run)}
+    return {row.name: row.ratio(ours(row)) for row in run.rows}
+
+
+def beside(page: Path, kind: str, file: Path) -> list[str]:
+    """The page's ratio and the one found, a line each."""
+    here = ratios(Run.load(file)) if file.exists() else {}
+    lines = []
+    for committed, names in quoted(page, kind).items():
+        said = ratios(Run.load(page.parent / committed))
+        for name in names:
+            was, now = (f"{x:.2f}" if x else "-" for x in (said.get(name), here.get(name)))
+            lines.append(f"  {name:66}{was:>8}{now:>8}")
+    return lines
+
+
+def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
+    parser.add_argument("--part", choices=PARTS, help="one of the two alone, with all the time")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0:
+        parser.error("--minutes must be more than 0")
+    parts = [args.part] if args.part else list(PARTS)
+    status, end, out = 0, time.monotonic() + args.minutes * 60, args.out.resolve()
+    files = {part: out / f"{part}.json" for part in parts}
+    try:
+        for i, (part, file) in enumerate(files.items()):
+            file.unlink(missing_ok=True)  # of an earlier run
+            share = PARTS[part][1] / sum(PARTS[later][1] for later in parts[i:])  # of what is left
+            minutes = max(1.0, (end - time.monotonic()) * share) / 60
+            argv = ["--quoted", str(page), *OPTIONS[part], "--minutes", f"{minutes:.2f}"]
+            status = max(status, run([f"benchmarks.{part}", *argv, "--out", str(file)]))
+    except KeyboardInterrupt:
+        status = 130
+    if there := [str(file) for file in files.values() if file.exists()]:
+        run(["benchmarks.page", *there])  # without matplotlib it has tables only, and says so
+    print(f"\n{'ratio to plain Inductor':68}{'README':>8}{'here':>8}")
+    if not torch.cuda.is_available():
+        print("Without a GPU the sizes are tiny: these are no ratios to compare.")
+    for part, file in files.items():
+        print("\n".join(beside(page, PARTS[part][0], file)))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

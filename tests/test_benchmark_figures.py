@@ -1,0 +1,247 @@
+"""What the README and docs quote: written from results, and the command that measures them again."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures, models, readme, reproduce
+from benchmarks.results import CompareRow, Run
+from tests.test_benchmark_pages import ABOUT, block_run, model_run, pattern_run, spread
+
+ROOT = Path(__file__).parent.parent
+PAGE_BYTES = 1_500_000
+
+
+def compare_run() -> Run:
+    rows = [CompareRow(f"w{i}", "same", spread(ms), spread(ms * ratio), ratio, ratio - 0.01, ratio + 0.01)
+            for i, (ms, ratio) in enumerate(((0.005, 1.08), (0.03, 0.996), (0.3, 1.002), (3, 1.04)))]  # fmt: skip
+    return Run("compare", dict(ABOUT), [*rows, CompareRow("late", "new", note="the base has no such pattern")])
+
+
+def sweep_run() -> Run:
+    works = (("flash", "SDPA", 0.5), ("flash", "BM=128 BN=64", 0.4), ("flash", "BM=64 BN=64", 0.6))
+    rows = [dict(work=work, config=config, ms=ms) for work, config, ms in (*works, ("other", "rows=1 warps=4", 0.1))]
+    return Run("sweep", dict(ABOUT), rows)
+
+
+def test_figures_are_those_of_the_committed_results(capsys):
+    assert readme.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A repository with a page, and results of each kind."""
+    (tmp_path / "docs").mkdir()
+    runs = dict(p=pattern_run(), m=model_run(), b=block_run(), c=compare_run(), s=sweep_run())
+    for name, run in runs.items():
+        run.save(tmp_path / f"{name}.json")
+
+    def write(asked, inside=""):
+        (tmp_path / "README.md").write_text(f"# A\n\n<!-- figures: {asked} -->\n{inside}<!-- end of figures -->\n\nB\n")
+        return tmp_path
+
+    return write
+
+
+def asked_for(pages, asked) -> str:
+    root = pages(asked)
+    assert readme.main([], root) == 0
+    assert readme.main(["--check"], root) == 0
+    return (root / "README.md").read_text()
+
+
+def test_summary(pages):
+    found = asked_for(pages, "summary p.json").replace("\n", " ")
+    assert "In 10 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
+    assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
+    assert "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower" in found
+    assert "Wrong or failed: add_mul bf16 n=1000000: fusion failed" in found and "0.3% (median)" in found
+
+
+def test_by_pattern(pages):
+    found = asked_for(pages, "by-pattern p.json")
+    assert "| add_mul | 2 | 0 | 0 | 1 | 1.45 | 1.45 | 1.45 | 1.18 |" in found
+    assert "| softmax | 2 | 0 | 1 | 0 | 0.67 | 1.45 | 1.45 | 1.18 |" in found
+
+
+def test_named_rows(pages):
+    found = asked_for(pages, "rows p.json: softmax bf16 n=100000000 train;\nadd_mul bf16  n=1000000")
+    assert "| site | plain Inductor | max-autotune | fusion | ratio | to max-autotune | of the floor |" in found
+    assert "| softmax bf16 n=100000000 train | 0.0372 | 0.0302 | 0.0256 | 1.45 | 1.18 | 91% |" in found
+    assert "| add_mul bf16 n=1000000 | 0.0004 | 0.0003 | – | – | – | – |" in found
+
+
+def test_all_rows(pages):
+    found = asked_for(pages, "rows p.json")
+    assert len(re.findall("^\\| ", found, re.M)) == 12 + 2
+    assert "| add_mul bf16 n=100000000 | 0.0372 | 0.0302 | 0.0256 | 1.45 (declined) | 1.18 | 91% | 0.80 |" in found
+    assert "| add_mul bf16 n=100000000 train | 0.0372 | – | 0.0256 | 1.45 | – | 91% | – |" in found
+
+
+def test_columns_that_nobody_measured_are_left_out():
+    run = pattern_run()
+    for row in run.rows:
+        row.contenders = [c for c in row.contenders if c.name in ("inductor", "fusion")]
+    assert figures.named_rows(run, []).startswith("| site | plain Inductor | fusion | ratio | of the floor |\n")
+
+
+def test_losses_are_found(pages):
+    found = asked_for(pages, "losses p.json")
+    assert len(re.findall("^\\| ", found, re.M)) == 1 + 2 and "| softmax bf16 n=100000000 | 0.0372 |" in found
+    assert "None." in asked_for(pages, "losses m.json")
+
+
+def test_a_slower_model_is_a_loss():
+    run = model_run()
+    run.rows[0].of("fusion").step = spread(21.0)
+    assert "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 21.00 | 0.95 |" in figures.losses(run, [])
+
+
+def test_models_table(pages):
+    found = asked_for(pages, "models m.json")
+    line = "| plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 16.00 | 1.25 | 0.2% | 20.0 → 16.0 | 8 |"
+    assert line in found and "| 40.00 | failed | 16.00 | – |" in found
+    assert "| bert train | not measured: needs transformers | – |" in found
+    assert asked_for(pages, "models m.json: plain_llama train").count("\n| ") == 3
+
+
+def test_where_the_time_of_models_goes(pages):
+    found = asked_for(pages, "shares m.json")
+    assert "| model | all kernels | matmul | pointwise | ours |" in found
+    assert "| plain_llama train | 18.00 → 14.40 | 10.80 → 8.64 | 7.20 → 0.00 | 0.00 → 5.76 |" in found
+
+
+def test_two_sides_of_one_revision(pages):
+    found = asked_for(pages, "compared c.json").replace("\n", " ")
+    assert "Of the 3 kernels that take at least 20 µs, 2 differ by at most 3%; median 0.4%, largest 4.0%." in found
+    assert "Of the 4 kernels that were timed, 2 differ" in found and "Not compared: late (new)." in found
+
+
+def test_block_sizes(pages):
+    found = asked_for(pages, "block-sizes b.json")
+    assert "| add_mul f32 | 3000 | 3000 | 512 (256, 2) | 4096 (1024, 4) |" in found and "softmax" not in found
+
+
+def test_sweeps(pages):
+    found = asked_for(pages, "swept s.json")
+    assert "| flash | SDPA 0.5000 | 0.4000 | 1.25 | BM=128 BN=64 |" in found
+    assert "| other | – | 0.1000 | – | rows=1 warps=4 |" in found
+
+
+def test_check_finds_a_change(pages, capsys):
+    root = pages("by-pattern p.json", "by hand: 9.99\n")
+    before = (root / "README.md").read_text()
+    assert readme.main(["--check"], root) == 1
+    assert "-by hand: 9.99" in capsys.readouterr().out and (root / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ("numbers p.json", "no figures of kind 'numbers'; there are source, summary, by-pattern"),
+        ("summary nothere.json", "nothere.json"),
+        ("summary m.json", "summary needs a run of benchmarks.patterns; m.json is one of benchmarks.models"),
+        ("rows p.json: conv2d n=1", "no row conv2d n=1"),
+        ("summary", "is not of the form"),
+    ],
+)
+def test_figures_that_there_are_not(pages, asked, message, capsys):
+    assert readme.main([], pages(asked)) == 2
+    assert message in capsys.readouterr().err
+
+
+# A measured time, rate, ratio or share. Prose may give one where its paragraph names a committed results file.
+FIGURE = re.compile(r"\d\s?(ms|µs|TB/s|GB/s|TFLOP/s|times (as )?fast)\b|\d\s?%|\d\.\d+\s?×(?!\d)")
+
+
+def unsourced(text: str) -> list[str]:
+    text = re.sub(r"```.*?```", "", readme.BLOCK.sub("", text), flags=re.DOTALL)
+    return [part for part in text.split("\n\n") if FIGURE.search(part) and "benchmarks/results/" not in part]
+
+
+def test_no_measured_figure_without_a_source():
+    assert unsourced((ROOT / "README.md").read_text()) == []
+    for path in (ROOT / "docs").glob("*.md"):  # prose in docs explains limits and options; tables hold measurements
+        lines = [line for part in unsourced(path.read_text()) for line in part.splitlines() if line.startswith("|")]
+        assert not [line for line in lines if FIGURE.search(line)], path.name
+
+
+@pytest.mark.parametrize("figure", ["0.094 ms", "1.5×", "96%", "3 %", "6.6 µs", "4.3 TB/s", "2 times as fast"])
+def test_a_figure_by_hand_is_found(figure):
+    block = f"<!-- figures: summary x.json -->\nit takes {figure}\n<!-- end of figures -->\n"
+    assert unsourced(f"A\n\nit takes {figure}\n\n{block}") == [f"it takes {figure}"]
+    assert unsourced(f"it takes {figure} (benchmarks/results/h200.json), 192×5120") == []
+    assert unsourced("layer_norm 192×5120 in bf16") == []
+
+
+# The committed pages.
+
+
+def test_committed_pages_are_small():
+    for path in (ROOT / "benchmarks" / "results").glob("*.html"):
+        assert path.stat().st_size < PAGE_BYTES, f"{path.name}: PNGs that are too large?"
+        assert path.with_suffix(".json").exists(), f"{path.name} has no results"
+
+
+# The command that measures them again.
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A README of committed results, and a folder for new ones."""
+    pattern_run().save(tmp_path / "p.json")
+    model_run().save(tmp_path / "m.json")
+    text = ""
+    for asked in ("rows p.json: softmax bf16 n=1000000;\nadd_mul bf16 n=100000000", "models m.json: plain_llama train"):
+        text += f"<!-- figures: {asked} -->\n<!-- end of figures -->\n"
+    (tmp_path / "README.md").write_text(text)
+    return tmp_path / "README.md"
+
+
+def test_what_a_page_quotes(page):
+    assert readme.quoted_names(page, "rows") == ["softmax bf16 n=1000000", "add_mul bf16 n=100000000"]
+    assert readme.quoted_names(page, "models") == ["plain_llama train"]
+    page.write_text("<!-- figures: models m.json -->\n<!-- end of figures -->\n")
+    assert readme.quoted_names(page, "models") == ["plain_llama train", "mine:build train", "bert train"]
+    with pytest.raises(ValueError, match="no figures of kind swept"):
+        readme.quoted_names(page, "swept")
+    with pytest.raises(ValueError, match="no figures"):
+        readme.quoted_names(page.with_name("other.md"), "rows")
+
+
+def test_the_readme_is_measured_again(page, tmp_path, monkeypatch, capsys):
+    told = []
+
+    def run(argv):
+        told.append(argv)
+        if argv[0] == "benchmarks.models":
+            found = model_run()
+            found.rows[0].of("fusion").step = spread(10.0)
+            found.save(tmp_path / "out" / "models.json")
+        return 1 if argv[0] == "benchmarks.patterns" else 0
+
+    monkeypatch.setattr(reproduce, "run", run)
+    assert reproduce.main(["--out", str(tmp_path / "out"), "--minutes", "10"], page) == 1
+    first, second, last = told
+    assert first[:3] == ["benchmarks.patterns", "--quoted", str(page)] and "--once" in second
+    minutes = [float(argv[argv.index("--minutes") + 1]) for argv in (first, second)]
+    assert minutes == [pytest.approx(5, abs=0.1), pytest.approx(10, abs=0.1)]  # the first took no time
+    assert last[0] == "benchmarks.page" and len(last) == 2  # there are results of models alone
+    shown = capsys.readouterr().out
+    assert re.search(r"softmax bf16 n=1000000 +1\.45 +-\n", shown)
+    assert re.search(r"plain_llama train +1\.25 +2\.00\n", shown)
+
+
+def test_after_ctrl_c_what_there_is_is_shown(page, tmp_path, monkeypatch, capsys):
+    def run(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "run", run)
+    assert reproduce.main(["--out", str(tmp_path / "out"), "--part", "models"], page) == 130
+    assert "plain_llama train" in capsys.readouterr().out
+
+
+def test_the_models_that_a_page_quotes(page):
+    jobs = models.arguments(["--quoted", str(page), "--model", "plain_vit"]).jobs
+    assert jobs == [("model", "plain_llama", "train"), ("model", "plain_vit", "infer")]
