@@ -15,6 +15,7 @@ from benchmarks.results import OK, Row, Run
 from benchmarks.table import LONG_MS
 from benchmarks.trace import KINDS
 
+LARGE = 50e6  # bytes; the allocator's rounding is less
 SAME = 0.02  # ratios closer to 1, or closer than the noise of their row, are no difference
 AUTOTUNE, FORCED = "max-autotune", "fusion-always"
 
@@ -156,6 +157,19 @@ def named_rows(run: Run, names: list[str]) -> str:
     return rows_table(of_names(run.rows, names, lambda row: row.name))
 
 
+def memory(run: Run, names: list[str]) -> str:
+    """The most that a step allocates, and what forward keeps for backward, where fusion's differs by 2% and 50 MB."""
+    lines = []
+    for row in of_names(run.rows, names, lambda row: row.name):
+        base, found = row.of("inductor"), [row.of(name) for name in ("fusion", FORCED)]
+        pairs = [(getattr(base, kind, None), [getattr(c, kind, None) for c in found])
+                 for kind in ("peak_bytes", "saved_bytes")]  # fmt: skip
+        if names or any(was and now and abs(now - was) > max(SAME * was, LARGE) for was, all in pairs for now in all):
+            lines.append([row.name, *(number(n and n / 1e6, ".0f") for was, all in pairs for n in (was, *all))])
+    heads = [f"{what}, {who}" for what in ("peak MB", "kept MB") for who in ("plain Inductor", "fusion", "forced")]
+    return table(["site", *heads], lines)
+
+
 def losses(run: Run, _: list[str]) -> str:
     """The rows in which plain Inductor or max-autotune is faster."""
     if run.kind == "models":
@@ -268,6 +282,7 @@ FIGURES = {
     "summary": Figure(("patterns",), summary),
     "by-pattern": Figure(("patterns",), by_pattern),
     "rows": Figure(("patterns",), named_rows),
+    "memory": Figure(("patterns",), memory),
     "losses": Figure(("patterns", "models"), losses),
     "models": Figure(("models",), models),
     "shares": Figure(("models",), shares),

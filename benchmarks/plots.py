@@ -26,13 +26,13 @@ from benchmarks.drawing import (
     pyplot,
     where,
 )
+from benchmarks.figures import LARGE, SAME
 from benchmarks.model_results import ModelRow
 from benchmarks.model_results import rows as model_rows
 from benchmarks.results import BlockRow, Row, Run
 from benchmarks.trace import KINDS, OURS
 
-LARGE = 50e6  # bytes; below, the allocator's rounding shows
-DIFFERENT, MOST = 0.02, 30  # of the memory plot: relative difference, rows
+MOST = 30  # rows of the memory plot
 
 
 # Patterns.
@@ -161,7 +161,7 @@ def memory(run: Run) -> bytes | None:
                     if (base := bytes_of(row, "inductor", kind)) >= LARGE and (mine := bytes_of(row, name, kind))),
                    default=0.0)  # fmt: skip
 
-    rows = sorted((row for row in run.rows if difference(row) > DIFFERENT), key=difference, reverse=True)[:MOST]
+    rows = sorted((row for row in run.rows if difference(row) > SAME), key=difference, reverse=True)[:MOST]
     rows = [keep(row, "inductor", "fusion", "fusion-always") for row in rows]
     kinds = {kind: head for kind, head in kinds.items() if any(bytes_of(row, "inductor", kind) for row in rows)}
     if not rows:
@@ -177,7 +177,7 @@ def memory(run: Run) -> bytes | None:
         )  # fmt: skip
         axes.set(xlabel="plain Inductor = 1", title=head, xlim=(0, axes.get_xlim()[1] * 1.12))
         axes.axvline(1, color=COLOURS["inductor"], lw=1, zorder=0.5)
-    figure.suptitle(f"Memory, where it differs by more than {DIFFERENT:.0%}: {where(run)}")
+    figure.suptitle(f"Memory, where it differs by more than {SAME:.0%}: {where(run)}")
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return png(figure)
 

@@ -14,6 +14,7 @@ The words after "figures:" are one of these, a file, and after a colon names whe
     summary FILE            a paragraph: wins and losses of a run of benchmarks.patterns
     by-pattern FILE         a table with a line a pattern: how often faster and slower, the ratios
     rows FILE: NAME; NAME   a table of its rows; with fusion.gate=always where the default gate was not timed
+    memory FILE             a table of the rows whose memory differs from plain Inductor's, or of those that are named
     losses FILE             the rows of patterns or models in which plain Inductor or max-autotune is faster
     models FILE: NAME MODE  a table of a run of benchmarks.models
     shares FILE: NAME MODE  where the time of a model's step goes, before and after

@@ -86,6 +86,15 @@ def test_columns_that_nobody_measured_are_left_out():
     assert figures.named_rows(run, []).startswith("| site | plain Inductor | fusion | ratio | of the floor |\n")
 
 
+def test_memory_that_differs(pages):
+    found = asked_for(pages, "memory p.json")
+    assert len(re.findall("^\\| ", found, re.M)) == 8 + 2, found  # those of 10^8 bytes
+    assert "| softmax bf16 n=100000000 train | 320 | 220 | – | 100 | 100 | – |" in found
+    assert "| softmax bf16 n=1000000 | 3 | 2 | – | 0 | 0 | – |" in asked_for(
+        pages, "memory p.json: softmax bf16 n=1000000"
+    )
+
+
 def test_losses_are_found(pages):
     found = asked_for(pages, "losses p.json")
     assert len(re.findall("^\\| ", found, re.M)) == 1 + 2 and "| softmax bf16 n=100000000 | 0.0372 |" in found
