@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 from fusion_backend.patterns import softmax
 
-from benchmarks.contenders import CONTENDERS, said
+from benchmarks.contenders import CONTENDERS
+from benchmarks.measure import said
 from benchmarks.results import FAILED, BlockRow, Run, Spread, machine
 from benchmarks.selection import case_of, dtype_of, keys_of
 from benchmarks.sweep import INTERPRETED, NO_GPU, run_now

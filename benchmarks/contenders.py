@@ -17,7 +17,7 @@ from torch import Tensor
 import fusion_backend
 from benchmarks.accuracy import errors, wrong
 from benchmarks.counting import draws
-from benchmarks.measure import peak_bytes, synchronize, until_it_fails, whole_calls
+from benchmarks.measure import peak_bytes, said, synchronize, until_it_fails, whole_calls
 from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict
 from benchmarks.trace import profile
@@ -209,14 +209,6 @@ def nothing_declined(mine: Contender | None, pattern: str) -> bool:
     return bool(of_it) and all(site["fused"] and site["forward"] in ("kernel", "library") for site in of_it)
 
 
-def said(error: BaseException) -> str:
-    """An exception in a line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
 def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
     """Kernel and whole-call times of what works, and what follows from them."""
     clock, steps = bench.clock, dict(fns)
@@ -229,9 +221,7 @@ def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
     outs = results_of(next(iter(fns.values())), args)
     dys = [torch.randn_like(out) for out in outs] if work.train else None
     del outs
-    turns = {
-        name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys), said) for name, fn in steps.items()
-    }
+    turns = {name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys)) for name, fn in steps.items()}
     whole = whole_calls({name: functools.partial(turn, args) for name, turn in turns.items()}, clock.device,
                         bench.rounds)  # fmt: skip
     del args

@@ -44,7 +44,16 @@ def interleaved(steps: dict[str, Callable[[], object]], device: torch.device) ->
     return {name: statistics.median(ms) for name, ms in whole_calls(steps, device, least_ms=20).items()}
 
 
-def until_it_fails(one, call: Callable, said: Callable[[BaseException], str]) -> Callable:
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        text = f"out of memory ({text})"
+    return text[:300]
+
+
+def until_it_fails(one, call: Callable) -> Callable:
     """The call; once it raises, the contender `one` has failed, and its turns are empty: the others go on."""
 
     def run(*args):

@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fusion_backend
-from benchmarks.measure import milliseconds, peak_bytes, until_it_fails, whole_calls
+from benchmarks.measure import milliseconds, peak_bytes, said, until_it_fails, whole_calls
 from benchmarks.model_results import ModelContender, ModelRow
 from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, Spread
@@ -105,22 +105,13 @@ def optimizer(kind: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
     return make(parameters, lr=0.0, fused=fused)
 
 
-def reason_of(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-        text = f"out of memory ({text})"
-    return text[:300]
-
-
 @contextlib.contextmanager
 def failing(one: ModelContender) -> Iterator[None]:
     """What is raised inside becomes the contender's failure, and the memory it held is given back."""
     try:
         yield
     except Exception as error:  # of the model, the compiler or the device: the other contenders go on
-        one.status, one.note, one.step = FAILED, reason_of(error), None
+        one.status, one.note, one.step = FAILED, said(error), None
     if one.status == FAILED:
         give_back()
 
@@ -312,7 +303,7 @@ def compare_all(subject: Subject, steps: dict[str, Step], found, row: ModelRow, 
         exact = exact_results(subject, plan)
         row.exact = str(plan.exact).removeprefix("torch.")
     except Exception as error:  # too large for the memory, or an operator without this dtype
-        row.notes.append(f"no errors: the run in {plan.exact} failed, {reason_of(error)}")
+        row.notes.append(f"no errors: the run in {plan.exact} failed, {said(error)}")
     if exact is None:
         give_back()
         return
@@ -333,12 +324,12 @@ def time_all(alive: dict[str, Step], found, row: ModelRow, device, say) -> None:
     twin = next(name for name in ("inductor", "eager", *alive) if name in alive)
     say(f"timing {', '.join(alive)} in turns")
     plan = alive[twin].plan
-    runs = {name: until_it_fails(found[name], step, reason_of) for name, step in alive.items()}
+    runs = {name: until_it_fails(found[name], step) for name, step in alive.items()}
     runs[twin + AGAIN] = runs[twin]
     try:
         times = whole_calls(runs, device, plan.rounds, plan.least_ms)
     except Exception as error:  # none failed alone
-        row.notes.append(f"not timed: {reason_of(error)}")
+        row.notes.append(f"not timed: {said(error)}")
         return
     timed = {name for name in alive if found[name].status != FAILED}
     for name in timed:

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import own_model
+from benchmarks.measure import said
 from benchmarks.model_results import ModelRow, text
 from benchmarks.model_results import rows as model_rows
-from benchmarks.model_run import DTYPES, Plan, contenders, measure, reason_of
+from benchmarks.model_run import DTYPES, Plan, contenders, measure
 from benchmarks.model_zoo import ENTRIES, INFER, MODES, TRAIN, Problem, Subject, build
 from benchmarks.readme import quoted_names
 from benchmarks.results import OK, Run, machine
@@ -122,7 +123,7 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
         row.notes.append(f"not measured: {problem}")
         return row
     except Exception as error:  # of a library, or out of memory: the other models go on
-        row.notes.append(f"not measured: building it raised {reason_of(error)}")
+        row.notes.append(f"not measured: building it raised {said(error)}")
         return row
     row.name = subject.name
     kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [torch.float32]

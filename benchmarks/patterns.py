@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contenders import CONTENDERS, HOW, Bench, Maker, measure, said
+from benchmarks.contenders import CONTENDERS, HOW, Bench, Maker, measure
+from benchmarks.measure import said
 from benchmarks.progress import progress
 from benchmarks.readme import quoted_names
 from benchmarks.results import Row, Run, machine

@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 import triton
 
+from fusion_backend.backend import patterns
+
 OK, WRONG, FAILED = "ok", "wrong", "failed"  # status of a contender
 
 
@@ -255,6 +257,8 @@ def revision() -> str | None:
 
 def machine(device: torch.device, command: str) -> dict:
     """What a number depends on besides the code: `command` is the module, sys.argv is added."""
+    if not patterns():  # in a checkout beside an installed copy, say: nothing would be fused, and nobody would know why
+        raise SystemExit("fusion_backend has no patterns here; install it from this checkout: pip install -e .")
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return dict(
         gpu=gpu.name if gpu else None,

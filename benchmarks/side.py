@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from benchmarks.contenders import HOW, compiled, results_of, said, step
+from benchmarks.contenders import HOW, compiled, results_of, step
+from benchmarks.measure import said
 from benchmarks.timing import Clock
 from benchmarks.work import Work
 from fusion_backend.backend import patterns

@@ -11,7 +11,8 @@ from torch import nn
 import fusion_backend
 from benchmarks import model_run
 from benchmarks.model_results import ModelRow, text
-from benchmarks.model_run import Plan, Step, contenders, measure, reason_of, shortened
+from benchmarks.measure import said
+from benchmarks.model_run import Plan, Step, contenders, measure, shortened
 from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
 from benchmarks.results import FAILED, OK, WRONG
 
@@ -273,5 +274,5 @@ def test_the_contenders():
 
 
 def test_reasons_are_one_line_and_counted_together():
-    assert reason_of(ValueError("")) == "ValueError: "
+    assert said(ValueError("")) == "ValueError: "
     assert shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7") == "a value inside it is used elsewhere too"
