@@ -30,7 +30,8 @@ td:first-child, th:first-child, td:last-child, th:last-child { text-align: left 
 tr.first td { border-top: 2px solid #bbb } .bad { color: #b00020; font-weight: 600 } pre { overflow-x: auto }
 .wide { overflow-x: auto }
 """
-TITLES = {"patterns": "Patterns", "models": "Whole models", "block_size": "Block sizes", "compare": "Two commits"}
+TITLES = {"patterns": "Patterns", "models": "Whole models", "block_size": "Block sizes", "compare": "Two commits",
+          "sweep": "Configurations"}  # fmt: skip
 
 
 def table(heads: list[str], lines: list[list[str]], first: set[int] = frozenset()) -> str:

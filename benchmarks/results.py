@@ -246,7 +246,12 @@ def rounded(value):
 
 
 def revision() -> str | None:
-    """The commit of the checkout, with "+changes" where files differ from it; None outside of git."""
+    """The commit of the checkout, with "+changes" where files differ from it; None outside of git.
+
+    A copy of the files that has no git is told by FUSION_REVISION.
+    """
+    if told := os.environ.get("FUSION_REVISION"):
+        return told
     git = ["git", "-C", str(Path(__file__).parent)]
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
