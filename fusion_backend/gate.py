@@ -28,6 +28,7 @@ from fusion_backend.torch_api import FakeTensor, inductor_config, statically_kno
 from fusion_backend.views import Viewed, geometry, original, value_of
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+PROVIDERS = {True: ("kernel", "kernel"), False: ("reference", "formula")}  # of a pattern that others call
 
 
 @dataclasses.dataclass
@@ -220,7 +221,7 @@ class Gate:
             no = self.own_refused(match, offered, training, cuda)
             if no is None:
                 return self.called(match, offered, training)
-            offered = Reject(f"its mask stays: {offered.why}")
+            offered = Reject(f"{offered.stays}: {offered.why}")
         else:
             no = self.kernel_refused(match, training, cuda)
         backward = self.backward_provider(pattern, cuda) if training else None
@@ -243,9 +244,9 @@ class Gate:
     def called(self, match: Match, call: LibraryCall, training: bool) -> Decision:
         """The library provider's decision: autograd goes through its call."""
         root, own = match.roots[0], call.op if isinstance(call.op, Pattern) else None
-        providers = ("kernel", "kernel") if own else ("library", "autograd")
+        providers = ("library", "autograd") if own is None else PROVIDERS[own.kernel_fn is not None]
         if own:
-            chosen = {"forward": "kernel", "backward": "kernel" if training else "vjp", "save": training}
+            chosen = {"forward": providers[0], "backward": providers[1] if training else "vjp", "save": training}
             call = dataclasses.replace(call, op=op_of(own).overload, options=call.options | chosen)
         try:
             results = library.results_of(match, call)
@@ -294,13 +295,14 @@ class Gate:
 
     def kernel_refused(self, match: Match, training: bool, cuda: bool, pattern=None, values=None) -> Reject | None:
         """Of the match's pattern, or of another that is called in its place on these values."""
+        plain = pattern is not None and pattern.kernel_fn is None  # its gradient is what is gained, in torch code
         pattern = pattern or match.pattern
-        if pattern.kernel_fn is None:
+        if pattern.kernel_fn is None and not plain:
             return Reject("no kernel yet")
         if draws(match) and pattern.seeded_fn is None:
             return Reject("it draws random numbers and has no seeded reference")
-        if not cuda:
-            return Reject("the kernel needs CUDA tensors")
+        if not cuda and not (plain and self.options.gate == "always"):
+            return Reject("it has been timed on CUDA only" if plain else "the kernel needs CUDA tensors")
         values = values or [value_of(match.arguments[p.name]) for p in pattern.params]
         questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
         for question, given in questions[: 1 if self.options.gate == "always" else 2]:

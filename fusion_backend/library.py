@@ -10,23 +10,26 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
+from fusion_backend.diagonals import index_of
 from fusion_backend.expressions import same
 from fusion_backend.functional import storages
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
 from fusion_backend.op import without_autocast
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
+from fusion_backend.reading import INTEGERS
 from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
-from fusion_backend.views import value_of
+from fusion_backend.views import original, value_of
 
 # Of a result these read the values, in whatever order they lie.
 MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "aten::reshape"}
 
 
 def offer(match: Match, masks: Masks) -> LibraryCall | Reject:
-    """What the pattern answers, with what is known of its masks."""
+    """What the pattern answers, with what is known of its masks, and of an index."""
     pattern = match.pattern
-    known = {name: masks.of(match.tensors[name]) for name in pattern.library_masks if name in match.tensors}
+    asked = {name: match.tensors[name] for name in pattern.library_masks if name in match.tensors}
+    known = {n: index_of(a, masks) if original(a).dtype in INTEGERS else masks.of(a) for n, a in asked.items()}
     values = [value_of(match.arguments[p.name]) for p in pattern.params]
     try:
         answer = pattern.library_fn(*values, known)

@@ -35,13 +35,15 @@ class LibraryCall:
 
     `tensors` are the pattern's arguments that it takes, in order: a name, None for one that is missing, or a node of
     the graph that a mask was read back to; `options` its keyword arguments; `why` says in the report what is gained.
-    The operator may be that of a pattern with a kernel, which is then asked whether it takes these tensors.
+    The operator may be that of a pattern with a kernel or a gradient of its own, which is then asked whether it takes
+    these tensors; `stays` says in the report what becomes of the site if it does not.
     """
 
     op: Callable | Pattern
     tensors: tuple
     options: dict
     why: str
+    stays: str = "its mask stays"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +238,8 @@ class Pattern:
         """Can one call of torch's own library compute it, better than what stands there? Plain autograd does the rest.
 
         `fn(*inputs, masks)` returns a LibraryCall or Reject("why not"). It is asked before the kernel. `masks[name]`
-        is what is known of the argument `name` (masks.Mask), for those that `masks=` names and that are tensors.
+        is what is known of the argument `name`, for those that `masks=` names and that are tensors: a masks.Mask, of
+        an integer index a diagonals.Index.
         """
         if fn is None:
             return functools.partial(self.library, masks=masks)

@@ -1,0 +1,106 @@
+"""Relative position bias: rows of a weight by an index, `[h, n, m]` as attention adds it to its scores.
+
+index is int64 `[n, m]`, or with dimensions of size 1 in front; weight `[rows, h]`. Where the index is proven to be a
+function of i - j alone, as the buckets of T5 are, only its first row and column are read, and the gradient is first
+added up along the diagonals, n + m - 1 sums a head, and these by row of the weight. The gradient of the gather adds
+n · m · h numbers to rows · h addresses, one after another. The sums are in fp32, and the same bits every time.
+Source: Shaw et al. 2018; Raffel et al. 2020.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend.kernels.inputs import reject_dtypes
+from fusion_backend.kernels.rows import UNMEASURED
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """`[..., n, m, h]` as `[..., h, n, m]`."""
+    return x.permute(*range(x.dim() - 3), -1, -3, -2)
+
+
+@Pattern
+def relative_bias(index: Tensor, weight: Tensor) -> Tensor:
+    return heads_first(F.embedding(index, weight))
+
+
+@relative_bias.spelling
+def _(index, weight):
+    return heads_first(weight[index])
+
+
+@relative_bias.near_miss
+def _(index, weight):
+    """keys before queries, as attention does not add it"""
+    return F.embedding(index, weight).permute(2, 1, 0)
+
+
+@relative_bias.near_miss
+def _(index, weight):
+    """a row without a gradient"""
+    return heads_first(F.embedding(index, weight, padding_idx=0))
+
+
+@relative_bias.library(masks=("index",))
+def _(index, weight, masks):
+    """The gradient by diagonals, where the index allows it; the forward is Inductor's either way."""
+    found = masks["index"]
+    if not found.diagonal:
+        return Reject(found.text)
+    return LibraryCall(diagonal_bias, ("index", "weight"), {}, found.text, stays="the gather stays")
+
+
+@Pattern(matched=False)
+def diagonal_bias(index: Tensor, weight: Tensor) -> Tensor:
+    """The bias of an index of which only the first row and the first column count."""
+    n, m = index.shape[-2:]
+    i, j = torch.arange(n, device=index.device), torch.arange(m, device=index.device)
+    table = weight[along(index)]
+    return heads_first(table[j - i[:, None] + (n - 1)]).view(*index.shape[:-2], weight.shape[1], n, m)
+
+
+def along(index: Tensor) -> Tensor:
+    """The index by j - i = 1 - n, ..., m - 1."""
+    index = index.reshape(index.shape[-2:])
+    return torch.cat([index[1:, 0].flip(0), index[0]])
+
+
+@diagonal_bias.guard
+def _(index, weight):
+    return reject_dtypes(weight=weight)
+
+
+@diagonal_bias.worthwhile
+def _(index, weight, training):
+    if not training:
+        return Reject("without a gradient Inductor's code is the same")
+    few = statically_known_true(index.numel() < 1 << 16)
+    if few or not statically_known_true(weight.shape[0] <= 4096):
+        return UNMEASURED
+
+
+# Bytes: d once. Operations: rows · h · (n + m - 1) for the weight.
+@diagonal_bias.backward(plain=True)
+def _(saved, d):
+    n, m = saved.index.shape[-2:]
+    rows, h = saved.weight.shape
+    i, offset = (torch.arange(size, device=d.device) for size in (n, n + m - 1))
+    rows_of_d = F.pad(d.reshape(h, n, m), (n - 1, n - 1))
+    diagonals = rows_of_d[:, i[:, None], offset + i[:, None]]  # row i moved i places to the left
+    sums = diagonals.sum(1, dtype=torch.promote_types(d.dtype, torch.float32))
+    row = along(saved.index)
+    row = torch.where(row < 0, row + rows, row)
+    its = row == torch.arange(rows, device=d.device)[:, None, None]
+    return None, torch.where(its, sums, 0).sum(-1).to(saved.weight.dtype)
+
+
+@relative_bias.inputs(dict(n=6, m=7, h=4), dict(n=2048, m=2048, h=16))
+def _(tensor, n, m, h, rows=32):
+    apart = torch.arange(m) - torch.arange(n)[:, None]
+    weight = tensor(rows, h)
+    return (apart.clamp(-(rows // 2), rows // 2 - 1) + rows // 2).to(weight.device), weight
