@@ -98,7 +98,7 @@ def measure(work: Work, clock: Clock, blocks: list[int], warps: list[int], round
     args = work.arguments(clock.device)
     call, chosen = blocked(work, args)
     blocks, warps = sorted({*blocks, chosen[0]}), sorted({*warps, chosen[1]})
-    reference = REGISTRY[work.pattern].reference
+    reference = work.function
     found, calls = {}, {}
     for who in ("eager", "inductor"):
         fn = CONTENDERS[who](reference)

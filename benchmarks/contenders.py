@@ -84,7 +84,7 @@ def widened(args: list, dtype: torch.dtype) -> list:
 
 def exactly(work: Work, args: list, dys: list[Tensor] | None) -> list[Tensor]:
     """The step in fp64. Of a pattern that gives integers, in fp32: what has to be met is eager's integers."""
-    reference = REGISTRY[work.pattern].reference
+    reference = work.function
     exact = step(reference, widened(args, torch.float64), None if dys is None else [dy.double() for dy in dys])
     return exact if exact[0].is_floating_point() else results_of(reference, widened(args, torch.float32))
 
@@ -139,7 +139,7 @@ def traces(work: Work, bench: Bench, fns: dict[str, Callable]) -> None:
 
 def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row: Row) -> dict[str, Callable]:
     """Compile, check and weigh every contender; returns those that can be timed."""
-    reference, args = REGISTRY[work.pattern].reference, work.arguments(device)
+    reference, args = work.function, work.arguments(device)
     random = draws(reference, work.arguments(torch.device("meta")))
     if random:
         with torch.no_grad():

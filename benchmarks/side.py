@@ -32,7 +32,7 @@ class Side:
             return dict(missing=True)
         torch.compiler.reset()
         torch.manual_seed(0)
-        self.work, self.fn = work, compiled(HOW[self.how])(REGISTRY[work.pattern].reference)
+        self.work, self.fn = work, compiled(HOW[self.how])(work.function)
         with torch.set_grad_enabled(work.train):
             args = work.arguments(self.device)
             outs = results_of(self.fn, args)

@@ -26,7 +26,6 @@ from benchmarks.measure import synchronize
 from benchmarks.results import Contender
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
-from fusion_backend.pattern import REGISTRY
 
 LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
 Task = tuple[Work, list[str]]  # what is compiled, and for which contenders
@@ -86,7 +85,7 @@ def one_at_a_time() -> None:
 
 def warm(work: Work, names: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reference = REGISTRY[work.pattern].reference
+    reference = work.function
     torch.compiler.reset()
     with torch.set_grad_enabled(work.train):
         args = work.arguments(device)

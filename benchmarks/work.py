@@ -7,6 +7,8 @@ Operations are counted from the reference (benchmarks/counting.py), bytes too wh
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,6 +67,11 @@ class Work(NamedTuple):
             args[i] = value
         return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
 
+    @property
+    def function(self) -> Callable:
+        """What is measured: the reference, or what surrounds it in a model."""
+        return of_t5 if self.pattern == "relative_bias" else REGISTRY[self.pattern].reference
+
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
         """The least time, given bytes and matrix operations a second."""
         return max(self.bytes / bandwidth, self.flops / matrix) * 1e3
@@ -88,7 +95,7 @@ class Work(NamedTuple):
         if self.pattern in PASSES:
             return self.size * item * PASSES[self.pattern][self.train]
         args = self.arguments(torch.device("meta"))
-        return size_of(REGISTRY[self.pattern].reference, args, self.train)
+        return size_of(self.function, args, self.train)
 
     @property
     def attended(self) -> float:
@@ -100,6 +107,8 @@ class Work(NamedTuple):
         """Elements of the tensor that counts."""
         if "c" in self.case:  # [b, c, n, n]
             return self.case["b"] * self.case["c"] * self.case["n"] ** 2
+        if self.pattern == "relative_bias":
+            return self.case["h"] * self.case["n"] * self.case["m"]
         return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
 
     @property
@@ -107,7 +116,7 @@ class Work(NamedTuple):
         if self.pattern == "attention":
             b, h, n, d = (self.case[name] for name in "bhnd")
             return int(4 * b * h * n * n * d * self.attended * (3.5 if self.train else 1))
-        return operations(REGISTRY[self.pattern].reference, self.arguments(torch.device("meta")), self.train)
+        return operations(self.function, self.arguments(torch.device("meta")), self.train)
 
     @property
     def small(self) -> bool:
@@ -115,12 +124,23 @@ class Work(NamedTuple):
         return self.bytes <= L2
 
 
+def of_t5(index: Tensor, weight: Tensor) -> Tensor:
+    """A relative bias with T5's own index, of the same shape, computed in the graph; laid out as attention reads it."""
+    n, m = index.shape
+    apart = torch.arange(m, device=index.device) - torch.arange(n, device=index.device)[:, None]
+    half = weight.shape[0] // 2
+    near, exact = apart.abs(), half // 2
+    far = exact + (torch.log(near.float() / exact) / math.log(128 / exact) * (half - exact)).long()
+    row = (apart > 0).long() * half + torch.where(near < exact, near, far.clamp(max=half - 1))
+    return REGISTRY["relative_bias"].reference(row, weight).contiguous()
+
+
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
     "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
     "l2_norm": (2, 5), "batch_norm": (2, 4), "group_norm": (2, 5), "bias_act": (2, 5),
-    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9),
+    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9), "relative_bias": (1, 2),
 }  # fmt: skip
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
 PLAIN = {
@@ -182,6 +202,7 @@ WORK = [
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
     *(Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train) for train in (False, True)),
     *(Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train) for train in (False, True)),
+    *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
@@ -208,6 +229,7 @@ SMALL = [
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     *(Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True) for mask in ("bias", "padded")),
+    Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
 ]

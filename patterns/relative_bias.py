@@ -100,7 +100,7 @@ def _(saved, d):
 
 
 @relative_bias.inputs(dict(n=6, m=7, h=4), dict(n=2048, m=2048, h=16))
-def _(tensor, n, m, h, rows=32):
-    apart = torch.arange(m) - torch.arange(n)[:, None]
-    weight = tensor(rows, h)
-    return (apart.clamp(-(rows // 2), rows // 2 - 1) + rows // 2).to(weight.device), weight
+def _(tensor, n, m, h):
+    weight = tensor(32, h)
+    apart = torch.arange(m, device=weight.device) - torch.arange(n, device=weight.device)[:, None]
+    return apart.clamp(-16, 15) + 16, weight

@@ -182,7 +182,7 @@ def test_anything_else_is_left_alone(name, monkeypatch):
     assert "fusion.diagonal_bias.default" not in operators(collector), collector.report
     sites = sites_of(collector)
     assert bool(sites) == bool(reason) and all(reason in s.reason for s in sites), collector.report
-    if name != "random":
+    if name not in ("random", "written to afterwards"):  # torch 2.11: eager refuses it
         torch.compiler.reset()
         compiled = torch.compile(fn, backend=collector)
         for g, w in zip(gradients(compiled, inputs()), gradients(fn, inputs()), strict=True):
