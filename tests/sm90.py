@@ -83,6 +83,10 @@ SITES = [
     ("group_norm", dict(b=16, c=480, n=32, groups=32), HALF, True),
     ("group_norm", dict(b=16, c=480, n=64, groups=32), HALF, True),
     ("group_norm", dict(b=16, c=480, n=64, groups=32), FULL, True),
+    ("group_norm", dict(b=16, c=320, n=32, groups=32), HALF, True),
+    ("group_norm", dict(b=16, c=320, n=32, groups=32), FULL, True),
+    ("group_norm", dict(b=1, c=64, n=128, groups=4), HALF, True),  # so few and large that they are split
+    ("group_norm", dict(b=1, c=64, n=128, groups=4), FULL, True),
     ("bias_act", dict(rows=16384, n=4096), HALF, False),
     ("bias_act", dict(rows=16384, n=100), FULL, False),
     ("cross_entropy", dict(rows=8192, v=128256), HALF, True),

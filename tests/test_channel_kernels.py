@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_backend.patterns import group_norm as group_room
 
-from fusion_backend.kernels import channels
+from fusion_backend.kernels import channels, groups, groups_backward
 from fusion_backend.kernels.activations import activate
 from fusion_backend.kernels.launch import trial
+from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import FLOATS, distance, randn, runs_kernels, symbolic
@@ -139,54 +139,58 @@ def test_tanh_keeps_its_digits_near_zero():
 GROUPS = [((2, 4, 3), 2), ((2, 3, 1), 1), ((3, 12), 3), ((2, 60, 4, 4), 2), ((2, 6, 2049), 2), ((2, 9, 3, 5), 3)]
 
 
-def small_tiles(monkeypatch, lanes=16):
-    for which in ("forward_config", "backward_config"):
-        monkeypatch.setattr(group_room, which, lambda size: (lanes, 1))
+HOW = ["held", "held in turn", "walks", "walks ahead", "split"]
+
+
+def configured(monkeypatch, how, lanes=16):
+    """A group that a program holds, one after another; that it walks through; that several programs share."""
+    block, programs = 16384 if "held" in how else lanes, int(how in ("held in turn", "walks ahead"))
+    config = Config(block, 1, 4, programs, 2 * programs)
+    for module in (groups, groups_backward):
+        monkeypatch.setattr(module, "few", lambda x, groups: how == "split")
+    monkeypatch.setattr(groups, "forward_config", lambda size, split: config)
+    monkeypatch.setattr(groups_backward, "backward_config", lambda size, itemsize, split: config)
 
 
 @runs_kernels
-@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("act", ["identity", "silu"])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape, groups", GROUPS)
-def test_group_norm(shape, groups, dtype, act, walks, monkeypatch):
-    if walks:
-        small_tiles(monkeypatch, 512 if shape[-1] > 512 else 16)
+@pytest.mark.parametrize("shape, number", GROUPS)
+def test_group_norm(shape, number, dtype, act, how, monkeypatch):
+    configured(monkeypatch, how, 512 if shape[-1] > 512 else 16)
     c = shape[1]
-    check("group_norm", randn(*shape, dtype=dtype) + 1, groups, randn(c, dtype=dtype), randn(c, dtype=dtype), 1e-5, act)
+    check("group_norm", randn(*shape, dtype=dtype) + 1, number, randn(c, dtype=dtype), randn(c, dtype=dtype), 1e-5, act)
 
 
 @runs_kernels
-@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize("how", HOW[1::2] + HOW[4:])
 @pytest.mark.parametrize("act", ["identity", "silu"])
-def test_group_norm_computes_only_wanted_gradients(act, walks, monkeypatch):
-    if walks:
-        small_tiles(monkeypatch)
+def test_group_norm_computes_only_wanted_gradients(act, how, monkeypatch):
+    configured(monkeypatch, how)
     x, w, b, dy = randn(3, 6, 5, 3), randn(6), randn(6), randn(3, 6, 5, 3)
     for weight, bias in ((None, b), (w, None), (None, None)):
         check("group_norm", x, 3, weight, bias, 1e-5, act)
-    args = x, 2, w, b, *group_room.forward(x, 2, w, b, 1e-5, act, True)[1:], act
-    every = group_room.backward(dy, *args, [True] * 3)
+    args = x, 2, w, b, *groups.forward(x, 2, w, b, 1e-5, act, True)[1:], act
+    every = groups_backward.backward(dy, *args, [True] * 3)
     for needs in itertools.product([False, True], repeat=3):
-        for got, want, need in zip(group_room.backward(dy, *args, needs), every, needs, strict=True):
+        for got, want, need in zip(groups_backward.backward(dy, *args, needs), every, needs, strict=True):
             assert torch.equal(got, want) if need else got is None
 
 
 @runs_kernels
-@pytest.mark.parametrize("walks", [False, True])
-def test_group_norm_far_from_zero(walks, monkeypatch):
-    if walks:
-        small_tiles(monkeypatch, 64)
+@pytest.mark.parametrize("how", HOW)
+def test_group_norm_far_from_zero(how, monkeypatch):
+    configured(monkeypatch, how, 64)
     x = randn(2, 6, 100) + 1000
     got = REGISTRY["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
     assert distance(got, F.group_norm(x.double(), 2)) < 1e-4
 
 
 @runs_kernels
-@pytest.mark.parametrize("walks", [False, True])
-def test_group_norm_of_nan_and_infinity(walks, monkeypatch):
-    if walks:
-        small_tiles(monkeypatch)
+@pytest.mark.parametrize("how", HOW)
+def test_group_norm_of_nan_and_infinity(how, monkeypatch):
+    configured(monkeypatch, how)
     x = randn(3, 4, 20)
     x[0, 1, 3], x[1, 2, 4], x[2, :2] = math.nan, math.inf, 0.0
     got = REGISTRY["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
@@ -194,10 +198,29 @@ def test_group_norm_of_nan_and_infinity(walks, monkeypatch):
 
 
 @runs_kernels
+def test_few_large_groups_are_split_and_others_not(monkeypatch):
+    """A GPU of 132 multiprocessors: by the number of groups and their size."""
+    monkeypatch.setattr(groups, "multiprocessors", lambda device: 132)
+    for shape, number, split in (
+        ((2, 512, 128, 128), 32, True),
+        ((16, 480, 64, 64), 32, False),  # 512 groups
+        ((2, 512, 16, 16), 32, False),  # of 4096 elements
+    ):
+        launched = []
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        w = torch.empty(shape[1], dtype=torch.bfloat16, device="meta")
+        with trial(lambda kernel, grid, args, options, launched=launched: launched.append(kernel)):
+            _, mean, rstd = groups.forward(x, number, w, w, 1e-5, "silu", True)
+            groups_backward.backward(x, x, number, w, w, mean, rstd, "silu", [True] * 3)
+        assert (groups.group_norm_apply_kernel in launched) == split
+        assert (groups_backward.group_norm_backward_apply_kernel in launched) == split
+
+
+@runs_kernels
 def test_group_norm_gradients_repeat_and_its_plain_statistics_serve():
     x, w, b, dy = randn(40, 6, 10), randn(6), randn(6), randn(6, 40, 10).transpose(0, 1)
-    mean, rstd = group_room.forward(x, 2, w, b, 1e-5, "silu", True)[1:]
-    first, second = (group_room.backward(dy, x, 2, w, b, mean, rstd, "silu", [True] * 3) for _ in range(2))
+    mean, rstd = groups.forward(x, 2, w, b, 1e-5, "silu", True)[1:]
+    first, second = (groups_backward.backward(dy, x, 2, w, b, mean, rstd, "silu", [True] * 3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     plain = REGISTRY["group_norm"].saved_fn(x, 2, w, b, 1e-5, "silu")
     torch.testing.assert_close((mean, rstd), plain)
@@ -246,7 +269,7 @@ def test_a_symbolic_batch_adds_no_guard():
                 pattern.kernel_fn(*args, *([True] if pattern.saves else []))
                 if name == "group_norm":
                     stats = planes.new_empty(planes.shape[0] * 2)
-                    group_room.backward(planes, planes, 2, six, six, stats, stats, "silu", [True] * 3)
+                    groups_backward.backward(planes, planes, 2, six, six, stats, stats, "silu", [True] * 3)
             assert isinstance(grids[0][0], torch.SymInt), name
         wide = planes.new_empty((4, 6, x.shape[0], 7))
         for name, *args in (
