@@ -79,6 +79,8 @@ SITES = [
     ("l2_norm", dict(rows=64, n=131072), FULL, True),
     ("batch_norm", dict(b=64, c=256, n=56), HALF, False),
     ("batch_norm", dict(b=64, c=2048, n=7), FULL, False),
+    ("batch_norm", dict(b=256, c=2048, n=7), HALF, False),
+    ("batch_norm", dict(b=256, c=2048, n=8), HALF, False),
     ("group_norm", dict(b=16, c=320, n=8, groups=32), HALF, True),
     ("group_norm", dict(b=16, c=480, n=32, groups=32), HALF, True),
     ("group_norm", dict(b=16, c=480, n=64, groups=32), HALF, True),

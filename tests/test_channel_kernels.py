@@ -58,9 +58,24 @@ def test_batch_norm_layouts():
         x = x if planes else x.contiguous(memory_format=LAST)
         affine = channels.Affine(*statistics(40), 1e-5)  # fp32 statistics of a bf16 tensor
         want = F.batch_norm(x.double(), *(t.double() for t in affine[:4]), eps=1e-5)
-        for how in ((16, 4, 1), (64, 1, 4), (128, 2, 4)):  # more than one tile across, and padding
+        vector = ((128, 0, 1), (4096, 0, 4)) if planes else ()
+        for how in ((16, 4, 1), (64, 1, 4), (128, 2, 4), *vector):  # more than one tile across, and padding
             got = channels.forward(x, 1, affine, "identity", how)
             assert got.stride() == x.stride() and distance(got, want) < 1.2e-2
+
+
+@runs_kernels
+@pytest.mark.parametrize("act", ["identity", "relu"])
+@pytest.mark.parametrize("plane", [1, 2, 3, 7, 8, 9, 16, 49, 1500])
+def test_batch_norm_of_planes_that_blocks_cut(plane, act):
+    """Elements that share a thread lie in two channels, and those at the end of a sample in the last and the first."""
+    x, c = randn(3, 5, plane), 5
+    affine = channels.Affine(*statistics(c), 1e-5)
+    want = activate(F.batch_norm(x, *affine[:4], eps=1e-5), act)
+    for block in (16, 64, 2048):
+        torch.testing.assert_close(channels.forward(x, 1, affine, act, (block, 0, 1)), want)
+    got = channels.forward(x, 1, channels.Affine(None, None, None, affine.bias, 0.0), act, (64, 0, 1))
+    torch.testing.assert_close(got, activate(x + affine.bias[:, None], act))
 
 
 @runs_kernels
