@@ -21,7 +21,6 @@ from fusion_backend.kernels.inputs import as_rows, dense, dynamic, memory, numbe
 from fusion_backend.kernels.launch import launch
 from fusion_backend.pattern import Reject
 
-
 SMALL = 1024  # elements below which a plane is small
 
 

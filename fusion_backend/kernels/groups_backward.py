@@ -19,8 +19,8 @@ from fusion_backend.kernels.rows import Config, grid
 
 
 def backward_config(size: int, itemsize: int, split: bool) -> Config:
-    """16 elements a thread, of two tensors, but 32 of the largest group held. One program a multiprocessor walks through
-    a larger group, so that L2 keeps it until it is read again. All read ahead, as far as there is shared memory."""
+    """16 elements a thread, of two tensors, but 32 of the largest group held. One program a multiprocessor walks
+    through a larger group, so that L2 keeps it until it is read again. All read ahead, if shared memory allows."""
     if split or size > 16384:
         return Config(8192, 1, 16, *(() if split else (1, 3)))
     block = triton.next_power_of_2(size)
