@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.backend import patterns
-from fusion_backend.kernels import interpreting
+from fusion_backend.kernels import interpreting, norms_backward
 from fusion_backend.kernels.inputs import as_rows
 from fusion_backend.kernels.launch import trial
 from fusion_backend.pattern import REGISTRY, Reject
@@ -186,10 +186,19 @@ def test_quantize_layouts():
 
 # layer_norm
 
+
+@pytest.fixture(params=["few", "many"])
+def few_or_many(request, monkeypatch):
+    """Backward in one kernel, as of few rows, and in two."""
+    if request.param == "many":
+        monkeypatch.setattr(norms_backward, "FEW_ROWS", 0)
+
+
 ROWS = [(1, 1), (5, 1), (1, 7), (3, 100), (7, 2049), (2, 4096), (0, 64)]
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", ROWS)
 def test_layer_norm(shape, dtype):
@@ -211,6 +220,7 @@ def test_layer_norm_of_long_rows():
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("affine", list(itertools.product([True, False], repeat=2)))
 def test_layer_norm_without_weight_or_bias(affine):
     x, w, b = randn(4, 6, 130), *(randn(130) if have else None for have in affine)
@@ -219,12 +229,14 @@ def test_layer_norm_without_weight_or_bias(affine):
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("needs", [["x"], ["weight"], ["bias"], ["x", "bias"], ["weight", "bias"]])
 def test_layer_norm_computes_only_wanted_gradients(needs):
     check_gradient("layer_norm", randn(9, 33), randn(33), randn(33), 1e-5, needs=needs)
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 def test_layer_norm_of_padded_and_strided_rows():
     w, b = randn(100), randn(100)
     padded = randn(7, 128)[:, :100]

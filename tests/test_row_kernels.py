@@ -13,7 +13,7 @@ from fusion_backend.patterns import softmax as softmax_room
 from fusion_backend.kernels import norms, norms_backward, quantize
 from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
-from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
+from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, few_or_many, randn, runs_kernels  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SHAPES = [(1, 1), (5, 1), (7, 100), (3, 2049), (2, 3, 5, 33), (100,)]
@@ -156,6 +156,7 @@ NORMS = {
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(7, 100), (3, 2049), (2, 3, 33), (100,)])
 @pytest.mark.parametrize("name", NORMS)
@@ -165,6 +166,7 @@ def test_norms(name, shape, dtype):
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropout(shape, dtype):
@@ -176,6 +178,7 @@ def test_dropout(shape, dtype):
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("needs", ["x", "residual", "weight", "bias"])
 def test_dropout_computes_only_wanted_gradients(needs):
     x, r, w, b = randn(7, 100), randn(7, 100), randn(100), randn(100)
@@ -199,6 +202,7 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
 
 
 @runs_kernels
+@pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("needs", [["x"], ["weight"], ["residual"]])
 def test_add_rms_norm_computes_only_wanted_gradients(needs):
     x, r, w = randn(7, 100), randn(7, 100), randn(100)
@@ -226,6 +230,24 @@ def test_norms_of_programs_that_walk_through_rows(name, early, monkeypatch):
     monkeypatch.setattr(norms, "forward_config", lambda *how: Config(128, 2, 4, 1, 2, early))
     x, r, w, b = randn(21, 100), randn(21, 100), randn(100), randn(100)  # 11 pairs for 4 programs
     check(name, *NORMS[name](x, r, w, b))
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", [*NORMS, "dropout_add_layer_norm"])
+def test_few_rows_have_the_gradients_of_many(name):
+    """Rows and columns that do not fill their blocks: the gradients of one kernel are those of two."""
+    x, r, w, b, dy = randn(70, 130), randn(70, 130), randn(130), randn(130), randn(70, 130)
+    args = (x, r, w, b, 0.3, 1e-5) if name.startswith("dropout") else NORMS[name](x, r, w, b)
+    check(name, *args)
+    norm = norms.Norm(w, b, None, 1e-5, True)
+    _, h, mean, rstd = norms.forward(x, r, norm, True)
+    for needs in itertools.product([False, True], repeat=3):
+        one, two = (norms_backward.backward(dy, r, h, mean, rstd, norm, needs, config=how)
+                    for how in (None, Config(256, 2, 4, 1, 2)))  # fmt: skip
+        for got, want, need in zip(one, two, needs, strict=True):
+            assert (got is None) == (want is None) == (not need)
+            if need:
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @runs_kernels

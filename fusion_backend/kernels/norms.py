@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
-from fusion_backend.kernels.inputs import as_rows, maybe_rows, number
+from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
-from fusion_backend.kernels.rows import MAX_HELD, RESULTS, Config, grid, tuned
+from fusion_backend.kernels.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
 from fusion_backend.pattern import Reject
 
 SHORT = 32768  # bytes of a row up to which holding it pays in any case
@@ -48,7 +48,7 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     Grid: rows / rows_each, or a few programs a multiprocessor.
     """
     n = number(x.shape[-1])
-    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout)
+    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, x.numel() // n)
     if config is None and (residual is None or norm.dropout is not None):
         kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
         config = tuned(kernel, x.numel() // n, n, x.element_size(), rule)
@@ -69,11 +69,14 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     return y, h, mean, rstd
 
 
-def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | None) -> Config:
-    """Longer rows are walked through, sooner without a residual, or with dropout: rows of 64 KB spill (H200, bf16)."""
+def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | None, rows=FEW) -> Config:
+    """Longer rows are walked through, sooner without a residual, or with dropout: rows of 64 KB spill (H200, bf16).
+    Few rows are a chain of latencies: weight and bias are read beside x (192x5120: 5.4 us for 5.7, H200)."""
     block = max(4, triton.next_power_of_2(n))
     if n * itemsize > (MAX_HELD if residual and dropout is None else SHORT):
         return Config(8192, 1, 16)
+    if not dynamic(rows) and rows < FEW and dropout is None:
+        return Config(block, 1, min(16, max(4, block // 1024)), early=True)
     return Config(block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024)
 
 

@@ -3,6 +3,7 @@
 With g = dy · (weight + offset) and u = c · rstd, dh = rstd (g - u mean(g u) - mean(g)) + what h itself gets, without
 mean(g) where the norm is not centred; dx = dh through the dropout. dweight and dbias are the sums over rows of dy · u
 and dy: partial sums of each program, added up by a second kernel. No atomics: the same bits every time. Sums in fp32.
+Of few rows, where a second kernel would cost as much as the first, some programs have a row and others columns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fusion_backend.kernels.norms import Norm
 from fusion_backend.kernels.rows import Config, grid, multiprocessors, tuned
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
+FEW_ROWS, FEW_ELEMENTS = 256, 1 << 21  # up to which dy and h are read twice, the second time from L2, by one kernel
 
 
 def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
@@ -29,6 +31,8 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
     needs = (needs[0], needs[1] and norm.weight is not None, needs[2] and norm.bias is not None)
     out = torch.empty(h.shape, dtype=h.dtype, device=h.device) if needs[0] else None
     mean = mean if norm.centred else None
+    if config is None and few(h):
+        return out, *backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx)
     run = backward_short if n <= MAX_HELD_BACKWARD else backward_long
     sums = run(dy, dh, h, mean, rstd, norm, needs, out, dx, config)
     return out, *add_up(sums, h.dtype, *needs[1:])
@@ -39,6 +43,12 @@ def backward_config(n: int) -> Config:
     block = max(4, triton.next_power_of_2(n))
     warps = max(4, block // 512)
     return Config(block, max(1, 2048 // block), warps, max(1, 16 // warps), 3)
+
+
+def few(h) -> bool:
+    n = number(h.shape[-1])
+    rows = h.numel() // n
+    return n <= MAX_HELD_BACKWARD and not dynamic(rows) and 0 < rows <= FEW_ROWS and rows * n <= FEW_ELEMENTS
 
 
 def chosen(h, dh, norm, suffix: str, rule: Config) -> Config:
@@ -83,6 +93,7 @@ def norm_backward_kernel(
     inside = col < N
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    seed = 0
     if DX is not None:
         seed = tl.load(SEED)
     if W is not None:
@@ -103,22 +114,114 @@ def norm_backward_kernel(
         if OUT is not None:
             if W is not None:
                 g *= w
-            d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
-            if MEAN is not None:
-                d -= tl.sum(g, 1, keep_dims=True) / N
-            d *= rstd
-            if DH is not None:
-                d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
-            tl.store(OUT + row * N + col, d, keep)
-            if DX is not None:
-                d *= dropout_factors(seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
-                tl.store(DX + row * N + col, d, keep)
+            gradient(g, u, rstd, row, keep, MEAN, DH, OUT, DX, seed, DH_STRIDE, N, BLOCK, THRESHOLD, SCALE)
     at = tl.program_id(0) * N + col
     if WEIGHT:
         tl.store(SUMS + at, tl.sum(dw, 0, keep_dims=True), inside)
         at += tl.num_programs(0) * N
     if BIAS:
         tl.store(SUMS + at, tl.sum(db, 0, keep_dims=True), inside)
+
+
+@triton.jit
+def gradient(
+    g, u, rstd, row, keep, MEAN, DH, OUT, DX, seed, DH_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Of whole rows: stored in OUT, and through the dropout in DX."""
+    col = tl.arange(0, BLOCK)[None, :]
+    d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
+    if MEAN is not None:
+        d -= tl.sum(g, 1, keep_dims=True) / N
+    d *= rstd
+    if DH is not None:
+        d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
+    tl.store(OUT + row * N + col, d, keep)
+    if DX is not None:
+        d *= dropout_factors(seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE)
+        tl.store(DX + row * N + col, d, keep)
+
+
+def backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx):
+    """Gradients of weight and bias. Grid: blocks of columns, if a gradient is wanted, and rows, if theirs is."""
+    n = number(h.shape[-1])
+    block, _, warps, *_ = backward_config(n)
+    (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
+    dw, db = (torch.empty(n, dtype=h.dtype, device=h.device) if need else None for need in needs[1:])
+    blocks = (n + 63) // 64 if any(needs[1:]) else 0
+    seed, chance = drawn(norm.dropout)
+    if any(needs):
+        launch(
+            norm_backward_few_kernel, (blocks + (rows if needs[0] else 0),), dy, dh, h, norm.weight, mean, rstd, out,
+            dx, dw, db, seed, rows, norm.offset or 0.0, DY_STRIDE=dy_stride, DH_STRIDE=dh_stride, H_STRIDE=h_stride,
+            N=n, BLOCK=block, BLOCKS=blocks, COLS=64, ROWS=64, num_warps=warps, **chance,
+        )  # fmt: skip
+    return dw, db
+
+
+# Bytes: dy and h once, and once more from L2 (and dh once), the result once (and dx), 2 or 4 a column for each of two.
+@triton.jit
+def norm_backward_few_kernel(
+    DY, DH, H, W, MEAN, RSTD, OUT, DX, DW, DB, SEED, rows, offset, DY_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr,
+    H_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) < BLOCKS:
+        column_sums(DY, H, MEAN, RSTD, DW, DB, tl.program_id(0), rows, DY_STRIDE, H_STRIDE, N, COLS, ROWS)
+    elif OUT is not None:
+        row = tl.program_id(0) - BLOCKS
+        whole_row(
+            DY, DH, H, W, MEAN, RSTD, OUT, DX, SEED, row, rows, offset, DY_STRIDE, DH_STRIDE, H_STRIDE, N, BLOCK,
+            THRESHOLD, SCALE,
+        )  # fmt: skip
+
+
+@triton.jit
+def column_sums(
+    DY, H, MEAN, RSTD, DW, DB, block, rows, DY_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, N: tl.constexpr,
+    COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weight and bias, of a block of columns."""
+    col = (block * COLS + tl.arange(0, COLS))[None, :]
+    dw = tl.zeros([ROWS, COLS], tl.float32)
+    db = tl.zeros([ROWS, COLS], tl.float32)
+    for top in tl.range(0, rows, ROWS):
+        row = (top + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        keep = (row < rows) & (col < N)
+        g = tl.load(DY + row * DY_STRIDE + col, keep, 0.0).to(tl.float32)
+        db += g
+        if DW is not None:
+            u = tl.load(H + row * H_STRIDE + col, keep, 0.0).to(tl.float32)
+            if MEAN is not None:
+                u -= tl.load(MEAN + row, row < rows, 0.0)
+            dw += g * (u * tl.load(RSTD + row, row < rows, 0.0))
+    if DW is not None:
+        tl.store(DW + col, tl.sum(dw, 0, keep_dims=True), col < N)
+    if DB is not None:
+        tl.store(DB + col, tl.sum(db, 0, keep_dims=True), col < N)
+
+
+@triton.jit
+def whole_row(
+    DY, DH, H, W, MEAN, RSTD, OUT, DX, SEED, row, rows, offset, DY_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr,
+    H_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one row."""
+    row = (row + tl.arange(0, 1))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    keep = (row < rows) & (col < N)
+    g = tl.load(DY + row * DY_STRIDE + col, keep, 0.0).to(tl.float32)
+    u = tl.load(H + row * H_STRIDE + col, keep, 0.0).to(tl.float32)
+    rstd = tl.load(RSTD + row, row < rows, 0.0)
+    if W is not None:
+        g *= tl.load(W + col, keep, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+    if MEAN is not None:
+        u = tl.where(col < N, u - tl.load(MEAN + row, row < rows, 0.0), 0.0)
+    u *= rstd
+    seed = 0
+    if DX is not None:
+        seed = tl.load(SEED)
+    gradient(g, u, rstd, row, keep, MEAN, DH, OUT, DX, seed, DH_STRIDE, N, BLOCK, THRESHOLD, SCALE)
 
 
 def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
@@ -135,7 +238,7 @@ def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     args, strides = (h, norm.weight, mean, rstd, means), dict(DY_STRIDE=dy_stride, H_STRIDE=h_stride)
     if needs[0]:
         launch(
-            norm_backward_means_kernel, (rows,), dy, *args, rows, norm.offset or 0.0, N=n, BLOCK=2048, num_warps=8,
+            norm_backward_means_kernel, (rows,), dy, *args, rows, norm.offset or 0.0, N=n, **means_config(h, rows),
             **strides,
         )  # fmt: skip
     seed, chance = drawn(norm.dropout)
@@ -147,13 +250,19 @@ def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     return sums
 
 
-# Bytes: dy and h once.
+def means_config(h, rows) -> dict:
+    """A row that has a multiprocessor to itself gets all its threads."""
+    alone = not dynamic(rows) and rows <= multiprocessors(h.device)
+    return dict(BLOCK=16384, num_warps=32) if alone else dict(BLOCK=2048, num_warps=8)
+
+
+# Bytes: dy and h once. The first rows last: the other kernel begins with them.
 @triton.jit
 def norm_backward_means_kernel(
     DY, H, W, MEAN, RSTD, MEANS, rows, offset, DY_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = (rows - 1 - tl.program_id(0)).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     mean = 0.0
     if MEAN is not None:
@@ -221,13 +330,22 @@ def norm_backward_columns_kernel(
         tl.store(SUMS + at, db, inside)
 
 
+def add_up_config(programs, n: int) -> dict:
+    """Columns for 128 programs or so, 32 bytes at least; as many partial sums of them at once as registers hold."""
+    cols = min(32, max(8, triton.next_power_of_2(n) // 128))
+    rows = 64 if dynamic(programs) else max(16, min(8192 // cols, triton.next_power_of_2(programs)))
+    return dict(COLS=cols, ROWS=rows, num_warps=min(8, max(4, rows * cols // 1024)))
+
+
 def add_up(sums, dtype, weight: bool, bias: bool):
     """Partial sums of all programs to the gradients."""
     if sums is None:
         return None, None
     _, programs, n = sums.shape
+    programs, n = number(programs), number(n)
     dw, db = (torch.empty(n, dtype=dtype, device=sums.device) if need else None for need in (weight, bias))
-    launch(add_up_kernel, ((n + 31) // 32,), sums, dw, db, programs, N=n, COLS=32, ROWS=64, num_warps=4)
+    config = add_up_config(programs, n)
+    launch(add_up_kernel, ((n + config["COLS"] - 1) // config["COLS"],), sums, dw, db, programs, N=n, **config)
     return dw, db
 
 
