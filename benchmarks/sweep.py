@@ -23,7 +23,6 @@ from fusion_backend.patterns import (
     add_mul_exp,
     dropout_add,
     gated_linear,
-    group_norm,
     l2_norm,
     quantize_int8,
     softmax,
@@ -32,7 +31,7 @@ from fusion_backend.patterns import (
 from benchmarks.results import Run, machine
 from benchmarks.sweep_attention import attention
 from benchmarks.timing import Clock
-from fusion_backend.kernels import channels, cross_entropy, norms, norms_backward, quantize
+from fusion_backend.kernels import channels, cross_entropy, groups, groups_backward, norms, norms_backward, quantize
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
@@ -117,6 +116,30 @@ def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
         if not short and each == 8:
             run = functools.partial(norms_backward.backward_long, *args, c)
             yield f"{name} backward by columns {rows}x{n}", said(c), run
+
+
+def few_rows(device) -> Iterator[Call]:
+    """Norms with a residual, and the backward of few rows, in one kernel and in two."""
+    big = torch.cuda.is_available()
+    for rows, n in ((192, 5120), (16, 8192), (256, 4096), (256, 8192)) if big else ((20, 256),):
+        x, r, w, dy = (
+            torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n, (rows, n))
+        )
+        block = triton.next_power_of_2(n)
+        norm = norms.Norm(w, None, None, 1e-6, False)
+        for warps, early in itertools.product((4, 8, 16, 32), (False, True)):
+            c = Config(block, 1, warps, early=early)
+            if 8 <= block // (32 * warps) <= 64:
+                yield f"add_rms_norm {rows}x{n}", said(c), functools.partial(norms.forward, x, r, norm, True, c)
+        _, h, mean, rstd = norms.forward(x, r, norm, True)
+        args = dy, dy, h, mean, rstd, norm, (True, True, False), None
+        words = f"add_rms_norm backward, whole {rows}x{n}"
+        rule = norms_backward.backward_config(n)
+        yield words, "two kernels", functools.partial(norms_backward.backward, *args, rule)
+        for warps in (4, 8, 16, 32):
+            if 8 <= block // (32 * warps) <= 64:
+                run = functools.partial(norms_backward.backward_few, *args[:7], torch.empty_like(h), None, warps)
+                yield words, f"one kernel, warps={warps}", run
 
 
 def dropouts(device) -> Iterator[Call]:
@@ -251,6 +274,11 @@ def by_channels(device) -> Iterator[Call]:
             ("bias_act", (rows, 1, bias, "gelu")),
         ):
             yield f"{name} {tuple(args[0].shape)}", words, functools.partial(channels.forward, *args, how)
+    for block, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
+        if 8 <= block // (32 * warps) <= 32:
+            for name, t, its in (("batch_norm", x, affine), ("batch_norm of small planes", small, wide)):
+                run = functools.partial(channels.forward, t, 1, its, "relu", (block, 0, warps))
+                yield f"{name} {tuple(t.shape)}", f"BLOCK={block} in a row, warps={warps}", run
 
 
 def group_norms(device) -> Iterator[Call]:
@@ -258,15 +286,22 @@ def group_norms(device) -> Iterator[Call]:
     for b, c, n in ((16, 480, 64), (64, 320, 32), (64, 1280, 8), (2, 512, 128)) if big else ((2, 64, 8),):
         x, dy = (torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         w, bias = (torch.randn(c, device=device, dtype=torch.bfloat16) for _ in range(2))
-        _, mean, rstd = group_norm.forward(x, 32, w, bias, 1e-5, "silu", True)
-        args = dy, x, 32, w, bias, mean, rstd, "silu", [True] * 3
-        for lanes, warps in itertools.product((2048, 4096, 8192, 16384, 32768), (2, 4, 8, 16, 32)):
-            if 8 <= lanes // (32 * warps) <= 32:
-                work, words = f"{b}x{c}x{n}x{n}", f"elements={lanes} warps={warps}"
-                run = functools.partial(group_norm.forward, x, 32, w, bias, 1e-5, "silu", False, (lanes, warps))
-                yield f"group_norm silu {work}", words, run
-                run = functools.partial(group_norm.backward, *args, (lanes, warps))
-                yield f"group_norm silu backward {work}", words, run
+        _, mean, rstd = groups.forward(x, 32, w, bias, 1e-5, "silu", True)
+        args, work = (dy, x, 32, w, bias, mean, rstd, "silu", [True] * 3), f"{b}x{c}x{n}x{n}"
+        tiles = itertools.product((4096, 8192, 16384, 32768), (4, 8, 16, 32))
+        tiles = [(lanes, 1, warps) for lanes, warps in tiles if 8 <= lanes // (32 * warps) <= 32]
+        ahead = [c for c in read_ahead(tiles) if c[4] == 3 and c[2] * c[3] <= 32]
+        for c in (Config(*c) for c in tiles + [c for c in ahead if c[2] * c[3] == 32]):
+            run = functools.partial(groups.forward, x, 32, w, bias, 1e-5, "silu", False, c, False)
+            yield f"group_norm silu {work}", said(c), run
+        for c in (Config(*c) for c in tiles[::2] + ahead if c[0] // (32 * c[2]) >= 16):
+            run = functools.partial(groups_backward.backward, *args, c, False)
+            yield f"group_norm silu backward {work}", said(c), run
+        for c in (Config(*c) for c in tiles if groups.few(x, 32)):
+            run = functools.partial(groups.forward, x, 32, w, bias, 1e-5, "silu", False, c, True)
+            yield f"group_norm silu split {work}", said(c), run
+            run = functools.partial(groups_backward.backward, *args, c, True)
+            yield f"group_norm silu split backward {work}", said(c), run
 
 
 SWEEPS = {
@@ -285,6 +320,7 @@ SWEEPS = {
     "bias_act": by_channels,
     "group_norm": group_norms,
     "attention": attention,
+    "add_rms_norm": few_rows,
 }
 
 

@@ -19,7 +19,7 @@ from fusion_backend.pattern import REGISTRY
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 L2 = 48e6  # bytes; work that moves fewer may stay in the L2 of the GPUs this is for (50 to 60 MB)
 
 
@@ -149,6 +149,12 @@ PLAIN = {
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
+OTHER_DTYPES = {
+    **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
+    "cross_entropy": dict(rows=4096, v=128256),
+    "quantize_per_token": dict(rows=8192, n=4096),
+    "group_norm": dict(b=64, c=320, n=32, groups=32),
+}
 POINTWISE = ("add_mul", "add_mul_exp", "quantize_int8")
 WORK = [
     *(Work(name, dict(size=size), F32) for name in POINTWISE for size in (100_000, 1_000_000)),
@@ -209,6 +215,15 @@ WORK = [
     Work("gated_linear", dict(m=16384, k=512, n=2048), BF16, linear=True),
     Work("gated_linear", dict(m=8192, k=4096, n=14336), BF16, linear=True),
     Work("gated_linear", dict(m=16, k=4096, n=14336), BF16, linear=True),
+    Work("batch_norm", dict(b=256, c=512, n=14), BF16),
+    *(Work("group_norm", dict(b=1, c=512, n=128, groups=32), BF16, train) for train in (False, True)),
+    *(
+        Work(name, case, dtype, train)
+        for train in (False, True)
+        for dtype in (F32, F16)
+        for name, case in OTHER_DTYPES.items()
+        if not (train and name == "quantize_per_token")
+    ),
 ]
 SMALL = [
     Work("add_mul", dict(size=10_000), F32),

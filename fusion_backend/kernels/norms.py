@@ -49,8 +49,9 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     """
     n = number(x.shape[-1])
     rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, x.numel() // n)
-    if config is None and (residual is None or norm.dropout is not None):
-        kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
+    if config is None:
+        kernel = "layer_norm" if residual is None else "add_rms_norm"
+        kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
         config = tuned(kernel, x.numel() // n, n, x.element_size(), rule)
     block, rows_each, warps, programs, stages, early = config or rule
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

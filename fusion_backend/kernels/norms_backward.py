@@ -142,10 +142,10 @@ def gradient(
         tl.store(DX + row * N + col, d, keep)
 
 
-def backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx):
+def backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx, warps=None):
     """Gradients of weight and bias. Grid: blocks of columns, if a gradient is wanted, and rows, if theirs is."""
     n = number(h.shape[-1])
-    block, _, warps, *_ = backward_config(n)
+    block, _, most, *_ = backward_config(n)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
     dw, db = (torch.empty(n, dtype=h.dtype, device=h.device) if need else None for need in needs[1:])
     blocks = (n + 63) // 64 if any(needs[1:]) else 0
@@ -154,7 +154,7 @@ def backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx):
         launch(
             norm_backward_few_kernel, (blocks + (rows if needs[0] else 0),), dy, dh, h, norm.weight, mean, rstd, out,
             dx, dw, db, seed, rows, norm.offset or 0.0, DY_STRIDE=dy_stride, DH_STRIDE=dh_stride, H_STRIDE=h_stride,
-            N=n, BLOCK=block, BLOCKS=blocks, COLS=64, ROWS=64, num_warps=warps, **chance,
+            N=n, BLOCK=block, BLOCKS=blocks, COLS=64, ROWS=64, num_warps=warps or most, **chance,
         )  # fmt: skip
     return dw, db
 
