@@ -55,11 +55,13 @@ SITES = [
     ("layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), FULL, True),
     ("layer_norm", dict(rows=64, n=131072), HALF, True),
-    ("layer_norm", dict(rows=1, n=131072), HALF, True),  # a multiprocessor for each row
+    ("layer_norm", dict(rows=1, n=131072), HALF, True),  # split over programs
     ("layer_norm", dict(rows=16, n=8192), HALF, True),
     ("layer_norm", dict(rows=16, n=8192), FULL, True),
     ("layer_norm", dict(rows=192, n=5120), HALF, True),
+    ("layer_norm", dict(rows=1, n=131072), FULL, True),
     ("add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_layer_norm", dict(rows=1, n=131072), HALF, True),
     ("dropout_add", dict(rows=16384, n=4096), HALF, True),
     ("dropout_add", dict(rows=16384, n=4096), FULL, True),
     ("dropout_add_layer_norm", dict(rows=16384, n=1024), HALF, True),
@@ -69,6 +71,7 @@ SITES = [
     ("dropout_add_layer_norm", dict(rows=4096, n=768), HALF, True),
     ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
     ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=1, n=131072), HALF, True),
     ("rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=192, n=5120), HALF, True),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fusion_backend.patterns import l2_norm as l2_room
 from fusion_backend.patterns import softmax as softmax_room
 
-from fusion_backend.kernels import norms, norms_backward, quantize
+from fusion_backend.kernels import norms, norms_backward, norms_split, quantize
 from fusion_backend.kernels.rows import Config
 from fusion_backend.pattern import REGISTRY, Reject
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, few_or_many, randn, runs_kernels  # noqa: F401
@@ -221,6 +221,33 @@ def test_norms_of_long_rows(name, monkeypatch):
     monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
     x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
     check(name, *NORMS[name](x, r, w, b))
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", [*NORMS, "layer_norm", "dropout_add_layer_norm"])
+@pytest.mark.parametrize("n", [300, 384])
+def test_norms_of_rows_that_are_split(n, name, dtype, monkeypatch):
+    """Few long rows: pieces of 128, the last of which may be shorter, padded rows, and far from zero."""
+    monkeypatch.setattr(norms_split, "few_long_rows", lambda rows, n, device: True)
+    monkeypatch.setattr(norms_split, "PIECE", 128)
+    x, r, w, b = randn(5, n + 8, dtype=dtype)[:, :n], randn(5, n, dtype=dtype), *randn(2, n, dtype=dtype)
+    others = {"layer_norm": (x, w, b, 1e-5), "dropout_add_layer_norm": (x, r, w, b, 0.3, 1e-5)}
+    check(name, *(others[name] if name in others else NORMS[name](x, r, w, b)))
+    if name == "layer_norm":
+        check(name, x, None, None, 1e-5)
+        far = randn(3, n) + 1000
+        got = REGISTRY[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        assert distance(got, F.layer_norm(far.double(), (n,))) < 1e-4
+        far[0, 1], far[1, 2] = math.nan, math.inf
+        got = REGISTRY[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        torch.testing.assert_close(got, F.layer_norm(far, (n,)), equal_nan=True, rtol=1e-3, atol=1e-3)
+
+
+def test_only_few_long_rows_are_split():
+    few = norms_split.few_long_rows
+    device = torch.device("cpu")  # of four multiprocessors
+    assert few(3, 131072, device) and not few(4, 131072, device) and not few(3, 32768, device)
 
 
 @runs_kernels

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion_backend.kernels import norms_split
 from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
@@ -45,10 +46,11 @@ class Norm(NamedTuple):
 def forward(x, residual, norm: Norm, save: bool, config=None):
     """y, h (None without a residual), and mean and rstd `[rows]` in fp32: empty unless saved, mean also if not centred.
 
-    Grid: rows / rows_each, or a few programs a multiprocessor.
+    Grid: rows / rows_each, or a few programs a multiprocessor; of few long rows, their pieces.
     """
     n = number(x.shape[-1])
     rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, x.numel() // n)
+    split = config is None and norms_split.few_long_rows(x.numel() // n, n, x.device)
     if config is None:
         kernel = "layer_norm" if residual is None else "add_rms_norm"
         kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
@@ -59,13 +61,17 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     kept = [save and norm.centred, save]
     mean, rstd = (torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in kept)
+    seed, chance = drawn(norm.dropout)
+    args = x, seed, residual, norm.weight, norm.bias, y, h, mean if kept[0] else None, rstd if kept[1] else None, rows
+    constants = dict(STRIDE=stride, RESIDUAL_STRIDE=residual_stride, CENTRED=norm.centred, **chance)
+    if split:
+        norms_split.forward(*args, norm.offset or 0.0, norm.eps, n, **constants)
+        return y, h, mean, rstd
     held = dict(ROWS=rows_each, STAGES=stages, EARLY=early)
     kernel, rest = (norm_kernel, held) if block >= n else (norm_long_kernel, {})
-    seed, chance = drawn(norm.dropout)
     launch(
-        kernel, (grid(rows, rows_each, programs, x.device),), x, seed, residual, norm.weight, norm.bias, y, h,
-        mean if kept[0] else None, rstd if kept[1] else None, rows, norm.offset or 0.0, norm.eps, STRIDE=stride,
-        RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block, num_warps=warps, **rest, **chance,
+        kernel, (grid(rows, rows_each, programs, x.device),), *args, norm.offset or 0.0, norm.eps, N=n, BLOCK=block,
+        num_warps=warps, **rest, **constants,
     )  # fmt: skip
     return y, h, mean, rstd
 
