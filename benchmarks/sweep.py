@@ -31,7 +31,16 @@ from fusion_backend.patterns import (
 from benchmarks.results import Run, machine
 from benchmarks.sweep_attention import attention
 from benchmarks.timing import Clock
-from fusion_backend.kernels import channels, cross_entropy, groups, groups_backward, norms, norms_backward, quantize
+from fusion_backend.kernels import (
+    channels,
+    cross_entropy,
+    groups,
+    groups_backward,
+    norms,
+    norms_backward,
+    norms_split,
+    quantize,
+)
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
@@ -140,6 +149,17 @@ def few_rows(device) -> Iterator[Call]:
             if 8 <= block // (32 * warps) <= 64:
                 run = functools.partial(norms_backward.backward_few, *args[:7], torch.empty_like(h), None, warps)
                 yield words, f"one kernel, warps={warps}", run
+    rows, n = (64, 131072) if big else (2, 70000)
+    x, y, w = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n))
+    mean, rstd = torch.empty(2, rows, device=device)
+    whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
+    for piece, warps in ((4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
+        args = x, None, None, w, w, y, None, mean, rstd, rows, 0.0, 1e-5, n, (piece, warps)
+        yield (
+            f"layer_norm split {rows}x{n}",
+            f"BLOCK={piece} warps={warps}",
+            functools.partial(norms_split.forward, *args, **whole),
+        )
 
 
 def dropouts(device) -> Iterator[Call]:

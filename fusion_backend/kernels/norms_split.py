@@ -24,11 +24,12 @@ def few_long_rows(rows, n: int, device: torch.device) -> bool:
     return n >= LONG and not dynamic(rows) and rows < multiprocessors(device)
 
 
-def forward(x, seed, residual, weight, bias, y, h, mean, rstd, rows, offset, eps, n, **constants):
+def forward(x, seed, residual, weight, bias, y, h, mean, rstd, rows, offset, eps, n, config=None, **constants):
     """Fills y, and h, mean and rstd where they are not None. Grid: pieces of all rows."""
-    pieces = (n + PIECE - 1) // PIECE
+    piece, warps = config or (PIECE, WARPS)
+    pieces = (n + piece - 1) // piece
     parts = torch.empty((2, rows, pieces), dtype=torch.float32, device=x.device)
-    constants |= dict(N=n, BLOCK=PIECE, PIECES=pieces, num_warps=WARPS)
+    constants |= dict(N=n, BLOCK=piece, PIECES=pieces, num_warps=warps)
     launch(norm_moments_kernel, (rows * pieces,), x, seed, residual, h, parts, rows, **constants)
     launch(
         norm_apply_kernel, (rows * pieces,), x, seed, residual, weight, bias, parts, y, mean, rstd, rows, offset, eps,
