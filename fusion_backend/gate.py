@@ -273,6 +273,8 @@ class Gate:
             return None
         if training and any(storage in self.writers for r in match.roots for storage in storages(r)):
             return Reject("its result, which backward reads, is changed afterwards")
+        if draws(match) and call.SEED not in call.tensors:
+            return Reject("it draws random numbers and its call takes no seed")
         values = [*library.values_of(match, call), *call.options.values()]
         return self.kernel_refused(match, training, cuda, call.op, values)
 
@@ -299,7 +301,7 @@ class Gate:
         pattern = pattern or match.pattern
         if pattern.kernel_fn is None and not plain:
             return Reject("no kernel yet")
-        if draws(match) and pattern.seeded_fn is None:
+        if draws(match) and pattern is match.pattern and pattern.seeded_fn is None:
             return Reject("it draws random numbers and has no seeded reference")
         if not cuda and not (plain and self.options.gate == "always"):
             return Reject("it has been timed on CUDA only" if plain else "the kernel needs CUDA tensors")

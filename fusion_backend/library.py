@@ -15,7 +15,7 @@ from fusion_backend.expressions import same
 from fusion_backend.functional import storages
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
-from fusion_backend.op import without_autocast
+from fusion_backend.op import fake_seed, without_autocast
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reading import INTEGERS
 from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
@@ -65,7 +65,8 @@ def results_of(match: Match, call: LibraryCall) -> tuple[torch.Tensor, ...]:
 
 def values_of(match: Match, call: LibraryCall) -> list[torch.Tensor | None]:
     """The fake tensors that it takes."""
-    return [value_of(match.arguments[t] if isinstance(t, str) else t) for t in call.tensors]
+    given = [t if t is call.SEED else value_of(match.arguments[t] if isinstance(t, str) else t) for t in call.tensors]
+    return [fake_seed(given[0]) if t is call.SEED else t for t in given]
 
 
 def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:

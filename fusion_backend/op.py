@@ -213,10 +213,15 @@ def draw(device: torch.device) -> Tensor:
     return DRAW(*args, **kwargs)
 
 
-def seed_of(pattern: Pattern, like: Tensor) -> dict[str, Tensor]:
-    """A fake seed for a pattern that draws random numbers, where the fake tensor `like` is."""
+def fake_seed(like: Tensor) -> Tensor:
+    """A seed where the fake tensor `like` is."""
     with like.fake_mode:
-        return {name: draw(like.device) for name in pattern.drawn}
+        return draw(like.device)
+
+
+def seed_of(pattern: Pattern, like: Tensor) -> dict[str, Tensor]:
+    """A fake seed for a pattern that draws random numbers."""
+    return {name: fake_seed(like) for name in pattern.drawn}
 
 
 def fields(p) -> list[inspect.Parameter]:

@@ -33,11 +33,13 @@ class Reject:
 class LibraryCall:
     """The answer "yes" of a library provider: one call of a torch operator that computes the pattern's result.
 
-    `tensors` are the pattern's arguments that it takes, in order: a name, None for one that is missing, or a node of
-    the graph that a mask was read back to; `options` its keyword arguments; `why` says in the report what is gained.
-    The operator may be that of a pattern with a kernel or a gradient of its own, which is then asked whether it takes
-    these tensors; `stays` says in the report what becomes of the site if it does not.
+    `tensors` are the pattern's arguments that it takes, in order: a name, None for one that is missing, a node of the
+    graph that a mask was read back to, or SEED; `options` its keyword arguments; `why` says in the report what is
+    gained. The operator may be that of a pattern with a kernel or a gradient of its own, which is then asked whether it
+    takes these tensors; `stays` says in the report what becomes of the site if it does not.
     """
+
+    SEED = object()  # an int64 tensor of one number, drawn anew at each call, for a dropout
 
     op: Callable | Pattern
     tensors: tuple

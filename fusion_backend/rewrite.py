@@ -16,7 +16,7 @@ from torch import fx
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.gate import Decision
-from fusion_backend.op import DRAW, how_to_draw, op_of, seed_of
+from fusion_backend.op import DRAW, fake_seed, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
 from fusion_backend.torch_api import aten, pytree
 from fusion_backend.views import Viewed, step_of
@@ -54,6 +54,9 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         new.append(n)
         return n
 
+    def drawn(fake: torch.Tensor) -> fx.Node:
+        return call(DRAW, *how_to_draw(fake.device), fake)
+
     def argument(a):
         if not isinstance(a, Viewed):
             return now(a) if isinstance(a, fx.Node) else a
@@ -66,7 +69,12 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
 
     with graph.inserting_before(first):
         if d.call is not None:
-            given = tuple(argument(match.arguments[t] if isinstance(t, str) else t) for t in d.call.tensors)
+            given = tuple(
+                drawn(fake_seed(d.value[0]))
+                if t is d.call.SEED
+                else argument(match.arguments[t] if isinstance(t, str) else t)
+                for t in d.call.tensors
+            )
             result = call(d.call.op, given, dict(d.call.options), d.value if len(d.value) > 1 else d.value[0])
             if len(d.value) > 1:
                 result = call(operator.getitem, (result, 0), {}, d.value[0])
@@ -76,7 +84,7 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
             return new, {match.roots[0]: result}
         arguments = {name: argument(a) for name, a in match.arguments.items()}
         for name, fake in seed_of(match.pattern, d.value[0]).items():
-            arguments[name] = call(DRAW, *how_to_draw(fake.device), fake)
+            arguments[name] = drawn(fake)
         flat = op_of(match.pattern).flatten(arguments)
         chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
         result = call(op_of(match.pattern).overload, tuple(flat), chosen, d.value if len(d.value) > 1 else d.value[0])

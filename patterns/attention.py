@@ -6,7 +6,8 @@ q. One of: an additive mask; a boolean `keep`, where a row with nothing kept giv
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of `F.scaled_dot_product_attention`,
 also where it was written by hand, and without repeating the heads of k and v. With any other mask it becomes
-masked_attention, which reads bands, vectors over the keys, dense masks and biases without the scores in memory.
+masked_attention, which reads bands, vectors over the keys, dense masks and biases without the scores in memory. Its
+dropout is of a new seed at each call, and not with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
 from fusion_backend.kernels import flash, flash_backward
+from fusion_backend.kernels.dropout import Dropout, tiles_kept
+from fusion_backend.kernels.dropout import scale as dropout_scale
 from fusion_backend.kernels.inputs import DTYPES, dynamic, number, reject_dtypes, reject_dynamic, same_sizes
 from fusion_backend.kernels.rows import RESULTS, UNMEASURED
 
@@ -90,8 +93,6 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
 def by_kernel(q, k, keep, fill, scale, p, causal, found, why: str | None = None) -> LibraryCall | Reject:
     """masked_attention, with as little of the mask in memory as what is known of it allows."""
     why = why or str(found)
-    if p is not None:
-        return Reject(f"its mask stays: {why}; our kernels have no dropout")
     low, high = found.low, found.high
     if causal == "causal":
         low = 0
@@ -111,10 +112,11 @@ def by_kernel(q, k, keep, fill, scale, p, causal, found, why: str | None = None)
     if any(dynamic(bound) for bound in (low, high) if bound is not None):
         return Reject(f"its mask stays: {why}; the kernel takes no dynamic band")
     options = dict(
-        low=low, high=high, fill=fill if hidden == "fill" else None, scale=scale, cap=None, hidden=hidden,
+        low=low, high=high, fill=fill if hidden == "fill" else None, scale=scale, cap=None, p=p, hidden=hidden,
         padded="padding" if padded else "seen",
     )  # fmt: skip
-    return LibraryCall(masked_attention, ("q", "k", "v", bias, dense, keys), options, why)
+    seed = None if p is None else LibraryCall.SEED
+    return LibraryCall(masked_attention, ("q", "k", "v", bias, dense, keys, seed), options, why)
 
 
 def every_row_sees(found, n, m) -> bool:
@@ -133,15 +135,17 @@ def masked_attention(
     bias: Tensor | None,
     keep: Tensor | None,
     keys: Tensor | None,
+    seed: Tensor | None,
     low: int | None,
     high: int | None,
     fill: float | None,
     scale: float,
     cap: float | None,
+    p: float | None,
     hidden: Literal["zero", "nan", "fill"],
     padded: Literal["seen", "padding"],
 ) -> Tensor:
-    """Attention of which kernels/flash.py says what the arguments mean, written out."""
+    """Attention of which kernels/flash.py says what the arguments mean, written out; dropout with p, by the seed."""
     times = q.shape[1] // k.shape[1]
     k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
     scores = (q @ k.mT) * scale
@@ -161,19 +165,21 @@ def masked_attention(
         weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
     else:
         weights = torch.softmax(scores, -1)
+    weights = weights if p is None else weights * (tiles_kept(seed, weights.shape, p) * dropout_scale(p))
     return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def masking_of(bias, keep, keys, low, high, fill, scale, cap, hidden, padded) -> flash.Masking:
-    return flash.Masking(bias, keep, keys, padded == "padding", low, high, hidden, fill or 0.0, scale, cap)
+def masking_of(bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded) -> flash.Masking:
+    dropout = None if p is None else Dropout(seed, p)
+    return flash.Masking(bias, keep, keys, padded == "padding", low, high, hidden, fill or 0.0, scale, cap, dropout)
 
 
 @masked_attention.guard
-def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded):
+def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded):
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
-        or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap)
+        or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
         or reject_masks(q, k, bias, keep, keys)
         or reject_heads(q, k, v)
         or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
@@ -214,8 +220,8 @@ def reject_masks(q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None,
 
 
 @masked_attention.worthwhile
-def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded, training):
-    plain = low is None and high is None and keep is None and cap is None
+def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded, training):
+    plain = low is None and high is None and keep is None and cap is None and p is None
     if not plain or number(q.shape[3]) != 64 or q.element_size() != 2 or statically_known_true(q.numel() < 1 << 23):
         return UNMEASURED
     if bias is not None and not training:
@@ -223,28 +229,29 @@ def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded, tr
 
 
 @masked_attention.kernel(saves=("lse",))
-def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, hidden, padded, save):
-    masking = masking_of(bias, keep, keys, low, high, fill, scale, cap, hidden, padded)
+def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded, save):
+    masking = masking_of(bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded)
     return flash.forward(q, k, v, masking, save)
 
 
 @masked_attention.backward(result=True)
 def _(saved, do):
     masking = masking_of(
-        saved.bias, saved.keep, saved.keys, saved.low, saved.high, saved.fill, saved.scale, saved.cap, saved.hidden,
-        saved.padded,
+        saved.bias, saved.keep, saved.keys, saved.seed, saved.low, saved.high, saved.fill, saved.scale, saved.cap,
+        saved.p, saved.hidden, saved.padded,
     )  # fmt: skip
     found = flash_backward.backward(saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, saved.needs)
-    return *found, None, None
+    return *found, None, None, None
 
 
 @masked_attention.inputs(dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1))
-def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0):
+def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0, drop=0):
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
-    masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None, None
-    masks = (*masks[:2], tensor(b, n) > 0) if padded else masks
+    masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
+    keys = tensor(b, n) > 0 if padded else None
+    seed = torch.full((1,), 7, device=q.device) if drop else None
     band = 0 if causal or window else None, window - 1 if window else None
-    return q, k, v, *masks, *band, None, d**-0.5, None, "zero", "seen"
+    return q, k, v, *masks, keys, seed, *band, None, d**-0.5, None, 0.1 if drop else None, "zero", "seen"
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:

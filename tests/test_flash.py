@@ -9,6 +9,7 @@ from fusion_backend.patterns.attention import masked_attention
 
 import fusion_backend.gate
 from fusion_backend.kernels import flash, flash_backward
+from fusion_backend.kernels.dropout import Dropout, tiles_kept
 from fusion_backend.kernels.flash import Masking
 from fusion_backend.pattern import Reject
 from fusion_backend.testing import collect, fused_nodes
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts
 SIZES = [(1, 1), (1, 64), (17, 40), (64, 17)]
 MANY = ("wide window", "causal to the right", "padding and causal", "bias for all and a window", "dense")
+MANY += ("dropout, padding behind", "dropout, bias for all batches")
 
 
 def places(n: int, m: int):
@@ -52,9 +54,12 @@ def formula(q, k, v, masking: Masking):
     kept = seen(s.shape, masking)
     s = s.masked_fill(~kept, masking.fill if masking.hidden == "fill" else -math.inf)
     if masking.hidden == "zero":  # without NaN in the gradient
-        s = s.masked_fill(~kept.any(-1, True), 0)
-        return (torch.softmax(s, -1) * kept.any(-1, True)) @ v
-    return torch.softmax(s, -1) @ v
+        weights = torch.softmax(s.masked_fill(~kept.any(-1, True), 0), -1) * kept.any(-1, True)
+    else:
+        weights = torch.softmax(s, -1)
+    if masking.dropout is not None:
+        weights = weights * tiles_kept(masking.dropout.seed, s.shape, masking.dropout.p) / (1 - masking.dropout.p)
+    return weights @ v
 
 
 def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), factor=1):
@@ -89,6 +94,10 @@ def qkv(n, m, d, h=2, kv=None, b=2, dtype=torch.float32):
     return randn(b, h, n, d, dtype=dtype), *(randn(b, kv or h, m, d, dtype=dtype) for _ in "kv")
 
 
+def dropout(p):
+    return Dropout(torch.tensor([2**40 + 7], device=DEVICE), p)
+
+
 def masks(n, m, b=2, h=2, dtype=torch.float32):
     """Every kind of mask."""
     padding = torch.rand(b, m, device=DEVICE) > 0.4
@@ -118,6 +127,11 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "bias of causal heads": Masking(bias=randn(b, h, n, m, dtype=dtype), low=0),
         "capped": Masking(cap=0.5, low=0),
         "capped with a bias and padding": Masking(cap=2.0, bias=randn(1, h, n, m, dtype=dtype), keys=padding),
+        "dropout": Masking(dropout=dropout(0.3)),
+        "dropout, padding behind": Masking(dropout=dropout(0.1), keys=behind),
+        "dropout, a window, filled": Masking(dropout=dropout(0.5), low=0, high=9, hidden="fill", fill=-2.0),
+        "dropout, bias": Masking(dropout=dropout(0.3), bias=randn(b, h, n, m, dtype=dtype)),
+        "dropout, bias for all batches": Masking(dropout=dropout(0.3), bias=randn(1, h, n, m, dtype=dtype)),
     }
 
 
@@ -131,13 +145,15 @@ def test_masks(n, m, kind):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("d", [16, 40, 64])
 def test_head_sizes(d, dtype):
-    for kind in ("all", "window", "bias for all batches"):
+    for kind in ("all", "window", "bias for all batches", "dropout"):
         check(*qkv(17, 40, d, dtype=dtype), masks(17, 40, dtype=dtype)[kind], config=None if kind == "all" else SMALL)
 
 
 @runs_kernels
 @pytest.mark.parametrize("kv", [1, 2])
-@pytest.mark.parametrize("kind", ["causal to the right", "padding and causal", "bias for all batches", "dense"])
+@pytest.mark.parametrize(
+    "kind", ["causal to the right", "padding and causal", "bias for all batches", "dense", "dropout"]
+)
 def test_grouped_heads(kind, kv):
     check(*qkv(20, 33, 16, h=4, kv=kv), masks(20, 33, h=4)[kind])
 
@@ -283,9 +299,9 @@ def test_masks_of_graphs(name, taken):
     (node,) = fused_nodes(collector.graphs[0])
     assert str(node.target) == "fusion.masked_attention.default"
     assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items()
-    tensors = dict(zip(("q", "k", "v", "bias", "keep", "keys"), node.args, strict=True))
+    tensors = dict(zip(("q", "k", "v", "bias", "keep", "keys", "seed"), node.args, strict=True))
     wanted = {"bias"} if "bias" in name else {"keep"} if "dense" in name else {"keys"} if "padding" in name else set()
-    assert {name for name in ("bias", "keep", "keys") if tensors[name] is not None} == wanted
+    assert {name for name in ("bias", "keep", "keys", "seed") if tensors[name] is not None} == wanted
     exactly = gradients(fn, [t.double() for t in inputs])
     torch.compiler.reset()
     got = gradients(torch.compile(fn, backend=collector), inputs)
@@ -297,7 +313,8 @@ def test_masks_of_graphs(name, taken):
 
 def test_refusals():
     q, k, v = qkv(4, 6, 16)
-    rest = dict(bias=None, keep=None, keys=None, low=None, high=None, fill=None, scale=0.25, cap=None, hidden="zero")
+    rest = dict.fromkeys(("bias", "keep", "keys", "seed", "low", "high", "fill"))
+    rest |= dict(scale=0.25, cap=None, p=None, hidden="zero")
 
     def refusal(q, k, v, **changed):
         answer = masked_attention.guard_fn(*{**dict(q=q, k=k, v=v), **rest, "padded": "seen", **changed}.values())

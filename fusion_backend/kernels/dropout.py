@@ -1,9 +1,13 @@
 """Dropout whose mask is a function of a seed and of the position: x · 0 or x / (1 - p).
 
-Philox with ten rounds (Salmon et al. 2011) turns the seed and a counter into four words of 32 bits. The counter is
+Philox (Salmon et al. 2011) with ten rounds turns the seed and a counter into four words of 32 bits. The counter is
 row · ceil(n / 4) + column // 4 in 64 bits, the word column % 4; an element is dropped where its word is less than
 p · 2**32. So a mask need not be kept: forward and backward draw it alike, whatever their blocks are. It is not the mask
 that torch or Inductor would draw from the same seed.
+
+In a matrix that is made tile by tile, as the scores of attention are, the four elements of one counter are eight rows
+and eight columns apart: tensor cores leave those in one thread, also of the transposed matrix, so that no word is
+exchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-ROUNDS = tl.constexpr(10)  # the published number; 7 are the fewest that pass the paper's tests
+ROUNDS = tl.constexpr(10)  # the published number
+TILE_ROUNDS = tl.constexpr(7)  # the fewest that pass the paper's tests: where products are as fast, these take longer
 
 
 class Dropout(NamedTuple):
@@ -52,6 +57,39 @@ def dropout_factors(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr)
     return tl.where(words < THRESHOLD, 0.0, SCALE)
 
 
+@triton.jit
+def tile_survives(
+    seed, row, col, ROWS: tl.constexpr, COLUMNS: tl.constexpr, THRESHOLD: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Which elements of the tile `[ROWS, COLUMNS]`, or TURNED `[COLUMNS, ROWS]`, survive.
+
+    row and col are half the places of its first element, which are multiples of 16.
+    """
+    rows, cols = row + tl.arange(0, ROWS // 2), col + tl.arange(0, COLUMNS // 2)
+    if TURNED:
+        a, c, b, d = tl.philox(seed, cols[:, None], rows[None, :], 0, 0, TILE_ROUNDS)
+        M: tl.constexpr = COLUMNS
+        N: tl.constexpr = ROWS
+    else:
+        a, b, c, d = tl.philox(seed, cols[None, :], rows[:, None], 0, 0, TILE_ROUNDS)
+        M: tl.constexpr = ROWS
+        N: tl.constexpr = COLUMNS
+    kept = tl.join(tl.join(a >= THRESHOLD, b >= THRESHOLD), tl.join(c >= THRESHOLD, d >= THRESHOLD))
+    kept = tl.permute(tl.reshape(kept, [M // 16, 8, N // 16, 8, 2, 2]), (0, 5, 1, 2, 4, 3))
+    return tl.reshape(kept, [M, N])
+
+
+def tiles_kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """The same in plain torch for `[..., n, m]`. Each of the n-by-m matrices has ceil(n / 16) · 8 rows of counters."""
+    *outer, n, m = shape
+    down, across = (n + 15) // 16, (m + 15) // 16
+    rows = torch.arange(math.prod(outer) * down * 8, device=seed.device)
+    counter = (rows[:, None] << 32) + torch.arange(across * 8, device=seed.device)
+    words = torch.stack(philox(seed, counter, TILE_ROUNDS.value), -1).view(-1, down, 8, across, 8, 2, 2)
+    kept = words.permute(0, 1, 5, 2, 3, 6, 4).reshape(*outer, down * 16, across * 16) >= threshold(p)
+    return kept[..., :n, :m]
+
+
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """Dropout of x `[..., n]` in plain torch, with the mask of the kernels; computed in fp32, or fp64 for fp64."""
     wide = x if x.dtype == torch.float64 else x.float()
@@ -66,11 +104,11 @@ def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     return (words[:, :n] >= threshold(p)).reshape(shape)
 
 
-def philox(seed: Tensor, counter: Tensor) -> list[Tensor]:
+def philox(seed: Tensor, counter: Tensor, rounds: int = ROUNDS.value) -> list[Tensor]:
     """The four words of each counter, as int64."""
     c0, c1, c2, c3 = counter & WORD, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)
     k0, k1 = seed & WORD, seed >> 32
-    for _ in range(ROUNDS.value):
+    for _ in range(rounds):
         high, low = times(c2, 0xCD9E8D57), times(c0, 0xD2511F53)
         c0, c1, c2, c3 = high[0] ^ c1 ^ k0, high[1], low[0] ^ c3 ^ k1, low[1]
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD

@@ -5,7 +5,8 @@ which is 1. Which keys j a query i sees is said by a band, low <= i - j <= high,
 dense choice; a bias is added to the scores, which may be capped before: cap · tanh(s / cap). Blocks that band or vector
 hide are not read, blocks that they leave whole are not masked. Scores and sums are in fp32, scores in base 2, but in
 base e where a bias is added: the least number of a dtype, in base 2, would be -infinity. The forward keeps the
-logarithm, to that base, of each row's sum. Source: Dao et al. 2022 and 2023.
+logarithm, to that base, of each row's sum. Dropout of the probabilities is by seed and position (dropout.py). No sum is
+taken in memory, by atomic additions say, so that the bits are the same every time. Source: Dao et al. 2022 and 2023.
 """
 
 from __future__ import annotations
@@ -18,6 +19,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
+from fusion_backend.kernels.dropout import Dropout, scale, threshold
+from fusion_backend.kernels.flash_tiles import (
+    begins,
+    edge,
+    edges,
+    key_range,
+    masked,
+    place,
+    power,
+    seen_kernel,
+    survive,
+    tile,
+)
 from fusion_backend.kernels.inputs import number
 from fusion_backend.kernels.launch import interpreted, launch
 
@@ -32,7 +46,7 @@ class Masking(NamedTuple):
     dimensions, of which the two in the middle do not count, true where a key is seen (where it is padding, if
     `padded`); low and high: the band, or None. hidden: what a score that is not seen becomes. "zero" and "nan":
     -infinity, and a row that sees nothing is 0 or NaN; "fill": the number `fill`, which gives no gradient. cap: what
-    the scores are capped at, before the bias.
+    the scores are capped at, before the bias. dropout: of the probabilities.
     """
 
     bias: Tensor | None = None
@@ -45,6 +59,7 @@ class Masking(NamedTuple):
     fill: float = 0.0
     scale: float = 1.0
     cap: float | None = None
+    dropout: Dropout | None = None
 
 
 def shape_of(mask: Tensor) -> tuple:
@@ -112,14 +127,15 @@ def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
             seen_kernel, (q.shape[0],), keys, seen, k.shape[2], *of_keys(keys), PADDED=masking.padded,
             ALL="always" if not skips else "none seen" if fills else "never", BLOCK=1024, num_warps=4,
         )  # fmt: skip
+    seed, p = masking.dropout or (None, 0.0)
     args = (
-        bias, keep, keys, seen, q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], low or 0, high or 0,
+        bias, keep, keys, seen, seed, q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], low, high,
         *strides(bias), *strides(keep), *of_keys(keys),
     )  # fmt: skip
     d, base = number(q.shape[-1]), LOG2E if bias is None else 1.0
     constants = dict(
         SCALE=masking.scale, CAP=masking.cap, FILL=max(masking.fill * base, LOWEST) if fills else None,
-        PADDED=masking.padded, LOW=low is not None, HIGH=high is not None, SKIPS=skips, D=d,
+        PADDED=masking.padded, SKIPS=skips, THRESHOLD=threshold(p), RESCALE=scale(p), D=d,
         BD=max(16, triton.next_power_of_2(d)), UPCAST=interpreted(flash_kernel),
         PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )  # fmt: skip
@@ -141,196 +157,47 @@ def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -
     return out, lse
 
 
-# Bytes: keys once.
-@triton.jit
-def seen_kernel(
-    KEYS, SEEN, m, y0, y1, PADDED: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of each batch the first key that is seen, the one after the last, and whether all between them are."""
-    batch = tl.program_id(0)
-    KEYS += batch.to(tl.int64) * y0
-    first = tl.full([BLOCK], 2147483647, tl.int32)
-    end = tl.zeros([BLOCK], tl.int32)
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, m, BLOCK):
-        j = start + tl.arange(0, BLOCK)
-        kept = (tl.load(KEYS + j.to(tl.int64) * y1, j < m, 0) != 0) != PADDED
-        kept = kept & (j < m)
-        first = tl.minimum(first, tl.where(kept, j, 2147483647))
-        end = tl.maximum(end, tl.where(kept, j + 1, 0))
-        count += kept.to(tl.int32)
-    first, end, count = tl.min(first, 0), tl.max(end, 0), tl.sum(count, 0)
-    whole = (count == end - first).to(tl.int32)
-    if ALL == "always":
-        first, end, whole = first * 0, end * 0 + m, tl.where(count == m, 1, 0)
-    if ALL == "none seen":
-        end = tl.where(count == 0, m, end)
-        whole = tl.where(count == 0, 0, whole)
-    first = tl.minimum(first, end)
-    if ALL == "none seen":
-        first = tl.where(count == 0, 0, first)
-    at = SEEN + batch * 3
-    tl.store(at, first)
-    tl.store(at + 1, end)
-    tl.store(at + 2, whole)
-
-
-@triton.jit
-def tile(P, at, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows of d `[rows, BD]`, 0 beyond d."""
-    d = tl.arange(0, BD)[None, :]
-    if D == BD:
-        x = tl.load(P + at[:, None] * stride + d)
-    else:
-        x = tl.load(P + at[:, None] * stride + d, d < D, 0.0)
-    return x.to(tl.float32) if UPCAST else x  # the interpreter multiplies bf16 wrongly
-
-
-@triton.jit
-def scores(s, BIAS, i, j, b2, b3, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Products as scores: scaled, capped, with their bias, which is read at i and j."""
-    BASE: tl.constexpr = 1.4426950408889634 if BIAS is None else 1.0
-    s = s * (SCALE * BASE) if CAP is None else capped(s, SCALE, CAP) * (CAP * BASE)
-    if BIAS is not None:
-        s += tl.load(BIAS + i * b2 + j * b3).to(tl.float32)
-    return s
-
-
-@triton.jit
-def power(x, BIAS):
-    """Of the base in which scores are."""
-    return tl.exp2(x) if BIAS is None else tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def capped(s, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """tanh(scale · s / cap)"""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * SCALE / CAP * 1.4426950408889634)))
-
-
-@triton.jit
-def keeps(
-    KEEP, KEYS, i, j, apart, low, high, p2, p3, y1, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Which scores are seen, at i and j of the block; `apart`: i - j in the whole. Without MASKED only by KEEP."""
-    kept = i + j >= 0
-    if KEEP is not None:
-        kept = kept & (tl.load(KEEP + i * p2 + j * p3) != 0)
-    if MASKED:
-        if KEYS is not None:
-            kept = kept & ((tl.load(KEYS + j * y1) != 0) != PADDED)
-        if LOW:
-            kept = kept & (apart >= low)
-        if HIGH:
-            kept = kept & (apart <= high)
-    return kept
-
-
-@triton.jit
-def masked(
-    s, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE: tl.constexpr, CAP: tl.constexpr,
-    FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Scores of the block at i0, j0, and which are seen. `row` and `col` are its places, in either order."""
-    i = tl.minimum(row, n - 1 - i0)
-    j = tl.minimum(col, m - 1 - j0) if MASKED else col
-    if BIAS is not None:
-        BIAS += tl.cast(i0, tl.int64) * b2 + tl.cast(j0, tl.int64) * b3
-    s = scores(s, BIAS, i, j, b2, b3, SCALE, CAP)
-    kept = i + j >= 0
-    if MASKED or KEEP is not None:
-        if KEEP is not None:
-            KEEP += tl.cast(i0, tl.int64) * p2 + tl.cast(j0, tl.int64) * p3
-        if KEYS is not None:
-            KEYS += tl.cast(j0, tl.int64) * y1
-        apart = i0 - j0 + row - col
-        kept = keeps(KEEP, KEYS, i, j, apart, low, high, p2, p3, y1, PADDED, LOW, HIGH, MASKED)
-        if FILL is not None:
-            s = tl.where(kept, s, FILL)
-            if MASKED:
-                s = tl.where(col < m - j0, s, float("-inf"))
-        else:
-            if MASKED:
-                kept = kept & (col < m - j0)
-            s = tl.where(kept, s, float("-inf"))
-    return s, kept
-
-
-@triton.jit
-def key_range(
-    SEEN, batch, i0, n, m, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, SKIPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """For queries i0, ... the keys from `left` to `end` count; from `begin` to `stop` in whole blocks all are seen."""
-    left, end = i0 * 0, i0 * 0 + m
-    begin, stop = left, end // BN * BN
-    if SEEN is not None:
-        first = tl.load(SEEN + batch * 3)
-        end = tl.load(SEEN + batch * 3 + 1)
-        left, begin = first // BN * BN, (first + BN - 1) // BN * BN
-        stop = tl.where(tl.load(SEEN + batch * 3 + 2) != 0, end // BN * BN, 0)
-    if LOW:
-        stop = tl.minimum(stop, tl.maximum(i0 - low + 1, 0) // BN * BN)
-        if SKIPS:
-            end = tl.minimum(end, tl.maximum(tl.minimum(i0 + BM, n) - low, 0))
-    if HIGH:
-        begin = tl.maximum(begin, (tl.maximum(i0 + BM - 1 - high, 0) + BN - 1) // BN * BN)
-        if SKIPS:
-            left = tl.maximum(left, tl.maximum(i0 - high, 0) // BN * BN)
-    end = tl.maximum(end, left)
-    begin = tl.minimum(tl.maximum(begin, left), (end + BN - 1) // BN * BN)
-    return left, begin, tl.maximum(stop, begin), end
-
-
 # Operations: 4 b h n m d, of those keys that are seen. Bytes: q, k, v, out and the masks once.
 @triton.jit
 def flash_kernel(
-    Q, K, V, OUT, LSE, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1,
-    q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SKIPS: tl.constexpr,
+    Q, K, V, OUT, LSE, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2, p3,
+    y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(n, BM)
-    i0 = tl.program_id(0) % blocks
-    i0 = (blocks - 1 - i0 if LOW else i0) * BM  # the longest rows first
-    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    i0, head, batch = place(n, heads, BM, low)  # with a lower band the longest rows first
     row, col = tl.arange(0, BM), tl.arange(0, BN)
+    if SEED is not None:
+        SEED = tl.load(SEED)
     inside = tl.minimum(row, n - 1 - i0)
-    K += batch * k0 + head // group * k1
-    V += batch * v0 + head // group * v1
-    if BIAS is not None:
-        BIAS += batch * b0 + head * b1
-    if KEEP is not None:
-        KEEP += batch * p0 + head * p1
-    if KEYS is not None:
-        KEYS += batch * y0
-    q = tile(Q + batch * q0 + head * q1 + tl.cast(i0, tl.int64) * q2, inside, q2, D, BD, UPCAST)
+    K = begins(K, batch, head // group, 0, k0, k1, k2)
+    V = begins(V, batch, head // group, 0, v0, v1, v2)
+    masks = (
+        BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1
+    )  # fmt: skip
+    q = tile(begins(Q, batch, head, i0, q0, q1, q2), inside, q2, D, BD, UPCAST)
     acc = tl.zeros([BM, BD], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, LOW, HIGH, SKIPS, BM, BN)
+    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         acc, top, total = flash_step(
-            acc, top, total, q, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
-            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, False,
+            acc, top, total, q, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED, THRESHOLD,
+            D, UPCAST, PRECISION, False,
         )  # fmt: skip
-    before = (begin - left) // BN
-    for t in tl.range(0, before + tl.cdiv(tl.maximum(end - stop, 0), BN)):
-        start = tl.where(t < before, left + t * BN, stop + (t - before) * BN)
+    for t in tl.range(0, edges(left, begin, stop, end, BN)):
         acc, top, total = flash_step(
-            acc, top, total, q, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
-            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, True,
+            acc, top, total, q, K, V, masks, row, col, i0, edge(t, left, begin, stop, BN), m, k2, v2, SCALE, CAP,
+            FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, True,
         )  # fmt: skip
     lse = top + (tl.log2(total) if BIAS is None else tl.log(total))
     if not NAN:  # with nothing seen: a result of 0, and no gradient
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
-    acc = acc / total[:, None]
+    acc = acc * (RESCALE / total)[:, None] if SEED is not None else acc / total[:, None]
     d = tl.arange(0, BD)[None, :]
-    OUT += batch * o0 + head * o1 + tl.cast(i0, tl.int64) * o2
+    OUT = begins(OUT, batch, head, i0, o0, o1, o2)
     tl.store(OUT + row[:, None] * o2 + d, acc, (row[:, None] < n - i0) & (d < D))
     if LSE is not None:
         tl.store(LSE + (batch * heads + head) * n + i0 + row, lse, row < n - i0)
@@ -338,28 +205,27 @@ def flash_kernel(
 
 @triton.jit
 def flash_step(
-    acc, top, total, q, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2, v2,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    acc, top, total, q, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the keys of one block."""
     at = tl.minimum(col, m - 1 - start) if MASKED else col
-    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, BD, UPCAST)
+    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, acc.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if MASKED or BIAS is not None or KEEP is not None or CAP is not None:
-        s, _ = masked(
-            s, BIAS, KEEP, KEYS, row[:, None], col[None, :], i0, start, n, m, low, high, b2, b3, p2, p3, y1, SCALE, CAP,
-            FILL, PADDED, LOW, HIGH, MASKED,
-        )  # fmt: skip
+    if MASKED or masks[0] is not None or masks[1] is not None or CAP is not None:
+        s, _ = masked(s, masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, PADDED, MASKED)
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen so far
-        p = power(s - shift[:, None], BIAS)
+        p = power(s - shift[:, None], masks[0])
     else:
         new = tl.maximum(top, tl.max(s, 1) * (SCALE * 1.4426950408889634))
         shift = new
         p = tl.exp2(s * (SCALE * 1.4426950408889634) - shift[:, None])
-    share = power(top - shift, BIAS)
-    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, BD, UPCAST)
+    share = power(top - shift, masks[0])
+    total = total * share + tl.sum(p, 1)
+    if masks[3] is not None:
+        p = tl.where(survive(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False), p, 0.0)
+    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, acc.shape[1], UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * share[:, None], input_precision=PRECISION)
-    return acc, new, total * share + tl.sum(p, 1)
+    return acc, new, total

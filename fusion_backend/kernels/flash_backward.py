@@ -1,9 +1,9 @@
 """The gradients of attention (flash.py), its probabilities computed again from the kept sums of the rows.
 
 With p the probabilities, dp = do vᵀ and ds = p (dp - rowsum(do · out)): dv = pᵀ do, dk = scale · dsᵀ q, dq = scale ·
-ds k, and the bias has the gradient ds, summed where it broadcasts. A program has a block of keys and walks through the
-queries, of all heads that read them, for dk and dv; another has a block of queries for dq. Nothing is added up in
-memory, so that the bits are the same every time.
+ds k, and the bias has the gradient ds, summed where it broadcasts. Dropout, drawn again, drops dp and the p of dv. A
+program has a block of keys and walks through the queries, of all heads that read them, for dk and dv; another has a
+block of queries for dq. Nothing is added up in memory, so that the bits are the same every time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import triton
 import triton.language as tl
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.kernels.flash import (
-    Masking,
+from fusion_backend.kernels.flash import Masking, laid_out, masks_of, rows_of, shape_of, strides
+from fusion_backend.kernels.flash_tiles import (
+    begins,
     capped,
+    edge,
+    edges,
     key_range,
-    laid_out,
     masked,
-    masks_of,
+    place,
     power,
-    rows_of,
-    shape_of,
-    strides,
+    query_range,
+    survive,
     tile,
 )
 from fusion_backend.kernels.inputs import number, same_sizes
@@ -105,31 +106,23 @@ def row_sums_kernel(
     OUT, DO, SUMS, n, heads, o0, o1, o2, g0, g1, g2, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """rowsum(do · out), in fp32."""
-    blocks = tl.cdiv(n, BM)
-    i0 = tl.program_id(0) % blocks * BM
-    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    i0, head, batch = place(n, heads, BM)
     row, d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
     keep = (row < n - i0) & (d < D)
-    OUT += batch * o0 + head * o1 + tl.cast(i0, tl.int64) * o2
-    DO += batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2
-    out = tl.load(OUT + row * o2 + d, keep, 0.0).to(tl.float32)
-    do = tl.load(DO + row * g2 + d, keep, 0.0).to(tl.float32)
+    out = tl.load(begins(OUT, batch, head, i0, o0, o1, o2) + row * o2 + d, keep, 0.0).to(tl.float32)
+    do = tl.load(begins(DO, batch, head, i0, g0, g1, g2) + row * g2 + d, keep, 0.0).to(tl.float32)
     at = SUMS + (batch * heads + head) * n + i0 + tl.arange(0, BM)
     tl.store(at, tl.sum(out * do, 1), tl.arange(0, BM) < n - i0)
 
 
 @triton.jit
 def probabilities(
-    s, lse, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    s, lse, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Of the products of the block at i0, j0; and which have a gradient."""
-    s, kept = masked(
-        s, BIAS, KEEP, KEYS, row, col, i0, j0, n, m, low, high, b2, b3, p2, p3, y1, SCALE, CAP, FILL, PADDED, LOW, HIGH,
-        MASKED,
-    )  # fmt: skip
+    """Of the products of the tile at i0, j0; and which have a gradient."""
+    BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
+    s, kept = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
     p = power(s - lse, BIAS)
     # Far down, the logarithm of a row that sees nothing has lost its sum, which is m.
     if BIAS is not None:
@@ -156,107 +149,72 @@ def gradient(s, p, dp, sums, kept, SCALE: tl.constexpr, CAP: tl.constexpr, FILL:
 # Operations: 8 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dk, dv and the masks once.
 @triton.jit
 def flash_keys_kernel(
-    Q, K, V, DO, LSE, SUMS, DK, DV, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
-    p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk0, dk1, dk2, dv0, dv1, dv2, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, DO, LSE, SUMS, DK, DV, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1,
+    p2, p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk0, dk1, dk2, dv0, dv1, dv2, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr,
+    RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(m, BN)
-    j0 = tl.program_id(0) % blocks * BN  # with a lower band the first have the most queries
-    kv_head = (tl.program_id(0) // blocks % (heads // group)).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // (heads // group)).to(tl.int64)
+    j0, kv_head, batch = place(m, heads // group, BN)  # with a lower band the first have the most queries
     row, col = tl.arange(0, BM), tl.arange(0, BN)
+    if SEED is not None:
+        SEED = tl.load(SEED)
     inside = tl.minimum(col, m - 1 - j0)
-    k = tile(K + batch * k0 + kv_head * k1 + tl.cast(j0, tl.int64) * k2, inside, k2, D, BD, UPCAST)
-    v = tile(V + batch * v0 + kv_head * v1 + tl.cast(j0, tl.int64) * v2, inside, v2, D, BD, UPCAST)
+    k = tile(begins(K, batch, kv_head, j0, k0, k1, k2), inside, k2, D, BD, UPCAST)
+    v = tile(begins(V, batch, kv_head, j0, v0, v1, v2), inside, v2, D, BD, UPCAST)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, LOW, HIGH, SKIPS, BM, BN)
-    before = (begin - left) // BM
-    edges = before + tl.cdiv(tl.maximum(end - stop, 0), BM)
-    if KEYS is not None:
-        KEYS += batch * y0
+    left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, SKIPS, BM, BN)
     for g in tl.range(0, group):
         head = kv_head * group + g
-        bias, keep = BIAS, KEEP
-        if BIAS is not None:
-            bias = BIAS + batch * b0 + head * b1
-        if KEEP is not None:
-            keep = KEEP + batch * p0 + head * p1
-        Q_HEAD = Q + batch * q0 + head * q1
-        DO_HEAD = DO + batch * g0 + head * g1
+        masks = (
+            BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1
+        )  # fmt: skip
+        q = begins(Q, batch, head, 0, q0, q1, q2)
+        do = begins(DO, batch, head, 0, g0, g1, g2)
         rows = (batch * heads + head) * n
         for start in tl.range(begin, stop, BM):
             dk, dv = keys_step(
-                dk, dv, k, v, Q_HEAD, DO_HEAD, LSE + rows, SUMS + rows, bias, keep, KEYS, row, col, start, j0, n, m,
-                low, high, b2, b3, p2, p3, y1, q2, g2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION,
-                False,
+                dk, dv, k, v, q, do, LSE + rows, SUMS + rows, masks, row, col, start, j0, n, q2, g2, SCALE, CAP,
+                FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
             )  # fmt: skip
-        for t in tl.range(0, edges):
-            start = tl.where(t < before, left + t * BM, stop + (t - before) * BM)
+        for t in tl.range(0, edges(left, begin, stop, end, BM)):
             dk, dv = keys_step(
-                dk, dv, k, v, Q_HEAD, DO_HEAD, LSE + rows, SUMS + rows, bias, keep, KEYS, row, col, start, j0, n, m,
-                low, high, b2, b3, p2, p3, y1, q2, g2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION,
-                True,
+                dk, dv, k, v, q, do, LSE + rows, SUMS + rows, masks, row, col, edge(t, left, begin, stop, BM),
+                j0, n, q2, g2, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
             )  # fmt: skip
     d = tl.arange(0, BD)[None, :]
     kept = (col[:, None] < m - j0) & (d < D)
-    DK += batch * dk0 + kv_head * dk1 + tl.cast(j0, tl.int64) * dk2
-    DV += batch * dv0 + kv_head * dv1 + tl.cast(j0, tl.int64) * dv2
-    tl.store(DK + col[:, None] * dk2 + d, dk * SCALE, kept)
-    tl.store(DV + col[:, None] * dv2 + d, dv, kept)
-
-
-@triton.jit
-def query_range(
-    SEEN, batch, j0, n, m, low, high, LOW: tl.constexpr, HIGH: tl.constexpr, SKIPS: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """For keys j0, ... the queries from `left` to `end` count; from `begin` to `stop` in whole blocks all see them."""
-    left, end = j0 * 0, j0 * 0 + n
-    # Queries beyond the last have no weight, keys beyond the last are masked.
-    begin, stop = left, tl.where(j0 + BN <= m, (end + BM - 1) // BM * BM, 0)
-    if LOW:
-        begin = tl.maximum(begin, (tl.maximum(j0 + BN - 1 + low, 0) + BM - 1) // BM * BM)
-        if SKIPS:
-            left = tl.maximum(left, tl.maximum(j0 + low, 0) // BM * BM)
-            end = tl.where(j0 + low < n, end, 0)
-    if HIGH:
-        stop = tl.minimum(stop, tl.maximum(j0 + high + 1, 0) // BM * BM)
-        if SKIPS:
-            end = tl.minimum(end, tl.maximum(tl.minimum(j0 + BN, m) + high, 0))
-    if SEEN is not None:
-        first, last = tl.load(SEEN + batch * 3), tl.load(SEEN + batch * 3 + 1)
-        whole = (tl.load(SEEN + batch * 3 + 2) != 0) & (j0 >= first) & (tl.minimum(j0 + BN, m) <= last)
-        stop = tl.where(whole, stop, 0)
-        end = tl.where((j0 < last) & (j0 + BN > first), end, 0)
-    end = tl.maximum(end, left)
-    last = (end + BM - 1) // BM * BM
-    begin = tl.minimum(tl.maximum(begin, left), last)
-    return left, begin, tl.maximum(tl.minimum(stop, last), begin), end
+    if SEED is not None:
+        dv *= RESCALE
+    tl.store(begins(DK, batch, kv_head, j0, dk0, dk1, dk2) + col[:, None] * dk2 + d, dk * SCALE, kept)
+    tl.store(begins(DV, batch, kv_head, j0, dv0, dv1, dv2) + col[:, None] * dv2 + d, dv, kept)
 
 
 @triton.jit
 def keys_step(
-    dk, dv, k, v, Q, DO, LSE, SUMS, BIAS, KEEP, KEYS, row, col, start, j0, n, m, low, high, b2, b3, p2, p3, y1, q2, g2,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    dk, dv, k, v, Q, DO, LSE, SUMS, masks, row, col, start, j0, n, q2, g2, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
     at = tl.minimum(row, n - 1 - start)
-    q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, BD, UPCAST)
-    do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, BD, UPCAST)
+    q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, dk.shape[1], UPCAST)
+    do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, dk.shape[1], UPCAST)
     lse = tl.load(LSE + start + row, row < n - start, float("inf"))
     sums = tl.load(SUMS + start + row, row < n - start, 0.0)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     p, kept = probabilities(
-        s, lse[None, :], BIAS, KEEP, KEYS, row[None, :], col[:, None], start, j0, n, m, low, high, b2, b3, p2, p3, y1,
-        SCALE, CAP, FILL, PADDED, LOW, HIGH, MASKED,
-    )  # fmt: skip
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        s, lse[None, :], masks, row[None, :], col[:, None], start, j0, SCALE, CAP, FILL, PADDED, MASKED
+    )
+    left = p
+    if masks[3] is not None:
+        survives = survive(masks, start, j0, s.shape[1], s.shape[0], THRESHOLD, True)
+        left = tl.where(survives, p, 0.0)
+    dv = tl.dot(left.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if masks[3] is not None:
+        dp = tl.where(survives, dp * RESCALE, 0.0)
     _, ds = gradient(s, p, dp, sums[None, :], kept, SCALE, CAP, FILL)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -265,75 +223,69 @@ def keys_step(
 # Operations: 6 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dq and the masks once.
 @triton.jit
 def flash_queries_kernel(
-    Q, K, V, DO, LSE, SUMS, DQ, DB, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
-    p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq0, dq1, dq2, db0, db1, db2, db3, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, V, DO, LSE, SUMS, DQ, DB, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1,
+    p2, p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq0, dq1, dq2, db0, db1, db2, db3,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(n, BM)
-    i0 = tl.program_id(0) % blocks
-    i0 = (blocks - 1 - i0 if LOW else i0) * BM
-    head = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    i0, head, batch = place(n, heads, BM, low)
     row, col = tl.arange(0, BM), tl.arange(0, BN)
+    if SEED is not None:
+        SEED = tl.load(SEED)
     inside = tl.minimum(row, n - 1 - i0)
-    K += batch * k0 + head // group * k1
-    V += batch * v0 + head // group * v1
-    if BIAS is not None:
-        BIAS += batch * b0 + head * b1
+    K = begins(K, batch, head // group, 0, k0, k1, k2)
+    V = begins(V, batch, head // group, 0, v0, v1, v2)
     if DB is not None:
-        DB += batch * db0 + head * db1 + tl.cast(i0, tl.int64) * db2
-    if KEEP is not None:
-        KEEP += batch * p0 + head * p1
-    if KEYS is not None:
-        KEYS += batch * y0
-    q = tile(Q + batch * q0 + head * q1 + tl.cast(i0, tl.int64) * q2, inside, q2, D, BD, UPCAST)
-    do = tile(DO + batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2, inside, g2, D, BD, UPCAST)
+        DB = begins(DB, batch, head, i0, db0, db1, db2)
+    masks = (
+        BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1
+    )  # fmt: skip
+    q = tile(begins(Q, batch, head, i0, q0, q1, q2), inside, q2, D, BD, UPCAST)
+    do = tile(begins(DO, batch, head, i0, g0, g1, g2), inside, g2, D, BD, UPCAST)
     at = (batch * heads + head) * n + i0 + row
     lse = tl.load(LSE + at, row < n - i0, float("inf"))
     sums = tl.load(SUMS + at, row < n - i0, 0.0)
     dq = tl.zeros([BM, BD], tl.float32)
-    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, LOW, HIGH, SKIPS, BM, BN)
+    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         dq, ds = queries_step(
-            dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
-            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, False,
+            dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
         )  # fmt: skip
         if DB is not None:
             tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, row[:, None] < n - i0)
-    before = (begin - left) // BN
-    for t in tl.range(0, before + tl.cdiv(tl.maximum(end - stop, 0), BN)):
-        start = tl.where(t < before, left + t * BN, stop + (t - before) * BN)
+    for t in tl.range(0, edges(left, begin, stop, end, BN)):
+        start = edge(t, left, begin, stop, BN)
         dq, ds = queries_step(
-            dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2,
-            v2, SCALE, CAP, FILL, PADDED, LOW, HIGH, D, BD, UPCAST, PRECISION, True,
+            dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
         )  # fmt: skip
         if DB is not None:
             within = (row[:, None] < n - i0) & (col[None, :] < m - start)
             tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, within)
     d = tl.arange(0, BD)[None, :]
-    DQ += batch * dq0 + head * dq1 + tl.cast(i0, tl.int64) * dq2
+    DQ = begins(DQ, batch, head, i0, dq0, dq1, dq2)
     tl.store(DQ + row[:, None] * dq2 + d, dq * SCALE, (row[:, None] < n - i0) & (d < D))
 
 
 @triton.jit
 def queries_step(
-    dq, q, do, lse, sums, K, V, BIAS, KEEP, KEYS, row, col, i0, start, n, m, low, high, b2, b3, p2, p3, y1, k2, v2,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sum with the keys of one block, and the gradient of its scores."""
     at = tl.minimum(col, m - 1 - start) if MASKED else col
-    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, BD, UPCAST)
-    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, BD, UPCAST)
+    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, dq.shape[1], UPCAST)
+    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, dq.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, kept = probabilities(
-        s, lse[:, None], BIAS, KEEP, KEYS, row[:, None], col[None, :], i0, start, n, m, low, high, b2, b3, p2, p3, y1,
-        SCALE, CAP, FILL, PADDED, LOW, HIGH, MASKED,
-    )  # fmt: skip
+        s, lse[:, None], masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, PADDED, MASKED
+    )
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    if masks[3] is not None:
+        dp = tl.where(survive(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False), dp * RESCALE, 0.0)
     dscore, ds = gradient(s, p, dp, sums[:, None], kept, SCALE, CAP, FILL)
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dscore
 
@@ -341,10 +293,10 @@ def queries_step(
 # Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.
 @triton.jit
 def flash_bias_kernel(
-    Q, K, V, DO, LSE, SUMS, DB, BIAS, KEEP, KEYS, SEEN, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
+    Q, K, V, DO, LSE, SUMS, DB, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2,
     p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, db0, db1, db2, db3, batches, bias_batches, bias_heads,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr,
+    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a bias that several batches or heads share: a program adds up one tile over all of them."""
@@ -353,31 +305,33 @@ def flash_bias_kernel(
     bias_head = (pid // across // down % bias_heads).to(tl.int64)
     bias_batch = (pid // across // down // bias_heads).to(tl.int64)
     row, col = tl.arange(0, BM), tl.arange(0, BN)
+    if SEED is not None:
+        SEED = tl.load(SEED)
     at, key = tl.minimum(row, n - 1 - i0), tl.minimum(col, m - 1 - j0)
     sum_heads = heads // bias_heads
+    BIAS += bias_batch * b0 + bias_head * b1
     ds = tl.zeros([BM, BN], tl.float32)
     for t in tl.range(0, batches // bias_batches * sum_heads):
         batch, head = bias_batch + t // sum_heads, bias_head + t % sum_heads
-        q = tile(Q + batch * q0 + head * q1 + tl.cast(i0, tl.int64) * q2, at, q2, D, BD, UPCAST)
-        k = tile(K + batch * k0 + head // group * k1 + tl.cast(j0, tl.int64) * k2, key, k2, D, BD, UPCAST)
-        v = tile(V + batch * v0 + head // group * v1 + tl.cast(j0, tl.int64) * v2, key, v2, D, BD, UPCAST)
-        do = tile(DO + batch * g0 + head * g1 + tl.cast(i0, tl.int64) * g2, at, g2, D, BD, UPCAST)
+        masks = (
+            BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, 0, 0, b2, b3, p0, p1, p2, p3, y0, y1
+        )  # fmt: skip
+        q = tile(begins(Q, batch, head, i0, q0, q1, q2), at, q2, D, BD, UPCAST)
+        k = tile(begins(K, batch, head // group, j0, k0, k1, k2), key, k2, D, BD, UPCAST)
+        v = tile(begins(V, batch, head // group, j0, v0, v1, v2), key, v2, D, BD, UPCAST)
+        do = tile(begins(DO, batch, head, i0, g0, g1, g2), at, g2, D, BD, UPCAST)
         rows = (batch * heads + head) * n + i0 + row
         lse = tl.load(LSE + rows, row < n - i0, float("inf"))
         sums = tl.load(SUMS + rows, row < n - i0, 0.0)
-        keep, keys = KEEP, KEYS
-        if KEEP is not None:
-            keep = KEEP + batch * p0 + head * p1
-        if KEYS is not None:
-            keys = KEYS + batch * y0
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, kept = probabilities(
-            s, lse[:, None], BIAS + bias_batch * b0 + bias_head * b1, keep, keys, row[:, None], col[None, :], i0, j0, n,
-            m, low, high, b2, b3, p2, p3, y1, SCALE, CAP, FILL, PADDED, LOW, HIGH, True,
-        )  # fmt: skip
+            s, lse[:, None], masks, row[:, None], col[None, :], i0, j0, SCALE, CAP, FILL, PADDED, True
+        )
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if masks[3] is not None:
+            dp = tl.where(survive(masks, i0, j0, BM, BN, THRESHOLD, False), dp * RESCALE, 0.0)
         of_scores, _ = gradient(s, p, dp, sums[:, None], kept, SCALE, CAP, FILL)
         ds += of_scores
-    DB += bias_batch * db0 + bias_head * db1 + tl.cast(i0, tl.int64) * db2
+    DB = begins(DB, bias_batch, bias_head, i0, db0, db1, db2)
     inside = (row[:, None] < n - i0) & (col[None, :] < m - j0)
     tl.store(DB + row[:, None] * db2 + (j0 + col)[None, :] * db3, ds, inside)
