@@ -180,7 +180,7 @@ def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, p
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
-        or reject_masks(q, k, bias, keep, keys)
+        or reject_masks(q, k, v, bias, keep, keys)
         or reject_heads(q, k, v)
         or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
     )
@@ -197,11 +197,21 @@ def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
     for name, t in dict(q=q, k=k, v=v).items():
         if dynamic(t.stride(3)) or t.stride(3) != 1:
             return Reject(f"the numbers of one head of {name} are {t.stride(3)} apart")
+        if statically_known_true(t.numel() == 0):
+            return Reject(f"{name} is empty")
 
 
-def reject_masks(q: Tensor, k: Tensor, bias: Tensor | None, keep: Tensor | None, keys: Tensor | None) -> Reject | None:
+FAR = 1 << 23  # times 256 rows
+
+
+def reject_masks(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, keys: Tensor | None
+) -> Reject | None:
     """What the kernel cannot read where it is."""
     full = (*q.shape[:3], k.shape[2])
+    for name, t in dict(q=q, k=k, v=v, bias=bias, keep=keep).items():  # inside a block places have 32 bits
+        if t is not None and t.dim() > 1 and statically_known_true(t.stride(-2) >= FAR):
+            return Reject(f"the rows of {name} are {t.stride(-2)} apart")
     for name, t in dict(bias=bias, keep=keep).items():
         if t is None:
             continue

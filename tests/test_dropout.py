@@ -263,6 +263,10 @@ def dropout_add_layer_norm(x, r, w, b):
     h = F.dropout(x, 0.3, True) + r
     return F.layer_norm(h, h.shape[-1:], w, b), h
 
+def attention(x, r, w, b):
+    q, k, keep = x[None, None], r[None, None], (w > 0).repeat(2)[None, None, None]
+    return F.scaled_dot_product_attention(q, k, k, keep, 0.3)
+
 def recorded(name):
     def compile(gm, examples):
         (out,) = [n for n in gm.graph.nodes if n.op == "output"]
@@ -282,7 +286,7 @@ def backend(gm, examples):
     collector(gm, examples)
     return inner(collector.graphs[0], examples)
 
-for fn in (dropout_add, dropout_add_layer_norm):
+for fn in (dropout_add, dropout_add_layer_norm, attention):
     args = [torch.randn(*shape, requires_grad=True) for shape in ((64, 32), (64, 32), (32,), (32,))]
     out = torch.compile(fn, backend=backend)(*args)
     sum(o.sum() for o in (out if isinstance(out, tuple) else (out,))).backward()
@@ -291,13 +295,16 @@ for fn in (dropout_add, dropout_add_layer_norm):
 
 
 def test_backward_reads_a_seed_and_no_mask():
-    """Of dropout_add nothing else, of the norm h, weight, mean and rstd; and it draws nothing."""
+    """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the result, its mask and its
+    rows' sums; and it draws nothing."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", KEPT], env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [(1, 1), (1, 1)]
+    assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [(1, 1)] * 3
     assert found["dropout_add"]["backward"] == dict(kernels=1, draws=0, given=[[1]])
     given = [[1], [32], [64], [64], [64, 32]]
     assert found["dropout_add_layer_norm"]["backward"] == dict(kernels=2, draws=0, given=given)
+    given = [[1], [1, 1, 1, 64], [1, 1, 64], *[[1, 1, 64, 32]] * 3]
+    assert found["attention"]["backward"] == dict(kernels=3, draws=0, given=given)

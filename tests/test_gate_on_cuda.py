@@ -113,7 +113,10 @@ for grad in (True, False):
     (node,) = fused_nodes(new)
     assert str(node.target) == "fusion.masked_attention.default" and node.kwargs["save"] is grad
     assert node.meta["example_value"][1].numel() == (2 * 4 * 64 if grad else 0)  # all that is kept besides the result
-    assert [str(a) for a in node.args] == ["q", "k", "v", "bias", "None", "None"]
+    assert [str(a) for a in node.args] == ["q", "k", "v", "bias", "None", "None", "None"]
+drops = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, 0.1, enable_gqa=True)
+gm, new, record = run(drops, *shapes, grad=True, gate="always")
+assert record.sites[0].fused and fused_nodes(new)[0].args[6].target is torch.ops.aten.randint.low, record
 gm, new, record = run(attention, *shapes, grad=True)
 assert not record.sites[0].fused and "has not been timed" in record.sites[0].reason, record
 shapes = [(*s[:3], 300) for s in shapes[:3]] + [shapes[3]]
