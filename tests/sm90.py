@@ -37,6 +37,7 @@ TYPES = {
     torch.int64: "i64", torch.int32: "i32",
 }  # fmt: skip
 
+MASKS = dict(padded=1), dict(bias=1)
 # Pattern, case, dtype, does a backward follow?
 SITES = [
     ("add_mul", dict(size=20_000_000), FULL, False),
@@ -124,6 +125,14 @@ SITES = [
     ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), FULL, True),
     ("masked_attention", dict(b=4, h=16, n=2048, d=128, causal=1), FULL, True),
     ("masked_attention", dict(b=4, h=16, n=2048, d=256, bias=1), HALF, True),
+    *(("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, HALF, True) for mask in MASKS),
+    *(("masked_attention", dict(b=8, h=16, n=2048, d=128, drop=1) | mask, HALF, True) for mask in MASKS),
+    *(("masked_attention", dict(b=4, h=8, n=2048, d=256, drop=1) | mask, HALF, True) for mask in MASKS),
+    *(("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, FULL, True) for mask in MASKS),
+    ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1, drop=1), HALF, True),
+    ("masked_attention", dict(b=4, h=8, n=2048, d=128, padded=1, drop=1), FULL, True),
+    ("masked_attention", dict(b=8, h=16, n=2048, d=128, window=512), HALF, True),
+    ("masked_attention", dict(b=8, h=16, n=2048, d=128, padded=1), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
     ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),

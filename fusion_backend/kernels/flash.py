@@ -97,11 +97,11 @@ def laid_out(t: Tensor) -> Tensor:
     return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
 
 
-def forward_config(d: int, itemsize: int, dense: bool, few: bool = False) -> dict:
-    """Queries and keys a block, warps and stages, by the head size, the bytes of a number, and whether a tile of the
-    mask or the bias is read too; half the block for few queries."""
+def forward_config(d: int, itemsize: int, dense: bool, drops: bool, few: bool = False) -> dict:
+    """Queries and keys a block, warps and stages, by the head size, the bytes of a number, whether a tile of the mask
+    or the bias is read too, and whether there is dropout; half the block for few queries."""
     if itemsize == 4:
-        bm, bn, warps, stages = 32, 32, 8, 1
+        bm, bn, warps, stages = 32, 16 if drops and d > 64 else 32, 8, 1
     elif d <= 64:  # swept on an H200, as the line for 128 without a dense mask
         bm, bn, warps, stages = 64 if dense else 128, 64, 4, 3
     elif d <= 128:
@@ -145,8 +145,8 @@ def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
 def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -> tuple[Tensor, Tensor]:
     """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`. Grid: blocks of queries."""
     b, h, n, d = q.shape
-    dense = masking.bias is not None or masking.keep is not None
-    config = config or forward_config(number(d), q.element_size(), dense, statically_known_true(n <= 64))
+    dense, drops = masking.bias is not None or masking.keep is not None, masking.dropout is not None
+    config = config or forward_config(number(d), q.element_size(), dense, drops, statically_known_true(n <= 64))
     out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((b, h, n) if save else (0,), dtype=torch.float32, device=q.device)
     args, constants = masks_of(q, k, masking)

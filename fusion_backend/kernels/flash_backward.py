@@ -31,12 +31,12 @@ from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
 
-def keys_config(d: int, itemsize: int, dense: bool) -> dict:
-    """Queries and keys a block, warps and stages of the kernel for dk and dv; dense as in flash.forward_config."""
+def keys_config(d: int, itemsize: int, dense: bool, drops: bool) -> dict:
+    """Queries and keys a block, warps and stages of the kernel for dk and dv; the rest as in flash.forward_config."""
     if itemsize == 4:
         return dict(BM=16, BN=32, num_warps=8, num_stages=1)
-    if d <= 64:
-        return dict(BM=64, BN=128, num_warps=8, num_stages=2)
+    if d <= 64:  # BM=64 with both would spill
+        return dict(BM=32 if dense and drops else 64, BN=128, num_warps=8, num_stages=2)
     if d <= 128:
         return dict(BM=32, BN=64 if dense else 128, num_warps=8, num_stages=2 if dense else 3)
     return dict(BM=32, BN=32, num_warps=8, num_stages=1)
@@ -58,8 +58,8 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     b, h, n, d = q.shape
     kv_heads, m = k.shape[1:3]
     bias, d = masking.bias, number(d)
-    dense, size = bias is not None or masking.keep is not None, q.element_size()
-    by_keys, by_queries = configs or (keys_config(d, size, dense), queries_config(d, size, dense))
+    dense, drops, size = bias is not None or masking.keep is not None, masking.dropout is not None, q.element_size()
+    by_keys, by_queries = configs or (keys_config(d, size, dense, drops), queries_config(d, size, dense))
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
