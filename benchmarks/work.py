@@ -69,8 +69,10 @@ class Work(NamedTuple):
 
     @property
     def function(self) -> Callable:
-        """What is measured: the reference, or what surrounds it in a model."""
-        return of_t5 if self.pattern == "relative_bias" else REGISTRY[self.pattern].reference
+        """What is measured: the reference, or what surrounds it in a model, where masks and indices are made."""
+        if self.pattern == "relative_bias":
+            return of_t5
+        return windowed(self.case["window"]) if "window" in self.case else REGISTRY[self.pattern].reference
 
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
         """The least time, given bytes and matrix operations a second."""
@@ -98,11 +100,6 @@ class Work(NamedTuple):
         return size_of(self.function, args, self.train)
 
     @property
-    def attended(self) -> float:
-        """The share of the scores that attention must compute."""
-        return 0.5 if self.case.get("causal") or self.case.get("padded") else 1.0
-
-    @property
     def size(self) -> int:
         """Elements of the tensor that counts."""
         if "c" in self.case:  # [b, c, n, n]
@@ -115,7 +112,7 @@ class Work(NamedTuple):
     def flops(self) -> int:
         if self.pattern == "attention":
             b, h, n, d = (self.case[name] for name in "bhnd")
-            return int(4 * b * h * n * n * d * self.attended * (3.5 if self.train else 1))
+            return int(4 * b * h * n * n * d * attended(self.case) * (3.5 if self.train else 1))
         return operations(self.function, self.arguments(torch.device("meta")), self.train)
 
     @property
@@ -133,6 +130,22 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
     far = exact + (torch.log(near.float() / exact) / math.log(128 / exact) * (half - exact)).long()
     row = (apart > 0).long() * half + torch.where(near < exact, near, far.clamp(max=half - 1))
     return REGISTRY["relative_bias"].reference(row, weight).contiguous()
+
+
+def windowed(size: int) -> Callable:
+    """Attention to the `size` keys up to the query's own."""
+
+    def attention(q, k, v, mask, keep, *rest):
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        return REGISTRY["attention"].reference(q, k, v, mask, (apart >= 0) & (apart < size), *rest)
+
+    return attention
+
+
+def attended(case: dict) -> float:
+    """The share of the scores that attention must compute."""
+    part = case.get("window", 0) / case["n"]
+    return part - part**2 / 2 if part else 0.5 if case.get("causal") or case.get("padded") else 1.0
 
 
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
@@ -208,6 +221,16 @@ WORK = [
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
     *(Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train) for train in (False, True)),
     *(Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train) for train in (False, True)),
+    *(
+        Work("attention", dict(b=b, h=h, n=n, d=d) | mask, BF16, train)
+        for train in (False, True)
+        for b, h, n, d, mask in (
+            (8, 16, 2048, 128, dict(bias=1)),
+            (8, 16, 2048, 128, dict(padded=1)),
+            (4, 16, 4096, 128, dict(window=1024)),
+            (4, 32, 2048, 64, dict(window=256)),
+        )
+    ),
     *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
@@ -244,6 +267,7 @@ SMALL = [
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     *(Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True) for mask in ("bias", "padded")),
+    Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
     Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),

@@ -258,7 +258,7 @@ def _(saved, do):
 def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0, drop=0):
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
-    keys = tensor(b, n) > 0 if padded else None
+    keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
     seed = torch.full((1,), 7, device=q.device) if drop else None
     band = 0 if causal or window else None, window - 1 if window else None
     return q, k, v, *masks, keys, seed, *band, None, d**-0.5, None, 0.1 if drop else None, "zero", "seen"
@@ -287,8 +287,8 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
-def _(tensor, b, h, n, d, causal=0, bias=0, padded=0):
-    if not (causal or bias or padded):  # one head for all of k and v is either form
+def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0):
+    if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         return q, k, v, tensor(n, n), tensor(n, n) > -1, -1e9, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
