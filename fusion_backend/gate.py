@@ -87,7 +87,7 @@ class Gate:
             results = {self.canon.of[r] for r in match.roots}
             again = [n for n in match.interior if self.canon.of[n] in results]
             self.claimed |= dict.fromkeys((*match.roots, *again, *self.computed(match)), match)
-        decision.bytes_saved = interior_bytes(match, self.canon)
+        decision.bytes_saved = match.bytes_inside(self.canon)
         return decision
 
     def computed(self, match: Match) -> list[fx.Node]:
@@ -386,16 +386,3 @@ def result_differs(decision: Decision, values: list) -> str:
 def reads_only_kind(user: fx.Node, n: fx.Node) -> bool:
     """Is it the y of x.type_as(y) or its like?"""
     return user.target in LIKE and n is not user.args[0]
-
-
-def interior_bytes(match: Match, canon: Canon) -> int | None:
-    """Bytes that eager writes and reads again for values inside the match; None when a size is symbolic."""
-    total = 0
-    for n in match.interior:
-        v = n.meta["val"]
-        if not isinstance(v, torch.Tensor) or canon.of[n].op in FREE or peel(canon.of[n]).op in FREE:
-            continue
-        if not isinstance(v.numel(), int):
-            return None
-        total += 2 * v.numel() * v.element_size()
-    return total

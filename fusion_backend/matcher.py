@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
-from fusion_backend.expressions import LIKE, Expr, peel, same
+from fusion_backend.expressions import FREE, LIKE, Expr, peel, same
 from fusion_backend.fitting import Fitting, expected
 from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
@@ -42,6 +42,18 @@ class Match:
     @functools.cached_property
     def tensors(self) -> dict[str, fx.Node | Viewed]:
         return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
+
+    def bytes_inside(self, canon: Canon) -> int | None:
+        """What eager writes and reads again for values inside the match; None when a size is symbolic."""
+        total = 0
+        for n in self.interior:
+            v = n.meta["val"]
+            if not isinstance(v, torch.Tensor) or canon.of[n].op in FREE or peel(canon.of[n]).op in FREE:
+                continue
+            if not isinstance(v.numel(), int):
+                return None
+            total += 2 * v.numel() * v.element_size()
+        return total
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from torch import nn
 
 import fusion_backend
 from benchmarks import model_run
-from benchmarks.model_results import ModelRow, text
 from benchmarks.measure import said
+from benchmarks.model_results import ModelRow, text
 from benchmarks.model_run import Plan, Step, contenders, measure, shortened
 from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
 from benchmarks.results import FAILED, OK, WRONG

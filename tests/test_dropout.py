@@ -295,8 +295,8 @@ for fn in (dropout_add, dropout_add_layer_norm, attention):
 
 
 def test_backward_reads_a_seed_and_no_mask():
-    """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the result, its mask and its
-    rows' sums; and it draws nothing."""
+    """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the result, its mask and
+    its rows' sums; and it draws nothing."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", KEPT], env=environment, cwd=root, capture_output=True, text=True)
