@@ -55,14 +55,13 @@ SITES = [
     ("layer_norm", dict(rows=2048, n=16384), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), FULL, True),
-    ("layer_norm", dict(rows=64, n=131072), HALF, True),
-    ("layer_norm", dict(rows=1, n=131072), HALF, True),  # split over programs
+    ("layer_norm", dict(rows=64, n=131072), HALF, True),  # split over programs
     ("layer_norm", dict(rows=16, n=8192), HALF, True),
     ("layer_norm", dict(rows=16, n=8192), FULL, True),
     ("layer_norm", dict(rows=192, n=5120), HALF, True),
-    ("layer_norm", dict(rows=1, n=131072), FULL, True),
+    ("layer_norm", dict(rows=64, n=131072), FULL, True),
     ("add_layer_norm", dict(rows=16384, n=4096), HALF, True),
-    ("add_layer_norm", dict(rows=1, n=131072), HALF, True),
+    ("add_layer_norm", dict(rows=64, n=131072), HALF, True),
     ("dropout_add", dict(rows=16384, n=4096), HALF, True),
     ("dropout_add", dict(rows=16384, n=4096), FULL, True),
     ("dropout_add_layer_norm", dict(rows=16384, n=1024), HALF, True),
@@ -72,7 +71,7 @@ SITES = [
     ("dropout_add_layer_norm", dict(rows=4096, n=768), HALF, True),
     ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
     ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
-    ("dropout_add_layer_norm", dict(rows=1, n=131072), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=64, n=131072), HALF, True),
     ("rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=192, n=5120), HALF, True),
@@ -98,8 +97,8 @@ SITES = [
     ("group_norm", dict(b=16, c=480, n=64, groups=32), FULL, True),
     ("group_norm", dict(b=16, c=320, n=32, groups=32), HALF, True),
     ("group_norm", dict(b=16, c=320, n=32, groups=32), FULL, True),
-    ("group_norm", dict(b=1, c=64, n=128, groups=4), HALF, True),  # so few and large that they are split
-    ("group_norm", dict(b=1, c=64, n=128, groups=4), FULL, True),
+    ("group_norm", dict(b=2, c=512, n=128, groups=32), HALF, True),  # split over programs
+    ("group_norm", dict(b=2, c=512, n=128, groups=32), FULL, True),
     ("bias_act", dict(rows=16384, n=4096), HALF, False),
     ("bias_act", dict(rows=16384, n=100), FULL, False),
     ("cross_entropy", dict(rows=8192, v=128256), HALF, True),

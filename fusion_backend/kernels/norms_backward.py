@@ -251,9 +251,10 @@ def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
 
 
 def means_config(h, rows) -> dict:
-    """A row that has a multiprocessor to itself gets all its threads."""
-    alone = not dynamic(rows) and rows <= multiprocessors(h.device)
-    return dict(BLOCK=32768 // h.element_size(), num_warps=32) if alone else dict(BLOCK=2048, num_warps=8)
+    """A row that has a multiprocessor to itself gets all its threads, or in fp32, where they would spill, half."""
+    if dynamic(rows) or rows > multiprocessors(h.device):
+        return dict(BLOCK=2048, num_warps=8)
+    return dict(BLOCK=16384, num_warps=32) if h.element_size() == 2 else dict(BLOCK=8192, num_warps=16)
 
 
 # Bytes: dy and h once. The first rows last: the other kernel begins with them.
