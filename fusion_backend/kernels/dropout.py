@@ -6,8 +6,7 @@ p · 2**32. So a mask need not be kept: forward and backward draw it alike, what
 that torch or Inductor would draw from the same seed.
 
 In a matrix that is made tile by tile, as the scores of attention are, the four elements of one counter are eight rows
-and eight columns apart: tensor cores leave those in one thread, also of the transposed matrix, so that no word is
-exchanged.
+and eight columns apart: wgmma leaves those in one thread, also of the transposed matrix, so that no word is exchanged.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ def tile_survives(
         a, b, c, d = tl.philox(seed, cols[None, :], rows[:, None], 0, 0, TILE_ROUNDS)
         M: tl.constexpr = ROWS
         N: tl.constexpr = COLUMNS
-    kept = tl.join(tl.join(a >= THRESHOLD, b >= THRESHOLD), tl.join(c >= THRESHOLD, d >= THRESHOLD))
-    kept = tl.permute(tl.reshape(kept, [M // 16, 8, N // 16, 8, 2, 2]), (0, 5, 1, 2, 4, 3))
-    return tl.reshape(kept, [M, N])
+    words = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [M // 16, 8, N // 16, 8, 2, 2])
+    return tl.reshape(tl.permute(words, (0, 5, 1, 2, 4, 3)), [M, N]) >= THRESHOLD
 
 
 def tiles_kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
