@@ -67,7 +67,9 @@ def diagonal_bias(index: Tensor, weight: Tensor) -> Tensor:
 def along(index: Tensor) -> Tensor:
     """The index by j - i = 1 - n, ..., m - 1."""
     index = index.reshape(index.shape[-2:])
-    return torch.cat([index[1:, 0].flip(0), index[0]])
+    n, m = index.shape
+    apart = torch.arange(1 - n, m, device=index.device)
+    return index[(-apart).clamp(min=0), apart.clamp(min=0)]
 
 
 @diagonal_bias.guard
