@@ -72,7 +72,7 @@ class Work(NamedTuple):
         """What is measured: the reference, or what surrounds it in a model, where masks and indices are made."""
         if self.pattern == "relative_bias":
             return of_t5
-        return windowed(self.case["window"]) if "window" in self.case else REGISTRY[self.pattern].reference
+        return windowed(**self.case) if "window" in self.case else REGISTRY[self.pattern].reference
 
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
         """The least time, given bytes and matrix operations a second."""
@@ -132,20 +132,25 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
     return REGISTRY["relative_bias"].reference(row, weight).contiguous()
 
 
-def windowed(size: int) -> Callable:
-    """Attention to the `size` keys up to the query's own."""
+def windowed(window: int, **case) -> Callable:
+    """Attention to the `window` keys up to the query's own, of those that are no padding."""
 
     def attention(q, k, v, mask, keep, *rest):
         apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
-        return REGISTRY["attention"].reference(q, k, v, mask, (apart >= 0) & (apart < size), *rest)
+        band = (apart >= 0) & (apart < window)
+        return REGISTRY["attention"].reference(q, k, v, mask, band if keep is None else band & keep, *rest)
 
     return attention
 
 
 def attended(case: dict) -> float:
     """The share of the scores that attention must compute."""
-    part = case.get("window", 0) / case["n"]
-    return part - part**2 / 2 if part else 0.5 if case.get("causal") or case.get("padded") else 1.0
+    n = case["n"]
+    end = n // 2 if case.get("padded") else n
+    window = case.get("window", n if case.get("causal") else None)
+    if window is None:
+        return end / n
+    return sum(max(0, min(i + 1, end) - max(0, i + 1 - window)) for i in range(n)) / n**2
 
 
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
@@ -229,6 +234,7 @@ WORK = [
             (8, 16, 2048, 128, dict(padded=1)),
             (4, 16, 4096, 128, dict(window=1024)),
             (4, 32, 2048, 64, dict(window=256)),
+            (4, 32, 2048, 64, dict(window=2048, padded=1)),
         )
     ),
     *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),

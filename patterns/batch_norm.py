@@ -7,18 +7,17 @@ Source: Ioffe and Szegedy 2015, torch.nn.functional.batch_norm.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern, Reject
+from fusion_backend import Pattern
 from fusion_backend.kernels.activations import activate
 from fusion_backend.kernels.channels import Affine, forward, reject_channels
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED, reject_vectors
+from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
 
 
 @Pattern(inductor="pointwise")
@@ -55,10 +54,8 @@ def _(x, mean, var, weight, bias, eps, act):
 
 @batch_norm.worthwhile
 def _(x, mean, var, weight, bias, eps, act, training):
-    if training or statically_known_true(x.numel() < 1 << 25):
+    if training or statically_known_true(x.numel() < 1 << 24):
         return UNMEASURED
-    if statically_known_true(math.prod(x.shape[2:]) < 1024):
-        return Reject(f"Inductor is faster on planes of fewer than 1024 ({RESULTS})")
 
 
 @batch_norm.kernel

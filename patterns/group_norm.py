@@ -19,7 +19,7 @@ from fusion_backend.kernels.activations import activate
 from fusion_backend.kernels.groups import forward, size_of
 from fusion_backend.kernels.groups_backward import backward
 from fusion_backend.kernels.inputs import dense, dynamic, memory, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED, reject_vectors
+from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted
 
@@ -53,10 +53,8 @@ def _(x, groups, weight, bias, eps, act):
 
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
-    if statically_known_true(x.numel() < 1 << 24):
+    if statically_known_true(x.numel() < 1 << 23):
         return UNMEASURED
-    if training and statically_known_true(x.shape[0] * groups < 264):
-        return Reject(f"Inductor trains faster with fewer than 264 groups: a program has one ({RESULTS})")
 
 
 @group_norm.kernel(saves=("mean", "rstd"))

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
+from fusion_backend import Pattern
+from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms import Norm, forward
 from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import RESULTS, reject_rows, reject_vectors
+from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
 
 
 @Pattern(inductor="reduction")
@@ -60,10 +60,8 @@ def _(x, weight, bias, eps):
 
 @layer_norm.worthwhile
 def _(x, weight, bias, eps, training):
-    if training and number(x.shape[-1]) > 65536:
-        return Reject(f"Inductor's training step is faster for rows of more than 65536 ({RESULTS})")
-    if statically_known_true(x.numel() < (1 << 19 if training else 1 << 20)):
-        return Reject(f"Inductor is as fast on small tensors ({RESULTS})")
+    if statically_known_true(x.numel() < 1 << 17):
+        return UNMEASURED
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))

@@ -52,7 +52,7 @@ def _(x, eps):
 
 @quantize_per_token.worthwhile
 def _(x, eps, training):
-    if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 22):
+    if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 20):
         return UNMEASURED
 
 

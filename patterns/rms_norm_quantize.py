@@ -80,7 +80,7 @@ def _(x, weight, offset, norm_eps, eps):
 
 @rms_norm_quantize.worthwhile
 def _(x, weight, offset, norm_eps, eps, training):
-    if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 24):
+    if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 20):
         return UNMEASURED
 
 

@@ -16,6 +16,7 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import as_rows, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.rows import (
+    FEW,
     RESULTS,
     UNMEASURED,
     Broadcast,
@@ -65,8 +66,9 @@ def _(x, scale, mask, drop, fill, training):
     masked = mask is not None or drop is not None
     if number(x.shape[-1]) < 512 or (masked and statically_known_true(x.numel() < 1 << 26)):
         return UNMEASURED
-    if training and statically_known_true(x.numel() < 1 << 24):
-        return Reject(f"Inductor's training step is as fast for small tensors ({RESULTS})")
+    many = statically_known_true(x.numel() // number(x.shape[-1]) >= FEW)
+    if training and many and statically_known_true(x.numel() < 1 << 24):
+        return Reject(f"Inductor's training step is as fast for small tensors of {FEW} rows and more ({RESULTS})")
 
 
 @softmax.kernel

@@ -99,18 +99,25 @@ def laid_out(t: Tensor) -> Tensor:
 
 def forward_config(d: int, itemsize: int, dense: bool, drops: bool, few: bool = False) -> dict:
     """Queries and keys a block, warps and stages, by the head size, the bytes of a number, whether a tile of the mask
-    or the bias is read too, and whether there is dropout; half the block for few queries."""
+    or the bias is read too, and whether there is dropout; small blocks for few queries and narrow bands. Up to heads
+    of 128 swept on an H200, but for dropout."""
     if itemsize == 4:
         bm, bn, warps, stages = 32, 16 if drops and d > 64 else 32, 8, 1
-    elif d <= 64:  # swept on an H200, as the line for 128 without a dense mask
+    elif d <= 64:
         bm, bn, warps, stages = 64 if dense else 128, 64, 4, 3
     elif d <= 128:
-        bm, bn, warps, stages = (128, 64, 8, 2) if dense else (128, 128, 8, 3)
+        bm, bn, warps, stages = (128, 128, 8, 3) if not dense else (128, 64, 8, 2) if drops else (64, 64, 4, 2)
     else:
         bm, bn, warps, stages = 128, 32 if dense else 64, 8, 2
     if few and bm == 128:
         bm, bn, warps = 64, min(bn, 64 if d <= 128 else 32), 4
     return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
+
+
+def narrow(masking: Masking) -> bool:
+    """Is there a band, and so narrow that large blocks would mostly compute what it hides?"""
+    low, high = masking.low, masking.high
+    return low is not None and high is not None and statically_known_true(high - low < 2048)
 
 
 def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
@@ -146,7 +153,8 @@ def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -
     """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`. Grid: blocks of queries."""
     b, h, n, d = q.shape
     dense, drops = masking.bias is not None or masking.keep is not None, masking.dropout is not None
-    config = config or forward_config(number(d), q.element_size(), dense, drops, statically_known_true(n <= 64))
+    few = narrow(masking) or statically_known_true(n <= 64)
+    config = config or forward_config(number(d), q.element_size(), dense, drops, few)
     out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((b, h, n) if save else (0,), dtype=torch.float32, device=q.device)
     args, constants = masks_of(q, k, masking)

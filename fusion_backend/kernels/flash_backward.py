@@ -31,25 +31,28 @@ from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
 
-def keys_config(d: int, itemsize: int, dense: bool, drops: bool) -> dict:
-    """Queries and keys a block, warps and stages of the kernel for dk and dv; the rest as in flash.forward_config."""
+def keys_config(d: int, itemsize: int, dense: bool, more: bool) -> dict:
+    """Queries and keys a block, warps and stages of the kernel for dk and dv. more: dropout or a vector of keys, which
+    take registers too; the rest as in flash.forward_config."""
     if itemsize == 4:
         return dict(BM=16, BN=32, num_warps=8, num_stages=1)
     if d <= 64:  # BM=64 with both would spill
-        return dict(BM=32 if dense and drops else 64, BN=128, num_warps=8, num_stages=2)
+        return dict(BM=32 if dense and more else 64, BN=128, num_warps=8, num_stages=2)
     if d <= 128:
-        return dict(BM=32, BN=64 if dense else 128, num_warps=8, num_stages=2 if dense else 3)
+        shape = (32, 128) if not dense else (32, 64) if more else (64, 64)
+        return dict(BM=shape[0], BN=shape[1], num_warps=8, num_stages=2 if dense else 3)
     return dict(BM=32, BN=32, num_warps=8, num_stages=1)
 
 
-def queries_config(d: int, itemsize: int, dense: bool) -> dict:
+def queries_config(d: int, itemsize: int, dense: bool, more: bool) -> dict:
     """The same for dq, and for a bias that broadcasts."""
     if itemsize == 4:
         return dict(BM=32, BN=16, num_warps=8, num_stages=1)
     if d <= 64:
         return dict(BM=128, BN=64, num_warps=8, num_stages=3)
     if d <= 128:
-        return dict(BM=128, BN=64, num_warps=8, num_stages=2)
+        small = dense and not more
+        return dict(BM=64 if small else 128, BN=64, num_warps=4 if small else 8, num_stages=2)
     return dict(BM=32 if dense else 64, BN=32, num_warps=8, num_stages=2)
 
 
@@ -58,8 +61,9 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     b, h, n, d = q.shape
     kv_heads, m = k.shape[1:3]
     bias, d = masking.bias, number(d)
-    dense, drops, size = bias is not None or masking.keep is not None, masking.dropout is not None, q.element_size()
-    by_keys, by_queries = configs or (keys_config(d, size, dense, drops), queries_config(d, size, dense))
+    dense, more = bias is not None or masking.keep is not None, masking.dropout is not None or masking.keys is not None
+    how = d, q.element_size(), dense, more
+    by_keys, by_queries = configs or (keys_config(*how), queries_config(*how))
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
@@ -88,7 +92,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
             db if alone else None, *read, *rows_of(dq), *strides(db if alone else None), **constants, **by_queries,
         )  # fmt: skip
     if wide and not alone:
-        by_tile = by_queries | (dict(BM=min(by_queries["BM"], 64)) if d > 64 else {})
+        by_tile = by_queries | (dict(BM=min(by_queries["BM"], 64), num_warps=8) if d > 64 else {})
         tiles = ((n + by_tile["BM"] - 1) // by_tile["BM"]) * ((m + by_tile["BN"] - 1) // by_tile["BN"])
         batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
         launch(
