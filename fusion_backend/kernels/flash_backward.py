@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.kernels.flash import Masking, laid_out, masks_of, rows_of, shape_of, strides
+from fusion_backend.kernels.flash import Masking, laid_out, masks_of, narrow, rows_of, shape_of, strides
 from fusion_backend.kernels.flash_tiles import (
     begins,
     capped,
@@ -31,11 +31,13 @@ from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
 
-def keys_config(d: int, itemsize: int, dense: bool, more: bool) -> dict:
+def keys_config(d: int, itemsize: int, dense: bool, more: bool, small: bool = False) -> dict:
     """Queries and keys a block, warps and stages of the kernel for dk and dv. more: dropout or a vector of keys, which
-    take registers too; the rest as in flash.forward_config."""
+    take registers too; small: blocks for a narrow band; the rest as in flash.forward_config."""
     if itemsize == 4:
         return dict(BM=16, BN=32, num_warps=8, num_stages=1)
+    if d <= 64 and small and not dense:
+        return dict(BM=64, BN=64, num_warps=4, num_stages=2)
     if d <= 64:  # BM=64 with both would spill
         return dict(BM=32 if dense and more else 64, BN=128, num_warps=8, num_stages=2)
     if d <= 128:
@@ -63,7 +65,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     bias, d = masking.bias, number(d)
     dense, more = bias is not None or masking.keep is not None, masking.dropout is not None or masking.keys is not None
     how = d, q.element_size(), dense, more
-    by_keys, by_queries = configs or (keys_config(*how), queries_config(*how))
+    by_keys, by_queries = configs or (keys_config(*how, narrow(masking)), queries_config(*how))
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
