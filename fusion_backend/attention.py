@@ -7,9 +7,10 @@ import math
 import torch
 
 from fusion_backend.composites import NUMBERS, number_and_rest, where
-from fusion_backend.expressions import Expr, is_const, same
+from fusion_backend.expressions import Expr, is_const, peel, same
 
 # softmax(scale · q kᵀ + mask) v. The scale, wherever it was multiplied, stands on the scores, even if it is 1.
+# Scores that are capped, cap · tanh(scores / cap), are one operator around them.
 
 
 def softmax(c, a, s):
@@ -37,17 +38,44 @@ def as_softmax(c, x: Expr, y: Expr, s) -> Expr | None:
 
 
 def scaled(c, x: Expr) -> Expr:
-    """Scores with one explicit scale; anything else as it is. A masking around the scores stays."""
+    """Scores with one explicit scale, capped perhaps; anything else as it is. A masking around the scores stays."""
     if x.op in ("cast", "where") or (x.op == "add" and not any(a.op in NUMBERS for a in x.args)):
         args = [scaled(c, a) for a in x.args]
         same = all(a is b for a, b in zip(args, x.args, strict=True))
         return x if same else c.make(x.op, args, x.attr, x.shape)  # a mask may be of another region: keep it
-    product, factor = without_factor(c, x)
+    return capped(c, x) or with_scale(c, x)
+
+
+def capped(c, x: Expr) -> Expr | None:
+    """cap · tanh(scale · q kᵀ / cap), whatever of scale / cap was multiplied together: cap · tanh(t · q kᵀ) has the
+    scale cap · t. A template's numbers have no value: there the very cap divides."""
+    cap, bent = number_and_rest(x) if x.op == "mul" else (c.const(1.0), x)
+    if cap is None or peel(bent).op != "tanh":
+        return None
+    inner = peel(peel(bent).args[0])
+    if not is_const(cap):
+        if inner.op != "div" or inner.args[1] is not cap:
+            return None
+        inner = inner.args[0]
+    scores = peel(with_scale(c, inner))
+    t, product = number_and_rest(scores) if scores.op == "mul" else (None, None)
+    if t is None or product.op != "matmul":
+        return None
+    if is_const(cap):
+        if not is_const(t) or not cap.attr:
+            return None
+        scores = c.make("mul", (product, c.const(t.attr * cap.attr)), None, product.shape)
+        cap = c.const(abs(cap.attr))  # tanh is odd
+    return c.make("soft_cap", (scores, cap), None, x.shape)
+
+
+def with_scale(c, x: Expr) -> Expr:
+    product, numbers = without_factors(c, x)
     if product.op != "matmul":
         return x
-    q, by_q = without_factor(c, product.args[0])
-    k, by_k = without_factor(c, product.args[1])
-    numbers = [f for f in (factor, by_q, by_k) if f is not None]
+    q, by_q = without_factors(c, product.args[0])
+    k, by_k = without_factors(c, product.args[1])
+    numbers += by_q + by_k
     if len(numbers) > 1 and not all(isinstance(f, float) for f in numbers):
         return x
     scale = math.prod(numbers, start=1.0) if all(isinstance(f, float) for f in numbers) else numbers[0]
@@ -55,8 +83,18 @@ def scaled(c, x: Expr) -> Expr:
     return c.make("mul", (product, c.const(scale) if isinstance(scale, float) else scale), None, product.shape)
 
 
+def without_factors(c, e: Expr) -> tuple[Expr, list[float | Expr]]:
+    """A value and the numbers that multiply it; captured scalars as they are."""
+    numbers: list[float | Expr] = []
+    while True:
+        e, factor = without_factor(c, e)
+        if factor is None:
+            return e, numbers
+        numbers.append(factor)
+
+
 def without_factor(c, e: Expr) -> tuple[Expr, float | Expr | None]:
-    """A value and the number that multiplies it, if any; a captured scalar as it is."""
+    """A value and the outermost number that multiplies it, if any."""
     if e.op == "cast":
         inner, factor = without_factor(c, e.args[0])
         return (e, None) if factor is None else (inner, factor)

@@ -216,7 +216,7 @@ class Gate:
     def provide(self, match: Match, training: bool) -> Decision:
         pattern = match.pattern
         cuda = all(on_gpu(original(a)) for a in match.tensors.values())
-        offered = library.offer(match, self.masks) if pattern.library_fn is not None else None
+        offered = library.offer(match, self.masks, training) if pattern.library_fn is not None else None
         if isinstance(offered, LibraryCall):
             no = self.own_refused(match, offered, training, cuda)
             if no is None:

@@ -25,14 +25,14 @@ from fusion_backend.views import original, value_of
 MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "aten::reshape"}
 
 
-def offer(match: Match, masks: Masks) -> LibraryCall | Reject:
+def offer(match: Match, masks: Masks, training: bool) -> LibraryCall | Reject:
     """What the pattern answers, with what is known of its masks, and of an index."""
     pattern = match.pattern
     asked = {name: match.tensors[name] for name in pattern.library_masks if name in match.tensors}
     known = {n: index_of(a, masks) if original(a).dtype in INTEGERS else masks.of(a) for n, a in asked.items()}
     values = [value_of(match.arguments[p.name]) for p in pattern.params]
     try:
-        answer = pattern.library_fn(*values, known)
+        answer = pattern.library_fn(*values, known, training)
     except Exception as error:
         return Reject(f"its library provider raised {type(error).__name__}: {error}")
     if not isinstance(answer, LibraryCall):

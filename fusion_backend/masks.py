@@ -17,12 +17,25 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.elements import RULES
+from fusion_backend.elements import RULES, as_dtype
 from fusion_backend.expressions import same
 from fusion_backend.functional import storages
-from fusion_backend.reading import Reader
+from fusion_backend.reading import Arguments, Reader, dtype_of
 from fusion_backend.reporting import location
-from fusion_backend.terms import ZERO, Linear, Term, both, computed, conjuncts, lifted, negated, parts, variables
+from fusion_backend.terms import (
+    ZERO,
+    Linear,
+    Term,
+    both,
+    computed,
+    conjuncts,
+    is_condition,
+    leaves,
+    lifted,
+    negated,
+    parts,
+    variables,
+)
 from fusion_backend.torch_api import pytree, statically_known_true
 from fusion_backend.views import Viewed
 
@@ -32,6 +45,11 @@ WHOLE = ("cumsum", "cumprod", "diff", "sum", "any", "all", "floor_divide", "rema
 WHOLE += ("clamp", "cat", "stack", "roll", "repeat", "repeat_interleave", "eye", "gather", "index_select", "bincount")
 WHOLE += ("tril_indices", "triu_indices", "scatter", "index_put", "logical_xor", "bitwise_xor", "fmod", "div")
 WHOLE = {f"aten::{name}" for name in WHOLE}
+# What the bias in a mask may have passed through.
+SAME_VALUES = {"aten::contiguous", "aten::clone", "aten::alias"}
+# What may hide parts of a bias: the condition, if any, the value where it holds, and the other.
+CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}
+CHOICES["aten::masked_fill"] = ("mask", "value", "self")
 ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange")}
 BEYOND = -0.99e9  # a score that is further down than this has no weight; bf16 holds -1e9 as -0.998e9
 
@@ -72,14 +90,22 @@ class Part:
 
 @dataclasses.dataclass
 class Mask:
-    """What is kept: low <= i - j <= high and all of `parts`. `bias` is, of an additive mask that is no choice, a table
-    of its values for i - j = 1 - m, ..., n - 1 in the last dimension."""
+    """What is kept: low <= i - j <= high and all of `parts`.
+
+    Of an additive mask, `choice` says whether it is one; `fill` is the one number that hides, and `added` the node that
+    is added to the scores where they are kept. `bias` is, of one that is no choice, a table of its values for
+    i - j = 1 - m, ..., n - 1 in the last dimension.
+    """
 
     where: str
     low: object = None
     high: object = None
     square: bool = False  # as many queries as keys
     parts: list[Part] = dataclasses.field(default_factory=list)
+    choice: bool = True
+    fill: float | None = None
+    added: fx.Node | None = None
+    about: str = ""  # what is added
     bias: torch.Tensor | None = None
     proofs: list[str] = dataclasses.field(default_factory=list)
 
@@ -99,6 +125,18 @@ class Mask:
         exactly = self.low is not None and statically_known_true(self.low == 0)
         return not self.parts and self.high is None and exactly and self.square
 
+    def together(self, other: Mask) -> Mask | None:
+        """What both keep; None where that takes a guard to tell."""
+        found = Mask(self.where, parts=[*self.parts, *other.parts], proofs=[*self.proofs])
+        found.square = all(mask.square for mask in (self, other) if mask.low is not None)
+        found.proofs += [proof for proof in other.proofs if proof not in found.proofs]
+        for name, tighter in (("low", max), ("high", min)):
+            bounds = [b for b in (getattr(self, name), getattr(other, name)) if b is not None]
+            if len(bounds) == 2 and not all(isinstance(b, int) for b in bounds) and bounds[0] is not bounds[1]:
+                return None
+            setattr(found, name, tighter(bounds) if bounds else None)
+        return found
+
     @property
     def recovered(self) -> str:
         low, high = self.low, self.high
@@ -110,7 +148,8 @@ class Mask:
         return f"{name}, proven from {' and '.join(self.proofs) or self.where}"
 
     def __str__(self):
-        return "; ".join(part for part in (self.recovered, ", ".join(p.text for p in self.parts)) if part)
+        texts = (self.recovered, ", ".join(p.text for p in self.parts), self.about)
+        return "; ".join(text for text in texts if text)
 
 
 def source(n: fx.Node) -> str:
@@ -149,9 +188,7 @@ class Masks:
         node = argument.node if isinstance(argument, Viewed) else argument
         key = (node, len(steps) % 2)
         if any(step != "not" for step, _ in steps):
-            return Mask(place(node), parts=[Part("dense", None, f"a view of {source(node)}")])
-        if node in self.view.requires_grad:
-            return Mask(place(node), parts=[Part("dense", None, f"a bias with a gradient, from {source(node)}")])
+            return Mask(place(node), parts=[Part("dense", None, f"a view of {source(node)}")], choice=False)
         if key not in self.known:
             self.known[key] = self.analysed(node, bool(key[1]))
         return self.known[key]
@@ -168,14 +205,43 @@ class Masks:
         reader = Reader(sizes, RULES, self.unknown)
         t = reader.element(node, tuple(Linear({v: 1}) for v in names))
         if val.is_floating_point():
-            kept = lifted(lambda x: kept_by(x, val.dtype), t)
+            kept, found.fill = hidden_by(t, val.dtype)
+            if node in self.view.requires_grad or kept is None:
+                kept, found.fill, found.added = self.separated(node, reader, tuple(Linear({v: 1}) for v in names))
+            bias, trained = found.added or node, node in self.view.requires_grad
+            about = f"{'a bias with a gradient' if trained else 'additive'}, from {source(bias)}"
             if kept is None:
-                found.add("dense", None, f"additive, from {source(node)}")
-                found.bias = self.table(node)
+                found.choice = False
+                found.add("dense", None, about)
+                found.bias = None if trained else self.table(node)
                 return found
+            found.about = about if found.added is not None else ""
             t = kept
         self.classify(negated(t) if complement else t, found, reader, sizes)
         return found
+
+    def separated(self, node: fx.Node, reader: Reader, at: tuple) -> tuple:
+        """Of a bias that something hides parts of, by addition or by choice: what is kept, the number that hides, and
+        the bias itself."""
+        nothing, dtype = (None, None, None), node.meta["val"].dtype
+        while is_lowered(node) and not self.unknown(node) and node.target._schema.name in SAME_VALUES:
+            node = node.args[0]
+        if not is_lowered(node) or self.unknown(node) or node.target._schema.name not in CHOICES:
+            return nothing
+        a, names = Arguments(node), CHOICES[node.target._schema.name]
+        condition = reader.operand(a[names[0]], at) if len(names) == 3 else True
+        if not is_condition(condition) or a["alpha"] not in (None, 1):
+            return nothing
+        x, y = (a[name] for name in names[-2:])
+        for bias, other, there in ((x, y, condition), (y, x, negated(condition))):
+            if dtype_of(bias) != dtype or other in self.view.requires_grad or not 0 < bias.meta["val"].dim() <= 4:
+                continue
+            kept, fill = hidden_by(as_dtype(reader.operand(other, at), dtype), dtype)
+            if len(names) == 3:
+                kept = there if kept is False else None
+            if kept is not None:
+                return kept, fill, bias
+        return nothing
 
     def classify(self, t, found: Mask, reader: Reader, sizes: dict) -> None:
         """Sort the conditions that must all hold."""
@@ -305,6 +371,13 @@ def rounds(n: fx.Node) -> bool:
 def forms(p) -> tuple:
     """A condition and its opposite: a comparison may have been read as either."""
     return (p, negated(p)) if isinstance(p, Term) and p.op not in ("where", "read") else ()
+
+
+def hidden_by(t, dtype: torch.dtype) -> tuple:
+    """Where adding the element keeps the scores, and the number that hides the others, if it is one; else None."""
+    kept = None if t is None else lifted(lambda x: kept_by(x, dtype), t)
+    numbers = {x for x in leaves(t) if x != 0} if kept is not None else ()
+    return kept, numbers.pop() if len(numbers) == 1 else None
 
 
 def kept_by(number, dtype: torch.dtype) -> bool | None:

@@ -239,13 +239,13 @@ class Pattern:
     def library(self, fn: Callable | None = None, *, masks: Sequence[str] = ()):
         """Can one call of torch's own library compute it, better than what stands there? Plain autograd does the rest.
 
-        `fn(*inputs, masks)` returns a LibraryCall or Reject("why not"). It is asked before the kernel. `masks[name]`
-        is what is known of the argument `name`, for those that `masks=` names and that are tensors: a masks.Mask, of
-        an integer index a diagonals.Index.
+        `fn(*inputs, masks, training)` returns a LibraryCall or Reject("why not"). It is asked before the kernel.
+        `masks[name]` is what is known of the argument `name`, for those that `masks=` names and that are tensors: a
+        kept.Mask, of an integer index a diagonals.Index; `training` says whether a gradient will be asked for.
         """
         if fn is None:
             return functools.partial(self.library, masks=masks)
-        self.same_arguments(fn, "library", extra=("masks",))
+        self.same_arguments(fn, "library", extra=("masks", "training"))
         self.library_fn, self.library_masks = fn, tuple(masks)
         return fn
 

@@ -1,11 +1,12 @@
 """Scaled dot-product attention: softmax(scale · q kᵀ + mask) v over the last two dimensions.
 
 q is `[..., h, n, d]`, k and v `[..., h, m, d]`, or with fewer heads (heads = grouped), each of which serves several of
-q. One of: an additive mask; a boolean `keep`, where a row with nothing kept gives 0; `keep` with a finite or infinite
-`fill` for what is not kept; a causal mask. Dropout of the probabilities with p. Source: Vaswani et al. 2017.
+q. One of: an additive mask, or two (`mask` and `bias`), or one with a `fill` for what a boolean `keep` does not keep;
+`keep` alone, where a row with nothing kept gives 0; a causal mask. Before the masks the scores may be capped:
+cap · tanh(scores / cap). Dropout of the probabilities with p. Source: Vaswani et al. 2017; the cap: Gemma 2, 2024.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of `F.scaled_dot_product_attention`,
-also where it was written by hand, and without repeating the heads of k and v. With any other mask it becomes
+also where it was written by hand, and without repeating the heads of k and v. With a cap, or any other mask, it becomes
 masked_attention, which reads bands, vectors over the keys, dense masks and biases without the scores in memory. Its
 dropout is of a new seed at each call, and not with the bits of eager or plain Inductor.
 """
@@ -13,11 +14,11 @@ dropout is of a new seed at each call, and not with the bits of eager or plain I
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
@@ -34,49 +35,77 @@ def attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
+    bias: Tensor | None,
     keep: Tensor | None,
     fill: float | None,
+    cap: float | None,
     scale: float,
     p: float | None,
     heads: Literal["same", "grouped"],
     causal: Literal["full", "causal"],
 ) -> Tensor:
-    if sum((mask is not None, keep is not None, causal == "causal")) > 1 or (fill is not None and keep is None):
-        raise ValueError("one mask at most; fill belongs to keep")
-    if fill is None:
+    reject_forms(mask, bias, keep, fill, cap, causal)
+    mask = mask if mask is None else mask.to(q.dtype)
+    if fill is None and cap is None and bias is None:
         mask = keep if mask is None else mask
         grouped = heads == "grouped"
         options = dict(dropout_p=p or 0.0, is_causal=causal == "causal", scale=scale, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
     if heads == "grouped":
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    scores = ((q @ k.mT) * scale).masked_fill(~keep, fill)
+    scores = (q @ k.mT) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    for added in (mask, bias):
+        scores = scores if added is None else scores + added
+    if keep is not None:
+        scores = scores.masked_fill(~keep, fill)
     weights = torch.softmax(scores, -1)
-    return (weights if p is None else F.dropout(weights, p, True)) @ v
+    return (weights if p is None else F.dropout(weights, p, True)).to(v.dtype) @ v
+
+
+def reject_forms(mask, bias, keep, fill, cap, causal) -> None:
+    """What cannot be written, or nobody writes."""
+    if (fill is not None and keep is None) or (keep is not None and fill is None and (mask, cap) != (None, None)):
+        raise ValueError("keep has a fill, or is alone")
+    if causal == "causal" and not mask is bias is keep is cap is None:
+        raise ValueError("causal has no other mask")
+    if bias is not None and (mask is None or keep is not None or cap is not None):
+        raise ValueError("a bias is added to a mask alone")
 
 
 @attention.near_miss
-def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
     """softmax over the queries"""
     return torch.softmax((q @ q.mT) * scale, -2) @ q
 
 
 @attention.near_miss
-def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
     """the scale after the softmax"""
     return (torch.softmax(q @ q.mT, -1) * scale + 1) @ q
 
 
-@attention.library(masks=("mask", "keep"))
-def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
-    """`F.scaled_dot_product_attention` without a dense mask, where what the mask keeps is everything or causal; else
+@attention.near_miss
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
+    """the cap after the mask"""
+    return torch.softmax(torch.tanh(((q @ q.mT) * scale + mask) / 30.0) * 30.0, -1) @ q
+
+
+@attention.library(masks=("mask", "bias", "keep"))
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal, masks, training):
+    """`F.scaled_dot_product_attention` without a dense mask, where what the masks keep is everything or causal; else
     our own kernels, which read bands and vectors of keys, and dense masks and biases without the scores in memory."""
-    found = masks.get("mask") or masks.get("keep")
+    found, tensors = kept_by(masks), dict(mask=mask, bias=bias, keep=keep)
+    if masks and found is None:
+        return Reject("whether one mask is narrower than the other depends on the sizes")
     if found is not None and not (found.everything or found.causal):
-        return by_kernel(q, k, keep, fill, scale, p, causal, found)
+        return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training)
     if found is not None and found.causal and fill is not None and not found.hides(fill, q.dtype):
         why = f"{found}, but {fill:g} for what is masked is a score that others may reach"
-        return by_kernel(q, k, keep, fill, scale, p, causal, found, why)
+        return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training, why)
+    if cap is not None or any(m.added is not None for m in masks.values()):
+        return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training)
     no = reject_shapes(q, k, v, heads) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
     if no is None and heads == "grouped":
         no = reject_grouped(q)
@@ -90,33 +119,78 @@ def _(q, k, v, mask, keep, fill, scale, p, heads, causal, masks):
     return LibraryCall(torch.ops.aten.scaled_dot_product_attention.default, ("q", "k", "v"), options, why)
 
 
-def by_kernel(q, k, keep, fill, scale, p, causal, found, why: str | None = None) -> LibraryCall | Reject:
-    """masked_attention, with as little of the mask in memory as what is known of it allows."""
-    why = why or str(found)
-    low, high = found.low, found.high
+def kept_by(masks: dict):
+    """What all masks keep; None without a mask, or where their bounds cannot be compared."""
+    first, *rest = masks.values() or [None]
+    return first.together(rest[0]) if rest else first
+
+
+class Seen(NamedTuple):
+    """A band and a vector over the keys that say what is seen, and what becomes of what is not (kernels/flash.py)."""
+
+    low: int | None = None
+    high: int | None = None
+    keys: fx.Node | None = None
+    padded: bool = False
+    hidden: str = "zero"
+    fill: float | None = None
+
+
+def by_kernel(
+    q, k, tensors: dict, fill, cap, scale, p, causal, masks: dict, training, why: str = ""
+) -> LibraryCall | Reject:
+    """masked_attention, with as little of the masks in memory as what is known of them allows."""
+    why = why or "; ".join((*map(str, masks.values()), *(() if cap is None else (f"capped at {cap:g}",))))
+    masks = {name: found for name, found in masks.items() if not found.everything or found.added is not None}
+    chosen, dense = {name: found for name, found in masks.items() if found.choice}, None
+    seen = seen_by(chosen, q, k, tensors, fill, training)
+    if seen is None:  # then an additive mask is added as it is
+        chosen = {name: found for name, found in chosen.items() if name == "keep"}
+        seen = seen_by(chosen, q, k, tensors, fill, training)
+    if seen is None:
+        seen, dense = Seen(chosen["keep"].low, chosen["keep"].high, None, False, *hiding(fill)), "keep"
+    biases = [name for name in masks if name not in chosen]
+    biases += [found.added for found in chosen.values() if found.added is not None]
+    if len(biases) > 1:
+        return Reject(f"two masks that are added stay: {why}")
     if causal == "causal":
-        low = 0
-    alone = not found.parts and every_row_sees(found, q.shape[-2], k.shape[-2])
-    hides = keep is None or fill is None or found.hides(fill, q.dtype)
-    each = keep is not None and keep.dim() == 4 and same_sizes(keep.shape[:1], k.shape[:1])
-    vector = found.parts[0].vector(k.shape[0]) if each and len(found.parts) == 1 else None
-    bias, dense, keys, padded = None, None, None, False
-    if alone and hides:
-        hidden = "zero"
-    elif keep is None:  # an additive mask says itself what becomes of a row that sees nothing
-        bias, low, high, hidden = "mask", None, None, "zero"
-    else:
-        hidden = "zero" if fill is None else "nan" if fill == -math.inf else "fill"
-        keys, padded = vector or (None, False)
-        dense = "keep" if found.parts and keys is None else None
-    if any(dynamic(bound) for bound in (low, high) if bound is not None):
+        seen = seen._replace(low=0)
+    if any(dynamic(bound) for bound in (seen.low, seen.high) if bound is not None):
         return Reject(f"its mask stays: {why}; the kernel takes no dynamic band")
     options = dict(
-        low=low, high=high, fill=fill if hidden == "fill" else None, scale=scale, cap=None, p=p, hidden=hidden,
-        padded="padding" if padded else "seen",
+        low=seen.low, high=seen.high, fill=seen.fill, scale=scale, cap=cap, p=p, hidden=seen.hidden,
+        padded="padding" if seen.padded else "seen",
     )  # fmt: skip
-    seed = None if p is None else LibraryCall.SEED
-    return LibraryCall(masked_attention, ("q", "k", "v", bias, dense, keys, seed), options, why)
+    operands = "q", "k", "v", *(biases or [None]), dense, seen.keys, None if p is None else LibraryCall.SEED
+    return LibraryCall(masked_attention, operands, options, why)
+
+
+def seen_by(masks: dict, q, k, tensors: dict, fill: float | None, training: bool) -> Seen | None:
+    """What all masks keep; None where a band and a vector do not tell, nor what becomes of a row that sees nothing."""
+    found = kept_by(masks)
+    if not masks or found is None:
+        return None if masks else Seen()
+    hides = "keep" not in masks or fill is None or found.hides(fill, q.dtype)
+    if hides and not found.parts and every_row_sees(found, q.shape[-2], k.shape[-2]):
+        return Seen(found.low, found.high)
+    keys = None
+    if found.parts:
+        name = next(name for name, mask in masks.items() if mask.parts)
+        each = tensors[name].dim() == 4 and same_sizes(tensors[name].shape[:1], k.shape[:1])
+        keys = found.parts[0].vector(k.shape[0]) if each and len(found.parts) == 1 else None
+        if keys is None:
+            return None
+    if "keep" in masks:
+        how = hiding(fill) if len(masks) == 1 else None
+    else:  # a number beside which every score is lost: all keys of such a row weigh the same, and keep their gradient
+        number, *others = {mask.fill for mask in masks.values()}
+        lost = not others and number is not None and -math.inf < number <= -1e30 and not training
+        how = ("fill", number) if lost else None
+    return None if how is None else Seen(found.low, found.high, *(keys or (None, False)), *how)
+
+
+def hiding(fill: float | None) -> tuple[str, float | None]:
+    return ("zero", None) if fill is None else ("nan", None) if fill == -math.inf else ("fill", fill)
 
 
 def every_row_sees(found, n, m) -> bool:
@@ -282,16 +356,17 @@ def reject_grouped(q: Tensor) -> Reject | None:
 
 
 @attention.guard
-def _(q, k, v, mask, keep, fill, scale, p, heads, causal):
-    return reject_dtypes(q=q, k=k, v=v, mask=mask) or reject_dynamic(fill=fill, scale=scale, p=p)
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
+    return reject_dtypes(q=q, k=k, v=v, mask=mask) or reject_dynamic(fill=fill, cap=cap, scale=scale, p=p)
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
 def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0):
     if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
-        return q, k, v, tensor(n, n), tensor(n, n) > -1, -1e9, d**-0.5, 0.1, "same", "full"
+        return q, k, v, tensor(n, n), tensor(n, n), tensor(n, n) > -1, -1e9, 30.0, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     keep = (torch.arange(n, device=q.device) < n // 2).expand(b, 1, 1, n).contiguous() if padded else None
     mask = tensor(1, h, n, n) if bias else None
-    return q, k, v, mask, keep, None, d**-0.5, None, "same", "causal" if causal else "full"
+    word = "causal" if causal else "full"
+    return q, k, v, mask, None, keep, None, None, d**-0.5, None, "same", word

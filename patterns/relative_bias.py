@@ -47,7 +47,7 @@ def _(index, weight):
 
 
 @relative_bias.library(masks=("index",))
-def _(index, weight, masks):
+def _(index, weight, masks, training):
     """The gradient by diagonals, where the index allows it; the forward is Inductor's either way."""
     found = masks["index"]
     if not found.diagonal:

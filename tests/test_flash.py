@@ -272,7 +272,7 @@ FOUND = {
     "a bias with a gradient": (lambda q, k, v, x: sdpa(q, k, v, x), dict(low=None, high=None)),
     "a bias with a gradient, by hand": (lambda q, k, v, x: by_hand(q, k, v, x), dict(hidden="zero")),
     "a bias with a causal part": (
-        lambda q, k, v, x: by_hand(q, k, v, x + torch.where(keep(30, 30), 0.0, -1e30)), dict(low=None)),
+        lambda q, k, v, x: by_hand(q, k, v, x + torch.where(keep(30, 30), 0.0, -1e30)), dict(low=0, hidden="zero")),
 }  # fmt: skip
 
 

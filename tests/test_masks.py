@@ -157,7 +157,15 @@ CASES = {
     "written to": (written_to, X, "dense"),
     "written to through a view": (written_through_a_view, X, "dense"),
     "times an input": (lambda x: causal(x) * x[0].bool(), X, "dense"),
-    "an additive mask plus an input": (lambda x: additive(SMALLEST)(x) + x[0], X, "dense"),
+    "an additive mask plus an input": (lambda x: additive(SMALLEST)(x) + x[0], X, "causal"),
+    "an additive mask times an input": (lambda x: additive(SMALLEST)(x) * x[0], X, "dense"),
+    "a small additive mask plus an input": (lambda x: additive(-1e4)(x) + x[0], X, "dense"),
+    "an additive mask and twice an input": (lambda x: torch.add(additive(SMALLEST)(x), x[0], alpha=2), X, "dense"),
+    "an input where causal": (lambda x: torch.where(causal(x), x[0], SMALLEST), X, "causal"),
+    "an input where not causal": (lambda x: torch.where(causal(x), SMALLEST, x[0]), X, "window"),
+    "an input of another dtype where causal": (
+        lambda x: torch.where(causal(x), x[0].half(), torch.full((1, 1), SMALLEST)), X, "dense"),
+    "an input or another": (lambda x: torch.where(causal(x), x[0], x[1]), X, "dense"),
     "an input": (lambda x: x[0] > 0, X, "dense"),
     "padding": (lambda p: p[:, None, None, :].bool(), PADDING, "keys"),
     "padding, compared": (lambda p: (p != 0)[:, None, None, :], PADDING, "keys"),
@@ -344,3 +352,33 @@ def test_random_compositions(dynamic):
         recovered[kind_of(found)] = recovered.get(kind_of(found), 0) + 1
     assert recovered["everything"] and recovered["causal"] and recovered["window"] and recovered["keys"], recovered
     assert recovered["dense"] < sum(recovered.values()) * 0.75, recovered
+
+
+def test_random_biases():
+    """Where a mask with a bias in it is separated, the bias is the mask where it is kept, and hidden elsewhere."""
+    separated = 0
+    for seed in range(200):
+        keep = (compositions := Compositions(seed, seed % 2 == 0)).condition(compositions.random.randint(0, 2))
+        fill = compositions.pick(SMALLEST, INF, -1e9, -1e4)
+        make = compositions.pick(
+            lambda *t: torch.where(keep(*t), t[0], fill),
+            lambda *t: torch.where(keep(*t), fill, t[0][:1]).clone(),
+            lambda *t: t[0].masked_fill(~keep(*t), fill),
+            lambda *t: t[0] + torch.where(keep(*t), 0.0, fill),
+            lambda *t: torch.where(keep(*t), 0.0, fill).add(t[0].half().float()).contiguous(),
+        )
+        _, *rest = inputs_of(*((2, 5, 5) if seed % 2 == 0 else (2, 3, 7)))
+        inputs = torch.randn(2, *((5, 5) if seed % 2 == 0 else (3, 7))), *rest
+        found, gm = read(make, *inputs)
+        if found.added is None:
+            continue
+        separated += 1
+        want = make(*inputs)
+        interpreter = Values(gm)
+        interpreter.run(*inputs)
+        kept = materialised(found, gm, inputs, want.shape)
+        bias = interpreter.kept[found.added].expand_as(want)
+        assert torch.equal(bias[kept], want[kept]), f"{seed}: {found}\n{gm.graph}"
+        assert (kept.all() or fill < -1e4) and bool((want[~kept] <= -0.98e9).all()), f"{seed}: {found}\n{gm.graph}"
+        assert found.fill in (None, torch.tensor(fill).item())
+    assert separated > 80, separated
