@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib.metadata
 import time
@@ -10,6 +11,7 @@ import time
 from torch import fx
 
 from fusion_backend import autocast, reporting
+from fusion_backend.bodies import outside
 from fusion_backend.cache import key_of, with_identity
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, capture
@@ -63,7 +65,10 @@ def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphReco
         record.capture_s = time.thread_time() - started
         if view is None:
             return gm, []
-        return fuse_view(view, known, options, record, 0)
+        started = time.thread_time()
+        prepared = prepare(view, options)
+        record.match_s += time.thread_time() - started
+        return fuse_view(prepared, known, options, record, 0)
 
 
 @contextlib.contextmanager
@@ -78,20 +83,40 @@ def collector_paused():
             gc.enable()
 
 
-def fuse_view(view: View, known: list[Pattern], options: Options, record, fused: int, path: str = ""):
+@dataclasses.dataclass
+class Prepared:
+    """A view as expressions, and the gate that decides its sites; the bodies inside it likewise."""
+
+    view: View
+    canon: Canon
+    chains: dict
+    gate: Gate
+    bodies: dict[str, Prepared]
+
+
+def prepare(view: View, options: Options) -> Prepared:
+    bodies = {name: prepare(body, options) for name, body in view.bodies.items()}
+    fences = autocast.resolve(view)
+    chains = functionalize_locals(view)
+    canon = Canon().run(view.graph, view.region, fences)
+    gate = Gate(view, canon, options, {name: body.gate.writers for name, body in bodies.items()})
+    for name, body in bodies.items():
+        body.gate.masks.look_out(gate.masks, outside(view, name))
+    return Prepared(view, canon, chains, gate, bodies)
+
+
+def fuse_view(prepared: Prepared, known: list[Pattern], options: Options, record, fused: int, path: str = ""):
     """Match, decide and rewrite one view; the bodies inside it first."""
     decisions: list[Decision] = []
     bodies: dict[str, fx.GraphModule] = {}
-    for name, body in view.bodies.items():
+    view, canon, gate = prepared.view, prepared.canon, prepared.gate
+    for name, body in prepared.bodies.items():
         bodies[name], inner = fuse_view(body, known, options, record, fused, f"{path}{name}.")
         decisions += inner
         fused += sum(d.fused for d in inner)
     started = time.thread_time()
-    fences = autocast.resolve(view)
-    chains = functionalize_locals(view)
-    canon = Canon().run(view.graph, view.region, fences)
     matcher = Matcher(view.graph, canon, known)
-    gate = Gate(view, canon, options, fused)
+    gate.fused = fused
     mine = [d for d in map(gate.decide, matcher.candidates()) if d is not None]
     mine = best_answers(mine)
     record.sites += [site(d, path) for d in mine]
@@ -99,7 +124,7 @@ def fuse_view(view: View, known: list[Pattern], options: Options, record, fused:
     record.kept |= {n.name: why for n, why in view.kept.items()}
     record.match_s += time.thread_time() - started
     started = time.thread_time()
-    new = rewrite(view, canon, mine, chains, bodies)
+    new = rewrite(view, canon, mine, prepared.chains, bodies)
     record.rewrite_s += time.thread_time() - started
     return new, decisions + mine
 

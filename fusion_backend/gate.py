@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fusion_backend import library
+from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
@@ -52,23 +53,17 @@ class Decision:
 class Gate:
     """Decides the sites of one view, in the order in which it is asked."""
 
-    def __init__(self, view: View, canon: Canon, options: Options, fused_before: int = 0):
+    def __init__(self, view: View, canon: Canon, options: Options, inside: dict[str, dict] | None = None):
         self.view, self.canon, self.options = view, canon, options
         self.order = {n: i for i, n in enumerate(view.graph.nodes)}
         self.claimed: dict[fx.Node, Match] = {}
-        self.fused = fused_before
+        self.fused = 0  # sites, in this view and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
         self.writers: dict[int, list[fx.Node]] = {}  # storage -> nodes that may change it
         for n in view.graph.nodes:
-            for storage in set().union(*map(storages, n.all_input_nodes)) if self.may_mutate(n) else ():
+            for storage in written_by(n, view, inside or {}):
                 self.writers.setdefault(storage, []).append(n)
         self.masks = Masks(view, canon, self.writers)
-
-    def may_mutate(self, n: fx.Node) -> bool:
-        """In-place operators that stayed in place, and copied nodes, which may do anything to their arguments."""
-        if is_lowered(n):
-            return n.target._schema.is_mutable
-        return n.op in ("call_function", "call_method", "call_module") and self.view.owner.get(n) in self.view.kept
 
     def decide(self, match: Match) -> Decision | None:
         """None when the same pattern is already fused there, in a larger form."""

@@ -7,7 +7,6 @@ What remains is a vector over the keys, ids that must be equal, or not understoo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -18,12 +17,11 @@ from torch import fx
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.elements import RULES, as_dtype
-from fusion_backend.expressions import same
 from fusion_backend.functional import storages
+from fusion_backend.kept import Mask, Part, hides
 from fusion_backend.reading import Arguments, Reader, dtype_of
 from fusion_backend.reporting import location
 from fusion_backend.terms import (
-    ZERO,
     Linear,
     Term,
     both,
@@ -51,105 +49,6 @@ SAME_VALUES = {"aten::contiguous", "aten::clone", "aten::alias"}
 CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}
 CHOICES["aten::masked_fill"] = ("mask", "value", "self")
 ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange")}
-BEYOND = -0.99e9  # a score that is further down than this has no weight; bf16 holds -1e9 as -0.998e9
-
-
-def hides(fill: float, dtype: torch.dtype) -> bool:
-    """Does a score that is replaced by `fill`, or moved by it, lose all weight beside any other? Scores are taken to
-    be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left is 0 in fp32."""
-    return fill <= BEYOND or (dtype == torch.float16 and fill <= torch.finfo(dtype).min)
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A condition that depends on data, or that no arithmetic on i and j expresses.
-
-    `kind` is "keys" (a vector over the keys, the same for all queries), "documents" (ids that must be equal for query
-    and key) or "dense". `term` is the condition, with i, j and b0, b1, ... for the dimensions of the mask; None where
-    the mask is not a choice at all.
-    """
-
-    kind: str
-    term: object
-    text: str
-
-    def vector(self, batches) -> tuple[fx.Node, bool] | None:
-        """The node that holds the condition for every batch and key of a mask `[b, h, n, m]`, `[b or 1, m]` or with two
-        dimensions of 1 between, and whether it is true where the condition is not."""
-        t, opposite = self.term, isinstance(self.term, Term) and self.term.op == "not"
-        t = t.args[0] if opposite else t
-        if self.kind != "keys" or not isinstance(t, Term) or t.op != "read" or len(t.args[1]) not in (2, 4):
-            return None
-        node, (batch, *between, key) = t.args
-        shape = node.meta["val"].shape
-        whole = key == Linear({"j": 1}) and all(i == ZERO for i in between) and node.meta["val"].dtype == torch.bool
-        one = batch == ZERO and same(shape[:1], (1,))
-        each = batch == Linear({"b0": 1}) and same(shape[:1], (batches,))
-        return (node, opposite) if whole and (one or each) else None
-
-
-@dataclasses.dataclass
-class Mask:
-    """What is kept: low <= i - j <= high and all of `parts`.
-
-    Of an additive mask, `choice` says whether it is one; `fill` is the one number that hides, and `added` the node that
-    is added to the scores where they are kept. `bias` is, of one that is no choice, a table of its values for
-    i - j = 1 - m, ..., n - 1 in the last dimension.
-    """
-
-    where: str
-    low: object = None
-    high: object = None
-    square: bool = False  # as many queries as keys
-    parts: list[Part] = dataclasses.field(default_factory=list)
-    choice: bool = True
-    fill: float | None = None
-    added: fx.Node | None = None
-    about: str = ""  # what is added
-    bias: torch.Tensor | None = None
-    proofs: list[str] = dataclasses.field(default_factory=list)
-
-    hides = staticmethod(hides)
-
-    def add(self, kind: str, term, text: str) -> None:
-        self.parts.append(Part(kind, term, text))
-
-    @property
-    def everything(self) -> bool:
-        """Is nothing masked at all?"""
-        return not self.parts and self.low is None and self.high is None
-
-    @property
-    def causal(self) -> bool:
-        """Is it the lower triangle of a square? Then every query keeps a key: itself."""
-        exactly = self.low is not None and statically_known_true(self.low == 0)
-        return not self.parts and self.high is None and exactly and self.square
-
-    def together(self, other: Mask) -> Mask | None:
-        """What both keep; None where that takes a guard to tell."""
-        found = Mask(self.where, parts=[*self.parts, *other.parts], proofs=[*self.proofs])
-        found.square = all(mask.square for mask in (self, other) if mask.low is not None)
-        found.proofs += [proof for proof in other.proofs if proof not in found.proofs]
-        for name, tighter in (("low", max), ("high", min)):
-            bounds = [b for b in (getattr(self, name), getattr(other, name)) if b is not None]
-            if len(bounds) == 2 and not all(isinstance(b, int) for b in bounds) and bounds[0] is not bounds[1]:
-                return None
-            setattr(found, name, tighter(bounds) if bounds else None)
-        return found
-
-    @property
-    def recovered(self) -> str:
-        low, high = self.low, self.high
-        if low is None and high is None:
-            return "" if self.parts else f"nothing is masked, proven at {self.where}"
-        causal = low is not None and statically_known_true(low == 0)
-        name = "causal" if causal else "" if low is None else f"causal with offset {-low}"
-        name += "" if high is None else f"{' and ' if name else ''}window of {high + 1} keys"
-        return f"{name}, proven from {' and '.join(self.proofs) or self.where}"
-
-    def __str__(self):
-        texts = (self.recovered, ", ".join(p.text for p in self.parts), self.about)
-        return "; ".join(text for text in texts if text)
 
 
 def source(n: fx.Node) -> str:
@@ -177,6 +76,8 @@ class Masks:
         self.known: dict[tuple, Mask] = {}
         self.values: dict[fx.Node, torch.Tensor | None] = {}
         self.inexact: set[fx.Node] = set()  # of the nodes with a value: another device may round differently
+        self.around: Masks | None = None  # those of the graph around a body
+        self.stands_for: dict[fx.Node, fx.Node] = {}  # the body's placeholders -> nodes around it
         for n in view.graph.nodes:
             if n.op == "placeholder" and n in view.owner:
                 name = str(view.owner[n].target).strip("_").removeprefix("L_").removeprefix("kwargs_")
@@ -193,16 +94,29 @@ class Masks:
             self.known[key] = self.analysed(node, bool(key[1]))
         return self.known[key]
 
+    def look_out(self, around: Masks, stands_for: dict[fx.Node, fx.Node]) -> None:
+        """Read masks that a body is given in the graph around it, but for those that it may write to."""
+        kept = {p: n for p, n in stands_for.items() if not any(s in self.writers for s in storages(p))}
+        self.around, self.stands_for = around, kept
+
+    def behind(self, n: fx.Node) -> fx.Node:
+        """What a placeholder of a body is in the graphs around it; any other node as it is."""
+        if n.graph is not self.view.graph:
+            return self.around.behind(n)
+        return self.around.behind(self.stands_for[n]) if n in self.stands_for else n
+
     def unknown(self, n: fx.Node) -> bool:
         """May its value be another than its operator says: written to, or changed by autocast?"""
+        if n.graph is not self.view.graph:
+            return self.around.unknown(n)
         return self.canon.of[n].op == "input" or any(s in self.writers for s in storages(n))
 
     def analysed(self, node: fx.Node, complement: bool) -> Mask:
-        val, found = node.meta["val"], Mask(place(node))
+        val, found = node.meta["val"], Mask(place(self.behind(node)))
         names = [*(f"b{k}" for k in range(val.dim() - 2)), "i", "j"][-val.dim() :] if val.dim() else []
         sizes = dict(zip(names, val.shape, strict=True))
         found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])
-        reader = Reader(sizes, RULES, self.unknown)
+        reader = Reader(sizes, RULES, self.unknown, self.behind)
         t = reader.element(node, tuple(Linear({v: 1}) for v in names))
         if val.is_floating_point():
             kept, found.fill = hidden_by(t, val.dtype)
@@ -260,6 +174,7 @@ class Masks:
                 found.add("documents", c, f"documents by {source(c.args[0])}")
             elif "j" in variables(c) and "i" not in variables(c):
                 found.add("keys", c, f"padding from {' and '.join({source(p.args[0]): 1 for p in reads})}")
+                found.parts[-1].here = all(p.args[0].graph is self.view.graph for p in reads)
             else:
                 found.add("dense", c, f"a mask from {source(reads[0].args[0])}")
         if fixed:
@@ -318,6 +233,7 @@ class Masks:
 
     def value(self, n: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives, where no input, no memory that is written to and no rounding decides it."""
+        n = self.behind(n)
         if n not in self.values:
             self.values[n] = None  # no cycle, and no second attempt
             self.values[n] = self.run(n) if self.repeatable(n) else None

@@ -40,16 +40,19 @@ class Arguments:
 
 
 class Reader:
-    """Elements of one view, for index variables of these sizes. `unknown(node)` says what may not be looked into."""
+    """Elements of one view, for index variables of these sizes. `unknown(node)` says what may not be looked into,
+    `behind(node)` what a node is another name of."""
 
-    def __init__(self, sizes: dict[str, object], rules: dict, unknown):
+    def __init__(self, sizes: dict[str, object], rules: dict, unknown, behind=lambda n: n):
         self.ranges, self.rules, self.unknown = Ranges(dict(sizes)), rules, unknown
+        self.behind = behind
         self.memo: dict[tuple, object] = {}
         self.made_by: dict[object, fx.Node] = {}  # a condition -> the node that compares
         self.depth = 0
 
     def element(self, n: fx.Node, at: tuple[Linear, ...]):
         """The element of n at a place; a `read` of n where no rule tells more."""
+        n = self.behind(n)
         shape = n.meta["val"].shape
         at = tuple(ZERO if is_one(size) else i for i, size in zip(at, shape, strict=True))
         key = (n, at)
