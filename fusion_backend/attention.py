@@ -70,7 +70,7 @@ def capped(c, x: Expr) -> Expr | None:
 
 
 def with_scale(c, x: Expr) -> Expr:
-    product, numbers = without_factors(c, x)
+    product, numbers = without_factors(c, of_scaled_query(c, x))
     if product.op != "matmul":
         return x
     q, by_q = without_factors(c, product.args[0])
@@ -81,6 +81,20 @@ def with_scale(c, x: Expr) -> Expr:
     scale = math.prod(numbers, start=1.0) if all(isinstance(f, float) for f in numbers) else numbers[0]
     product = c.make("matmul", (q, k), None, product.shape)
     return c.make("mul", (product, c.const(scale) if isinstance(scale, float) else scale), None, product.shape)
+
+
+def of_scaled_query(c, x: Expr) -> Expr:
+    """(q kᵀ) s as (q s) kᵀ, where only a run knows the number s: no kernel takes such a scale, and to make it constant
+    would take a guard. With dynamic=True every float that a module holds is such a number."""
+    for scores, number in (x.args, x.args[::-1])[: 2 if x.op == "mul" else 1] if x.op in ("mul", "div") else ():
+        product, factors = without_factors(c, scores)
+        product = peel(product)
+        if number.of_run_time and product.op == "matmul" and all(isinstance(f, float) for f in factors):
+            q, k = product.args
+            q = c.make(x.op, (q, number), None, q.shape)
+            product = c.make("matmul", (q, k), None, product.shape)
+            return c.make("mul", (product, c.const(math.prod(factors, start=1.0))), None, product.shape)
+    return x
 
 
 def without_factors(c, e: Expr) -> tuple[Expr, list[float | Expr]]:

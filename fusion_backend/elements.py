@@ -107,6 +107,13 @@ def product(dtype, x, y):
     return rounded(x * y, dtype) if isinstance(x, float) and isinstance(y, float) else None
 
 
+def magnitude(r, a, at):
+    def size(x):
+        return where(r.ranges.nonnegative(x), x, x.times(-1)) if isinstance(x, Linear) else None
+
+    return lifted(size, r.element(a["self"], at)) if a.val.dtype in INTEGERS else None
+
+
 def comparison(op: str):
     def rule(r, a, at):
         x, y = r.operand(a["self"], at), r.operand(a["other"], at)
@@ -156,6 +163,14 @@ def same_element(r, a, at):
 
 def expanded(r, a, at):
     return r.operand(a["self"], at)
+
+
+def repeated(r, a, at):
+    """Where it is done along dimensions of size 1, or not at all."""
+    source, times = a["self"].meta["val"].shape, a["repeats"]
+    steps = list(zip(source, times[len(times) - len(source) :], strict=True))
+    done = all(is_one(size) or (isinstance(k, int) and k == 1) for size, k in steps)
+    return r.operand(a["self"], at) if done else None
 
 
 def unsqueezed(r, a, at):
@@ -312,6 +327,7 @@ RULES = {
     "aten::sub": arithmetic(lambda dtype, x, y: total(dtype, x, y, -1)),
     "aten::rsub": arithmetic(lambda dtype, x, y: total(dtype, y, x, -1)),
     "aten::mul": arithmetic(product),
+    "aten::abs": magnitude,
     "aten::neg": arithmetic(lambda dtype, x: x.times(-1) if isinstance(x, Linear) else -x),
     # conditions
     **{f"aten::{op}": comparison(op) for op in ("le", "lt", "ge", "gt", "eq", "ne")},
@@ -333,6 +349,7 @@ RULES = {
     **{f"aten::{op}": cast for op in ("to", "_to_copy", "type_as")},
     # places
     **{f"aten::{op}": expanded for op in ("expand", "expand_as", "broadcast_to")},
+    "aten::repeat": repeated,
     "aten::unsqueeze": unsqueezed,
     **{f"aten::{op}": reshaped for op in ("view", "view_as", "_unsafe_view", "reshape", "squeeze", "flatten")},
     "aten::permute": permuted(lambda a, rank: [d % rank for d in a["dims"]]),

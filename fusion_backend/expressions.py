@@ -30,6 +30,11 @@ class Expr:
         self.nodes: list[fx.Node] = []  # graph nodes with this value, in graph order
         self.rows: Expr | None = None  # this value as rows [n, last], for when no node holds the value itself
 
+    @property
+    def of_run_time(self) -> bool:
+        """Is it a number of the graph, which a run gives?"""
+        return bool(self.nodes) and isinstance(self.nodes[0].meta.get("val"), (torch.SymFloat, torch.SymInt))
+
     def __reduce__(self):
         """Kept on disk without the graph it was read from."""
         return Expr, (self.op, self.args, self.attr, self.shape, self.id)

@@ -23,7 +23,7 @@ from fusion_backend.pattern import Pattern
 from fusion_backend.template import Template, templates
 from fusion_backend.torch_api import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
 from fusion_backend.unify import Bound, Unifier
-from fusion_backend.views import Viewed, geometry, original, value_of
+from fusion_backend.views import BY_NUMBERS, Viewed, geometry, original, value_of
 
 REMEMBERED = 1000  # shapes a pattern
 NEAR = 50  # nodes to look at for each operator of a template, for a result that is not inside another
@@ -235,7 +235,7 @@ class Matcher:
         """What a shape rule can see of an argument, sizes as in the example; None where that is not known."""
         if isinstance(argument, Viewed):
             of = self.signature(argument.node)
-            return None if of is None else (argument.steps, of)
+            return None if of is None else (argument.kinds, of)
         if not isinstance(argument, fx.Node):
             return "none" if argument is None else argument
         if argument not in self.signatures:
@@ -303,14 +303,17 @@ def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewe
     if e.nodes and not through:
         return e.nodes[0]
     steps: list[tuple[str, tuple]] = []
-    while e.op in ("permute", "half", "slice", "not") and (through or not e.nodes):
+    while e.op in ("permute", "half", "slice", "not", *BY_NUMBERS) and (through or not e.nodes):
         through = False
-        steps.insert(0, (e.op, e.attr or ()))
-        e = e.args[0]
+        number = next((a for a in e.args if a.of_run_time), None)
+        steps.insert(0, (e.op, (number.nodes[0],) if number else e.attr or ()))
+        if e.op in BY_NUMBERS and number is None:
+            return None
+        e = next(a for a in e.args if a is not number)
     if not e.nodes and e.rows is not None:
         steps.insert(0, ("unflatten", e.shape[:-1]))
         e = e.rows
-    plain = all(isinstance(v, int) for _, attr in steps for v in attr)
+    plain = all(isinstance(v, (int, fx.Node)) for _, attr in steps for v in attr)
     return Viewed(e.nodes[0], tuple(steps)) if e.nodes and plain else None
 
 

@@ -19,7 +19,7 @@ from fusion_backend.gate import Decision
 from fusion_backend.op import DRAW, fake_seed, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
 from fusion_backend.torch_api import aten, pytree
-from fusion_backend.views import Viewed, step_of
+from fusion_backend.views import Viewed, step_of, value_of
 
 # What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static inputs).
 CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
@@ -63,8 +63,8 @@ def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node,
         n, value = now(a.node), a.node.meta["val"]
         for step in a.steps:
             target, rest = step_of(step, value)
-            value = target(value, *rest)
-            n = call(target, (n, *rest), {}, value)
+            value = target(value, *map(value_of, rest))
+            n = call(target, (n, *(now(r) if isinstance(r, fx.Node) else r for r in rest)), {}, value)
         return n
 
     with graph.inserting_before(first):

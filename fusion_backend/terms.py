@@ -111,8 +111,18 @@ def where(condition, x, y):
     if x == y and type(x) is type(y):
         return x
     if is_condition(x) and is_condition(y):
+        if implied(condition, y) and implied(negated(condition), x):  # |a| <= b, chosen by the sign of a
+            return both(x, y)
         return either(both(condition, x), both(negated(condition), y))
     return Term("where", (condition, x, y))
+
+
+def implied(condition, t) -> bool:
+    """Does one linear form that is not negative make another such?"""
+    if not all(isinstance(c, Term) and c.op == "nonnegative" for c in (condition, t)):
+        return False
+    apart = t.args[0].plus(condition.args[0], -1)
+    return not apart.terms and statically_known_true(apart.constant >= 0)
 
 
 def is_condition(t) -> bool:

@@ -11,13 +11,15 @@ from torch import fx
 from fusion_backend.expressions import Expr, hashable
 from fusion_backend.torch_api import aten
 
+BY_NUMBERS = {"mul": aten.mul.Tensor, "div": aten.div.Tensor}
+
 
 @dataclasses.dataclass(frozen=True)
 class Viewed:
     """An argument that no node holds but a free view of one does: a linear layer's weight, transposed, or a part of it.
 
     `steps` are canonical expressions' operators and attributes, from the node outwards: permute, half, slice, unflatten
-    (rows seen as more dimensions again); and not, for the complement of a mask.
+    (rows seen as more dimensions again); not, for the complement of a mask; mul and div by a node that is a number.
     """
 
     node: fx.Node
@@ -29,14 +31,21 @@ class Viewed:
         value = self.node.meta["val"]
         for step in self.steps:
             target, rest = step_of(step, value)
-            value = target(value, *rest)
+            value = target(value, *map(value_of, rest))
         return value
+
+    @functools.cached_property
+    def kinds(self) -> tuple:
+        """The steps, but for which number multiplies."""
+        return tuple((op, () if op in BY_NUMBERS else attr) for op, attr in self.steps)
 
 
 def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple]:
     """The ATen operator of one step over a value, and its arguments after the first."""
     op, attr = step
     rank = value.dim()
+    if op in BY_NUMBERS:
+        return BY_NUMBERS[op], attr
     if op == "not":
         return aten.bitwise_not.default, ()
     if op == "permute":

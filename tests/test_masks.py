@@ -130,6 +130,12 @@ CASES = {
     "tril of floats, filled": (
         lambda x: torch.zeros(6, 6).masked_fill(torch.ones(6, 6).tril() == 0, INF), X, "causal"),
     "one minus, times": (lambda x: (1.0 - causal(x).float()) * SMALLEST, X, "causal"),
+    "within a distance": (lambda x: (grid(x)[0] - grid(x)[1]).abs() <= 2, X, "window"),
+    "beyond a distance": (lambda x: abs(grid(x)[1] - grid(x)[0]) > 2, X, "dense"),
+    "positions repeated": (
+        lambda x: (p := torch.arange(6)[None].repeat(2, 1))[:, None, :] <= p[:, :, None], X, "causal"),
+    "positions repeated along themselves": (
+        lambda x: (p := torch.arange(3).repeat(2))[None, :] <= p[:, None], X, "dense"),
     "two additive masks": (lambda x: additive(SMALLEST)(x) + additive(SMALLEST)(x), X, "causal"),
     "additive": (additive(SMALLEST), X, "causal"),
     "additive of -inf": (additive(INF), X, "causal"),
@@ -208,7 +214,7 @@ def test_what_a_mask_is(name):
 
 DYNAMIC = ("causal", "additive", "documents of one", "window", "without the diagonal", "one further", "anti-causal",
            "padding", "padding by index", "documents", "all but one element", "written to", "everything",
-           "causal in floats is a bias", "two additive masks")  # fmt: skip
+           "within a distance", "causal in floats is a bias", "two additive masks")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -297,6 +303,8 @@ class Compositions:
         atoms = [
             lambda x, p, ids: compare(places(x)[1], places(x)[0] + c),
             lambda x, p, ids: compare(places(x)[0] - places(x)[1], c),
+            lambda x, p, ids: compare((places(x)[0] - places(x)[1] + d).abs(), c + 1),
+            lambda x, p, ids: compare(places(x)[1].repeat(2, 1, 1)[:1], places(x)[0].repeat(1, 1, 1) + c),
             lambda x, p, ids: ones(x).tril(c),
             lambda x, p, ids: ones(x).triu(c),
             lambda x, p, ids: torch.ones(x.shape[1], x.shape[2] + 3)[:, 3:][None].tril(c) > 0.5,
@@ -322,6 +330,16 @@ class Compositions:
             lambda *t: torch.where(keep(*t), 0.0, SMALLEST),
             lambda *t: torch.zeros(t[0].shape[1:]).masked_fill(~keep(*t), INF),
             lambda *t: (1.0 - keep(*t).float()) * SMALLEST,
+        )
+
+    def bias(self, keep, fill):
+        """x where it is kept, in some words; once where it is not."""
+        return self.pick(
+            lambda *t: torch.where(keep(*t), t[0], fill),
+            lambda *t: torch.where(keep(*t), fill, t[0][:1]).clone(),
+            lambda *t: t[0].masked_fill(~keep(*t), fill),
+            lambda *t: t[0] + torch.where(keep(*t), 0.0, fill),
+            lambda *t: torch.where(keep(*t), 0.0, fill).add(t[0].half().float()).contiguous(),
         )
 
 
@@ -360,13 +378,7 @@ def test_random_biases():
     for seed in range(200):
         keep = (compositions := Compositions(seed, seed % 2 == 0)).condition(compositions.random.randint(0, 2))
         fill = compositions.pick(SMALLEST, INF, -1e9, -1e4)
-        make = compositions.pick(
-            lambda *t: torch.where(keep(*t), t[0], fill),
-            lambda *t: torch.where(keep(*t), fill, t[0][:1]).clone(),
-            lambda *t: t[0].masked_fill(~keep(*t), fill),
-            lambda *t: t[0] + torch.where(keep(*t), 0.0, fill),
-            lambda *t: torch.where(keep(*t), 0.0, fill).add(t[0].half().float()).contiguous(),
-        )
+        make = compositions.bias(keep, fill)
         _, *rest = inputs_of(*((2, 5, 5) if seed % 2 == 0 else (2, 3, 7)))
         inputs = torch.randn(2, *((5, 5) if seed % 2 == 0 else (3, 7))), *rest
         found, gm = read(make, *inputs)
