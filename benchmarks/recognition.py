@@ -103,9 +103,8 @@ reentrant); with only the norms trained; with the embeddings and the first layer
 (`attn_implementation="eager"`).
 
 Missed. With its layers checkpointed, T5 sets `requires_grad` in the first layer of the decoder, and Dynamo leaves that
-layer to Python. By hand, T5 adds a position bias and a mask, in 5.23 in the decoder's self-attention only; the pattern
-takes one of them. In training, Whisper of 5.17 draws a number for each layer and branches on it: Dynamo leaves both
-loops to Python, and the norms after them.
+layer to Python. In training, Whisper of 5.17 draws a number for each layer and branches on it: Dynamo leaves both loops
+to Python, and the norms after them.
 
 Mixtral's experts project with one operator over stacked weights (`grouped_mm`, the default), in groups that depend on
 data: what is recognised is the gate behind it, `gated_act`. With `experts_implementation="eager"` they are a loop that

@@ -219,6 +219,8 @@ class Gate:
             offered = Reject(f"{offered.stays}: {offered.why}")
         else:
             no = self.kernel_refused(match, training, cuda)
+            if offered and pattern.kernel_fn is None:  # the library's reason is the whole reason
+                no, offered = offered, None
         backward = self.backward_provider(pattern, cuda) if training else None
         random = draws(match)
         inline = not cuda and self.options.gate == "always" and (not random or pattern.seeded_fn is not None)

@@ -45,6 +45,8 @@ def attention(
     causal: Literal["full", "causal"],
 ) -> Tensor:
     reject_forms(mask, bias, keep, fill, cap, causal)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError("q, k and v differ in dtype")
     mask = mask if mask is None else mask.to(q.dtype)
     if fill is None and cap is None and bias is None:
         mask = keep if mask is None else mask

@@ -234,7 +234,7 @@ COMPOSED: dict[str, list] = {
         (
             "{t} = {key}[:, :, None].expand(-1, -1, {groups}, -1, -1).reshape("
             "{query.shape[0]}, -1, *{key}.shape[-2:]); "
-            "{u} = {value}[:, :, None].expand(-1, -1, {groups}, -1, -1).flatten(1, 2); "
+            "{u} = {value}[:, :, None].expand(-1, -1, {groups}, -1, -1).flatten(1, 2).contiguous(); "
             "torch.softmax({query} @ {t}.transpose(2, 3) * {root} + {attn_mask}, -1) @ {u}",
             attends(True, True),
         ),

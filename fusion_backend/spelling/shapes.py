@@ -132,7 +132,7 @@ SHAPED: dict[str, list] = {
             "{self}[:, :, None].expand(-1, -1, {repeats}, -1, -1).reshape({shape})",
             heads,
         ),
-        ("{self}.unsqueeze(2).expand(-1, -1, {repeats}, -1, -1).flatten(1, 2)", heads),
+        ("{self}.unsqueeze(2).expand(-1, -1, {repeats}, -1, -1).flatten(1, 2).contiguous()", heads),
     ],
     "bitwise_not": ["~{self}", "{self}.logical_not()", "torch.logical_not({self})", "{self} == 0"],
     # casts
