@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fusion_backend.gate
 from fusion_backend.testing import collect, fused_nodes
-from tests.test_flash import gradients, runs_kernels
+from tests.test_flash import gradients
 from tests.test_kernels import DEVICE, distance, randn
 
 pytestmark = [
@@ -119,7 +119,7 @@ def taken(fn, inputs):
     """The rewritten graph's call of masked_attention, its operands, and the backend."""
     collector = collect(fn, *inputs)
     (node,) = fused_nodes(collector.graphs[0])
-    given = dict(zip(("bias", "keep", "keys"), node.args[3:], strict=True))
+    given = dict(zip(("bias", "keep", "keys"), node.args[3:6], strict=True))
     torch.compiler.reset()
     return node, {name for name, tensor in given.items() if tensor is not None}, collector
 
