@@ -137,7 +137,8 @@ class Masks:
     def separated(self, node: fx.Node, reader: Reader, at: tuple) -> tuple:
         """Of a bias that something hides parts of, by addition or by choice: what is kept, the number that hides, and
         the bias itself."""
-        nothing, dtype = (None, None, None), node.meta["val"].dtype
+        nothing, dtype, trained = (None, None, None), node.meta["val"].dtype, self.view.requires_grad
+        gets_gradient = node in trained
         while is_lowered(node) and not self.unknown(node) and node.target._schema.name in SAME_VALUES:
             node = node.args[0]
         if not is_lowered(node) or self.unknown(node) or node.target._schema.name not in CHOICES:
@@ -148,7 +149,9 @@ class Masks:
             return nothing
         x, y = (a[name] for name in names[-2:])
         for bias, other, there in ((x, y, condition), (y, x, negated(condition))):
-            if dtype_of(bias) != dtype or other in self.view.requires_grad or not 0 < bias.meta["val"].dim() <= 4:
+            if dtype_of(bias) != dtype or other in trained or not 0 < bias.meta["val"].dim() <= 4:
+                continue
+            if bias in trained and not gets_gradient:  # it was made under no_grad
                 continue
             kept, fill = hidden_by(as_dtype(reader.operand(other, at), dtype), dtype)
             if len(names) == 3:

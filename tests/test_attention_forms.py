@@ -194,6 +194,47 @@ def test_a_mask_of_another_dtype(dtype):
     assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) <= 2 * distance(fn(*inputs), exactly)
 
 
+def test_a_bias_that_gets_no_gradient(on_gpu):
+    """A mask made of it under no_grad is not taken apart: the bias itself would get one."""
+
+    def fn(q, k, v, x):
+        with torch.no_grad():
+            mask = x.sin() + hidden(causal())
+        return attend(scores(q, k) + mask, v) + x.sum()
+
+    inputs = [t.requires_grad_() for t in inputs_of()]
+    node, given, collector = taken(fn, inputs)
+    assert node.kwargs["low"] == 0 and given == {"bias"}  # of x.sin(), which has none
+
+    def direct(q, k, v, x):
+        with torch.no_grad():
+            mask = x + hidden(causal())
+        return attend(scores(q, k) + mask, v)
+
+    node, given, collector = taken(direct, inputs)
+    assert node.kwargs["low"] is None and given == {"bias"}
+    got, want = (gradients(f, inputs) for f in (torch.compile(direct, backend=collector), direct))
+    assert got[-1] is want[-1] is None and all(distance(g, w) < 2e-5 for g, w in zip(got[:4], want[:4], strict=True))
+
+
+def test_a_bias_that_is_written_to(on_gpu):
+    """Between the mask and the attention: what the mask was made of is another by then."""
+
+    def fn(q, k, v, x):
+        bias = x * 2
+        mask = bias + hidden(causal())
+        bias.mul_(0.5)
+        return attend(scores(q, k) + mask, v), bias
+
+    report = collect(fn, *inputs_of()).report
+    (site,) = [s for s in report.sites if s.pattern == "attention"]
+    assert not site.fused or "additive" in site.reason, site
+    inputs = inputs_of()
+    torch.compiler.reset()
+    out, _ = torch.compile(fn, backend=collect(fn, *inputs))(*inputs)
+    assert distance(out, fn(*(t.double() for t in inputs))[0]) < 2e-5
+
+
 def test_a_mask_that_is_also_returned(on_gpu):
     """It stays in the graph, and the site is fused."""
 
