@@ -109,6 +109,7 @@ def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal, masks, trai
     if cap is not None or any(m.added is not None for m in masks.values()):
         return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training)
     no = reject_shapes(q, k, v, heads) or reject_dtypes(q=q, k=k, v=v) or reject_dynamic(scale=scale, p=p)
+    no = no or reject_strides(q, k, v)
     if no is None and heads == "grouped":
         no = reject_grouped(q)
     if no is None and p and not q.is_cuda:
@@ -349,6 +350,15 @@ def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
         return Reject("q, k and v differ in batch, heads or length")
     if not (same_sizes(q.shape[-1:], v.shape[-1:]) and same_sizes(q.shape[-1:], k.shape[-1:])):
         return Reject("the heads of v have another size")
+
+
+def reject_strides(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+    """On CUDA SDPA falls to its formula, in fp32, where the last stride is not 1."""
+    for name, t in dict(q=q, k=k, v=v).items():
+        if t.is_cuda and statically_known_true(t.stride(-1) != 1) and statically_known_true(t.shape[-1] != 1):
+            return Reject(
+                f"the numbers of one head of {name} are {t.stride(-1)} apart: SDPA has no fused kernel for that"
+            )
 
 
 def reject_grouped(q: Tensor) -> Reject | None:

@@ -7,12 +7,15 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion_backend.patterns.attention import attention
 
 import fusion_backend
 from benchmarks.measure import distance, joint_distance
 from benchmarks.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
 from fusion_backend.collect import Collector
+from fusion_backend.pattern import LibraryCall
 from fusion_backend.testing import collect, graph_text
+from fusion_backend.torch_api import FakeTensorMode
 
 B, H, S, D = 2, 4, 24, 16
 FACTOR, FLOOR = 2.0, 1.2e-7  # as in test_models
@@ -173,6 +176,25 @@ def test_a_mask_of_queries_that_is_expanded_over_the_keys():
     assert site.forward == "library" and site.reason.startswith("nothing is masked"), site
     assert "arange" not in graph_text(graph)
     assert_right(fn, tensors())
+
+
+@pytest.mark.parametrize("device, taken", [("cuda", False), ("cpu", True)])
+def test_heads_whose_numbers_are_apart(device, taken):
+    """On CUDA SDPA would fall to its formula in fp32."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(B, H, S, D, device=device, dtype=torch.bfloat16) for _ in "qkv")
+        apart = torch.empty_strided((B, H, S, D), (H * S * D * 3, S * D * 3, D * 3, 3), device=device, dtype=q.dtype)
+        options = dict.fromkeys(("mask", "bias", "keep", "fill", "cap", "p")) | dict(
+            scale=0.25, heads="same", causal="full"
+        )
+
+        def answer(q, k, v):
+            return attention.library_fn(q=q, k=k, v=v, **options, masks={}, training=False)
+
+        assert isinstance(answer(q, k, v), LibraryCall)
+        for given in ((apart, k, v), (q, apart, v), (q, k, apart)):
+            found = answer(*given)
+            assert isinstance(found, LibraryCall) == taken and (taken or "are 3 apart" in found.reason)
 
 
 def test_a_query_against_a_cache_needs_no_mask():
