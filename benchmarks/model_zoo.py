@@ -142,7 +142,7 @@ def hugging_face(kind: str, config: str, inputs: Callable, options: Callable[[Si
 
     def build(size: Size, mode: str, attention: str, device, dtype) -> Subject:
         transformers = import_transformers()
-        settings = getattr(transformers, config)(**options(size), attn_implementation=attention)
+        settings = getattr(transformers, config)(**{"attn_implementation": attention, **options(size)})
         with torch.device(device):
             model = getattr(transformers, kind)(settings).to(dtype).eval()
         kwargs = inputs(size, mode, device, dtype)
@@ -243,6 +243,11 @@ def whisper(size: Size) -> dict:
                          bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
 
 
+def window(size: Size) -> int:
+    """Keys that a query of a sliding window sees."""
+    return size.seq // 2
+
+
 # batch, seq, layers, width, heads, inner, vocabulary, kv heads
 LLAMA = Size(4, 2048, 8, 2048, 32, 8192, 128256, kv=8)
 GPT2_MEDIUM = Size(16, 1024, 12, 1024, 16, 4096, 50257)
@@ -260,6 +265,12 @@ ENTRIES = {
     "qwen3": Entry(decoder("Qwen3", head_dim=lambda s: 128 if s.width > 512 else s.head),
                    Size(8, 1024, 12, 1024, 16, 3072, 151936, kv=8), TINY, ALL),
     "gemma": Entry(decoder("Gemma", head_dim=head_dim), Size(4, 1024, 6, 2048, 8, 16384, 256000, kv=1), TINY, ALL),
+    "gemma2": Entry(  # capped scores: transformers writes them out, whatever is asked for
+        decoder("Gemma2", head_dim=head_dim, query_pre_attn_scalar=head_dim, sliding_window=window,
+                attn_implementation="eager"),
+        Size(4, 2048, 6, 2048, 16, 9216, 256000, kv=8), TINY),
+    "mistral": Entry(decoder("Mistral", head_dim=head_dim, sliding_window=window),
+                     Size(2, 8192, 4, 2048, 16, 7168, 32000, kv=4), TINY),
     "mixtral": Entry(decoder("Mixtral", num_local_experts=experts),
                      Size(4, 2048, 4, 2048, 16, 7168, 32000, kv=4), TINY, ALL),
     "gpt2": Entry(hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM, TINY, ALL),
