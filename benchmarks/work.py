@@ -135,10 +135,10 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
 def windowed(window: int, **case) -> Callable:
     """Attention to the `window` keys up to the query's own, of those that are no padding."""
 
-    def attention(q, k, v, mask, keep, *rest):
+    def attention(q, k, v, mask, bias, keep, *rest):
         apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
         band = (apart >= 0) & (apart < window)
-        return REGISTRY["attention"].reference(q, k, v, mask, band if keep is None else band & keep, *rest)
+        return REGISTRY["attention"].reference(q, k, v, mask, bias, band if keep is None else band & keep, *rest)
 
     return attention
 
@@ -235,6 +235,8 @@ WORK = [
             (4, 16, 4096, 128, dict(window=1024)),
             (4, 32, 2048, 64, dict(window=256)),
             (4, 32, 2048, 64, dict(window=2048, padded=1)),
+            (4, 16, 2048, 128, dict(window=2048, cap=50)),
+            (32, 16, 512, 64, dict(padded=1, drop=1)),
         )
     ),
     *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),

@@ -70,7 +70,7 @@ def reject_forms(mask, bias, keep, fill, cap, causal) -> None:
     """What cannot be written, or nobody writes."""
     if (fill is not None and keep is None) or (keep is not None and fill is None and (mask, cap) != (None, None)):
         raise ValueError("keep has a fill, or is alone")
-    if causal == "causal" and not mask is bias is keep is cap is None:
+    if causal == "causal" and any(x is not None for x in (mask, bias, keep, cap)):
         raise ValueError("causal has no other mask")
     if bias is not None and (mask is None or keep is not None or cap is not None):
         raise ValueError("a bias is added to a mask alone")
@@ -308,8 +308,8 @@ def reject_masks(
 
 @masked_attention.worthwhile
 def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded, training):
-    plain = low is None and high is None and keep is None and cap is None and p is None
-    if not plain or number(q.shape[3]) != 64 or q.element_size() != 2 or statically_known_true(q.numel() < 1 << 23):
+    measured = keep is None and cap is None and p is None and number(q.shape[3]) in (64, 128) and q.element_size() == 2
+    if not measured or statically_known_true(q.numel() < 1 << 23):
         return UNMEASURED
     if bias is not None and not training:
         return Reject(f"Inductor's attention with a bias is as fast without gradients ({RESULTS})")
@@ -373,12 +373,13 @@ def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
-def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0):
+def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, drop=0):
     if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         return q, k, v, tensor(n, n), tensor(n, n), tensor(n, n) > -1, -1e9, 30.0, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     keep = (torch.arange(n, device=q.device) < n // 2).expand(b, 1, 1, n).contiguous() if padded else None
     mask = tensor(1, h, n, n) if bias else None
+    fill, cap = (float("-inf"), float(cap)) if cap else (None, None)
     word = "causal" if causal else "full"
-    return q, k, v, mask, None, keep, None, None, d**-0.5, None, "same", word
+    return q, k, v, mask, None, keep, fill, cap, d**-0.5, 0.1 if drop else None, "same", word
