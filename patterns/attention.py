@@ -155,7 +155,7 @@ def by_kernel(
     biases = [name for name in masks if name not in chosen]
     biases += [found.added for found in chosen.values() if found.added is not None]
     if len(biases) > 1:
-        return Reject(f"two masks that are added stay: {why}")
+        return Reject(f"our kernel adds one mask, not two: {why}")
     if causal == "causal":
         seen = seen._replace(low=0)
     if any(dynamic(bound) for bound in (seen.low, seen.high) if bound is not None):
