@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms import Norm, forward, not_forward
 from fusion_backend.kernels.norms_backward import backward
@@ -44,6 +44,8 @@ def _(x, residual, weight, bias, eps):
 
 @add_layer_norm.worthwhile
 def _(x, residual, weight, bias, eps, training):
+    if training:
+        return Reject("a forward in Inductor's code can be computed again instead of kept", forward_only=True)
     return not_forward(x)
 
 

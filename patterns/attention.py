@@ -26,7 +26,7 @@ from fusion_backend.kernels import flash, flash_backward
 from fusion_backend.kernels.dropout import Dropout, tiles_kept
 from fusion_backend.kernels.dropout import scale as dropout_scale
 from fusion_backend.kernels.inputs import DTYPES, dynamic, number, reject_dtypes, reject_dynamic, same_sizes
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED
+from fusion_backend.kernels.rows import UNMEASURED
 
 
 @Pattern
@@ -308,11 +308,11 @@ def reject_masks(
 
 @masked_attention.worthwhile
 def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded, training):
-    measured = keep is None and cap is None and p is None and number(q.shape[3]) in (64, 128) and q.element_size() == 2
+    d = number(q.shape[3])
+    measured = keep is None and d in (64, 128) and q.element_size() == 2
+    measured = measured and (cap is None or d == 128) and (p is None or (d == 64 and bias is None))
     if not measured or statically_known_true(q.numel() < 1 << 23):
         return UNMEASURED
-    if bias is not None and not training:
-        return Reject(f"Inductor's attention with a bias is as fast without gradients ({RESULTS})")
 
 
 @masked_attention.kernel(saves=("lse",))

@@ -60,7 +60,7 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast):
 
 @cross_entropy.worthwhile
 def _(logits, target, ignore_index, smoothing, reduction, upcast, training):
-    if not training or statically_known_true(logits.numel() < 1 << 26) or number(logits.shape[-1]) < 16384:
+    if statically_known_true(logits.numel() < 1 << 26) or number(logits.shape[-1]) < 16384:
         return UNMEASURED
 
 

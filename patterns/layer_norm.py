@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms import Norm, forward
 from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels.rows import RESULTS, UNMEASURED, reject_rows, reject_vectors
 
 
 @Pattern(inductor="reduction")
@@ -62,6 +62,8 @@ def _(x, weight, bias, eps):
 def _(x, weight, bias, eps, training):
     if statically_known_true(x.numel() < 1 << 17):
         return UNMEASURED
+    if x.element_size() == 4:
+        return Reject(f"Inductor's forward is as fast in fp32 ({RESULTS})", forward_only=True)
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))
