@@ -133,7 +133,7 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
 
 
 def windowed(window: int, **case) -> Callable:
-    """Attention to the `window` keys up to the query's own, of those that are no padding."""
+    """Attention to the `window` keys up to the query's own that are no padding, by a mask made in the graph."""
 
     def attention(q, k, v, mask, bias, keep, *rest):
         apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
@@ -230,6 +230,8 @@ WORK = [
         Work("attention", dict(b=b, h=h, n=n, d=d) | mask, BF16, train)
         for train in (False, True)
         for b, h, n, d, mask in (
+            (4, 16, 4096, 128, dict(window=4096, hand=1)),
+            (4, 32, 2048, 64, dict(window=2048)),
             (8, 16, 2048, 128, dict(bias=1)),
             (8, 16, 2048, 128, dict(padded=1)),
             (4, 16, 4096, 128, dict(window=1024)),

@@ -373,13 +373,13 @@ def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal):
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
-def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, drop=0):
+def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, drop=0, hand=0):
     if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         return q, k, v, tensor(n, n), tensor(n, n), tensor(n, n) > -1, -1e9, 30.0, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     keep = (torch.arange(n, device=q.device) < n // 2).expand(b, 1, 1, n).contiguous() if padded else None
     mask = tensor(1, h, n, n) if bias else None
-    fill, cap = (float("-inf"), float(cap)) if cap else (None, None)
+    fill, cap = float("-inf") if cap or hand else None, float(cap) if cap else None  # either is written by hand
     word = "causal" if causal else "full"
     return q, k, v, mask, None, keep, fill, cap, d**-0.5, 0.1 if drop else None, "same", word
