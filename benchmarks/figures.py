@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterable
 
+from benchmarks import timing
 from benchmarks.model_results import ModelRow
 from benchmarks.model_results import rows as model_rows
 from benchmarks.results import OK, Row, Run
@@ -16,7 +17,7 @@ from benchmarks.table import LONG_MS
 from benchmarks.trace import KINDS
 
 LARGE = 50e6  # bytes; the allocator's rounding is less
-SAME = 0.02  # ratios closer to 1, or closer than the noise of their row, are no difference
+SAME = 0.02  # memory that differs by less is no difference
 AUTOTUNE, FORCED = "max-autotune", "fusion-always"
 
 
@@ -44,11 +45,15 @@ def number(value: float | None, form: str) -> str:
 
 
 def verdict(row: Row | ModelRow, name: str = "fusion", to: str = "inductor") -> str:
-    """ "faster" or "slower" than plain Inductor, or "same"; "" where one of them has no time."""
-    ratio, bound = row.ratio(name, to), max(SAME, row.noise or 0.0)
-    if ratio is None:
+    """ "faster" or "slower" than another, or "same", as plain Inductor's own code is where the gate declined; "" where
+    one of them has no time, or was wrong."""
+    pair = row.of(name), row.of(to)
+    if not all(one and one.status == OK for one in pair) or row.ratio(name, to) is None:
         return ""
-    return "faster" if ratio > 1 + bound else "slower" if ratio < 1 / (1 + bound) else "same"
+    if to == "inductor" and getattr(pair[0], "declined", ""):
+        return "same"
+    mine, other = (one.step if isinstance(row, ModelRow) else one.kernel for one in pair)
+    return timing.verdict(mine, other, row.noise) or "same"
 
 
 def counted(rows: list, to: str = "inductor") -> dict[str, list]:
@@ -63,7 +68,8 @@ def where(run: Run) -> str:
 
 
 def source(run: Run, _: list[str]) -> str:
-    return wrapped(f"{where(run)} {run.about.get('remarks', '')}")
+    stopped = run.about.get("stopped")
+    return wrapped(where(run) + (f" The run stopped: {stopped}." if stopped else ""))
 
 
 # Patterns.
@@ -82,8 +88,8 @@ def summary(run: Run, _: list[str]) -> str:
     about, rows, kinds = run.about, run.rows, counted(run.rows)
     text = (
         f"{where(run)} In {len(kinds['faster'])} of {sum(map(len, kinds.values()))} rows fusion with its default gate "
-        f"is faster than plain Inductor, in {len(kinds['same'])} as fast (within {SAME:.0%} or the noise), in "
-        f"{len(kinds['slower'])} slower; in {sum(map(declined, rows))} the gate leaves the site to Inductor."
+        f"is faster than plain Inductor, in {len(kinds['same'])} as fast (within {timing.SMALLEST:.0%} or the noise), "
+        f"in {len(kinds['slower'])} slower; in {sum(map(declined, rows))} the gate leaves the site to Inductor."
     )
     tuned = counted(rows, AUTOTUNE)
     if timed := sum(map(len, tuned.values())):
@@ -92,18 +98,19 @@ def summary(run: Run, _: list[str]) -> str:
             f"as fast in {len(tuned['same'])}, slower in {len(tuned['slower'])}."
         )
     if noise := about.get("noise"):
-        text += f" The same code timed twice differs by {noise['median']:.1%} (median), {noise['max']:.1%} at most."
+        text += (
+            f" The same code timed twice differs by {noise['median']:.1%} (median), {noise['max']:.1%} at most, in "
+            f"{noise['rows']} rows of {LONG_MS * 1e3:.0f} µs and more."
+        )
     if kinds["slower"]:
         slower = (f"{row.name} ({ms(row, 'fusion')} ms, Inductor {ms(row, 'inductor')})" for row in kinds["slower"])
         text += f" Slower than plain Inductor: {'; '.join(slower)}."
     wrong = [f"{row.name}: {one.name} {one.status}" for row in rows for one in row.contenders if one.status != OK]
     wrong += [f"{row.name}: {row.note}" for row in rows if not row.contenders]
     if wrong:
-        text += f" Wrong or failed: {'; '.join(wrong)}."
+        text += f" Not compared, for one of the two is wrong or failed: {'; '.join(wrong)}."
     if about.get("stopped"):
         text += f" The run stopped: {about['stopped']}."
-    if about.get("converted"):
-        text += f" The file was converted {about['converted']}."
     return wrapped(text)
 
 

@@ -10,7 +10,7 @@ A page asks for figures with a comment, and what follows it up to the closing on
 
 The words after "figures:" are one of these, a file, and after a colon names where only some rows are meant:
 
-    source FILE             a paragraph: the machine, the command, remarks
+    source FILE             a paragraph: the machine, the command
     summary FILE            a paragraph: wins and losses of a run of benchmarks.patterns
     by-pattern FILE         a table with a line a pattern: how often faster and slower, the ratios
     rows FILE: NAME; NAME   a table of its rows; with fusion.gate=always where the default gate was not timed

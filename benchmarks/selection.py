@@ -59,15 +59,22 @@ def case_of(word: str) -> dict[str, int]:
 
 
 def keys_of(pattern: str) -> list[str]:
-    """The sizes that a pattern's example inputs need."""
+    """The sizes that a pattern's example inputs take."""
     fn = REGISTRY[pattern].inputs_fn
     return list(inspect.signature(fn).parameters)[1:] if fn else []
+
+
+def takes(pattern: str, case: dict) -> bool:
+    """Are these sizes of its example inputs, with all that have no default?"""
+    fn = REGISTRY[pattern].inputs_fn
+    given = list(inspect.signature(fn).parameters.values())[1:] if fn else []
+    return bool(given) and {p.name for p in given if p.default is p.empty} <= case.keys() <= {p.name for p in given}
 
 
 def given(names, cases, dtypes, modes) -> list[Work]:
     chosen = []
     for case in cases:
-        fit = [name for name in names if set(keys_of(name)) == set(case)]
+        fit = [name for name in names if takes(name, case)]
         if not fit:
             there = "; ".join(f"{name}: {', '.join(keys_of(name))}" for name in names)
             raise ValueError(f"no pattern takes the sizes {', '.join(case)} ({there})")

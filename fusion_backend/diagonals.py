@@ -44,7 +44,7 @@ def index_of(argument: fx.Node | Viewed, masks: Masks) -> Index:
     reads = other_read(argument, masks)
     if reads is None:
         return Index(True, f"its index is a function of i - j, proven at {place(argument)}")
-    if masks.table(argument) is not None and argument not in masks.inexact:
+    if masks.table(argument) is not None and masks.behind(argument) not in masks.inexact:
         return Index(True, f"its index is a function of i - j, by its values at {place(argument)}")
     return Index(False, f"its index is not known to be a function of i - j: it reads {source(reads)}")
 

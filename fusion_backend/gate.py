@@ -268,7 +268,8 @@ class Gate:
         """Where the operator is that of a pattern: does its kernel take it, and is it worth it?"""
         if not isinstance(call.op, Pattern):
             return None
-        if training and any(storage in self.writers for r in match.roots for storage in storages(r)):
+        reads = training and call.op.backward_result
+        if reads and any(storage in self.writers for r in match.roots for storage in storages(r)):
             return Reject("its result, which backward reads, is changed afterwards")
         if draws(match) and call.SEED not in call.tensors:
             return Reject("it draws random numbers and its call takes no seed")

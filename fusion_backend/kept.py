@@ -55,8 +55,7 @@ class Mask:
     """What is kept: low <= i - j <= high and all of `parts`.
 
     Of an additive mask, `choice` says whether it is one; `fill` is the one number that hides, and `added` the node that
-    is added to the scores where they are kept. `bias` is, of one that is no choice, a table of its values for
-    i - j = 1 - m, ..., n - 1 in the last dimension.
+    is added to the scores where they are kept.
     """
 
     where: str
@@ -68,7 +67,6 @@ class Mask:
     fill: float | None = None
     added: fx.Node | None = None
     about: str = ""  # what is added
-    bias: torch.Tensor | None = None
     proofs: list[str] = dataclasses.field(default_factory=list)
 
     hides = staticmethod(hides)

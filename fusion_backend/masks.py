@@ -39,16 +39,16 @@ from fusion_backend.views import Viewed
 
 CAP = 1 << 25  # elements that are computed at compile time: 4096 x 4096 and more
 # Besides those of RULES: of integers and booleans, so that every device computes the same.
-WHOLE = ("cumsum", "cumprod", "diff", "sum", "any", "all", "floor_divide", "remainder", "abs", "minimum", "maximum")
-WHOLE += ("clamp", "cat", "stack", "roll", "repeat", "repeat_interleave", "eye", "gather", "index_select", "bincount")
-WHOLE += ("tril_indices", "triu_indices", "scatter", "index_put", "logical_xor", "bitwise_xor", "fmod", "div")
+WHOLE = ("cumprod", "sum", "any", "all", "floor_divide", "remainder", "minimum", "maximum", "clamp", "cat", "stack")
+WHOLE += ("roll", "repeat_interleave", "eye", "gather", "index_select", "bincount", "tril_indices", "triu_indices")
+WHOLE += ("scatter", "index_put", "fmod", "div")
 WHOLE = {f"aten::{name}" for name in WHOLE}
 # What the bias in a mask may have passed through.
 SAME_VALUES = {"aten::contiguous", "aten::clone", "aten::alias"}
 # What may hide parts of a bias: the condition, if any, the value where it holds, and the other.
 CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}
 CHOICES["aten::masked_fill"] = ("mask", "value", "self")
-ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange")}
+ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange", "cumsum")}
 
 
 def source(n: fx.Node) -> str:
@@ -127,7 +127,6 @@ class Masks:
             if kept is None:
                 found.choice = False
                 found.add("dense", None, about)
-                found.bias = None if trained else self.table(node)
                 return found
             found.about = about if found.added is not None else ""
             t = kept
@@ -268,7 +267,7 @@ class Masks:
         except Exception:  # it depends on an input or a dynamic size, or there is no such operator on CPU
             return None
         val = n.meta["val"]
-        if any(a in self.inexact for a in n.all_input_nodes) or (out.is_floating_point() and rounds(n)):
+        if any(self.behind(a) in self.inexact for a in n.all_input_nodes) or (out.is_floating_point() and rounds(n)):
             self.inexact.add(n)
         return out if (out.dtype, tuple(out.shape)) == (val.dtype, tuple(val.shape)) else None
 

@@ -14,7 +14,7 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.norms import Norm, forward, not_forward
 from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.rows import RESULTS, reject_rows, reject_shapes, reject_vectors
 
 
 @Pattern(inductor="reduction")
@@ -45,7 +45,7 @@ def _(x, residual, weight, bias, eps):
 @add_layer_norm.worthwhile
 def _(x, residual, weight, bias, eps, training):
     if training:
-        return Reject("a forward in Inductor's code can be computed again instead of kept", forward_only=True)
+        return Reject(f"what Inductor's forward gives need not be kept for backward ({RESULTS})", forward_only=True)
     return not_forward(x)
 
 

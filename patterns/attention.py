@@ -165,7 +165,7 @@ def by_kernel(
         padded="padding" if seen.padded else "seen",
     )  # fmt: skip
     operands = "q", "k", "v", *(biases or [None]), dense, seen.keys, None if p is None else LibraryCall.SEED
-    return LibraryCall(masked_attention, operands, options, why)
+    return LibraryCall(masked_attention, operands, options, why, "its mask stays" if masks else "its scores stay")
 
 
 def seen_by(masks: dict, q, k, tensors: dict, fill: float | None, training: bool) -> Seen | None:

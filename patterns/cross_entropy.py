@@ -97,7 +97,7 @@ def _(saved, dloss):
     if saved.reduction == "mean":
         scale = scale / counts.sum().clamp(min=1)  # with no row that counts, the loss is NaN and the gradient 0
     elif saved.reduction == "none":
-        scale = scale[:, None]
+        scale = torch.where(counts, scale[:, None], 0.0)
     others = torch.exp(logits.float() - lse)
     if saved.smoothing:
         others = torch.where(lse == math.inf, others, others - uniform)

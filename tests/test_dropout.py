@@ -305,6 +305,6 @@ def test_backward_reads_a_seed_and_no_mask():
     assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [(1, 1)] * 3
     assert found["dropout_add"]["backward"] == dict(kernels=1, draws=0, given=[[1]])
     given = [[1], [32], [64], [64], [64, 32]]
-    assert found["dropout_add_layer_norm"]["backward"] == dict(kernels=2, draws=0, given=given)
+    assert found["dropout_add_layer_norm"]["backward"] == dict(kernels=1, draws=0, given=given)
     given = [[1], [1, 1, 1, 64], [1, 1, 64], *[[1, 1, 64, 32]] * 3]
     assert found["attention"]["backward"] == dict(kernels=3, draws=0, given=given)

@@ -105,6 +105,8 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
     behind = torch.arange(m, device=DEVICE) < torch.tensor([[max(1, m // 3)], [m]], device=DEVICE)
     keep = torch.rand(b, 1, n, m, device=DEVICE) > 0.3
     keep[..., 0] = True
+    third = torch.arange(m, device=DEVICE) * 3 // m
+    deep = torch.where(third < 2, torch.finfo(dtype).min / (1 + third), 0.0).to(dtype).expand(b, 1, n, m).contiguous()
     return {
         "all": Masking(),
         "causal": Masking(low=0),
@@ -123,6 +125,8 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "bias for all batches": Masking(bias=randn(1, h, n, m, dtype=dtype)),
         "bias for all heads, causal": Masking(bias=randn(b, 1, n, m, dtype=dtype), low=0),
         "bias for all and a window": Masking(bias=randn(1, 1, n, m, dtype=dtype), low=-3, high=60),
+        "bias, far down to two depths": Masking(bias=deep),
+        "bias, far down to two depths, causal": Masking(bias=deep, low=0),
         "bias of keys": Masking(bias=randn(b, 1, 1, m, dtype=dtype)),
         "bias of causal heads": Masking(bias=randn(b, h, n, m, dtype=dtype), low=0),
         "capped": Masking(cap=0.5, low=0),

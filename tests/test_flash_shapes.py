@@ -52,7 +52,7 @@ def test_no_queries_or_no_keys(n, m):
         Masking(keep=torch.ones(2, 1, n, m, dtype=torch.bool, device=DEVICE), hidden="fill", fill=-1e9),
     ):
         out, lse = flash.forward(q, k, v, masking, True, SMALL)
-        assert out.shape == q.shape and not out.any() and lse.shape == (2, 2, n)
+        assert out.shape == q.shape and not out.any() and lse.shape[:2] == (2, 2) and lse.shape[-1] == n
         found = flash_backward.backward(q, k, v, masking, out, lse, out, ALL, (SMALL, SMALL))
         for got, like in zip(found, (q, k, v, masking.bias), strict=True):
             assert (got is None) == (like is None)

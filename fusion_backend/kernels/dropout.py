@@ -7,6 +7,7 @@ that torch or Inductor would draw from the same seed.
 
 In a matrix that is made tile by tile, as the scores of attention are, the four elements of one counter are eight rows
 and eight columns apart: wgmma leaves those in one thread, also of the transposed matrix, so that no word is exchanged.
+There seven rounds are made.
 """
 
 from __future__ import annotations

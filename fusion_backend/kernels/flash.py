@@ -5,7 +5,8 @@ which is 1. Which keys j a query i sees is said by a band, low <= i - j <= high,
 dense choice; a bias is added to the scores, which may be capped before: cap · tanh(s / cap). Blocks that band or vector
 hide are not read, blocks that they leave whole are not masked. Scores and sums are in fp32, scores in base 2, but in
 base e where a bias is added: the least number of a dtype, in base 2, would be -infinity. The forward keeps the
-logarithm, to that base, of each row's sum. Dropout of the probabilities is by seed and position (dropout.py). No sum is
+logarithm, to that base, of each row's sum; with a bias the row's largest score and the sum, apart: beside a score of
+-10³⁰ the logarithm would be lost. Dropout of the probabilities is by seed and position (dropout.py). No sum is
 taken in memory, by atomic additions say, so that the bits are the same every time. Source: Dao et al. 2022 and 2023.
 """
 
@@ -150,13 +151,15 @@ def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
 
 
 def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -> tuple[Tensor, Tensor]:
-    """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`. Grid: blocks of queries."""
+    """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`, with a bias its largest score
+    and its sum `[b, h, 2, n]`. Grid: blocks of queries."""
     b, h, n, d = q.shape
     dense, drops = masking.bias is not None or masking.keep is not None, masking.dropout is not None
     few = narrow(masking) or statically_known_true(n <= 64)
     config = config or forward_config(number(d), q.element_size(), dense, drops, few)
     out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty((b, h, n) if save else (0,), dtype=torch.float32, device=q.device)
+    kept = (b, h, n) if masking.bias is None else (b, h, 2, n)
+    lse = torch.empty(kept if save else (0,), dtype=torch.float32, device=q.device)
     args, constants = masks_of(q, k, masking)
     launch(
         flash_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,), q, k, v, out, lse if save else None, *args,
@@ -199,7 +202,7 @@ def flash_kernel(
             acc, top, total, q, K, V, masks, row, col, i0, edge(t, left, begin, stop, BN), m, k2, v2, SCALE, CAP,
             FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, True,
         )  # fmt: skip
-    lse = top + (tl.log2(total) if BIAS is None else tl.log(total))
+    lse = top + tl.log2(total) if BIAS is None else top
     if not NAN:  # with nothing seen: a result of 0, and no gradient
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
@@ -208,7 +211,10 @@ def flash_kernel(
     OUT = begins(OUT, batch, head, i0, o0, o1, o2)
     tl.store(OUT + row[:, None] * o2 + d, acc, (row[:, None] < n - i0) & (d < D))
     if LSE is not None:
-        tl.store(LSE + (batch * heads + head) * n + i0 + row, lse, row < n - i0)
+        LSE += (batch * heads + head) * n * (1 if BIAS is None else 2) + i0
+        tl.store(LSE + row, lse, row < n - i0)
+        if BIAS is not None:
+            tl.store(LSE + n + row, total, row < n - i0)
 
 
 @triton.jit

@@ -122,19 +122,32 @@ def row_sums_kernel(
 
 
 @triton.jit
+def of_rows(LSE, SUMS, before, at, keep, n, BIAS):
+    """What is kept of rows of a head, with `before` rows of other heads in front: the logarithm of the sum, or with a
+    bias the largest score, and one over the sum; and rowsum(do · out)."""
+    sums = tl.load(SUMS + before + at, keep, 0.0)
+    if BIAS is None:
+        lse = tl.load(LSE + before + at, keep, float("inf"))
+        inverse = lse
+    else:
+        lse = tl.load(LSE + 2 * before + at, keep, float("inf"))
+        inverse = 1.0 / tl.load(LSE + 2 * before + n + at, keep, 1.0)
+    return lse, inverse, sums
+
+
+@triton.jit
 def probabilities(
-    s, lse, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
-    MASKED: tl.constexpr,
+    s, lse, inverse, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
+    PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Of the products of the tile at i0, j0; and which have a gradient."""
     BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
     s, kept = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
     p = power(s - lse, BIAS)
-    # Far down, the logarithm of a row that sees nothing has lost its sum, which is m.
     if BIAS is not None:
-        p = tl.where((lse < -1e6) & (col < m - j0), 1.0 / m, p)
+        p *= inverse
     elif FILL is not None:
-        if FILL < -30000.0:
+        if FILL < -30000.0:  # far down, the logarithm of a row that sees nothing has lost its sum, which is m
             p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
     return p, kept
 
@@ -178,15 +191,15 @@ def flash_keys_kernel(
         )  # fmt: skip
         q = begins(Q, batch, head, 0, q0, q1, q2)
         do = begins(DO, batch, head, 0, g0, g1, g2)
-        rows = (batch * heads + head) * n
+        before = (batch * heads + head) * n
         for start in tl.range(begin, stop, BM):
             dk, dv = keys_step(
-                dk, dv, k, v, q, do, LSE + rows, SUMS + rows, masks, row, col, start, j0, n, q2, g2, SCALE, CAP,
+                dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2, SCALE, CAP,
                 FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
             )  # fmt: skip
         for t in tl.range(0, edges(left, begin, stop, end, BM)):
             dk, dv = keys_step(
-                dk, dv, k, v, q, do, LSE + rows, SUMS + rows, masks, row, col, edge(t, left, begin, stop, BM),
+                dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, edge(t, left, begin, stop, BM),
                 j0, n, q2, g2, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
             )  # fmt: skip
     d = tl.arange(0, BD)[None, :]
@@ -199,7 +212,7 @@ def flash_keys_kernel(
 
 @triton.jit
 def keys_step(
-    dk, dv, k, v, Q, DO, LSE, SUMS, masks, row, col, start, j0, n, q2, g2, SCALE: tl.constexpr,
+    dk, dv, k, v, Q, DO, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2, SCALE: tl.constexpr,
     CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -207,11 +220,22 @@ def keys_step(
     at = tl.minimum(row, n - 1 - start)
     q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, dk.shape[1], UPCAST)
     do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, dk.shape[1], UPCAST)
-    lse = tl.load(LSE + start + row, row < n - start, float("inf"))
-    sums = tl.load(SUMS + start + row, row < n - start, 0.0)
+    lse, inverse, sums = of_rows(LSE, SUMS, before, start + row, row < n - start, n, masks[0])
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     p, kept = probabilities(
-        s, lse[None, :], masks, row[None, :], col[:, None], start, j0, SCALE, CAP, FILL, PADDED, MASKED
+        s,
+        lse[None, :],
+        inverse[None, :],
+        masks,
+        row[None, :],
+        col[:, None],
+        start,
+        j0,
+        SCALE,
+        CAP,
+        FILL,
+        PADDED,
+        MASKED,
     )
     left = p
     if masks[3] is not None:
@@ -249,14 +273,12 @@ def flash_queries_kernel(
     )  # fmt: skip
     q = tile(begins(Q, batch, head, i0, q0, q1, q2), inside, q2, D, BD, UPCAST)
     do = tile(begins(DO, batch, head, i0, g0, g1, g2), inside, g2, D, BD, UPCAST)
-    at = (batch * heads + head) * n + i0 + row
-    lse = tl.load(LSE + at, row < n - i0, float("inf"))
-    sums = tl.load(SUMS + at, row < n - i0, 0.0)
+    kept = of_rows(LSE, SUMS, (batch * heads + head) * n, i0 + row, row < n - i0, n, BIAS)
     dq = tl.zeros([BM, BD], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         dq, ds = queries_step(
-            dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
             THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
         )  # fmt: skip
         if DB is not None:
@@ -264,7 +286,7 @@ def flash_queries_kernel(
     for t in tl.range(0, edges(left, begin, stop, end, BN)):
         start = edge(t, left, begin, stop, BN)
         dq, ds = queries_step(
-            dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
             THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
         )  # fmt: skip
         if DB is not None:
@@ -277,17 +299,30 @@ def flash_queries_kernel(
 
 @triton.jit
 def queries_step(
-    dq, q, do, lse, sums, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
+    dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
     FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum with the keys of one block, and the gradient of its scores."""
+    """The sum with the keys of one block, and the gradient of its scores. `kept`: see of_rows."""
+    lse, inverse, sums = kept
     at = tl.minimum(col, m - 1 - start) if MASKED else col
     k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, dq.shape[1], UPCAST)
     v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, dq.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, kept = probabilities(
-        s, lse[:, None], masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, PADDED, MASKED
+        s,
+        lse[:, None],
+        inverse[:, None],
+        masks,
+        row[:, None],
+        col[None, :],
+        i0,
+        start,
+        SCALE,
+        CAP,
+        FILL,
+        PADDED,
+        MASKED,
     )
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if masks[3] is not None:
@@ -326,12 +361,11 @@ def flash_bias_kernel(
         k = tile(begins(K, batch, head // group, j0, k0, k1, k2), key, k2, D, BD, UPCAST)
         v = tile(begins(V, batch, head // group, j0, v0, v1, v2), key, v2, D, BD, UPCAST)
         do = tile(begins(DO, batch, head, i0, g0, g1, g2), at, g2, D, BD, UPCAST)
-        rows = (batch * heads + head) * n + i0 + row
-        lse = tl.load(LSE + rows, row < n - i0, float("inf"))
-        sums = tl.load(SUMS + rows, row < n - i0, 0.0)
+        before = (batch * heads + head) * n
+        lse, inverse, sums = of_rows(LSE, SUMS, before, i0 + row, row < n - i0, n, BIAS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, kept = probabilities(
-            s, lse[:, None], masks, row[:, None], col[None, :], i0, j0, SCALE, CAP, FILL, PADDED, True
+            s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, j0, SCALE, CAP, FILL, PADDED, True
         )
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if masks[3] is not None:
