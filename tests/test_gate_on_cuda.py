@@ -112,7 +112,7 @@ for grad in (True, False):
     assert site.fused and (site.forward, site.backward) == ("kernel", "kernel" if grad else None), str(site)
     (node,) = fused_nodes(new)
     assert str(node.target) == "fusion.masked_attention.default" and node.kwargs["save"] is grad
-    assert node.meta["example_value"][1].numel() == (2 * 4 * 2 * 64 if grad else 0)  # all that is kept besides the result
+    assert node.meta["example_value"][1].numel() == (2 * 4 * 2 * 64 if grad else 0)  # all that is kept besides it
     assert [str(a) for a in node.args] == ["q", "k", "v", "bias", "None", "None", "None"]
 drops = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, 0.1, enable_gqa=True)
 gm, new, record = run(drops, *shapes, grad=True, gate="always")

@@ -305,6 +305,11 @@ def test_cross_entropy_as_torch_has_it():
         loss, lse, label = kernel(x, none, *numbers.values(), True)
         saved = SimpleNamespace(logits=x, target=none, lse=lse, label=label, **numbers)
         assert REGISTRY["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
+    some, numbers = torch.tensor([1, -100, 2]), dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none")
+    loss, lse, label = kernel(x, some, *numbers.values(), True)
+    saved = SimpleNamespace(logits=x, target=some, lse=lse, label=label, **numbers)
+    d = REGISTRY["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
+    assert d[0].isfinite().all() and d[1].eq(0).all() and d[2].isnan().all()
     x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
     target = torch.tensor([1, 2, 4])
     got = kernel(x, target, -100, 0.0, "none", "none", True)[0]
