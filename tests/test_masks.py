@@ -261,7 +261,7 @@ def test_what_is_hidden():
     assert not hides(-1e4, torch.float32) and not hides(0.0, torch.float32) and not hides(float("nan"), torch.float32)
 
 
-COMPOSITIONS = int(os.environ.get("MASK_COMPOSITIONS", 300))  # random masks; a fifth as many of dynamic size
+COMPOSITIONS = int(os.environ.get("MASK_COMPOSITIONS", 150))  # random masks; a fifth as many of dynamic size
 
 
 class Compositions:
