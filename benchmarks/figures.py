@@ -50,9 +50,10 @@ def verdict(row: Row | ModelRow, name: str = "fusion", to: str = "inductor") -> 
     pair = row.of(name), row.of(to)
     if not all(one and one.status == OK for one in pair) or row.ratio(name, to) is None:
         return ""
-    if to == "inductor" and getattr(pair[0], "declined", ""):
+    model = isinstance(row, ModelRow)
+    if to == "inductor" and not model and pair[0].declined:
         return "same"
-    mine, other = (one.step if isinstance(row, ModelRow) else one.kernel for one in pair)
+    mine, other = (one.step if model else one.kernel for one in pair)
     return timing.verdict(mine, other, row.noise) or "same"
 
 

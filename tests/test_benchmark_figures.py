@@ -53,15 +53,15 @@ def asked_for(pages, asked) -> str:
 
 def test_summary(pages):
     found = asked_for(pages, "summary p.json").replace("\n", " ")
-    assert "In 10 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
+    assert "In 9 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
     assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
     assert "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower" in found
-    assert "Wrong or failed: add_mul bf16 n=1000000: fusion failed" in found and "0.3% (median)" in found
+    assert "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found and "0.3% (median)" in found
 
 
 def test_by_pattern(pages):
     found = asked_for(pages, "by-pattern p.json")
-    assert "| add_mul | 2 | 0 | 0 | 1 | 1.45 | 1.45 | 1.45 | 1.18 |" in found
+    assert "| add_mul | 1 | 1 | 0 | 1 | 1.45 | 1.45 | 1.45 | 1.18 |" in found  # declined: the same code
     assert "| softmax | 2 | 0 | 1 | 0 | 0.67 | 1.45 | 1.45 | 1.18 |" in found
 
 
@@ -103,8 +103,8 @@ def test_losses_are_found(pages):
 
 def test_a_slower_model_is_a_loss():
     run = model_run()
-    run.rows[0].of("fusion").step = spread(21.0)
-    assert "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 21.00 | 0.95 |" in figures.losses(run, [])
+    run.rows[0].of("fusion").step = spread(25.0)
+    assert "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 25.00 | 0.80 |" in figures.losses(run, [])
 
 
 def test_models_table(pages):
@@ -235,7 +235,7 @@ def test_the_readme_is_measured_again(page, tmp_path, monkeypatch, capsys):
     first, second, last = told
     assert first[:3] == ["benchmarks.patterns", "--quoted", str(page)] and "--once" in second
     minutes = [float(argv[argv.index("--minutes") + 1]) for argv in (first, second)]
-    assert minutes == [pytest.approx(5, abs=0.1), pytest.approx(10, abs=0.1)]  # the first took no time
+    assert minutes == [pytest.approx(3, abs=0.1), pytest.approx(10, abs=0.1)]  # the first took no time
     assert last[0] == "benchmarks.page" and len(last) == 2  # there are results of models alone
     shown = capsys.readouterr().out
     assert re.search(r"softmax bf16 n=1000000 +1\.45 +-\n", shown)

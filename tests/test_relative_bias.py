@@ -417,6 +417,6 @@ def test_t5(train, dynamic):
 def test_the_library_answers_for_the_operator():
     index, weight = buckets(apart()), torch.zeros(ROWS, H)
     found = type("Found", (), dict(diagonal=True, text="yes"))
-    answer = relative_bias.library_fn(index, weight, {"index": found})
+    answer = relative_bias.library_fn(index, weight, {"index": found}, True)
     assert isinstance(answer, LibraryCall) and answer.op is diagonal_bias
     torch.testing.assert_close(diagonal_bias(index, weight + 1), relative_bias(index, weight + 1))
