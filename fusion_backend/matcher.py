@@ -307,7 +307,7 @@ def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewe
         through = False
         number = next((a for a in e.args if a.of_run_time), None)
         steps.insert(0, (e.op, (number.nodes[0],) if number else e.attr or ()))
-        if e.op in BY_NUMBERS and number is None:
+        if e.op in BY_NUMBERS and (number is None or (e.op == "div" and e.args[0] is number)):
             return None
         e = next(a for a in e.args if a is not number)
     if not e.nodes and e.rows is not None:
