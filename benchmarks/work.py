@@ -158,7 +158,7 @@ PASSES = {
     "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
     "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
     "l2_norm": (2, 5), "batch_norm": (2, 4), "group_norm": (2, 5), "bias_act": (2, 5),
-    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9), "relative_bias": (1, 2),
+    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9), "relative_bias": (1, 2), "gelu": (2, 5),
 }  # fmt: skip
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
 PLAIN = {
@@ -211,6 +211,11 @@ WORK = [
         for b, c, n in ((16, 480, 64), (64, 320, 32), (2, 512, 128))
     ),
     Work("bias_act", dict(rows=16384, n=4096), BF16),
+    *(
+        Work("gelu", dict(rows=16384, n=4096) | form, BF16, train)
+        for train in (False, True)
+        for form in ({}, dict(tanh=1))
+    ),
     *(Work("dropout_add_layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in (*ROWS[:3], *FEW[::2])),
     *(Work("dropout_add", dict(rows=rows, n=n), BF16, train=True) for rows, n in (ROWS[0], FEW[2])),
     *(
@@ -271,6 +276,7 @@ SMALL = [
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
     Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
     Work("bias_act", dict(rows=64, n=256), BF16),
+    Work("gelu", dict(rows=64, n=256), BF16, train=True),
     *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("dropout_add", "dropout_add_layer_norm")),
     Work("quantize_per_token", dict(rows=64, n=256), F32),
     Work("rms_norm_quantize", dict(rows=64, n=256), F32),

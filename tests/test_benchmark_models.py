@@ -145,7 +145,10 @@ def test_wrong_slow_and_failing_contenders_are_told_apart():
         "memory": changed(exhaust),
     }
     said = []
-    row = measure(subject, makes, QUICK, row, CPU, said.append)
+    for _ in range(3):  # a machine that stands still between two samples makes noise, and then nothing is slower
+        row = measure(subject, makes, QUICK, row, CPU, said.append)
+        if row.of("slow").verdict:
+            break
     status = {one.name: one.status for one in row.contenders}
     assert status == dict(eager=OK, inductor=OK, wrong=WRONG, nan=WRONG, slow=OK, failing=FAILED, memory=FAILED)
     assert row.of("wrong").output_error == pytest.approx(0.01, rel=1e-2)
