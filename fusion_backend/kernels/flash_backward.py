@@ -122,17 +122,16 @@ def row_sums_kernel(
 
 
 @triton.jit
-def of_rows(LSE, SUMS, before, at, keep, n, BIAS):
+def weights_of_rows(LSE, before, at, n, BIAS):
     """What is kept of rows of a head, with `before` rows of other heads in front: the logarithm of the sum, or with a
-    bias the largest score, and one over the sum; and rowsum(do · out)."""
-    sums = tl.load(SUMS + before + at, keep, 0.0)
+    bias the largest score, and one over the sum."""
     if BIAS is None:
-        lse = tl.load(LSE + before + at, keep, float("inf"))
+        lse = tl.load(LSE + before + at)
         inverse = lse
     else:
-        lse = tl.load(LSE + 2 * before + at, keep, float("inf"))
-        inverse = 1.0 / tl.load(LSE + 2 * before + n + at, keep, 1.0)
-    return lse, inverse, sums
+        lse = tl.load(LSE + 2 * before + at)
+        inverse = 1.0 / tl.load(LSE + 2 * before + n + at)
+    return lse, inverse
 
 
 @triton.jit
@@ -217,11 +216,13 @@ def keys_step(
     D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
-    at = tl.minimum(row, n - 1 - start)
+    at = tl.minimum(row, n - 1 - start) if MASKED else row
     q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, dk.shape[1], UPCAST)
     do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, dk.shape[1], UPCAST)
-    lse, inverse, sums = of_rows(LSE, SUMS, before, start + row, row < n - start, n, masks[0])
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    lse, inverse = weights_of_rows(LSE, before, start + at, n, masks[0])
+    if MASKED:
+        lse = tl.where(row < n - start, lse, float("inf"))
     p, kept = probabilities(
         s,
         lse[None, :],
@@ -245,6 +246,7 @@ def keys_step(
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if masks[3] is not None:
         dp = tl.where(survives, dp * RESCALE, 0.0)
+    sums = tl.load(SUMS + before + (start + at))  # not before: they would spill
     _, ds = gradient(s, p, dp, sums[None, :], kept, SCALE, CAP, FILL)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -273,7 +275,9 @@ def flash_queries_kernel(
     )  # fmt: skip
     q = tile(begins(Q, batch, head, i0, q0, q1, q2), inside, q2, D, BD, UPCAST)
     do = tile(begins(DO, batch, head, i0, g0, g1, g2), inside, g2, D, BD, UPCAST)
-    kept = of_rows(LSE, SUMS, (batch * heads + head) * n, i0 + row, row < n - i0, n, BIAS)
+    before = (batch * heads + head) * n
+    lse, inverse = weights_of_rows(LSE, before, i0 + inside, n, BIAS)
+    kept = lse, inverse, tl.load(SUMS + before + (i0 + inside))
     dq = tl.zeros([BM, BD], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
@@ -303,7 +307,7 @@ def queries_step(
     FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum with the keys of one block, and the gradient of its scores. `kept`: see of_rows."""
+    """The sum with the keys of one block, and the gradient of its scores. `kept`: see weights_of_rows, and rowsum(do · out)."""
     lse, inverse, sums = kept
     at = tl.minimum(col, m - 1 - start) if MASKED else col
     k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, dq.shape[1], UPCAST)
@@ -362,7 +366,8 @@ def flash_bias_kernel(
         v = tile(begins(V, batch, head // group, j0, v0, v1, v2), key, v2, D, BD, UPCAST)
         do = tile(begins(DO, batch, head, i0, g0, g1, g2), at, g2, D, BD, UPCAST)
         before = (batch * heads + head) * n
-        lse, inverse, sums = of_rows(LSE, SUMS, before, i0 + row, row < n - i0, n, BIAS)
+        lse, inverse = weights_of_rows(LSE, before, i0 + at, n, BIAS)
+        sums = tl.load(SUMS + before + (i0 + at))
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, kept = probabilities(
             s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, j0, SCALE, CAP, FILL, PADDED, True
