@@ -17,7 +17,7 @@ from fusion_backend.patterns.attention import masked_attention, masking_of
 from benchmarks.work import attended
 from fusion_backend.kernels import flash, flash_backward
 
-NAMES = ("BM", "BN", "num_warps", "num_stages")
+NAMES = ("BM", "BN", "num_warps", "num_stages", "LATE")
 # Work: b, h, n, d and what is masked; configurations of the forward, and of the two kernels of the backward.
 D128 = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
 D64 = [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3)]
@@ -55,6 +55,24 @@ DROPOUT = [
     (MIDDLE_128, dict(padded=1, drop=1), D128[1:3], BACK_128),
     (MIDDLE_128, dict(bias=1, drop=1), WIDE_128[:2], WIDE_BACK_128),
 ]
+# Causal: forward, keys, queries. The last, LATE: the sums of the block before, while the weights are computed.
+CAUSAL = [
+    (
+        LONG_128,
+        [
+            (128, 128, 8, 3),
+            *((*c, True) for c in ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3))),
+        ],
+        [(32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 128, 8, 3, True), (32, 128, 8, 2, True)],
+        [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2, True), (128, 64, 8, 3, True)],
+    ),
+    (
+        LONG_64,
+        [(128, 64, 4, 3), (128, 64, 4, 3, True), (128, 128, 8, 3, True)],
+        [(64, 128, 8, 2), (64, 64, 4, 2, True)],
+        [(128, 64, 8, 3), (128, 64, 8, 3, True)],
+    ),
+]
 
 
 def tiny(work: list) -> list:
@@ -66,11 +84,11 @@ def tiny(work: list) -> list:
 
 
 def words(config: tuple) -> str:
-    return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in zip(NAMES, config, strict=True))
+    return " ".join(f"{name.removeprefix('num_')}={number:d}" for name, number in sizes(config).items())
 
 
 def sizes(config: tuple) -> dict:
-    return dict(zip(NAMES, config, strict=True))
+    return dict(zip(NAMES, config, strict=False))
 
 
 def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]:
@@ -97,6 +115,50 @@ def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]
         yield title, "SDPA", functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
 
 
+def causal(device) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Causal attention: forward, and the two kernels of the backward apart, each with the sums of its rows."""
+
+    def tensor(*shape):
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    small = ((1, 2, 40, 16), *[[(32, 16, 4, 1), (32, 16, 4, 1, True)]] * 3)
+    for (b, h, n, d), forwards, keys, queries in CAUSAL if torch.cuda.is_available() else [small]:
+        q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, causal=1)
+        masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)
+        gflop, name = 4e-9 * b * h * n * n * d * attended(dict(n=n, causal=1)), f"causal B{b} H{h} S{n} D{d}"
+        run, leaves = library(q, k, v, masking)
+        back = functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
+        want = [run(), *back()]
+        title = f"flash forward {name} ({gflop:.1f} GFLOP)"
+        for c in forwards:
+            call = functools.partial(flash.forward, q, k, v, masking, True, sizes(c))
+            yield title, words(c), call
+            agree(words(c), call()[:1], want[:1])
+        yield title, "SDPA", run
+        args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
+        for part, configs, needs in (("keys", keys, "kv"), ("queries", queries, "q")):
+            title = f"flash backward {name}, {part} ({(2 if part == 'keys' else 1.5) * gflop:.1f} GFLOP)"
+            for c in configs:
+                asked = {which: which in needs for which in ("q", "k", "v", "bias")}
+                call = functools.partial(flash_backward.backward, *args, asked, (sizes(c), sizes(c)))
+                yield title, words(c), call
+                agree(words(c), [g for g in call() if g is not None], want[2:] if part == "keys" else want[1:2])
+        title = f"flash backward {name} ({2.5 * gflop:.1f} GFLOP)"
+        asked = dict(q=True, k=True, v=True, bias=False)
+        for pair in ((keys[0], queries[0]), (keys[-1], queries[-1])):
+            call = functools.partial(flash_backward.backward, *args, asked, (sizes(pair[0]), sizes(pair[1])))
+            yield title, f"keys {words(pair[0])}; queries {words(pair[1])}", call
+        yield title, "SDPA", back
+
+
+def agree(name: str, found, wanted) -> None:
+    """Say so if results are not those of SDPA: a fast wrong kernel is none."""
+    for x, y in zip(found, wanted, strict=True):
+        error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+        if not error < 0.02:
+            print(f"WRONG: {name} differs from SDPA by {error:.3g}", flush=True)
+
+
 def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     """SDPA with the same mask, and what has a gradient."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v, masking.bias) if t is not None]
@@ -115,6 +177,11 @@ def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor]
 
 def attention(device):
     return calls(WORK, device)
+
+
+def attention_causal(device):
+    """What an H200 must decide about causal attention."""
+    return causal(device)
 
 
 def attention_wide(device):
