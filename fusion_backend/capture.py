@@ -346,3 +346,19 @@ def inner_bodies(gm: fx.GraphModule):
 
 def is_lowered(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def is_elementwise(n: fx.Node) -> bool:
+    pure = isinstance(n.target, OpOverload) and not n.target._schema.is_mutable
+    return pure and torch.Tag.pointwise in n.target.tags and torch.Tag.nondeterministic_seeded not in n.target.tags
+
+
+def embedded(n: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
+    """The embedding, if n is one or a sum of such, and read by nothing else."""
+    while is_lowered(n) and inside.issuperset(n.users):
+        if n.target is torch.ops.aten.embedding.default:
+            return n
+        if not is_elementwise(n) or not n.all_input_nodes:
+            return None
+        inside, n = inside | {n}, n.all_input_nodes[0]
+    return None

@@ -15,7 +15,7 @@ from torch import fx
 from fusion_backend import library
 from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
-from fusion_backend.capture import View, is_lowered
+from fusion_backend.capture import View, embedded, is_lowered
 from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import compile_only, on_gpu, trial
@@ -290,6 +290,8 @@ class Gate:
         for n in (*arguments, *(u for r in match.roots for u in r.users if u not in inside)):
             if is_lowered(n) and not in_library(peel(self.canon.of[n]).op) and self.canon.of[n].op != "input":
                 half = match.pattern.inductor == "reduction"
+                if half and training and (table := next(filter(None, (embedded(a, inside) for a in arguments)), None)):
+                    return Reject(f"Inductor fuses its gradient with that of the embedding at {location(table)}")
                 return Reject(f"Inductor fuses it with its neighbour at {location(n)}", half)
         return None
 
@@ -310,11 +312,11 @@ class Gate:
                 answer = question(*given) if question is not None else None
             except Exception as error:
                 return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
-            if isinstance(answer, Reject):
+            if isinstance(answer, Reject) and not answer.forward_only:
                 return answer
-        if pattern.inductor and self.options.gate != "always":
-            return self.fusable_neighbour(match, training)
-        return None
+        half = answer if isinstance(answer, Reject) else None
+        beside = self.fusable_neighbour(match, training) if pattern.inductor and self.options.gate != "always" else None
+        return beside if half is None or (beside and not beside.forward_only) else half
 
     def try_out(self, decision: Decision, values: list) -> str:
         """Run the op on fakes, and compile its kernels, before the graph depends on them."""

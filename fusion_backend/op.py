@@ -58,7 +58,8 @@ class Op:
 
     def backward_schema(self) -> inspect.Signature:
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        first = [inspect.Parameter(f"grad_{i}", plain, annotation=Tensor) for i in range(self.pattern.outputs)]
+        kinds = [Tensor | None if may else Tensor for may in self.pattern.backward_missing]
+        first = [inspect.Parameter(f"grad_{i}", plain, annotation=kind) for i, kind in enumerate(kinds)]
         results = range(self.pattern.outputs if self.pattern.backward_result else 0)
         first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in results]
         saved = [inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.pattern.saves]
@@ -124,6 +125,7 @@ class Op:
         ctx.has = [isinstance(a, Tensor) for a in inputs]
         ctx.decision = {**DECISION, **keyword_only_inputs}
         own = self.pattern.backward_result and ctx.decision["backward"] != "vjp"
+        ctx.set_materialize_grads(not (own and any(self.pattern.backward_missing)))
         kept = out if own else saves  # a kept result may not be written to in place
         ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
 
@@ -144,6 +146,9 @@ class Op:
             if other in needed:
                 needed[other] |= needed[name]
         wanted = list(needed.values())
+        missing = [g is None and not may for g, may in zip(grads, pattern.backward_missing, strict=True)]
+        if any(missing):
+            grads = [torch.zeros_like(r) if no else g for no, g, r in zip(missing, grads, results, strict=False)]
         if pattern.backward_plain:
             found = self.run_backward(*grads, *results, wanted, *flat)
         elif taken:

@@ -159,6 +159,7 @@ class Pattern:
         self.saves: tuple[str, ...] = ()
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
+        self.backward_missing = [False] * self.outputs  # which results' gradients it takes None for
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
         self.inputs_fn: Callable | None = None
@@ -271,11 +272,15 @@ class Pattern:
         reference, which is used where there is no backward; it may be differentiated again.
         `same={"residual": "x"}`: residual has the gradient of x, and fn returns None for it; a number instead of a
         name: that of the forward's result with this number.
+        With `result=True` a gradient that fn has a default for, `dh=None`, is None where nobody used that result;
+        otherwise it is zeros.
         """
         if fn is None:
             return functools.partial(self.backward, plain=plain, result=result, same=same)
         self.backward_same = same or {}
         self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
+        given = list(inspect.signature(fn).parameters.values())[1:]
+        self.backward_missing = [result and i < len(given) and given[i].default is None for i in range(self.outputs)]
         return fn
 
     def inputs(self, *cases: dict) -> Callable:

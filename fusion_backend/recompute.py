@@ -12,10 +12,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_backend.capture import View
+from fusion_backend.capture import View, is_elementwise
 from fusion_backend.expressions import same
 from fusion_backend.gate import Decision
-from fusion_backend.torch_api import OpOverload
 
 # Elementwise functions whose derivative reads their argument: it is kept for backward. (relu, tanh, sigmoid and exp
 # read their result: that is kept in any case.)
@@ -52,8 +51,3 @@ def chain(view: View, argument: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
             again = set(nodes)
         n = source
     return again
-
-
-def is_elementwise(n: fx.Node) -> bool:
-    pure = isinstance(n.target, OpOverload) and not n.target._schema.is_mutable
-    return pure and torch.Tag.pointwise in n.target.tags and torch.Tag.nondeterministic_seeded not in n.target.tags

@@ -146,6 +146,8 @@ class Writer:
             self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
         self.drop([a for name, a in d.match.tensors.items() if d.call and name not in d.call.tensors])
         new, replaced = put(self.view.graph, d, self.now)
+        if self.again.issuperset(d.match.roots):  # an elementwise operator, and now a call that computes the same
+            self.again |= set(new)
         owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
         self.touched.add(first_owner)

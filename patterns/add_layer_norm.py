@@ -62,7 +62,7 @@ def _(x, residual, weight, bias, eps):
 
 
 @add_layer_norm.backward(result=True, same={"residual": "x"})
-def _(saved, dy, dh):
+def _(saved, dy, dh=None):
     norm = Norm(saved.weight, saved.bias, None, saved.eps, True)
     needs = [saved.needs[name] for name in ("x", "weight", "bias")]
     d, dweight, dbias = backward(dy, dh, saved.result[1], saved.mean, saved.rstd, norm, needs)

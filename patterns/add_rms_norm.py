@@ -61,7 +61,7 @@ def _(x, residual, weight, offset, eps):
 
 
 @add_rms_norm.backward(result=True, same={"residual": "x"})
-def _(saved, dy, dh):
+def _(saved, dy, dh=None):
     norm = Norm(saved.weight, None, saved.offset, saved.eps, False)
     needs = (saved.needs["x"], saved.needs["weight"], False)
     d, dweight, _ = backward(dy, dh, saved.result[1], None, saved.rstd, norm, needs)

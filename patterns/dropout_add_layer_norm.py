@@ -64,7 +64,7 @@ def _(x, residual, weight, bias, p, eps, seed, save):
 
 
 @dropout_add_layer_norm.backward(result=True)
-def _(saved, dy, dh):
+def _(saved, dy, dh=None):
     norm = Norm(saved.weight, saved.bias, None, saved.eps, True, Dropout(saved.seed, saved.p))
     h, x = saved.result[1], saved.needs["x"]
     needs = [x or saved.needs["residual"], saved.needs["weight"], saved.needs["bias"]]

@@ -12,6 +12,7 @@ from fusion_backend.patterns import softmax as softmax_room
 
 from fusion_backend.kernels import norms, norms_backward, norms_split, quantize
 from fusion_backend.kernels.rows import Config
+from fusion_backend.op import op_of
 from fusion_backend.pattern import REGISTRY, Reject
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, few_or_many, randn, runs_kernels  # noqa: F401
 
@@ -403,3 +404,25 @@ def test_refusals():
     ]:
         answer = REGISTRY[name].guard_fn(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason, answer
+
+
+@runs_kernels
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
+def test_a_result_that_nobody_uses_has_no_gradient(name, used, monkeypatch):
+    """Zeros would be written and read, as much memory as the gradient that there is."""
+    pattern, seen = REGISTRY[name], []
+    own = pattern.backward_fn
+    monkeypatch.setattr(pattern, "backward_fn", lambda saved, *grads: (seen.append(grads), own(saved, *grads))[1])
+    x, residual, w = (randn(*shape).requires_grad_() for shape in ((3, 40), (3, 40), (40,)))
+    args = (x, residual, w, None, 1e-5) if name == "add_layer_norm" else (x, residual, w, 0.0, 1e-5)
+    weights = [randn(3, 40) for _ in used]
+    op = op_of(pattern)
+    mine = op.overload(*op.flatten(dict(zip((p.name for p in pattern.params), args, strict=True))))
+    found, want = (
+        torch.autograd.grad([results[i] for i in used], (x, residual, w), weights, materialize_grads=True)
+        for results in (mine, pattern.reference(*args))
+    )
+    torch.testing.assert_close(found, want)
+    ((dy, dh),) = seen
+    assert (dh is None) == (1 not in used) and dy is not None and (0 in used or not dy.any())

@@ -54,7 +54,7 @@ def few(h) -> bool:
 def chosen(h, dh, norm, suffix: str, rule: Config) -> Config:
     """From the table, for the two norms that have been swept."""
     n = number(h.shape[-1])
-    if not norm.centred or (dh is not None) != (norm.dropout is not None):
+    if not norm.centred or (dh is not None and norm.dropout is None):
         return rule
     kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
     return tuned(f"{kernel} backward{suffix}", h.numel() // n, n, h.element_size(), rule)
