@@ -45,6 +45,11 @@ def larger_or_nan(a, b):
 
 
 @triton.jit
+def sum_and_top(total, top, more, other):
+    return total + more, larger_or_nan(top, other)
+
+
+@triton.jit
 def scale_of(top, eps, DIVIDE: tl.constexpr):
     """The scale of rows whose largest value is top; NaN of NaN."""
     if DIVIDE:
@@ -78,7 +83,7 @@ def quantized(x, scale):
 
 @triton.jit
 def weighted(x, W, rstd, col, offset, N: tl.constexpr):
-    y = x * rstd
+    y = x if rstd is None else x * rstd
     if W is not None:
         y *= tl.load(W + col, col < N, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     return y
@@ -94,19 +99,28 @@ def quantize_rows_kernel(
     col = tl.arange(0, BLOCK)[None, :]
     keep = (row < rows) & (col < N)
     x = tl.load(X + row * STRIDE + col, keep, 0.0).to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / N + tl.cast(norm_eps, tl.float32))
-        x = weighted(x, W, rstd, col, offset, N)
-    top = tl.reduce(tl.abs(x), 1, larger_or_nan, keep_dims=True)
+    if NORM:  # y = x (weight + offset) rstd: its largest is the largest of the product, times rstd, to the last bit
+        squares = x * x
+        x = weighted(x, W, None, col, offset, N)
+        total, top = tl.reduce((squares, tl.abs(x)), 1, sum_and_top, keep_dims=True)
+        rstd = tl.rsqrt(total / N + tl.cast(norm_eps, tl.float32))
+        top *= rstd
+    else:
+        top = tl.reduce(tl.abs(x), 1, larger_or_nan, keep_dims=True)
     scale = scale_of(top, eps, DIVIDE).to(SCALE.dtype.element_ty)
     tl.store(SCALE + row, scale, row < rows)
     scale = scale.to(tl.float32)
     # Of a scale that is a normal number q is one, and not below -128: half the instructions, which are the limit.
     least: tl.constexpr = 6.103515625e-05 if SCALE.dtype.element_ty == tl.float16 else 1e-30
-    if tl.min(((scale >= least) & (scale < float("inf"))).to(tl.int32)) == 1:
-        tl.store(Q + row * N + col, rounded(tl.minimum(quotient(x, scale), 127.0)), keep)
+    normal = (scale >= least) & (scale < float("inf"))
+    if NORM:
+        factor = rstd * tl.div_rn(1.0, scale)
+        normal = normal & (factor < float("inf"))
+    if tl.min(normal.to(tl.int32)) == 1:
+        q = x * factor if NORM else quotient(x, scale)
+        tl.store(Q + row * N + col, rounded(tl.minimum(q, 127.0)), keep)
     else:
-        tl.store(Q + row * N + col, quantized(x, scale), keep)
+        tl.store(Q + row * N + col, quantized(x * rstd if NORM else x, scale), keep)
 
 
 # Bytes: as above; the later readings of a row come from L2.
