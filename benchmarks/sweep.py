@@ -62,19 +62,24 @@ def said(c: Config) -> str:
 
 
 def elementwise(device) -> Iterator[Call]:
-    big = torch.cuda.is_available()
-    size = 50_000_000 if big else 5000
+    size = 50_000_000 if torch.cuda.is_available() else 5000
     x, y = (torch.randn(size, device=device) for _ in range(2))
-    out, narrow = torch.empty_like(x), torch.empty_like(x, dtype=torch.int8)
+    out = torch.empty_like(x)
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
         grid, rest = ((size + block - 1) // block,), dict(BLOCK=block, num_warps=warps)
-        words = f"BLOCK={block} warps={warps}"
         run = functools.partial(run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, size, 0.5), rest)
-        yield f"add_mul_exp f32 {size}", words, run
-        run = functools.partial(
-            run_now, quantize_int8.quantize_int8_kernel, grid, (x, narrow, size, 0.05, 3.0), rest | dict(DIVIDE=False)
-        )
-        yield f"quantize_int8 f32 {size}", words, run
+        yield f"add_mul_exp f32 {size}", f"BLOCK={block} warps={warps}", run
+
+
+def integers(device) -> Iterator[Call]:
+    """4 to 32 elements a thread: 16 bytes of x, or 16 bytes of the result, and between."""
+    big = torch.cuda.is_available()
+    for kind, size in ((torch.bfloat16, 64_000_000), (torch.float32, 10_000_000), (torch.float32, 50_000_000)):
+        size = size if big else 5000
+        x = torch.randn(size, device=device).to(kind)
+        for each, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
+            run = functools.partial(quantize_int8.forward, x, 0.05, 3.0, each * 32 * warps, warps)
+            yield f"quantize_int8 {str(kind)[6:]} {size}", f"BLOCK={each * 32 * warps} warps={warps}", run
 
 
 def read_ahead(configs: list[tuple]) -> list[tuple]:
@@ -326,7 +331,7 @@ def group_norms(device) -> Iterator[Call]:
 
 SWEEPS = {
     "add_mul_exp": elementwise,
-    "quantize_int8": elementwise,
+    "quantize_int8": integers,
     "layer_norm": normalisations,
     "dropout_add": dropouts,
     "dropout_add_layer_norm": dropouts,

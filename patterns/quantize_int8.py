@@ -6,6 +6,9 @@ integers are those of eager fp32 on the same device; NaN becomes 0. Not differen
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +17,7 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
+from fusion_backend.kernels.quantize import rounded
 from fusion_backend.kernels.rows import RESULTS
 
 
@@ -41,14 +45,26 @@ def _(x, scale, zero_point, training):
 
 @quantize_int8.kernel
 def _(x, scale, zero_point):
+    return forward(x, scale, zero_point)
+
+
+def forward(x, scale, zero_point, block=4096, warps=8):
     out = torch.empty_like(x, dtype=torch.int8)
-    size, block = out.numel(), 4096
-    grid = ((size + block - 1) // block,)
+    size = out.numel()
     # Torch divides by a scalar exactly on CPU and multiplies with its fp32 reciprocal on CUDA. The kernel does what
     # eager does on the same device, so that every integer agrees.
-    options = dict(DIVIDE=x.device.type == "cpu", BLOCK=block, num_warps=8)
-    launch(quantize_int8_kernel, grid, in_layout(out, x), out, size, scale, zero_point or 0.0, **options)
+    divide = x.device.type == "cpu"
+    launch(
+        quantize_int8_kernel, ((size + block - 1) // block,), in_layout(out, x), out, size,
+        scale if divide else reciprocal(scale), zero_point or 0.0, DIVIDE=divide, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
     return out
+
+
+def reciprocal(scale: float) -> float:
+    """In fp32, of the fp32 number."""
+    scale = ctypes.c_float(scale).value
+    return ctypes.c_float(1.0 / scale).value if scale else math.copysign(math.inf, scale)
 
 
 # Bytes: x once, one byte an element out.
@@ -61,13 +77,9 @@ def quantize_int8_kernel(X, OUT, size, scale, zero_point, DIVIDE: tl.constexpr, 
     if DIVIDE:
         q = tl.div_rn(x, scale)
     else:
-        q = x * tl.div_rn(1.0, scale)
-    # The bounds change no result; they keep the compiler from joining the product and the sum in one fma.
-    q = tl.where(q == q, tl.minimum(tl.maximum(q, -1e30), 1e30), q) + tl.cast(zero_point, tl.float32)
-    q = tl.where(q == q, tl.minimum(tl.maximum(q, -128.0), 127.0), 0.0)
-    # Below 2**22 this sum leaves no bits for a fraction: it rounds half to even, as the hardware adds.
-    q = (q + 12582912.0) - 12582912.0
-    tl.store(OUT + i, q.to(tl.int8), keep)
+        q = tl.fma(x, scale, 0.0)  # the compiler would join a product and the sum
+    q += tl.cast(zero_point, tl.float32)
+    tl.store(OUT + i, rounded(tl.where(q == q, tl.minimum(tl.maximum(q, -128.0), 127.0), 0.0)), keep)
 
 
 @quantize_int8.inputs(dict(size=1003), dict(size=50_000_000))
