@@ -30,6 +30,7 @@ from fusion_backend.patterns import (
 
 from benchmarks.results import Run, machine
 from benchmarks.sweep_attention import attention, attention_causal, attention_dropout, attention_wide
+from benchmarks.sweep_long import long_norms, said
 from benchmarks.timing import Clock
 from fusion_backend.kernels import (
     channels,
@@ -56,11 +57,6 @@ def run_now(kernel, grid, args, options) -> None:
     kernel[grid](*args, **options)
 
 
-def said(c: Config) -> str:
-    """block=4096 rows=1 ...: what benchmarks.tune reads."""
-    return " ".join(f"{k}={int(v)}" for k, v in c._asdict().items() if v)
-
-
 def elementwise(device) -> Iterator[Call]:
     size = 50_000_000 if torch.cuda.is_available() else 5000
     x, y = (torch.randn(size, device=device) for _ in range(2))
@@ -72,12 +68,12 @@ def elementwise(device) -> Iterator[Call]:
 
 
 def integers(device) -> Iterator[Call]:
-    """4 to 32 elements a thread: 16 bytes of x, or 16 bytes of the result, and between."""
+    """4 to 16 elements a thread: 16 bytes of x, or 16 bytes of the result, and between."""
     big = torch.cuda.is_available()
     for kind, size in ((torch.bfloat16, 64_000_000), (torch.float32, 10_000_000), (torch.float32, 50_000_000)):
         size = size if big else 5000
         x = torch.randn(size, device=device).to(kind)
-        for each, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
+        for each, warps in itertools.product((4, 8, 16), (4, 8)):
             run = functools.partial(quantize_int8.forward, x, 0.05, 3.0, each * 32 * warps, warps)
             yield f"quantize_int8 {str(kind)[6:]} {size}", f"BLOCK={each * 32 * warps} warps={warps}", run
 
@@ -333,6 +329,7 @@ SWEEPS = {
     "add_mul_exp": elementwise,
     "quantize_int8": integers,
     "layer_norm": normalisations,
+    "layer_norm_long": long_norms,
     "dropout_add": dropouts,
     "dropout_add_layer_norm": dropouts,
     "gated_linear": gated,

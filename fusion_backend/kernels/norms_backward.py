@@ -76,7 +76,7 @@ def partial_sums(h, needs, programs):
 def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
     n = number(h.shape[-1])
-    block, rows_each, warps, programs, stages, _ = config or chosen(h, dh, norm, "", backward_config(n))
+    block, rows_each, warps, programs, stages, *_ = config or chosen(h, dh, norm, "", backward_config(n))
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
     programs = grid(rows, rows_each, programs, h.device)
     sums = partial_sums(h, needs, programs)
@@ -238,7 +238,7 @@ def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """
     n = number(h.shape[-1])
     config = config or chosen(h, dh, norm, " by columns", long_config())
-    cols, slab, warps, programs, stages, _ = config
+    cols, slab, warps, programs, stages, *_ = config
     blocks = (n + cols - 1) // cols
     programs = max(1, multiprocessors(h.device) * programs // blocks)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)

@@ -23,7 +23,7 @@ def slabs(rows: int, slab: int) -> int:
 
 def run(dy, dh, h, weight, mean, rstd, means, out, dx, seed, sums, rows, offset, n, config, **constants):
     """Fills out, dx and sums `[weight and bias, slabs · parts, n]`. Grid: turns, one slab more than there are."""
-    cols, slab, warps, parts, stages, _ = config
+    cols, slab, warps, parts, stages, *_ = config
     blocks, count = (n + cols - 1) // cols, slabs(rows, slab)
     turns = torch.zeros(count + 1, dtype=torch.int32, device=h.device)
     launch(
