@@ -24,7 +24,7 @@ from fusion_backend.patterns import softmax
 from benchmarks.contenders import CONTENDERS
 from benchmarks.measure import said
 from benchmarks.results import FAILED, BlockRow, Run, Spread, machine
-from benchmarks.selection import case_of, dtype_of, keys_of, takes
+from benchmarks.selection import case_of, dtype_of, takes, unfit
 from benchmarks.sweep import INTERPRETED, NO_GPU, run_now
 from benchmarks.timing import ROUNDS, Clock, in_turn
 from benchmarks.work import SMALL, WORK, Work
@@ -149,7 +149,7 @@ def work_of(pattern: str, size: str | None, dtype: str | None, on_gpu: bool) -> 
     work = first[0] if first else Work(pattern, REGISTRY[pattern].cases[-1 if on_gpu else 0], torch.float32)
     case = case_of(size if "=" in size else f"size={size}") if size else work.case
     if not takes(pattern, case):
-        raise ValueError(f"{pattern} takes the sizes {', '.join(keys_of(pattern))}, not {', '.join(case)}")
+        raise ValueError(unfit(pattern, case))
     return work._replace(case=case, train=False, dtype=dtype_of(dtype) if dtype else work.dtype)
 
 

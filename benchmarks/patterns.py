@@ -4,6 +4,7 @@
     python -m benchmarks.patterns --minutes 10               # what there is time for: every pattern first
     python -m benchmarks.patterns --only layer_norm softmax --sizes large --dtype bf16,f32 --train
     python -m benchmarks.patterns --only rms_norm --sizes rows=4096,n=5120 --contenders inductor fusion
+    python -m benchmarks.patterns --rows 'layer_norm bf16 rows=16384 n=4096 train' window=256
 
 For each piece of work: device time (CUDA events around a call, L2 flushed before it and the launch queued ahead, so
 that the host does not show), time of a whole call including the host, bytes and operations counted, the floor that

@@ -73,7 +73,10 @@ def test_work_that_cannot_be_done_is_a_line(bench):
         (["--only", "nothing"], "no pattern nothing; there is"),
         (["--only", "add_mul", "--dtype", "f8"], "no dtype f8; there is f32"),
         (["--only", "add_mul", "--sizes", "huge"], "'huge' is neither"),
-        (["--only", "add_mul", "--sizes", "rows=3"], "no pattern takes the sizes rows (add_mul: size)"),
+        (["--only", "add_mul", "--sizes", "rows=3"], "add_mul has no size rows and needs size too (all of size)"),
+        (["--only", "attention", "--sizes", "hand=1"], "attention needs b, h, n, d too (all of b, h, n, d; may be"),
+        (["--only", "softmax", "--sizes", "rows=0,n=8"], "rows=0,n=8: sizes are 1 or more"),
+        (["--rows", "softmax", "layer_norm bf16 rows=46"], "no row 'layer_norm bf16 rows=46'"),
         (["--sizes", "size=3"], "cases need --only"),
         (["--contenders", "jax"], "no contender jax; there is eager"),
         (["--only", "quantize_int8", "--train"], "no work is left"),
@@ -102,6 +105,16 @@ def test_selection():
         (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
     ]
     assert [w.pattern for w in asked("--only", "gated_act")] == ["gated_act"]  # no row of its own
+    assert len(asked("--only", "add_mul", "--sizes", "size=3", "size=3")) == 1
+
+
+def test_rows_by_name():
+    name = "layer_norm bf16 rows=16384 n=4096"  # the beginning of others' names
+    assert [w.name for w in asked("--rows", name)] == [name]
+    found = asked("--rows", f"{name}  train", "hand=1")
+    assert len(found) == 3 and found == [w for w in WORK if w.name == f"{name} train" or "hand=1" in w.name]
+    tiny = asked("--rows", "bf16 rows=64", "--only", "softmax", on_gpu=False)
+    assert [w.name for w in tiny] == ["softmax bf16 rows=64 n=256 train"]
 
 
 def test_a_short_run_sees_every_pattern_first():

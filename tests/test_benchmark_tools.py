@@ -80,7 +80,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
         (["--pattern", "nothing"], "no pattern nothing"),
         (["--pattern", "gated_linear"], "python -m benchmarks.sweep gated_linear"),
         (["--pattern", "rotary"], "rotary has no kernel"),
-        (["--pattern", "add_mul", "--size", "rows=3"], "add_mul takes the sizes size"),
+        (["--pattern", "add_mul", "--size", "rows=3"], "add_mul has no size rows and needs size too"),
         (["--pattern", "add_mul", "--block", "100"], "100 is no power of two"),
     ],
 )
