@@ -10,9 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from benchmarks import timing
-from benchmarks.model_results import ModelRow
-from benchmarks.model_results import rows as model_rows
-from benchmarks.results import OK, Row, Run
+from benchmarks.results import OK, ModelRow, Row, Run
 from benchmarks.table import LONG_MS
 from benchmarks.trace import KINDS
 
@@ -181,7 +179,7 @@ def memory(run: Run, names: list[str]) -> str:
 def losses(run: Run, _: list[str]) -> str:
     """The rows in which plain Inductor or max-autotune is faster."""
     if run.kind == "models":
-        rows = [row for row in model_rows(run) if "slower" in (verdict(row), verdict(row, to=AUTOTUNE))]
+        rows = [row for row in run.rows if "slower" in (verdict(row), verdict(row, to=AUTOTUNE))]
         return models_table(rows) if rows else "None.\n"
     rows = [row for row in run.rows if "slower" in (verdict(row, ours(row)), verdict(row, ours(row), AUTOTUNE))]
     return rows_table(rows) if rows else "None.\n"
@@ -213,12 +211,12 @@ def models_table(rows: list[ModelRow]) -> str:
 
 
 def models(run: Run, names: list[str]) -> str:
-    return models_table(of_names(model_rows(run), names, model_name))
+    return models_table(of_names(run.rows, names, model_name))
 
 
 def shares(run: Run, names: list[str]) -> str:
     """Milliseconds of a step's kernels by class, plain Inductor → fusion."""
-    rows = [row for row in of_names(model_rows(run), names, model_name) if all(
+    rows = [row for row in of_names(run.rows, names, model_name) if all(
         (c := row.of(name)) and c.shares for name in ("inductor", "fusion"))]  # fmt: skip
     pairs = [[row.of("inductor"), row.of("fusion")] for row in rows]
     kinds = [kind for kind in KINDS if any(c.shares.get(kind) for pair in pairs for c in pair)]

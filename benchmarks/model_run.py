@@ -22,16 +22,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fusion_backend
-from benchmarks.measure import milliseconds, peak_bytes, said, until_it_fails, whole_calls
-from benchmarks.model_results import ModelContender, ModelRow
+from benchmarks.measure import joint_distance, milliseconds, peak_bytes, said, until_it_fails, whole_calls
 from benchmarks.model_zoo import Subject
-from benchmarks.results import FAILED, OK, WRONG, Spread
+from benchmarks.results import FAILED, OK, WRONG, ModelContender, ModelRow, Spread
 from benchmarks.timing import noise, verdict
 from benchmarks.trace import profile
 from fusion_backend.torch_api import many_recompiles
 
 AGAIN = "-again"
-PIECE = 1 << 27  # elements
 SUMS = 16  # fp32 sums of millions of terms, in another order, are that many eps apart; a loss is one of them
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 STARTED: set[tuple[str, bool]] = set()  # contenders that have compiled something in this process, and for training
@@ -206,49 +204,35 @@ def shortened(reason: str) -> str:
 # Errors.
 
 
-def distance(got: list[Tensor], exact: list[Tensor]) -> float:
-    """|got - exact| / |exact| of all together; sums in fp64, a piece at a time: logits are large."""
-    if len(got) != len(exact):
-        raise ValueError(f"{len(got)} tensors, the exact run has {len(exact)}")
-    off = norm = 0.0
-    for g, e in zip(got, exact, strict=True):
-        if g.shape != e.shape:
-            raise ValueError(f"a tensor of shape {tuple(g.shape)}, in the exact run {tuple(e.shape)}")
-        for part, true in zip(g.reshape(-1).split(PIECE), e.reshape(-1).split(PIECE), strict=True):
-            off += (part.double() - true.double()).square().sum().item()
-            norm += true.double().square().sum().item()
-    return (off / norm) ** 0.5 if norm else off**0.5
-
-
-def floats(output: object) -> list[Tensor]:
-    """The floating tensors of an output, which may be a dataclass."""
+def floats(output: object) -> dict[int, Tensor]:
+    """The floating tensors of an output, which may be a dataclass, in order."""
     leaves = pytree.tree_leaves(output)
     while any(dataclasses.is_dataclass(x) for x in leaves):
         leaves = pytree.tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in leaves])
     found = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     if not found:
         raise ValueError(f"the output has no floating tensor to compare: {type(output).__name__}")
-    return found
+    return dict(enumerate(found))
 
 
-def exact_results(subject: Subject, plan: Plan) -> tuple[list[Tensor], dict[str, Tensor]]:
+def exact_results(subject: Subject, plan: Plan) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
     """Outputs and gradients of the same weights in plan.exact."""
     wide = subject.cast(plan.exact)
     step = Step(wide, lambda fn: fn, dataclasses.replace(plan, optimizer=None))
-    outputs = [x.clone() for x in floats(step())]
+    outputs = {i: x.clone() for i, x in floats(step()).items()}
     return outputs, step.gradients() if plan.train else {}
 
 
 def compare(step: Step, one: ModelContender, exact: tuple, eager: ModelContender, dtype: torch.dtype) -> None:
     """Note the errors. Wrong is what is above twice eager's own and an eps of the dtype, from fp32 on SUMS of them."""
     outputs, gradients = exact
-    one.output_error = distance(floats(step()), outputs)
+    one.output_error = joint_distance(floats(step()), outputs)
     if step.plan.train:
         got = step.gradients()
         if got.keys() != gradients.keys():
             one.status, one.note = WRONG, f"gradients of other parameters: {sorted(got.keys() ^ gradients.keys())[:3]}"
             return
-        one.gradient_error = distance(list(got.values()), [gradients[name] for name in got])
+        one.gradient_error = joint_distance(got, gradients)
     for what in ("output_error", "gradient_error"):
         mine, base = getattr(one, what), getattr(eager, what) or 0.0
         limit = 2 * base + torch.finfo(dtype).eps * (SUMS if dtype.itemsize >= 4 else 1)
@@ -314,7 +298,7 @@ def compare_all(subject: Subject, steps: dict[str, Step], found, row: ModelRow, 
                 compare(step, found[name], exact, eager, DTYPES[row.dtype])
     if eager.status == OK and "eager" in steps:
         first, second = floats(steps["eager"]()), floats(steps["eager"]())
-        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        if not all(torch.equal(first[i], second[i]) for i in first):
             row.notes.append("two eager runs differ (dropout? atomics?): errors contain that")
 
 

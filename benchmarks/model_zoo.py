@@ -1,4 +1,4 @@
-"""The whole models that `benchmarks.models` measures, with random weights: realistic width, a few layers.
+"""What benchmarks.models measures: whole models with random weights, of realistic width with a few layers.
 
 `plain_*` are in this repository (plain_models.py); the others come from Hugging Face transformers, by their config.
 """

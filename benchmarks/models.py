@@ -23,12 +23,11 @@ import torch
 
 from benchmarks import own_model
 from benchmarks.measure import said
-from benchmarks.model_results import ModelRow, text
-from benchmarks.model_results import rows as model_rows
 from benchmarks.model_run import DTYPES, Plan, contenders, measure
+from benchmarks.model_table import text
 from benchmarks.model_zoo import ENTRIES, INFER, MODES, TRAIN, Problem, Subject, build
 from benchmarks.readme import quoted_names
-from benchmarks.results import OK, Run, machine
+from benchmarks.results import OK, ModelRow, Run, machine
 
 EXACT = {"fp32": torch.float32, "fp64": torch.float64, "none": None}
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -177,7 +176,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.add:
             run.go_on_from(args.out)
-            run.rows = model_rows(run)
     except ValueError as error:
         print(f"benchmarks.models: {error}", file=sys.stderr)
         return 2

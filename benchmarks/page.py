@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 from benchmarks.drawing import NoMatplotlib, byte_words
-from benchmarks.model_results import HEADS, ModelRow, cells, sites
-from benchmarks.model_results import rows as model_rows
+from benchmarks.model_table import HEADS, cells, sites
 from benchmarks.plots import plots
-from benchmarks.results import FAILED, OK, Row, Run
+from benchmarks.results import FAILED, OK, ModelRow, Row, Run
 from benchmarks.trace import KINDS
 
 STYLE = """
@@ -154,7 +153,7 @@ def page(run: Run, pictures: list[tuple[str, str, bytes]], remark: str = "") -> 
             f'<h2>{html.escape(head)}</h2>\n<img alt="{html.escape(head)}" src="data:image/png;base64,{coded}">'
         )
     parts.append("<h2>Table</h2>")
-    kinds = {"patterns": pattern_table, "models": lambda _: model_table(model_rows(run))}
+    kinds = {"patterns": pattern_table, "models": model_table}
     parts.append(kinds.get(run.kind, plain_table)(run.rows))
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n"

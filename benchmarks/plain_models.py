@@ -1,4 +1,4 @@
-"""Four architectures in plain torch, written the way model libraries write them; nothing to install.
+"""The plain_* of model_zoo.py: four architectures in plain torch, written the way model libraries write them.
 
 The decoders build their mask in the graph, from positions and comparisons; keys and values are repeated over the
 queries of their group; `attention="eager"` writes attention out with its softmax in fp32, "sdpa" calls torch's. Given

@@ -27,9 +27,7 @@ from benchmarks.drawing import (
     where,
 )
 from benchmarks.figures import LARGE, SAME
-from benchmarks.model_results import ModelRow
-from benchmarks.model_results import rows as model_rows
-from benchmarks.results import BlockRow, Row, Run
+from benchmarks.results import BlockRow, ModelRow, Row, Run
 from benchmarks.trace import KINDS, OURS
 
 MOST = 30  # rows of the memory plot
@@ -191,7 +189,7 @@ def keep(row: Row, *names: str) -> Row:
 
 def steps(run: Run) -> bytes | None:
     """Step time of each contender against plain Inductor's, annotated in milliseconds."""
-    rows = [row for row in model_rows(run) if any(c.step for c in row.contenders)]
+    rows = [row for row in run.rows if any(c.step for c in row.contenders)]
     if not rows:
         return None
     plt = pyplot()
@@ -222,7 +220,7 @@ def short_title(row: ModelRow) -> str:
 
 def kernel_shares(run: Run) -> bytes | None:
     """Time of a step's kernels by class, before (plain Inductor) and after (fusion)."""
-    rows = [row for row in model_rows(run) if any(c.shares for c in row.contenders)]
+    rows = [row for row in run.rows if any(c.shares for c in row.contenders)]
     if not rows:
         return None
     plt = pyplot()
@@ -248,7 +246,7 @@ def kernel_shares(run: Run) -> bytes | None:
 
 
 def model_memory(run: Run) -> bytes | None:
-    rows = [row for row in model_rows(run) if any(c.peak_bytes for c in row.contenders)]
+    rows = [row for row in run.rows if any(c.peak_bytes for c in row.contenders)]
     if not rows:
         return None
     plt = pyplot()

@@ -32,7 +32,6 @@ import sys
 from pathlib import Path
 
 from benchmarks.figures import FIGURES, Wrong, model_name
-from benchmarks.model_results import rows as model_rows
 from benchmarks.results import Run
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +62,7 @@ def split(names: str | None) -> list[str]:
 
 
 NAMES = {"rows": lambda run: [row.name for row in run.rows],
-         "models": lambda run: [model_name(row) for row in model_rows(run)]}  # fmt: skip
+         "models": lambda run: [model_name(row) for row in run.rows]}  # fmt: skip
 
 
 def quoted(page: Path, kind: str) -> dict[str, list[str]]:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import model_name, ours
-from benchmarks.model_results import rows as model_rows
 from benchmarks.readme import ROOT, quoted
 from benchmarks.results import Run
 
@@ -45,7 +44,7 @@ def run(argv: list[str]) -> int:
 def ratios(run: Run) -> dict[str, float | None]:
     """Name of each row -> plain Inductor's time over ours."""
     if run.kind == "models":
-        return {model_name(row): row.ratio("fusion") for row in model_rows(run)}
+        return {model_name(row): row.ratio("fusion") for row in run.rows}
     return {row.name: row.ratio(ours(row)) for row in run.rows}
 
 

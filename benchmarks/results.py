@@ -4,10 +4,10 @@
     run.rows.append(Row(...)); run.save(path)  # after each row: a lost machine loses one row
     for row in Run.load(path).rows: row.of("fusion").kernel.median
 
-`about` of a patterns run also has copy_bytes_s and matrix_flops_s (measured in the same run; the latter None on CPU),
+`about` of a patterns run also has copy_bytes_s and matrix_flops_s (measured in the same run),
 `noise` {"median", "max", "rows"} over its rows' noise, and `stopped`, why it did not reach its end.
-Kinds of run and their rows: "patterns" Row, "block_size" BlockRow, "compare" CompareRow; of any other kind, plain
-dicts. Times are milliseconds, sizes bytes, rates bytes or operations a second.
+Kinds of run and their rows: "patterns" Row, "models" ModelRow, "block_size" BlockRow, "compare" CompareRow; of any
+other kind, plain dicts. Times are milliseconds, sizes bytes, rates bytes or operations a second.
 """
 
 from __future__ import annotations
@@ -146,6 +146,67 @@ class Row:
 
 
 @dataclasses.dataclass
+class ModelContender:
+    """One way to run the model. Without `step` it has not been timed; `note` says why.
+
+    status    ok, wrong (its error is far above eager's) or failed (it raised)
+    verdict   against plain Inductor: "faster", "slower", "" within noise (or not comparable)
+    step      wall time of a step;   device_ms  time of its kernels (CPU: of torch's operators), by torch.profiler
+    cold_s, warm_s  seconds to compile: the first step less a later one, with an empty cache and with a filled one
+    peak_bytes      the most a step allocates beyond weights and inputs (CUDA)
+    output_error, gradient_error   |got - exact| / |exact| in Euclidean norms, all tensors together
+    shares    part of device_ms by class of kernel;   kernels  the longest: name, kind, calls and ms a step
+    fused     sites by pattern;   declined  pattern, reason and count of the sites left to Inductor
+    """
+
+    name: str
+    status: str = OK
+    note: str = ""
+    verdict: str = ""
+    step: Spread | None = None
+    device_ms: float | None = None
+    cold_s: float | None = None
+    warm_s: float | None = None
+    peak_bytes: int | None = None
+    output_error: float | None = None
+    gradient_error: float | None = None
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: list[dict] = dataclasses.field(default_factory=list)
+    fused: dict[str, int] = dataclasses.field(default_factory=dict)
+    declined: list[dict] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class ModelRow:
+    """`about` has the sizes, attention, gate, optimizer and number of parameters; `exact` is the dtype that errors are
+    against; `noise` how much the medians of a contender and of the same code timed again (`twin`) differ."""
+
+    name: str
+    mode: str
+    dtype: str
+    about: dict
+    exact: str | None
+    contenders: list[ModelContender]
+    noise: float | None = None
+    twin: str | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def of(self, name: str) -> ModelContender | None:
+        return next((c for c in self.contenders if c.name == name), None)
+
+    def ratio(self, name: str, to: str = "inductor") -> float | None:
+        """How often faster a step of `name` is than of `to`, by medians."""
+        mine, other = self.of(name), self.of(to)
+        return other.step.median / mine.step.median if mine and other and mine.step and other.step else None
+
+    @property
+    def title(self) -> str:
+        sizes = [f"{key} {self.about[key]}" for key in ("layers", "width", "batch", "seq") if key in self.about]
+        options = [f"{key} {self.about[key]}" for key in ("attention", "optimizer") if self.about.get(key)]
+        return f"{self.name} {self.mode} {self.dtype} ({', '.join(sizes + options)})".replace(" ()", "")
+
+
+@dataclasses.dataclass
 class BlockRow:
     """One configuration of a pattern's kernel, or (`who` = eager, inductor) what it is compared with."""
 
@@ -175,7 +236,7 @@ class CompareRow:
     note: str = ""
 
 
-KINDS = {"patterns": Row, "block_size": BlockRow, "compare": CompareRow}
+KINDS = {"patterns": Row, "models": ModelRow, "block_size": BlockRow, "compare": CompareRow}
 
 
 @dataclasses.dataclass
@@ -218,13 +279,13 @@ class Run:
 def read(kind: type, row: dict):
     """A row from its JSON."""
     row = dict(row)
-    for name in ("kernel", "call", "base", "new"):
+    for name in ("kernel", "call", "step", "base", "new"):
         if isinstance(row.get(name), dict):
             row[name] = Spread(**row[name])
     if isinstance(row.get("errors"), dict):
         row["errors"] = Errors(**row["errors"])
     if "contenders" in row:
-        row["contenders"] = [read(Contender, c) for c in row["contenders"]]
+        row["contenders"] = [read(Contender if kind is Row else ModelContender, c) for c in row["contenders"]]
     return kind(**row)
 
 

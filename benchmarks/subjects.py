@@ -1,4 +1,4 @@
-"""What the demo compiles: a pretrained sentence encoder, a Llama-like model, and a gated layer written two ways."""
+"""What benchmarks.demo compiles: a pretrained sentence encoder, a Llama-like model, a gated layer in two spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs of any size, as Dynamo would hand them over, without the time that Dynamo needs for them."""
+"""What benchmarks.match_cost matches: graphs of any size, as Dynamo hands them over, without the time that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Six Hugging Face architectures with random weights, small enough to compile in seconds (needs transformers)."""
+"""What tests and benchmarks.capture_cost compile: six Hugging Face models, random weights, in seconds."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def images(batch: int, length: int) -> dict[str, Tensor]:
 
 
 CAUSAL = dict(SIZES, vocab_size=VOCABULARY, max_position_embeddings=LONGEST, num_key_value_heads=2, use_cache=False)
+T5 = dict(d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS,
+          vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False)  # fmt: skip
 MODELS = {
     "llama": Tiny(hugging_face("LlamaForCausalLM", "LlamaConfig", **CAUSAL), tokens, 0),
     "qwen3": Tiny(hugging_face("Qwen3ForCausalLM", "Qwen3Config", **CAUSAL, head_dim=16), tokens, 0),
@@ -70,11 +72,7 @@ MODELS = {
         hugging_face("BertModel", "BertConfig", **SIZES, vocab_size=VOCABULARY, max_position_embeddings=LONGEST,
                      model_options=dict(add_pooling_layer=False)),
         padded_tokens, 2 * LAYERS + 1),
-    "t5": Tiny(
-        hugging_face("T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH,
-                     num_layers=LAYERS, num_heads=HEADS, vocab_size=VOCABULARY, decoder_start_token_id=0,
-                     use_cache=False),
-        tokens, 0),
+    "t5": Tiny(hugging_face("T5ForConditionalGeneration", "T5Config", **T5), tokens, 0),
     "vit": Tiny(
         hugging_face("ViTForImageClassification", "ViTConfig", **SIZES, image_size=32, patch_size=8, num_labels=10,
                      problem_type="single_label_classification"),

@@ -1,4 +1,4 @@
-"""The models whose sites are counted by benchmarks/recognition.py, and what their sources hold."""
+"""What benchmarks.recognition counts sites in: small Hugging Face models, and what their sources hold."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.tiny_models import HEADS, LAYERS, LONGEST, MODELS, SIZES, VOCABULARY, WIDTH, hugging_face, tokens
+from benchmarks.tiny_models import (
+    CAUSAL,
+    HEADS,
+    LAYERS,
+    LONGEST,
+    MODELS,
+    SIZES,
+    T5,
+    VOCABULARY,
+    WIDTH,
+    hugging_face,
+    padded_tokens,
+    tokens,
+)
 
-CAUSAL = dict(SIZES, vocab_size=VOCABULARY, max_position_embeddings=LONGEST, num_key_value_heads=2, use_cache=False)
 TEXT = dict(SIZES, vocab_size=VOCABULARY, max_position_embeddings=LONGEST)
 DISTILBERT = dict(dim=WIDTH, hidden_dim=2 * WIDTH, n_layers=LAYERS, n_heads=HEADS, vocab_size=VOCABULARY,
                   max_position_embeddings=LONGEST)  # fmt: skip
-T5 = dict(d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS,
-          vocab_size=VOCABULARY, decoder_start_token_id=0, use_cache=False)  # fmt: skip
 TRAINING = ("train", "autocast", "checkpoint", "norms trained", "first layer frozen", "attention by hand")
 
 
@@ -35,9 +45,8 @@ class Subject:
 
 def padded(batch: int, length: int) -> dict[str, Tensor]:
     """Rows of different lengths with their mask, labels of the words and of the rows."""
-    mask = (torch.arange(length) < length - 3 * torch.arange(batch)[:, None]).long()
-    ids = torch.randint(VOCABULARY, (batch, length)) * mask
-    return dict(input_ids=ids, attention_mask=mask, labels=ids, next_sentence_label=torch.arange(batch) % 2)
+    inputs = padded_tokens(batch, length)
+    return inputs | dict(labels=inputs["input_ids"], next_sentence_label=torch.arange(batch) % 2)
 
 
 def spans(batch: int, length: int) -> dict[str, Tensor]:
@@ -77,7 +86,6 @@ def t5(mlp: str, **options) -> Subject:
     return Subject(hugging_face("T5ForConditionalGeneration", "T5Config", **T5, **options), tokens, holds, missed)
 
 
-TOWERS = dict(hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS)
 SUBJECTS = {
     "llama": causal("Llama"),
     "qwen3": causal("Qwen3", norms=4, head_dim=16),  # queries and keys have norms of their own
@@ -110,9 +118,9 @@ SUBJECTS = {
     # Two towers; besides their layers, the images' first and both last norms, an L2 norm and a loss each way.
     "clip": Subject(
         hugging_face("CLIPModel", "CLIPConfig",
-                     text_config=dict(TOWERS, vocab_size=VOCABULARY, max_position_embeddings=LONGEST, eos_token_id=2,
+                     text_config=dict(SIZES, vocab_size=VOCABULARY, max_position_embeddings=LONGEST, eos_token_id=2,
                                       pad_token_id=1, bos_token_id=0),
-                     vision_config=dict(TOWERS, image_size=32, patch_size=8), projection_dim=WIDTH),
+                     vision_config=dict(SIZES, image_size=32, patch_size=8), projection_dim=WIDTH),
         images_and_tokens,
         {"layer norm": (4, 3), "L2 norm": (0, 2), "linear + act": (2, 0), "attention": (2, 0), "loss": (0, 2)},
     ),

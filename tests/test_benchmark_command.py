@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks import model_run, models, own_model
-from benchmarks.model_results import ModelContender, ModelRow, rows
 from benchmarks.model_zoo import INFER, TRAIN, Problem
-from benchmarks.results import OK, Run, Spread
+from benchmarks.results import OK, ModelContender, ModelRow, Run, Spread
 
 CPU = torch.device("cpu")
 OWN = """
@@ -85,7 +84,7 @@ def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
     argv = ["--module", f"{own}:build", f"{own}:raises", "--mode", "train", "--optimizer", "sgd", "--rounds", "2"]
     assert models.main([*argv, "--least-ms", "1", "--out", str(out), "--trace", str(traces)]) == 1  # of :raises
     run = Run.load(out)
-    good, bad = rows(run)
+    good, bad = run.rows
     assert [one.name for one in good.contenders] == ["eager", "inductor", "fusion"]
     assert all(one.status == OK and one.step.median > 0 and one.gradient_error < 1e-5 for one in good.contenders)
     assert good.of("fusion").fused, good
@@ -113,7 +112,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     out = tmp_path / "results.json"
     assert models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
     run = Run.load(out)
-    assert [row.name for row in rows(run)] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
+    assert [row.name for row in run.rows] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
 
 
 def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
@@ -135,7 +134,7 @@ def test_no_model_is_begun_that_the_time_does_not_suffice_for(tmp_path, monkeypa
     argv = ["--model", "plain_llama", "plain_bert", "plain_vit", "--minutes", "1.5", "--out", str(out)]
     assert models.main(argv) == 0
     run = Run.load(out)
-    assert [row.name for row in rows(run)] == ["plain_llama", "plain_bert"] and run.about["seconds"] == 80
+    assert [row.name for row in run.rows] == ["plain_llama", "plain_bert"] and run.about["seconds"] == 80
     assert run.about["stopped"] == "time is up after 2 of 3 models" and "2 of 3" in capsys.readouterr().err
 
 
@@ -147,7 +146,7 @@ def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
     assert models.main(["--model", "plain_llama", "plain_vit", *add]) == 0
     assert models.main(["--model", "plain_llama", "--layers", "3", *add]) == 0  # another size is another row
     run = Run.load(out)
-    found = {(row.name, row.about["layers"]): row.ratio("fusion") for row in rows(run)}
+    found = {(row.name, row.about["layers"]): row.ratio("fusion") for row in run.rows}
     assert found == {("plain_bert", 2): 2, ("plain_llama", 2): 3, ("plain_vit", 2): 3, ("plain_llama", 3): 3}
     assert run.about["command"].count("python -m benchmarks.models --model") == 3
     run.about["torch"] = "1.0"

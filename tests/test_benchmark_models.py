@@ -11,10 +11,10 @@ from torch import nn
 import fusion_backend
 from benchmarks import model_run
 from benchmarks.measure import said
-from benchmarks.model_results import ModelRow, text
 from benchmarks.model_run import Plan, Step, contenders, measure, shortened
+from benchmarks.model_table import text
 from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
-from benchmarks.results import FAILED, OK, WRONG
+from benchmarks.results import FAILED, OK, WRONG, ModelRow
 
 CPU = torch.device("cpu")
 PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
@@ -255,7 +255,7 @@ class Output:
 
 def test_outputs_are_found_in_a_dataclass():
     y = torch.ones(3)
-    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7))] == [True] * 3
+    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7)).values()] == [True] * 3
     with pytest.raises(ValueError, match="no floating tensor to compare: Output"):
         model_run.floats(Output(torch.ones(3, dtype=torch.long)))
 
@@ -266,7 +266,7 @@ def test_a_loss_is_a_sum_in_another_order(dtype, error, status):
     subject, row = subject_of()
     one, exact = model_run.ModelContender("mine"), subject().sum().detach()
     step = Step(subject, changed(lambda y: y.sum() * (1 + error)), Plan())
-    model_run.compare(step, one, ([exact.double()], {}), model_run.ModelContender("eager", output_error=0.0),
+    model_run.compare(step, one, ({0: exact.double()}, {}), model_run.ModelContender("eager", output_error=0.0),
                       model_run.DTYPES[dtype])  # fmt: skip
     assert one.status == status, one
 

@@ -12,9 +12,19 @@ import torch
 
 from benchmarks import page, plots, trace
 from benchmarks.contenders import Bench, measure
-from benchmarks.model_results import ModelContender, ModelRow, text
-from benchmarks.model_results import rows as model_rows
-from benchmarks.results import FAILED, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
+from benchmarks.model_table import text
+from benchmarks.results import (
+    FAILED,
+    BlockRow,
+    CompareRow,
+    Contender,
+    Errors,
+    ModelContender,
+    ModelRow,
+    Row,
+    Run,
+    Spread,
+)
 from benchmarks.timing import Clock
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
@@ -277,4 +287,4 @@ def test_model_table_as_text():
 def test_model_rows_survive_the_file(tmp_path):
     run = model_run()
     run.save(tmp_path / "run.json")
-    assert model_rows(Run.load(tmp_path / "run.json")) == run.rows == model_rows(run)
+    assert Run.load(tmp_path / "run.json").rows == run.rows

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks import models
-from benchmarks.model_results import ModelRow, rows
 from benchmarks.model_run import Plan, measure
 from benchmarks.model_zoo import Subject
-from benchmarks.results import FAILED, OK, Run
+from benchmarks.results import FAILED, OK, ModelRow, Run
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +19,7 @@ def test_kernels_of_a_model_by_class(tmp_path):
     out, traces = tmp_path / "run.json", tmp_path / "traces"
     argv = ["--model", "plain_bert", "--mode", "train", "--size", "tiny", "--gate", "always", "--once", "--rounds", "3"]
     assert models.main([*argv, "--out", str(out), "--trace", str(traces)]) == 0
-    (row,) = rows(Run.load(out))
+    (row,) = Run.load(out).rows
     assert row.dtype == "bf16" and row.exact == "float32"
     for one in row.contenders:
         assert one.peak_bytes > 0 and one.device_ms > 0 and one.shares["matmul"] > 0
