@@ -17,6 +17,7 @@ from benchmarks.trace import KINDS
 LARGE = 50e6  # bytes; the allocator's rounding is less
 SAME = 0.02  # memory that differs by less is no difference
 AUTOTUNE, FORCED = "max-autotune", "fusion-always"
+TITLES = {"inductor": "plain Inductor"}
 
 
 class Wrong(Exception):
@@ -143,15 +144,16 @@ def of_names(rows: list, names: list[str], name: Callable[[object], str]) -> lis
 
 
 def rows_table(rows: list[Row]) -> str:
-    """Columns of max-autotune and of the kernels that the gate declines where there are any."""
-    tuned, forced = (any(row.ratio(name) for row in rows) for name in (AUTOTUNE, FORCED))
-    forced &= any(declined(row) for row in rows)
-    heads = ["site", "plain Inductor", *[AUTOTUNE] * tuned, "fusion", "ratio", *["to max-autotune"] * tuned,
+    """Columns of eager, max-autotune and of the kernels that the gate declines where there are any."""
+    others = [name for name in ("eager", "inductor", AUTOTUNE) if any(row.ratio(name) for row in rows)]
+    tuned = AUTOTUNE in others
+    forced = any(row.ratio(FORCED) and declined(row) for row in rows)
+    heads = ["site", *(TITLES.get(name, name) for name in others), "fusion", "ratio", *["to max-autotune"] * tuned,
              "of the floor", *["forced"] * forced]  # fmt: skip
     lines = []
     for row in rows:
         one = row.of(ours(row))
-        line = [row.name, ms(row, "inductor"), *[ms(row, AUTOTUNE)] * tuned, ms(row, ours(row))]
+        line = [row.name, *(ms(row, name) for name in others), ms(row, ours(row))]
         line.append(number(row.ratio(ours(row)), ".2f") + " (declined)" * declined(row))
         line += [number(row.ratio(ours(row), AUTOTUNE), ".2f")] * tuned
         line.append(f"{row.floor_ms / one.kernel.median:.0%}" if one and one.kernel else "–")
