@@ -15,7 +15,6 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -23,6 +22,7 @@ from fusion_backend.patterns import softmax
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.measure import said
+from benchmarks.options import output, positive
 from benchmarks.results import FAILED, BlockRow, Run, Spread, machine
 from benchmarks.selection import case_of, dtype_of, takes, unfit
 from benchmarks.sweep import INTERPRETED, NO_GPU, run_now
@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", help="f32, bf16 or f16 (default: as benchmarks.patterns lists it)")
     parser.add_argument("--block", type=int, nargs="+", default=list(BLOCKS), metavar="N", help="powers of two")
     parser.add_argument("--warps", type=int, nargs="+", default=list(WARPS), metavar="N", help="powers of two")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--rounds", type=positive, default=ROUNDS)
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patterns()

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.contenders import HOW
+from benchmarks.options import duration, output, positive
 from benchmarks.progress import progress
 from benchmarks.results import CompareRow, Run, Spread, machine
 from benchmarks.selection import add_arguments, selected, spread
@@ -90,10 +91,15 @@ class Process:
 def checkout(revision: str, directory: Path) -> Iterator[Path]:
     """A worktree of the revision. Raises ValueError when git has none."""
     git, tree = ["git", "-C", str(ROOT)], directory / "base-tree"
-    made = subprocess.run([*git, "worktree", "add", "--detach", str(tree), revision], capture_output=True, text=True)
-    if made.returncode:
-        raise ValueError(f"no revision {revision}: {made.stderr.strip().splitlines()[-1]}")
     try:
+        made = subprocess.run([*git, "worktree", "add", "--detach", tree, revision], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(f"there is no git, which would check {revision} out") from None
+    if made.returncode:
+        raise ValueError(f"no revision {revision}: {made.stderr.strip().splitlines()[-1].removeprefix('fatal: ')}")
+    try:
+        if not (tree / "fusion_backend").is_dir():
+            raise ValueError(f"{revision} has no fusion_backend at its top: {ROOT} is no checkout of this repository")
         yield tree
     finally:
         subprocess.run([*git, "worktree", "remove", "--force", str(tree)], capture_output=True)
@@ -157,10 +163,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", required=True, metavar="REV", help="a git revision")
     add_arguments(parser)
     parser.add_argument("--contender", default="fusion-always", choices=list(HOW), help="default: fusion-always")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=positive, default=ROUNDS)
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="part of the ratio that is let pass (0.02)")
-    parser.add_argument("--minutes", type=float, help="stop before this time is up; every pattern has its turn first")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, anew after each row")
+    parser.add_argument(
+        "--minutes", type=duration, help="stop before this time is up; every pattern has its turn first"
+    )
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON, anew after each row")
     args, begun = parser.parse_args(argv), time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patterns()

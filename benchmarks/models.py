@@ -26,6 +26,7 @@ from benchmarks.measure import said
 from benchmarks.model_run import DTYPES, Plan, contenders, measure
 from benchmarks.model_table import text
 from benchmarks.model_zoo import ENTRIES, INFER, MODES, TRAIN, Problem, Subject, build
+from benchmarks.options import duration, output, positive
 from benchmarks.readme import quoted_names
 from benchmarks.results import OK, ModelRow, Run, machine
 
@@ -59,8 +60,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--least-ms", type=float, default=50, metavar="MS", help="of a contender's turn in a round")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="write a Chrome trace a contender; show top kernels")
     parser.add_argument("--no-profile", action="store_true", help="no kernels: for a run under nsys or ncu")
-    parser.add_argument("--minutes", type=float, help="begin no model that would take longer")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, after each model")
+    parser.add_argument("--minutes", type=duration, help="begin no model that would take longer")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON, after each model")
     parser.add_argument("--add", action="store_true", help="keep what FILE has of other models: a run in parts")
     args = parser.parse_args(argv)
     try:
@@ -71,8 +72,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("nothing to measure: give --model, --module or --timm")
     if args.add and not args.out:
         parser.error("--add keeps what the file has: give --out")
-    if args.minutes is not None and args.minutes <= 0:
-        parser.error("--minutes must be more than 0")
     if args.trace and args.no_profile:
         parser.error("--trace is written by the profiler that --no-profile leaves out")
     if args.optimizer and all(mode != TRAIN for _, _, mode in args.jobs):
@@ -89,13 +88,6 @@ def asked(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     if unknown := sorted({name for kind, name, _ in jobs if kind == "model"} - set(ENTRIES)):
         raise ValueError(f"no model {', '.join(unknown)}; there is {', '.join(ENTRIES)}")
     return jobs
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
 
 
 def subject_of(kind: str, name: str, mode: str, args: argparse.Namespace, device: torch.device) -> Subject:

@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS, HOW, Bench, Maker, measure
 from benchmarks.measure import said
+from benchmarks.options import duration, output, positive
 from benchmarks.progress import progress
 from benchmarks.readme import quoted_names
 from benchmarks.results import Row, Run, machine
@@ -165,21 +166,19 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     )
     add_arguments(parser)
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)}")
-    parser.add_argument("--rounds", type=int, help="turns of every contender (default: 7, without a GPU 3)")
-    parser.add_argument("--minutes", type=float, help="stop before this time is up; every pattern has its turn first")
+    parser.add_argument("--rounds", type=positive, help="turns of every contender (default: 7, without a GPU 3)")
+    parser.add_argument(
+        "--minutes", type=duration, help="stop before this time is up; every pattern has its turn first"
+    )
     parser.add_argument("--quoted", type=Path, metavar="PAGE.md", help="the rows whose figures a page gives first, "
                         "of the others inductor and fusion alone")  # fmt: skip
     parser.add_argument("--jobs", type=int, help="processes that compile ahead (default: one a core; 0 without a GPU)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace a contender; show its kernels")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON, anew after each row")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON, anew after each row")
     parser.add_argument("--add", action="store_true", help="keep what FILE has of other rows: a run in parts")
     args = parser.parse_args(argv)
     if args.add and not args.out:
         parser.error("--add keeps what the file has: give --out")
-    if args.rounds is not None and args.rounds < 1:
-        parser.error("--rounds must be 1 or more")
-    if args.minutes is not None and args.minutes <= 0:
-        parser.error("--minutes must be more than 0")
     return args, parser
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import model_name, ours
+from benchmarks.options import duration
 from benchmarks.readme import ROOT, quoted
 from benchmarks.results import Run
 
@@ -65,11 +66,9 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
         prog="python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything (default: 10)")
+    parser.add_argument("--minutes", type=duration, default=10.0, help="for everything (default: 10)")
     parser.add_argument("--part", choices=PARTS, help="one of the two alone, with all the time")
     args = parser.parse_args(argv)
-    if args.minutes <= 0:
-        parser.error("--minutes must be more than 0")
     parts = [args.part] if args.part else list(PARTS)
     status, end, out = 0, time.monotonic() + args.minutes * 60, args.out.resolve()
     files = {part: out / f"{part}.json" for part in parts}

@@ -273,7 +273,10 @@ class Run:
         if "kind" not in about or "rows" not in about:
             raise ValueError(f"{path} holds no run of benchmarks.patterns, models, block_size or compare")
         kind, rows = about.pop("kind"), about.pop("rows")
-        return cls(kind, about, [read(KINDS[kind], row) if kind in KINDS else row for row in rows])
+        try:
+            return cls(kind, about, [read(KINDS[kind], row) if kind in KINDS else row for row in rows])
+        except TypeError as error:
+            raise ValueError(f"{path} was written by another version of benchmarks.{kind}: {error}") from None
 
 
 def read(kind: type, row: dict):
@@ -314,7 +317,10 @@ def revision() -> str | None:
     if told := os.environ.get("FUSION_REVISION"):
         return told
     git = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
     if head.returncode:
         return None
     changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()

@@ -80,8 +80,10 @@ def test_work_that_cannot_be_done_is_a_line(bench):
         (["--sizes", "size=3"], "cases need --only"),
         (["--contenders", "jax"], "no contender jax; there is eager"),
         (["--only", "quantize_int8", "--train"], "no work is left"),
-        (["--rounds", "0"], "--rounds must be"),
-        (["--minutes", "-1"], "--minutes must be"),
+        (["--rounds", "0"], "--rounds: 0 is not 1 or more"),
+        (["--minutes", "-1"], "--minutes: -1 is not more than 0"),
+        (["--out", "/proc/run.json"], "--out: /proc/run.json cannot be written"),
+        (["--out", "."], "--out: . is a folder"),
     ],
 )
 def test_a_request_without_sense_is_refused(argv, said, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import block_size, compare, progress, sweep
+from benchmarks import block_size, compare, progress, results, sweep
 from benchmarks.contenders import results_of
 from benchmarks.results import Run
 from benchmarks.timing import Clock
@@ -165,6 +165,12 @@ def test_this_tree_against_its_commit(tmp_path, capsys):
     assert found.verdict == "same" and found.base.n == found.new.n and found.low <= found.ratio <= found.high
     trees = subprocess.run(["git", "-C", root, "worktree", "list"], capture_output=True, text=True).stdout
     assert "base-tree" not in trees
+
+
+def test_without_git(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert compare.main(["--base", "HEAD"]) == 2
+    assert "there is no git" in capsys.readouterr().err and results.revision() is None
 
 
 def test_a_revision_that_is_none(capsys):

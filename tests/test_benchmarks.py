@@ -111,6 +111,9 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no run"):
         Run.load(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"kind": "patterns", "rows": [{"later": 1}]}')
+    with pytest.raises(ValueError, match="another version of benchmarks.patterns: .*'later'"):
+        Run.load(tmp_path / "x.json")
 
 
 # Accuracy
