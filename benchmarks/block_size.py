@@ -179,6 +179,9 @@ def main(argv: list[str] | None = None) -> int:
             found = measure(work, Clock(device), args.block, args.warps, args.rounds)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; configurations take turns, so none is measured yet", file=sys.stderr)
+        return 130
     print(machine(device, "")["gpu"] or INTERPRETED)
     print(table(found))
     if args.out:

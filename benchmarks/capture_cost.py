@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
     parser.add_argument("--json", type=Path, help="write the table there")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("needs transformers: pip install -e '.[bench]'")
     rows = []
     print(f"{'ms a node':<20}{'nodes':>8}{'capture':>10}{'match':>10}{'rewrite':>10}{'sum':>10}")
     for name, tiny in MODELS.items():

@@ -179,6 +179,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     args = parser.parse_args(argv)
     if args.add and not args.out:
         parser.error("--add keeps what the file has: give --out")
+    if args.jobs is not None and args.jobs < 0:
+        parser.error(f"--jobs {args.jobs}: 0, or a number of processes")
     return args, parser
 
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=f"of {', '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("needs transformers: pip install -e '.[bench]'")
+    if unknown := [name for name in args.models if name not in SUBJECTS]:
+        parser.error(f"no model {', '.join(unknown)}; there is {'; '.join(SUBJECTS)}")
     logging.getLogger("torch").setLevel(logging.ERROR)
     counts = {}
     for name in args.models or SUBJECTS:

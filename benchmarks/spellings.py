@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    rows = []
+    rows, there = [], {pattern.name: pattern for pattern in usable(patterns())}
+    if unknown := sorted({*args.only} - there.keys()) if args.only else []:
+        parser.error(f"no pattern {', '.join(unknown)}; there is {', '.join(there)}")
     print(HEADER)
-    for pattern in usable(patterns()):
-        if args.only and pattern.name not in args.only:
-            continue
+    for pattern in (there[name] for name in there if not args.only or name in args.only):
         torch.compiler.reset()
         found = recall(pattern, count=args.count, seed=args.seed)
         rows.append(found.row() | dict(to_blame=found.to_blame()[:20]))
