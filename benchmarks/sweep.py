@@ -30,7 +30,6 @@ from fusion_backend.patterns import (
 
 from benchmarks.results import Run, machine
 from benchmarks.sweep_attention import attention, attention_causal, attention_dropout, attention_wide
-from benchmarks.sweep_long import long_norms, said
 from benchmarks.timing import Clock
 from fusion_backend.kernels import (
     channels,
@@ -55,6 +54,11 @@ Call = tuple[str, str, Callable[[], object]]  # the work, the configuration in w
 def run_now(kernel, grid, args, options) -> None:
     """Launch without torch's wrapper, which costs a millisecond a call outside compiled code."""
     kernel[grid](*args, **options)
+
+
+def said(c: Config) -> str:
+    """block=4096 rows=1 ...: what benchmarks.tune reads."""
+    return " ".join(f"{k}={int(v)}" for k, v in c._asdict().items() if v)
 
 
 def elementwise(device) -> Iterator[Call]:
@@ -100,7 +104,7 @@ def normalisations(device) -> Iterator[Call]:
         held = [c for c in forward if c[0] >= n]
         ahead = read_ahead(held) * (rows > 1024)
         forward += [(*c, 0, 0, True) for c in held] + ahead + [(*c, True) for c in ahead if n <= 8192]
-        forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
+        forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16, 32) if part < n]
         norm = norms.Norm(w, b, None, 1e-5, True)
         for c in (Config(*c) for c in forward):
             run = functools.partial(norms.forward, x, None, norm, True, c)
@@ -329,7 +333,6 @@ SWEEPS = {
     "add_mul_exp": elementwise,
     "quantize_int8": integers,
     "layer_norm": normalisations,
-    "layer_norm_long": long_norms,
     "dropout_add": dropouts,
     "dropout_add_layer_norm": dropouts,
     "gated_linear": gated,

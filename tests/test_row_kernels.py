@@ -225,18 +225,6 @@ def test_norms_of_long_rows(name, monkeypatch):
 
 
 @runs_kernels
-@pytest.mark.parametrize("slab, parts", [(2, 1), (2, 2), (4, 3), (8, 2)])
-@pytest.mark.parametrize("name", [*NORMS, "dropout_add_layer_norm"])
-def test_norms_of_long_rows_in_slabs(name, slab, parts, monkeypatch):
-    """Backward in one kernel: a last slab that is not full, parts without a row, columns that are not a block."""
-    monkeypatch.setattr(norms_backward, "long_config", lambda: Config(128, slab, 4, parts, 1))
-    monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
-    monkeypatch.setattr(norms_backward, "FEW_ROWS", 0)
-    x, r, w, b = randn(5, 1001), randn(5, 1001), randn(1001), randn(1001)
-    check(name, *((x, r, w, b, 0.3, 1e-5) if name not in NORMS else NORMS[name](x, r, w, b)))
-
-
-@runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", [*NORMS, "layer_norm", "dropout_add_layer_norm"])
 @pytest.mark.parametrize("n", [300, 384])

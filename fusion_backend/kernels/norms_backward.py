@@ -16,8 +16,6 @@ from fusion_backend.kernels.dropout import drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.norms import Norm
-from fusion_backend.kernels.norms_ordered import columns, row_means, slabs
-from fusion_backend.kernels.norms_ordered import run as run_ordered
 from fusion_backend.kernels.rows import Config, grid, multiprocessors, tuned
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
@@ -47,11 +45,6 @@ def backward_config(n: int) -> Config:
     return Config(block, max(1, 2048 // block), warps, max(1, 16 // warps), 3)
 
 
-def long_config() -> Config:
-    """Columns, rows of a slab (1: two kernels), warps, programs a multiprocessor (parts of a slab), stages."""
-    return Config(2048, 1, 8, 4, 3)
-
-
 def few(h) -> bool:
     n = number(h.shape[-1])
     rows = h.numel() // n
@@ -76,7 +69,7 @@ def partial_sums(h, needs, programs):
 def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
     """Each program walks through rows with its partial sums in registers. Grid: a few programs a multiprocessor."""
     n = number(h.shape[-1])
-    block, rows_each, warps, programs, stages, *_ = config or chosen(h, dh, norm, "", backward_config(n))
+    block, rows_each, warps, programs, stages, _ = config or chosen(h, dh, norm, "", backward_config(n))
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
     programs = grid(rows, rows_each, programs, h.device)
     sums = partial_sums(h, needs, programs)
@@ -232,37 +225,27 @@ def whole_row(
 
 
 def backward_long(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
-    """Two passes: the two means of every row, then the results, block of columns by block of columns.
-
-    More than one row in the configuration: both passes in one kernel, so many rows at a time.
-    """
+    """Two passes: the two means of every row, then the results, block of columns by block of columns."""
     n = number(h.shape[-1])
-    config = config or chosen(h, dh, norm, " by columns", long_config())
-    cols, slab, warps, programs, stages, *_ = config
+    cols, _, warps, programs, stages, _ = config or chosen(h, dh, norm, " by columns", Config(1024, 1, 4, 4, 4))
     blocks = (n + cols - 1) // cols
     programs = max(1, multiprocessors(h.device) * programs // blocks)
     (dy, _, dy_stride), (h, rows, h_stride), (dh, _, dh_stride) = as_rows(dy), as_rows(h), maybe_rows(dh)
-    ordered = slab > 1 and needs[0] and not dynamic(rows)
-    if ordered:
-        programs = slabs(rows, slab) * config.programs
-    elif not dynamic(rows):
+    if not dynamic(rows):
         programs = min(programs, rows)
     sums = partial_sums(h, needs, programs)
     means = torch.empty((2, rows), dtype=torch.float32, device=h.device) if needs[0] else None
     args, strides = (h, norm.weight, mean, rstd, means), dict(DY_STRIDE=dy_stride, H_STRIDE=h_stride)
-    seed, chance = drawn(norm.dropout)
-    constants = dict(DH_STRIDE=dh_stride, WEIGHT=needs[1], BIAS=needs[2], **strides, **chance)
-    if ordered:
-        run_ordered(dy, dh, *args, out, dx, seed, sums, rows, norm.offset or 0.0, n, config, **constants)
-        return sums
     if needs[0]:
         launch(
             norm_backward_means_kernel, (rows,), dy, *args, rows, norm.offset or 0.0, N=n, **means_config(h, rows),
             **strides,
         )  # fmt: skip
+    seed, chance = drawn(norm.dropout)
     launch(
         norm_backward_columns_kernel, (blocks, programs), dy, dh, *args, out, dx, seed, sums, rows, norm.offset or 0.0,
-        N=n, COLS=cols, STAGES=stages, num_warps=warps, **constants,
+        DH_STRIDE=dh_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], COLS=cols, STAGES=stages, num_warps=warps, **strides,
+        **chance,
     )  # fmt: skip
     return sums
 
@@ -281,7 +264,22 @@ def norm_backward_means_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (rows - 1 - tl.program_id(0)).to(tl.int64)
-    row_means(DY, H, W, MEAN, RSTD, MEANS, row, rows, offset, DY_STRIDE, H_STRIDE, N, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    mean = 0.0
+    if MEAN is not None:
+        mean = tl.load(MEAN + row)
+    products = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, N, BLOCK):
+        keep = start + lane < N
+        g = tl.load(DY + row * DY_STRIDE + start + lane, keep, 0.0).to(tl.float32)
+        if W is not None:
+            g *= tl.load(W + start + lane, keep, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+        products += g * (tl.load(H + row * H_STRIDE + start + lane, keep, 0.0).to(tl.float32) - mean)
+        sums += g
+    tl.store(MEANS + row, tl.sum(products) * tl.load(RSTD + row) / N)
+    if MEAN is not None:
+        tl.store(MEANS + rows + row, tl.sum(sums) / N)
 
 
 # Bytes: dy and h once more (and dh), the result once (and dx), 8 a program and column.
@@ -291,11 +289,46 @@ def norm_backward_columns_kernel(
     H_STRIDE: tl.constexpr, DH_STRIDE: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     COLS: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    columns(
-        DY, DH, H, W, MEAN, RSTD, MEANS, OUT, DX, SEED, SUMS, tl.program_id(0), tl.program_id(1), rows,
-        tl.num_programs(1), tl.program_id(1), tl.num_programs(1), rows, offset, DY_STRIDE, H_STRIDE, DH_STRIDE, N,
-        WEIGHT, BIAS, COLS, STAGES, THRESHOLD, SCALE,
-    )  # fmt: skip
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = col < N
+    dw = tl.zeros([COLS], tl.float32)
+    db = tl.zeros([COLS], tl.float32)
+    if DX is not None:
+        seed = tl.load(SEED)
+    if W is not None:
+        w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+    for i in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=STAGES):
+        row = tl.cast(i, tl.int64)
+        g = tl.load(DY + row * DY_STRIDE + col, inside, 0.0).to(tl.float32)
+        u = tl.load(H + row * H_STRIDE + col, inside, 0.0).to(tl.float32)
+        rstd = tl.load(RSTD + row)
+        if MEAN is not None:
+            u -= tl.load(MEAN + row)
+        u *= rstd
+        if WEIGHT:
+            dw += g * u
+        if BIAS:
+            db += g
+        if OUT is not None:
+            if W is not None:
+                g *= w
+            d = g - u * tl.load(MEANS + row)
+            if MEAN is not None:
+                d -= tl.load(MEANS + rows + row)
+            d *= rstd
+            if DH is not None:
+                d += tl.load(DH + row * DH_STRIDE + col, inside, 0.0).to(tl.float32)
+            tl.store(OUT + row * N + col, d, inside)
+            if DX is not None:
+                quad = row * ((N + 3) // 4) + tl.program_id(0) * (COLS // 4) + tl.arange(0, COLS // 4)
+                d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
+                tl.store(DX + row * N + col, d, inside)
+    at = tl.program_id(1) * N + col
+    if WEIGHT:
+        tl.store(SUMS + at, dw, inside)
+        at += tl.num_programs(1) * N
+    if BIAS:
+        tl.store(SUMS + at, db, inside)
 
 
 def add_up_config(programs, n: int) -> dict:

@@ -29,7 +29,6 @@ class Config(NamedTuple):
     programs: int = 0  # a multiprocessor, which walk through the rows; 0: all rows at once
     stages: int = 0  # of the loop over rows
     early: bool = False  # weight and bias are read before the rows (norms)
-    in_l1: bool = False  # weight and bias stay in L1, and rows do not (norms)
 
 
 def row_config(n: int, itemsize: int) -> tuple[int, int, int]:

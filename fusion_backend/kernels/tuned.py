@@ -36,7 +36,7 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {
         1024: {"block": 1024, "rows": 4, "warps": 4, "early": 1},
         4096: {"block": 4096, "rows": 2, "warps": 8, "early": 1},
         8192: {"block": 8192, "rows": 1, "warps": 4},
-        32768: {"block": 8192, "rows": 1, "warps": 16},
+        32768: {"block": 8192, "rows": 1, "warps": 32},
     },
     "layer_norm backward": {
         1024: {"rows": 2, "warps": 4, "programs": 4, "stages": 3},
