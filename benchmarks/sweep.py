@@ -78,7 +78,7 @@ def integers(device) -> Iterator[Call]:
         size = size if big else 5000
         x = torch.randn(size, device=device).to(kind)
         for each, warps in itertools.product((4, 8, 16), (4, 8)):
-            run = functools.partial(quantize_int8.forward, x, 0.05, 3.0, each * 32 * warps, warps)
+            run = functools.partial(quantize_int8.forward, x, 0.05, 3.0, (each * 32 * warps, warps))
             yield f"quantize_int8 {str(kind)[6:]} {size}", f"BLOCK={each * 32 * warps} warps={warps}", run
 
 

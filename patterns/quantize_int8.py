@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
@@ -40,7 +41,8 @@ def _(x, scale, zero_point):
 
 @quantize_int8.worthwhile
 def _(x, scale, zero_point, training):
-    return Reject(f"Inductor's kernel is as fast ({RESULTS})")
+    if x.dtype.itemsize != 2 or not statically_known_true(x.numel() >= 1 << 25):
+        return Reject(f"Inductor's kernel is as fast for fp32, and for tensors not known to be large ({RESULTS})")
 
 
 @quantize_int8.kernel
@@ -48,7 +50,13 @@ def _(x, scale, zero_point):
     return forward(x, scale, zero_point)
 
 
-def forward(x, scale, zero_point, block=4096, warps=8):
+def config(itemsize: int) -> tuple[int, int]:
+    """BLOCK and warps: 16 bytes of the result a thread, or 32 of x (swept on an H200)."""
+    return (4096, 8) if itemsize == 2 else (2048, 8)
+
+
+def forward(x, scale, zero_point, how=None):
+    block, warps = how or config(x.element_size())
     out = torch.empty_like(x, dtype=torch.int8)
     size = out.numel()
     # Torch divides by a scalar exactly on CPU and multiplies with its fp32 reciprocal on CUDA. The kernel does what
