@@ -1,0 +1,67 @@
+"""On a GPU: the integers of quantised tensors are eager's, and those of normalised rows next to it."""
+
+import pytest
+import torch
+
+import fusion_backend
+from fusion_backend.pattern import REGISTRY
+
+pytestmark = pytest.mark.gpu
+INT8, NORM = REGISTRY["quantize_int8"], REGISTRY["rms_norm_quantize"]
+SPECIAL = [float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, float("nan")]
+
+
+def values(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers, ties among them, and special values as far as there is room; a single number is a normal one."""
+    x = torch.randn(size, device="cuda") * 4
+    if size > 1000:
+        x[: len(SPECIAL)] = torch.tensor(SPECIAL)
+        x[100:700] = (torch.arange(-300, 300, device="cuda") + 0.5) / 16
+    return x.to(dtype)
+
+
+def agrees(got, x, scale, zero_point):
+    """Eager computes 16 bits rounded after each step, the kernel in fp32; torch does not define the int8 of NaN."""
+    want = INT8.reference(x.float(), scale, zero_point)
+    assert got.dtype == torch.int8 and torch.equal(got[~x.isnan()], want[~x.isnan()])
+    assert not got[x.isnan()].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 1003, 10_000_000])
+def test_quantize_int8(size, dtype):
+    x = values(size, dtype)
+    for scale in (0.05, 1 / 3, 0.0625, 1e-3, 7.0):
+        for zero_point in (None, 3.0, -7.0):
+            agrees(INT8.kernel_fn(x, scale, zero_point), x, scale, zero_point)
+
+
+@pytest.mark.parametrize("zero_point", [None, -7.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize_int8_compiled(dtype, zero_point):
+    """Through Inductor, which hands numbers to kernels as fp64."""
+    fusion_backend.reset()
+    torch.compiler.reset()
+    options = {"fusion.gate": "always", "fusion.only": ["quantize_int8"]}
+    compiled = torch.compile(
+        lambda x: INT8.reference(x, 0.037, zero_point), backend="fusion", options=options, dynamic=False
+    )
+    x = values(10_000_000, dtype)
+    agrees(compiled(x), x, 0.037, zero_point)
+    (site,) = fusion_backend.report().fused
+    assert site.forward == "kernel", site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, n", [(8192, 4096), (7, 100), (256, 2049), (64, 8192)])
+def test_rms_norm_quantize(rows, n, dtype):
+    """Against the reference in fp32: the sum of squares in another order moves a scale, and a quotient near a half."""
+    x, w = torch.randn(rows, n, device="cuda").to(dtype), (torch.rand(n, device="cuda") + 0.5).to(dtype)
+    q, scale = NORM.kernel_fn(x, w, None, 1e-6, 1e-5)
+    _, want = NORM.reference(x.float(), w.float(), None, 1e-6, 1e-5)
+    step = 5e-7 if dtype == torch.float32 else 2**-7  # some roundings on either side; one step of bf16
+    torch.testing.assert_close(scale.float(), want, rtol=step, atol=0)
+    y = torch.nn.functional.rms_norm(x.float(), (n,), None, 1e-6) * w.float()
+    expected = (y / scale.float()).round().clamp(-128, 127)  # of the scale as returned
+    apart = (q.float() - expected).abs()
+    assert apart.max() <= 1 and (apart > 0).sum() <= max(1, x.numel() // 1000)
