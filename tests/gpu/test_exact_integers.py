@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.backend import patterns
 
 pytestmark = pytest.mark.gpu
-INT8, NORM = REGISTRY["quantize_int8"], REGISTRY["rms_norm_quantize"]
+INT8, NORM = (next(p for p in patterns() if p.name == name) for name in ("quantize_int8", "rms_norm_quantize"))
 SPECIAL = [float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, float("nan")]
 
 
