@@ -17,7 +17,7 @@ from fusion_backend.patterns.attention import masked_attention, masking_of
 from benchmarks.work import attended
 from fusion_backend.kernels import flash, flash_backward
 
-NAMES = ("BM", "BN", "num_warps", "num_stages", "LATE")
+NAMES = ("BM", "BN", "num_warps", "num_stages")
 # Work: b, h, n, d and what is masked; configurations of the forward, and of the two kernels of the backward.
 D128 = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
 D64 = [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3)]
@@ -55,15 +55,14 @@ DROPOUT = [
     (MIDDLE_128, dict(padded=1, drop=1), D128[1:3], BACK_128),
     (MIDDLE_128, dict(bias=1, drop=1), WIDE_128[:2], WIDE_BACK_128),
 ]
-# Causal: forward, keys, queries. The last, LATE: the sums of the block before, while the weights are computed.
+# Causal: forward, keys, queries.
 CAUSAL = [
     (
         LONG_128,
         [
             *((128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3)),
-            *((*c, True) for c in ((64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 2), (64, 128, 4, 2))),
         ],
-        [(32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3), (32, 64, 4, 3, True)],
+        [(32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3)],
         [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3)],
     ),
     (
@@ -84,11 +83,11 @@ def tiny(work: list) -> list:
 
 
 def words(config: tuple) -> str:
-    return " ".join(f"{name.removeprefix('num_')}={number:d}" for name, number in sizes(config).items())
+    return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in zip(NAMES, config, strict=True))
 
 
 def sizes(config: tuple) -> dict:
-    return dict(zip(NAMES, config, strict=False))
+    return dict(zip(NAMES, config, strict=True))
 
 
 def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]:
@@ -121,7 +120,7 @@ def causal(device) -> Iterator[tuple[str, str, Callable[[], object]]]:
     def tensor(*shape):
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
-    small = ((1, 2, 40, 16), *[[(32, 16, 4, 1), (32, 16, 4, 1, True)]] * 3)
+    small = ((1, 2, 40, 16), *[[(32, 16, 4, 1)]] * 3)
     for (b, h, n, d), forwards, keys, queries in CAUSAL if torch.cuda.is_available() else [small]:
         q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, causal=1)
         masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)

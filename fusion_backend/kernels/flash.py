@@ -23,7 +23,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 from fusion_backend.kernels.dropout import Dropout, scale, threshold
 from fusion_backend.kernels.flash_tiles import (
     begins,
-    chosen,
     edge,
     edges,
     key_range,
@@ -33,7 +32,6 @@ from fusion_backend.kernels.flash_tiles import (
     seen_kernel,
     survive,
     tile,
-    within,
 )
 from fusion_backend.kernels.inputs import number
 from fusion_backend.kernels.launch import interpreted, launch
@@ -158,15 +156,14 @@ def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -
     b, h, n, d = q.shape
     dense, drops = masking.bias is not None or masking.keep is not None, masking.dropout is not None
     few = narrow(masking) or statically_known_true(n <= 64)
-    config = dict(LATE=False) | (config or forward_config(number(d), q.element_size(), dense, drops, few))
+    config = config or forward_config(number(d), q.element_size(), dense, drops, few)
     out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     kept = (b, h, n) if masking.bias is None else (b, h, 2, n)
     lse = torch.empty(kept if save else (0,), dtype=torch.float32, device=q.device)
     args, constants = masks_of(q, k, masking)
     launch(
         flash_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,), q, k, v, out, lse if save else None, *args,
-        *rows_of(q), *rows_of(k), *rows_of(v), *rows_of(out), NAN=masking.hidden == "nan",
-        EVEN=statically_known_true(k.shape[2] % config["BN"] == 0), **constants, **config,
+        *rows_of(q), *rows_of(k), *rows_of(v), *rows_of(out), NAN=masking.hidden == "nan", **constants, **config,
     )  # fmt: skip
     return out, lse
 
@@ -174,11 +171,11 @@ def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -
 # Operations: 4 b h n m d, of those keys that are seen. Bytes: q, k, v, out and the masks once.
 @triton.jit
 def flash_kernel(
-    Q, K, V, OUT, LSE, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0,
-    y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, NAN: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr,
-    RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LATE: tl.constexpr,
+    Q, K, V, OUT, LSE, BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, b0, b1, b2, b3, p0, p1, p2, p3,
+    y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     i0, head, batch = place(n, heads, BM, low)  # with a lower band the longest rows first
     row, col = tl.arange(0, BM), tl.arange(0, BN)
@@ -195,32 +192,16 @@ def flash_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
-    if LATE:
-        bits: tl.constexpr = tl.int32 if q.dtype.primitive_bitwidth == 32 else tl.int16
-        p, share = tl.zeros([BM, BN], bits), tl.full([BM], 1.0, tl.float32)
-        for start in tl.range(left, end, BN):
-            s = flash_products(q, K, col, start, m, k2, D, UPCAST, PRECISION, EVEN)
-            before = tl.maximum(start - BN, left)
-            acc = flash_sum(acc * share[:, None], p, V, col, before, m, v2, D, UPCAST, PRECISION, EVEN)
-            p, share, top, total = flash_weights(
-                s, top, total, masks, row, col, i0, start, (start < begin) | (start >= stop), SCALE, CAP, FILL,
-                PADDED, THRESHOLD, EVEN,
-            )  # fmt: skip
-            p = p.to(q.dtype).to(bits, bitcast=True)
-        if left < end:
-            last = (end - 1) // BN * BN
-            acc = flash_sum(acc * share[:, None], p, V, col, last, m, v2, D, UPCAST, PRECISION, EVEN)
-    else:
-        for start in tl.range(begin, stop, BN):
-            acc, top, total = flash_step(
-                acc, top, total, q, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED, THRESHOLD,
-                D, UPCAST, PRECISION, False,
-            )  # fmt: skip
-        for t in tl.range(0, edges(left, begin, stop, end, BN)):
-            acc, top, total = flash_step(
-                acc, top, total, q, K, V, masks, row, col, i0, edge(t, left, begin, stop, BN), m, k2, v2, SCALE, CAP,
-                FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, True,
-            )  # fmt: skip
+    for start in tl.range(begin, stop, BN):
+        acc, top, total = flash_step(
+            acc, top, total, q, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED, THRESHOLD,
+            D, UPCAST, PRECISION, False,
+        )  # fmt: skip
+    for t in tl.range(0, edges(left, begin, stop, end, BN)):
+        acc, top, total = flash_step(
+            acc, top, total, q, K, V, masks, row, col, i0, edge(t, left, begin, stop, BN), m, k2, v2, SCALE, CAP,
+            FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, True,
+        )  # fmt: skip
     lse = top + tl.log2(total) if BIAS is None else top
     if not NAN:  # with nothing seen: a result of 0, and no gradient
         lse = tl.where(total == 0.0, float("inf"), lse)
@@ -262,50 +243,3 @@ def flash_step(
     v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, acc.shape[1], UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * share[:, None], input_precision=PRECISION)
     return acc, new, total
-
-
-@triton.jit
-def flash_products(
-    q, K, col, start, m, k2, D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of the queries with the keys of one block."""
-    at = col if EVEN else tl.minimum(col, m - 1 - start)
-    k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, q.shape[1], UPCAST)
-    return tl.dot(q, tl.trans(k), input_precision=PRECISION)
-
-
-@triton.jit
-def flash_sum(
-    acc, p, V, col, start, m, v2, D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """acc and the values of one block, weighed."""
-    at = col if EVEN else tl.minimum(col, m - 1 - start)
-    v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, acc.shape[1], UPCAST)
-    return tl.dot(p.to(v.dtype, bitcast=True), v, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def flash_weights(
-    s, top, total, masks, row, col, i0, start, partial, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, THRESHOLD: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """The weights of one block, what the sums before it are multiplied by, and the sums with it."""
-    BARE: tl.constexpr = masks[0] is None and masks[1] is None and CAP is None and FILL is None and SCALE > 0.0
-    row, col = row[:, None], col[None, :]
-    if BARE:  # scaled in the power
-        kept = row + col >= 0
-    else:
-        s, kept = chosen(s, masks, row, col, i0, start, SCALE, CAP, not EVEN)
-        if masks[1] is not None:
-            s = tl.where(kept, s, float("-inf") if FILL is None else FILL)
-    if partial:
-        s, _ = within(s, kept, masks, row, col, i0, start, FILL, PADDED)
-    FACTOR: tl.constexpr = SCALE * 1.4426950408889634 if BARE else 1.0
-    new = tl.maximum(top, tl.max(s, 1) * FACTOR)
-    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen so far
-    p = tl.exp2(s * FACTOR - shift[:, None]) if BARE else power(s - shift[:, None], masks[0])
-    share = power(top - shift, masks[0])
-    total = total * share + tl.sum(p, 1)
-    if masks[3] is not None:
-        p = tl.where(survive(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False), p, 0.0)
-    return p, share, new, total

@@ -16,16 +16,16 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from fusion_backend.kernels.flash import Masking, laid_out, masks_of, narrow, rows_of, shape_of, strides
 from fusion_backend.kernels.flash_tiles import (
     begins,
+    capped,
     edge,
     edges,
-    gradient,
     key_range,
+    masked,
     place,
-    probabilities,
+    power,
     query_range,
     survive,
     tile,
-    weights_of_rows,
 )
 from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
@@ -66,7 +66,6 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     dense, more = bias is not None or masking.keep is not None, masking.dropout is not None or masking.keys is not None
     how = d, q.element_size(), dense, more
     by_keys, by_queries = configs or (keys_config(*how, narrow(masking)), queries_config(*how))
-    by_keys, by_queries = dict(LATE=False) | by_keys, dict(LATE=False) | by_queries
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
@@ -95,9 +94,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
             db if alone else None, *read, *rows_of(dq), *strides(db if alone else None), **constants, **by_queries,
         )  # fmt: skip
     if wide and not alone:
-        by_tile = {name: by_queries[name] for name in ("BM", "BN", "num_warps", "num_stages")} | (
-            dict(BM=min(by_queries["BM"], 64), num_warps=8) if d > 64 else {}
-        )
+        by_tile = by_queries | (dict(BM=min(by_queries["BM"], 64), num_warps=8) if d > 64 else {})
         tiles = ((n + by_tile["BM"] - 1) // by_tile["BM"]) * ((m + by_tile["BN"] - 1) // by_tile["BN"])
         batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
         launch(
@@ -124,6 +121,49 @@ def row_sums_kernel(
     tl.store(at, tl.sum(out * do, 1), tl.arange(0, BM) < n - i0)
 
 
+@triton.jit
+def weights_of_rows(LSE, before, at, n, BIAS):
+    """What is kept of rows of a head, with `before` rows of other heads in front: the logarithm of the sum, or with a
+    bias the largest score, and one over the sum."""
+    if BIAS is None:
+        lse = tl.load(LSE + before + at)
+        inverse = lse
+    else:
+        lse = tl.load(LSE + 2 * before + at)
+        inverse = 1.0 / tl.load(LSE + 2 * before + n + at)
+    return lse, inverse
+
+
+@triton.jit
+def probabilities(
+    s, lse, inverse, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
+    PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of the products of the tile at i0, j0; and which have a gradient."""
+    BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
+    s, kept = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
+    p = power(s - lse, BIAS)
+    if BIAS is not None:
+        p *= inverse
+    elif FILL is not None:
+        if FILL < -30000.0:  # far down, the logarithm of a row that sees nothing has lost its sum, which is m
+            p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
+    return p, kept
+
+
+@triton.jit
+def gradient(s, p, dp, sums, kept, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr):
+    """ds of the scores with their bias, and of the products but for the scale."""
+    ds = p * (dp - sums)
+    if FILL is not None:
+        ds = tl.where(kept, ds, 0.0)
+    if CAP is not None:
+        t = capped(s, SCALE, CAP)
+        return ds, ds * (1.0 - t * t)
+    else:
+        return ds, ds
+
+
 # Operations: 8 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dk, dv and the masks once.
 @triton.jit
 def flash_keys_kernel(
@@ -131,7 +171,7 @@ def flash_keys_kernel(
     p2, p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dk0, dk1, dk2, dv0, dv1, dv2, SCALE: tl.constexpr,
     CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr,
     RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, LATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     j0, kv_head, batch = place(m, heads // group, BN)  # with a lower band the first have the most queries
     row, col = tl.arange(0, BM), tl.arange(0, BN)
@@ -151,25 +191,16 @@ def flash_keys_kernel(
         q = begins(Q, batch, head, 0, q0, q1, q2)
         do = begins(DO, batch, head, 0, g0, g1, g2)
         before = (batch * heads + head) * n
-        bits: tl.constexpr = tl.int32 if k.dtype.primitive_bitwidth == 32 else tl.int16
-        p, ds = tl.zeros([BN, BM], bits), tl.zeros([BN, BM], bits)
         for start in tl.range(begin, stop, BM):
-            dk, dv, p, ds = keys_step(
-                dk, dv, p, ds, tl.maximum(start - BM, begin), k, v, q, do, LSE, SUMS, before, masks, row, col, start,
-                j0, n, q2, g2, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False, LATE,
+            dk, dv = keys_step(
+                dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2, SCALE, CAP,
+                FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
             )  # fmt: skip
-        earlier = tl.maximum(stop - BM, begin)
         for t in tl.range(0, edges(left, begin, stop, end, BM)):
-            start = edge(t, left, begin, stop, BM)
-            dk, dv, p, ds = keys_step(
-                dk, dv, p, ds, earlier, k, v, q, do, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2, SCALE,
-                CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, True, LATE,
+            dk, dv = keys_step(
+                dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, edge(t, left, begin, stop, BM),
+                j0, n, q2, g2, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
             )  # fmt: skip
-            earlier = start
-        if LATE:
-            if left < end:
-                at = tl.minimum(row, n - 1 - earlier)
-                dk, dv = keys_sums(dk, dv, p, ds, q, do, at, earlier, q2, g2, D, UPCAST, PRECISION)
     d = tl.arange(0, BD)[None, :]
     kept = (col[:, None] < m - j0) & (d < D)
     if SEED is not None:
@@ -180,60 +211,33 @@ def flash_keys_kernel(
 
 @triton.jit
 def keys_step(
-    dk, dv, p0, ds0, earlier, k, v, Q, DO, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr,
-    RESCALE: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
-    LATE: tl.constexpr,
+    dk, dv, k, v, Q, DO, LSE, SUMS, before, masks, row, col, start, j0, n, q2, g2, SCALE: tl.constexpr,
+    CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the queries of one block, if LATE with those of the block before, and the weights and gradients of
-    this. Scores are transposed: [keys, queries]."""
+    """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
     at = tl.minimum(row, n - 1 - start) if MASKED else row
     q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, dk.shape[1], UPCAST)
     do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, dk.shape[1], UPCAST)
-    if LATE:  # early, while the products take their time
-        lse, inverse = weights_of_rows(LSE, before, start + at, n, masks[0])
-        sums = tl.load(SUMS + before + (start + at))
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if LATE:
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        past = tl.minimum(row, n - 1 - earlier) if MASKED else row
-        dk, dv = keys_sums(dk, dv, p0, ds0, Q, DO, past, earlier, q2, g2, D, UPCAST, PRECISION)
-    else:
-        lse, inverse = weights_of_rows(LSE, before, start + at, n, masks[0])
+    lse, inverse = weights_of_rows(LSE, before, start + at, n, masks[0])
     if MASKED:
         lse = tl.where(row < n - start, lse, float("inf"))
     p, kept = probabilities(
         s, lse[None, :], inverse[None, :], masks, row[None, :], col[:, None], start, j0, SCALE, CAP, FILL, PADDED,
-        MASKED
+        MASKED,
     )  # fmt: skip
     left = p
     if masks[3] is not None:
         survives = survive(masks, start, j0, s.shape[1], s.shape[0], THRESHOLD, True)
         left = tl.where(survives, p, 0.0)
-    if not LATE:
-        dv = tl.dot(left.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    dv = tl.dot(left.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if masks[3] is not None:
         dp = tl.where(survives, dp * RESCALE, 0.0)
-    if not LATE:  # not before: they would spill
-        sums = tl.load(SUMS + before + (start + at))
+    sums = tl.load(SUMS + before + (start + at))  # not before: they would spill
     _, ds = gradient(s, p, dp, sums[None, :], kept, SCALE, CAP, FILL)
-    if LATE:
-        p0, ds0 = left.to(do.dtype).to(p0.dtype, bitcast=True), ds.to(q.dtype).to(ds0.dtype, bitcast=True)
-    else:
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv, p0, ds0
-
-
-@triton.jit
-def keys_sums(
-    dk, dv, p, ds, Q, DO, at, start, q2, g2, D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk and dv with the queries of one block."""
-    q = tile(Q + tl.cast(start, tl.int64) * q2, at, q2, D, dk.shape[1], UPCAST)
-    do = tile(DO + tl.cast(start, tl.int64) * g2, at, g2, D, dk.shape[1], UPCAST)
-    dv = tl.dot(p.to(do.dtype, bitcast=True), do, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(q.dtype, bitcast=True), q, dk, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -244,7 +248,7 @@ def flash_queries_kernel(
     p2, p3, y0, y1, q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, dq0, dq1, dq2, db0, db1, db2, db3,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr, SKIPS: tl.constexpr,
     THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, LATE: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i0, head, batch = place(n, heads, BM, low)
     row, col = tl.arange(0, BM), tl.arange(0, BN)
@@ -265,31 +269,22 @@ def flash_queries_kernel(
     kept = lse, inverse, tl.load(SUMS + before + (i0 + inside))
     dq = tl.zeros([BM, BD], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
-    bits: tl.constexpr = tl.int32 if q.dtype.primitive_bitwidth == 32 else tl.int16
-    late = tl.zeros([BM, BN], bits)
     for start in tl.range(begin, stop, BN):
-        dq, ds, late = queries_step(
-            dq, late, tl.maximum(start - BN, begin), q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE,
-            CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False, LATE,
+        dq, ds = queries_step(
+            dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
         )  # fmt: skip
         if DB is not None:
             tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, row[:, None] < n - i0)
-    earlier = tl.maximum(stop - BN, begin)
     for t in tl.range(0, edges(left, begin, stop, end, BN)):
         start = edge(t, left, begin, stop, BN)
-        dq, ds, late = queries_step(
-            dq, late, earlier, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
-            THRESHOLD, RESCALE, D, UPCAST, PRECISION, True, LATE,
+        dq, ds = queries_step(
+            dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE, CAP, FILL, PADDED,
+            THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
         )  # fmt: skip
-        earlier = start
         if DB is not None:
             within = (row[:, None] < n - i0) & (col[None, :] < m - start)
             tl.store(DB + row[:, None] * db2 + (start + col)[None, :] * db3, ds, within)
-    if LATE:
-        if left < end:
-            at = tl.minimum(col, m - 1 - earlier)
-            k = tile(K + tl.cast(earlier, tl.int64) * k2, at, k2, D, BD, UPCAST)
-            dq = tl.dot(late.to(k.dtype, bitcast=True), k, dq, input_precision=PRECISION)
     d = tl.arange(0, BD)[None, :]
     DQ = begins(DQ, batch, head, i0, dq0, dq1, dq2)
     tl.store(DQ + row[:, None] * dq2 + d, dq * SCALE, (row[:, None] < n - i0) & (d < D))
@@ -297,36 +292,26 @@ def flash_queries_kernel(
 
 @triton.jit
 def queries_step(
-    dq, late, earlier, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
+    dq, q, do, kept, K, V, masks, row, col, i0, start, m, k2, v2, SCALE: tl.constexpr, CAP: tl.constexpr,
     FILL: tl.constexpr, PADDED: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, LATE: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum with the keys of one block, or of the one before, and the gradient of its scores. `kept`: what is kept of
-    the rows, see weights_of_rows, and rowsum(do · out)."""
+    """The sum with the keys of one block, and the gradient of its scores. `kept`: what is kept of the rows, see
+    weights_of_rows, and rowsum(do · out)."""
     lse, inverse, sums = kept
     at = tl.minimum(col, m - 1 - start) if MASKED else col
     k = tile(K + tl.cast(start, tl.int64) * k2, at, k2, D, dq.shape[1], UPCAST)
     v = tile(V + tl.cast(start, tl.int64) * v2, at, v2, D, dq.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if LATE:
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        past = tl.minimum(col, m - 1 - earlier) if MASKED else col
-        old = tile(K + tl.cast(earlier, tl.int64) * k2, past, k2, D, dq.shape[1], UPCAST)
-        dq = tl.dot(late.to(k.dtype, bitcast=True), old, dq, input_precision=PRECISION)
     p, kept = probabilities(
         s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, PADDED,
-        MASKED
+        MASKED,
     )  # fmt: skip
-    if not LATE:
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if masks[3] is not None:
         dp = tl.where(survive(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False), dp * RESCALE, 0.0)
     dscore, ds = gradient(s, p, dp, sums[:, None], kept, SCALE, CAP, FILL)
-    if LATE:
-        late = ds.to(k.dtype).to(late.dtype, bitcast=True)
-    else:
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq, dscore, late
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), dscore
 
 
 # Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.

@@ -75,20 +75,9 @@ def masked(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Products as scores, and which are seen. Without MASKED a dense choice alone decides that."""
-    s, kept = chosen(s, masks, row, col, i0, j0, SCALE, CAP, MASKED)
-    if MASKED:
-        return within(s, kept, masks, row, col, i0, j0, FILL, PADDED)
-    if masks[1] is not None:
-        s = tl.where(kept, s, float("-inf") if FILL is None else FILL)
-    return s, kept
-
-
-@triton.jit
-def chosen(s, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, CLAMP: tl.constexpr):
-    """Products as scores, and which of them a dense choice leaves. CLAMP: there may be fewer keys than columns."""
     BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
     i = tl.minimum(row, n - 1 - i0)
-    j = tl.minimum(col, m - 1 - j0) if CLAMP else col
+    j = tl.minimum(col, m - 1 - j0) if MASKED else col
     if BIAS is not None:
         BIAS = begins(BIAS, batch, head, i0, b0, b1, b2) + tl.cast(j0, tl.int64) * b3
     s = scores(s, BIAS, i, j, b2, b3, SCALE, CAP)
@@ -96,27 +85,22 @@ def chosen(s, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, C
     if KEEP is not None:
         KEEP = begins(KEEP, batch, head, i0, p0, p1, p2) + tl.cast(j0, tl.int64) * p3
         kept = tl.load(KEEP + i * p2 + j * p3) != 0
-    return s, kept
-
-
-@triton.jit
-def within(s, kept, masks, row, col, i0, j0, FILL: tl.constexpr, PADDED: tl.constexpr):
-    """Scores, and which are seen, after the band and the vector over the keys."""
-    BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
-    if KEYS is not None:
-        KEYS += batch * y0 + tl.cast(j0, tl.int64) * y1
-        kept = kept & ((tl.load(KEYS + tl.minimum(col, m - 1 - j0) * y1) != 0) != PADDED)
-    # One comparison a score: its key with the last key that its query sees.
-    if low is not None:
-        last = row + (i0 - j0 - low)
-        kept = kept & (col <= (last if FILL is not None else tl.minimum(last, m - 1 - j0)))
-    elif FILL is None:
-        kept = kept & (col < m - j0)
-    if high is not None:
-        kept = kept & (col >= row + (i0 - j0 - high))
-    s = tl.where(kept, s, float("-inf") if FILL is None else FILL)
-    if FILL is not None:
-        s = tl.where(col < m - j0, s, float("-inf"))
+    if MASKED:
+        if KEYS is not None:
+            KEYS += batch * y0 + tl.cast(j0, tl.int64) * y1
+            kept = kept & ((tl.load(KEYS + j * y1) != 0) != PADDED)
+        # One comparison a score: its key with the last key that its query sees.
+        if low is not None:
+            last = row + (i0 - j0 - low)
+            kept = kept & (col <= (last if FILL is not None else tl.minimum(last, m - 1 - j0)))
+        elif FILL is None:
+            kept = kept & (col < m - j0)
+        if high is not None:
+            kept = kept & (col >= row + (i0 - j0 - high))
+    if MASKED or KEEP is not None:
+        s = tl.where(kept, s, float("-inf") if FILL is None else FILL)
+        if MASKED and FILL is not None:
+            s = tl.where(col < m - j0, s, float("-inf"))
     return s, kept
 
 
@@ -126,49 +110,6 @@ def survive(masks, i0, j0, BM: tl.constexpr, BN: tl.constexpr, THRESHOLD: tl.con
     BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
     row = (batch * heads + head).to(tl.int32) * (tl.cdiv(n, 16) * 8) + i0 // 2
     return tile_survives(SEED, row, j0 // 2, BM, BN, THRESHOLD, TURNED)
-
-
-@triton.jit
-def weights_of_rows(LSE, before, at, n, BIAS):
-    """What is kept of rows of a head, with `before` rows of other heads in front: the logarithm of the sum, or with a
-    bias the largest score, and one over the sum."""
-    if BIAS is None:
-        lse = tl.load(LSE + before + at)
-        inverse = lse
-    else:
-        lse = tl.load(LSE + 2 * before + at)
-        inverse = 1.0 / tl.load(LSE + 2 * before + n + at)
-    return lse, inverse
-
-
-@triton.jit
-def probabilities(
-    s, lse, inverse, masks, row, col, i0, j0, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Of the products of the tile at i0, j0; and which have a gradient."""
-    BIAS, KEEP, KEYS, SEED, batch, head, heads, n, m, low, high, b0, b1, b2, b3, p0, p1, p2, p3, y0, y1 = masks
-    s, kept = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
-    p = power(s - lse, BIAS)
-    if BIAS is not None:
-        p *= inverse
-    elif FILL is not None:
-        if FILL < -30000.0:  # far down, the logarithm of a row that sees nothing has lost its sum, which is m
-            p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
-    return p, kept
-
-
-@triton.jit
-def gradient(s, p, dp, sums, kept, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr):
-    """ds of the scores with their bias, and of the products but for the scale."""
-    ds = p * (dp - sums)
-    if FILL is not None:
-        ds = tl.where(kept, ds, 0.0)
-    if CAP is not None:
-        t = capped(s, SCALE, CAP)
-        return ds, ds * (1.0 - t * t)
-    else:
-        return ds, ds
 
 
 # Bytes: keys once.
