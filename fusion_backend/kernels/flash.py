@@ -98,27 +98,52 @@ def laid_out(t: Tensor) -> Tensor:
     return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
 
 
-def forward_config(d: int, itemsize: int, dense: bool, drops: bool, few: bool = False) -> dict:
-    """Queries and keys a block, warps and stages, by the head size, the bytes of a number, whether a tile of the mask
-    or the bias is read too, and whether there is dropout; small blocks for few queries and narrow bands. Up to heads
-    of 128 swept on an H200, but for dropout."""
-    if itemsize == 4:
-        bm, bn, warps, stages = 32, 16 if drops and d > 64 else 32, 8, 1
-    elif d <= 64:
-        bm, bn, warps, stages = 64 if dense else 128, 64, 4, 3
-    elif d <= 128:
-        bm, bn, warps, stages = (128, 128, 8, 3) if not dense else (128, 64, 8, 2) if drops else (64, 64, 4, 2)
-    else:
-        bm, bn, warps, stages = 128, 32 if dense else 64, 8, 2
-    if few and bm == 128:
-        bm, bn, warps = 64, min(bn, 64 if d <= 128 else 32), 4
+# Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256 numbers of 16 bits, by
+# the kind of mask. Up to 128 swept on an H200, but for dropout.
+FORWARD = {
+    "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+    "keys": ((128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    "dropout": ((128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    "dense": ((64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)),
+    "dense keys": ((64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 2)),
+    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
+}
+
+
+def kind_of(masking: Masking) -> str:
+    """dense: a tile of the mask or the bias is read too. keys and dropout, which wins over it, take registers."""
+    more = "dropout" if masking.dropout is not None else "keys" if masking.keys is not None else ""
+    dense = "dense" if masking.bias is not None or masking.keep is not None else ""
+    return " ".join(filter(None, (dense, more))) or "plain"
+
+
+def by_head(table: dict[str, tuple], kind: str, d: int) -> tuple[int, ...]:
+    return table[kind][(d > 64) + (d > 128)]
+
+
+def config_of(bm: int, bn: int, warps: int, stages: int) -> dict:
     return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
+
+
+def forward_config(d: int, itemsize: int, kind: str, few: bool = False) -> dict:
+    """By the head size, the bytes of a number, the kind of mask, and whether queries are few or the band narrow."""
+    if itemsize == 4:
+        return config_of(32, 16 if "dropout" in kind and d > 64 else 32, 8, 1)
+    bm, bn, warps, stages = by_head(FORWARD, kind, d)
+    if few and bm == 128:  # most of a large block would be hidden, or beyond the queries
+        bm, bn, warps = 64, min(bn, 64 if d <= 128 else 32), 4
+    return config_of(bm, bn, warps, stages)
 
 
 def narrow(masking: Masking) -> bool:
     """Is there a band, and so narrow that large blocks would mostly compute what it hides?"""
     low, high = masking.low, masking.high
     return low is not None and high is not None and statically_known_true(high - low < 2048)
+
+
+def chosen(q: Tensor, masking: Masking) -> dict:
+    few = narrow(masking) or statically_known_true(q.shape[2] <= 64)
+    return forward_config(number(q.shape[3]), q.element_size(), kind_of(masking), few)
 
 
 def masks_of(q: Tensor, k: Tensor, masking: Masking) -> tuple[tuple, dict]:
@@ -154,9 +179,7 @@ def forward(q, k, v, masking: Masking, save: bool, config: dict | None = None) -
     """The result, heads last in memory, and the logarithm of each row's sum `[b, h, n]`, with a bias its largest score
     and its sum `[b, h, 2, n]`. Grid: blocks of queries."""
     b, h, n, d = q.shape
-    dense, drops = masking.bias is not None or masking.keep is not None, masking.dropout is not None
-    few = narrow(masking) or statically_known_true(n <= 64)
-    config = config or forward_config(number(d), q.element_size(), dense, drops, few)
+    config = config or chosen(q, masking)
     out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
     kept = (b, h, n) if masking.bias is None else (b, h, 2, n)
     lse = torch.empty(kept if save else (0,), dtype=torch.float32, device=q.device)

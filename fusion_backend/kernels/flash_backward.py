@@ -11,9 +11,21 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from fusion_backend.kernels.flash import Masking, laid_out, masks_of, narrow, rows_of, shape_of, strides
+from fusion_backend.kernels.flash import (
+    Masking,
+    by_head,
+    config_of,
+    kind_of,
+    laid_out,
+    masks_of,
+    narrow,
+    rows_of,
+    shape_of,
+    strides,
+)
 from fusion_backend.kernels.flash_tiles import (
     begins,
     capped,
@@ -30,32 +42,42 @@ from fusion_backend.kernels.flash_tiles import (
 from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
+# As flash.FORWARD, for dk and dv; and for dq, and a bias that broadcasts.
+KEYS = {
+    "plain": ((128, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1)),
+    "keys": ((64, 128, 8, 2), (32, 128, 8, 3), (32, 32, 8, 1)),
+    "dropout": ((64, 128, 8, 2), (32, 128, 8, 3), (32, 32, 8, 1)),
+    "dense": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+    "dense keys": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),  # BM=64 would spill
+    "dense dropout": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+}
+QUERIES = {
+    "plain": ((128, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+    "keys": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "dropout": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "dense": ((128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
+    "dense keys": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2)),
+    "dense dropout": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2)),
+}
 
-def keys_config(d: int, itemsize: int, dense: bool, more: bool, small: bool = False) -> dict:
-    """Queries and keys a block, warps and stages of the kernel for dk and dv. more: dropout or a vector of keys, which
-    take registers too; small: blocks for a narrow band; the rest as in flash.forward_config."""
+
+def keys_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
+    """As flash.forward_config. small: the band is narrow."""
     if itemsize == 4:
-        return dict(BM=16, BN=32, num_warps=8, num_stages=1)
-    if d <= 64 and small and not dense:
-        return dict(BM=64, BN=64, num_warps=4, num_stages=2)
-    if d <= 64:  # BM=64 with both would spill
-        return dict(BM=32 if dense and more else 64, BN=128, num_warps=8, num_stages=2)
-    if d <= 128:
-        shape = (32, 128) if not dense else (32, 64) if more else (64, 64)
-        return dict(BM=shape[0], BN=shape[1], num_warps=8, num_stages=2 if dense else 3)
-    return dict(BM=32, BN=32, num_warps=8, num_stages=1)
+        return config_of(16, 32, 8, 1)
+    if d <= 64 and small and "dense" not in kind:
+        return config_of(64, 64, 4, 2)
+    return config_of(*by_head(KEYS, kind, d))
 
 
-def queries_config(d: int, itemsize: int, dense: bool, more: bool) -> dict:
-    """The same for dq, and for a bias that broadcasts."""
-    if itemsize == 4:
-        return dict(BM=32, BN=16, num_warps=8, num_stages=1)
-    if d <= 64:
-        return dict(BM=128, BN=64, num_warps=8, num_stages=3)
-    if d <= 128:
-        small = dense and not more
-        return dict(BM=64 if small else 128, BN=64, num_warps=4 if small else 8, num_stages=2)
-    return dict(BM=32 if dense else 64, BN=32, num_warps=8, num_stages=2)
+def queries_config(d: int, itemsize: int, kind: str) -> dict:
+    return config_of(32, 16, 8, 1) if itemsize == 4 else config_of(*by_head(QUERIES, kind, d))
+
+
+def chosen(q: Tensor, masking: Masking) -> tuple[dict, dict]:
+    """The configurations of the two kernels."""
+    how = number(q.shape[3]), q.element_size(), kind_of(masking)
+    return keys_config(*how, narrow(masking)), queries_config(*how)
 
 
 def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], configs: tuple | None = None) -> tuple:
@@ -63,9 +85,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     b, h, n, d = q.shape
     kv_heads, m = k.shape[1:3]
     bias, d = masking.bias, number(d)
-    dense, more = bias is not None or masking.keep is not None, masking.dropout is not None or masking.keys is not None
-    how = d, q.element_size(), dense, more
-    by_keys, by_queries = configs or (keys_config(*how, narrow(masking)), queries_config(*how))
+    by_keys, by_queries = configs or chosen(q, masking)
     do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
