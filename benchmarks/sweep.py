@@ -29,7 +29,7 @@ from fusion_backend.patterns import (
 )
 
 from benchmarks.results import Run, machine
-from benchmarks.sweep_attention import attention, attention_causal, attention_dropout, attention_wide
+from benchmarks.sweep_attention import attention, attention_dropout, attention_wide
 from benchmarks.timing import Clock
 from fusion_backend.kernels import (
     channels,
@@ -346,7 +346,6 @@ SWEEPS = {
     "group_norm": group_norms,
     "attention": attention,
     "add_rms_norm": few_rows,
-    "attention_causal": attention_causal,
     "attention_wide": attention_wide,
     "attention_dropout": attention_dropout,
 }

@@ -17,145 +17,104 @@ from fusion_backend.patterns.attention import masked_attention, masking_of
 from benchmarks.work import attended
 from fusion_backend.kernels import flash, flash_backward
 
-NAMES = ("BM", "BN", "num_warps", "num_stages")
-# Work: b, h, n, d and what is masked; configurations of the forward, and of the two kernels of the backward.
-D128 = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4)]
-D64 = [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3)]
-KEYS_128 = [(32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 8, 2)]
-KEYS_64 = [(64, 128, 8, 2), (64, 64, 4, 2)]
-BACK_128 = [(keys, (128, 64, 8, 2)) for keys in KEYS_128]
-BACK_64 = [(keys, (128, 64, 8, 3)) for keys in KEYS_64]
-# With a tile of a bias too.
-WIDE_128, WIDE_64 = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)], [(128, 64, 8, 3), (64, 64, 4, 3)]
-WIDE_BACK_128 = [
-    ((32, 64, 8, 2), (128, 64, 8, 2)), ((64, 64, 8, 2), (64, 64, 4, 2)), ((32, 128, 8, 2), (64, 64, 8, 2)),
-]  # fmt: skip
-WIDE_BACK_64 = [
-    ((64, 128, 8, 2), (128, 64, 8, 3)), ((64, 64, 4, 2), (64, 64, 4, 2)), ((64, 128, 8, 2), (64, 64, 4, 2)),
-]  # fmt: skip
-DROP_BACK_64 = [
-    ((64, 128, 8, 2), (128, 64, 8, 3)), ((32, 128, 8, 2), (128, 64, 8, 3)), ((32, 128, 8, 3), (64, 64, 4, 3)),
-]  # fmt: skip
 LONG_128, LONG_64, MIDDLE_128, SHORT_64 = (4, 16, 4096, 128), (4, 32, 2048, 64), (8, 16, 2048, 128), (32, 16, 512, 64)
+# b, h, n, d, and what is masked.
 WORK = [
-    (LONG_128, dict(causal=1), D128, BACK_128),
-    (LONG_64, dict(causal=1), D64, BACK_64),
-    (SHORT_64, dict(bias=1), WIDE_64, WIDE_BACK_64),
-    (SHORT_64, dict(padded=1), [(128, 128, 8, 3), (64, 64, 4, 3)], BACK_64[:1]),
-]
+    (LONG_128, dict(causal=1)), (LONG_64, dict(causal=1)), (SHORT_64, dict(bias=1)), (SHORT_64, dict(padded=1))
+]  # fmt: skip
 WIDE = [
-    (LONG_128, dict(window=1024), [D128[1], D128[2], (64, 64, 4, 3)], BACK_128),
-    (LONG_64, dict(window=256), [*D64, (64, 64, 4, 3)], BACK_64),
-    (MIDDLE_128, dict(bias=1), WIDE_128, WIDE_BACK_128),
-    (MIDDLE_128, dict(padded=1), D128[1:3], BACK_128),
-]
-DROPOUT = [
-    (SHORT_64, dict(padded=1, drop=1), [(128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)], DROP_BACK_64),
-    (SHORT_64, dict(bias=1, drop=1), WIDE_64, DROP_BACK_64),
-    (MIDDLE_128, dict(padded=1, drop=1), D128[1:3], BACK_128),
-    (MIDDLE_128, dict(bias=1, drop=1), WIDE_128[:2], WIDE_BACK_128),
-]
-# Causal: forward, keys, queries.
-CAUSAL = [
-    (
-        LONG_128,
-        [
-            *((128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3)),
-        ],
-        [(32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3)],
-        [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 32, 8, 4), (64, 32, 4, 3)],
-    ),
-    (
-        LONG_64,
-        [(128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4), (128, 128, 8, 3), (64, 128, 4, 3)],
-        [(64, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 3), (128, 64, 4, 2)],
-        [(128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 128, 4, 2)],
-    ),
-]
+    (LONG_128, dict(window=1024)), (LONG_64, dict(window=256)), (MIDDLE_128, dict(bias=1)), (MIDDLE_128, dict(padded=1))
+]  # fmt: skip
+DROPOUT = [(size, mask | dict(drop=1)) for size in (SHORT_64, MIDDLE_128) for mask in (dict(padded=1), dict(bias=1))]
+# Queries and keys a block, warps and stages, for heads of 64 and of 128, to be timed beside the kernels' own choice.
+FORWARD = {
+    64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)],
+    128: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3)],
+}
+KEYS = {
+    64: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)],
+    128: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 3)],
+}
+QUERIES = {64: [(128, 64, 4, 3), (64, 64, 4, 3)], 128: [(128, 32, 8, 3), (128, 64, 8, 3)]}
 
 
-def tiny(work: list) -> list:
-    """The same masks for the interpreter."""
-    return [
-        ((1, 2, 40, 16), kind | (dict(window=9) if "window" in kind else {}), [(32, 16, 4, 1)], [((16, 16, 4, 1),) * 2])
-        for _, kind, _, _ in work
-    ]
+def candidates(own: dict, others: dict[int, list], d: int) -> list[dict]:
+    found = [flash.config_of(*sizes) for sizes in others[64 if d <= 64 else 128]]
+    return [own, *(config for config in found if config != own)]
 
 
-def words(config: tuple) -> str:
-    return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in zip(NAMES, config, strict=True))
-
-
-def sizes(config: tuple) -> dict:
-    return dict(zip(NAMES, config, strict=True))
+def words(config: dict) -> str:
+    return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in config.items())
 
 
 def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as they are chosen."""
+
     def tensor(*shape):
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
-    for (b, h, n, d), kind, forwards, backwards in work if torch.cuda.is_available() else tiny(work):
+    for size, kind in work:
+        if not torch.cuda.is_available():  # the same masks for the interpreter
+            size, kind = (1, 2, 40, 16), kind | (dict(window=9) if "window" in kind else {})
+        b, h, n, d = size
         q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, **kind)
         masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)
         gflop = 4e-9 * b * h * n * n * d * attended(dict(n=n) | kind)
-        name = " ".join(f"{word} {size}" if size > 1 else word for word, size in kind.items())
+        name = " ".join(f"{word} {number}" if number > 1 else word for word, number in kind.items())
         name = f"{name} B{b} H{h} S{n} D{d}"
         run, leaves = library(q, k, v, masking)
-        title = f"flash forward {name} ({gflop:.1f} GFLOP)"
-        for c in forwards:
-            yield title, words(c), functools.partial(flash.forward, q, k, v, masking, True, sizes(c))
-        yield title, "SDPA", run
-        title = f"flash backward {name} ({2.5 * gflop:.1f} GFLOP)"
-        out, lse = flash.forward(q, k, v, masking, True)
-        args = q, k, v, masking, out, lse, do, dict(q=True, k=True, v=True, bias=masking.bias is not None)
-        for keys, queries in backwards:
-            back = functools.partial(flash_backward.backward, *args, (sizes(keys), sizes(queries)))
-            yield title, f"keys {words(keys)}; queries {words(queries)}", back
-        yield title, "SDPA", functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
-
-
-def causal(device) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Causal attention: forward, and the two kernels of the backward apart, each with the sums of its rows."""
-
-    def tensor(*shape):
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-    small = ((1, 2, 40, 16), *[[(32, 16, 4, 1)]] * 3)
-    for (b, h, n, d), forwards, keys, queries in CAUSAL if torch.cuda.is_available() else [small]:
-        q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, causal=1)
-        masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)
-        gflop, name = 4e-9 * b * h * n * n * d * attended(dict(n=n, causal=1)), f"causal B{b} H{h} S{n} D{d}"
-        run, leaves = library(q, k, v, masking)
         back = functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
-        want = [run(), *back()]
+        # The library drops other probabilities: then all must agree with what comes first.
+        want = {} if masking.dropout else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
         title = f"flash forward {name} ({gflop:.1f} GFLOP)"
-        for c in forwards:
-            call = functools.partial(flash.forward, q, k, v, masking, True, sizes(c))
-            yield title, words(c), call
-            agree(words(c), call()[:1], want[:1])
+        for config in candidates(flash.chosen(q, masking), FORWARD, d):
+            call = functools.partial(forward, q, k, v, masking, config)
+            yield title, words(config), checked(call, words(config), want)
         yield title, "SDPA", run
         args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
-        for part, configs, needs in (("keys", keys, "kv"), ("queries", queries, "q")):
-            title = f"flash backward {name}, {part} ({(2 if part == 'keys' else 1.5) * gflop:.1f} GFLOP)"
-            for c in configs:
-                asked = {which: which in needs for which in ("q", "k", "v", "bias")}
-                call = functools.partial(flash_backward.backward, *args, asked, (sizes(c), sizes(c)))
-                yield title, words(c), call
-                agree(words(c), [g for g in call() if g is not None], want[2:] if part == "keys" else want[1:2])
+        own = by_keys, by_queries = flash_backward.chosen(q, masking)
+        for part, needs, times, configs in (
+            ("keys", ("k", "v"), 2, candidates(by_keys, KEYS, d)),
+            ("queries", ("q",), 1.5, candidates(by_queries, QUERIES, d)),
+        ):
+            for config in configs:
+                call = functools.partial(backward, args, needs, (config, config))
+                title = f"flash backward {name}, {part} ({times * gflop:.1f} GFLOP)"
+                yield title, words(config), checked(call, words(config), want)
         title = f"flash backward {name} ({2.5 * gflop:.1f} GFLOP)"
-        asked = dict(q=True, k=True, v=True, bias=False)
-        for pair in ((keys[0], queries[0]), (keys[-1], queries[-1])):
-            call = functools.partial(flash_backward.backward, *args, asked, (sizes(pair[0]), sizes(pair[1])))
-            yield title, f"keys {words(pair[0])}; queries {words(pair[1])}", call
+        call = functools.partial(backward, args, ("q", "k", "v", "bias")[: len(leaves)], own)
+        both = f"keys {words(by_keys)}; queries {words(by_queries)}"
+        yield title, both, checked(call, both, want)
         yield title, "SDPA", back
 
 
-def agree(name: str, found, wanted) -> None:
-    """Say so if results are not those of SDPA: a fast wrong kernel is none."""
-    for x, y in zip(found, wanted, strict=True):
-        error = ((x.float() - y.float()).norm() / y.float().norm()).item()
-        if not error < 0.02:
-            print(f"WRONG: {name} differs from SDPA by {error:.3g}", flush=True)
+def forward(q, k, v, masking: flash.Masking, config: dict) -> dict[str, torch.Tensor]:
+    return dict(out=flash.forward(q, k, v, masking, True, config)[0])
+
+
+def backward(args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]) -> dict[str, torch.Tensor]:
+    asked = {name: name in needs for name in ("q", "k", "v", "bias")}
+    grads = zip(asked, flash_backward.backward(*args, asked, configs), strict=True)
+    return {name: grad for name, grad in grads if grad is not None}
+
+
+def checked(call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """The call, which the first time says so if a result is not what is wanted: a fast wrong kernel is none. A result
+    that is not known yet becomes wanted."""
+    before: list[bool] = []
+
+    def run():
+        found = call()
+        if not before:
+            before.append(True)
+            for which, x in found.items():
+                y = want.setdefault(which, x)
+                error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+                if not error < 0.02:
+                    print(f"WRONG: {which} of {name} differs by {error:.3g}", flush=True)
+        return found
+
+    return run
 
 
 def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -176,11 +135,6 @@ def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor]
 
 def attention(device):
     return calls(WORK, device)
-
-
-def attention_causal(device):
-    """What an H200 must decide about causal attention."""
-    return causal(device)
 
 
 def attention_wide(device):
