@@ -70,14 +70,19 @@ def keys_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
     return config_of(*by_head(KEYS, kind, d))
 
 
-def queries_config(d: int, itemsize: int, kind: str) -> dict:
-    return config_of(32, 16, 8, 1) if itemsize == 4 else config_of(*by_head(QUERIES, kind, d))
+def queries_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
+    if itemsize == 4:
+        return config_of(32, 32 if kind == "dense" and d <= 64 else 16, 8, 1)  # or it spills
+    if d <= 64 and small and kind == "plain":  # BM=128 is no faster where nothing is hidden
+        return config_of(64, 64, 4, 3)
+    return config_of(*by_head(QUERIES, kind, d))
 
 
 def chosen(q: Tensor, masking: Masking) -> tuple[dict, dict]:
     """The configurations of the two kernels."""
     how = number(q.shape[3]), q.element_size(), kind_of(masking)
-    return keys_config(*how, narrow(masking)), queries_config(*how)
+    small = narrow(masking)
+    return keys_config(*how, small), queries_config(*how, small)
 
 
 def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], configs: tuple | None = None) -> tuple:
