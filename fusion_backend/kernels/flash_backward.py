@@ -42,31 +42,32 @@ from fusion_backend.kernels.flash_tiles import (
 from fusion_backend.kernels.inputs import number, same_sizes
 from fusion_backend.kernels.launch import launch
 
-# As flash.FORWARD, for dk and dv; and for dq, and a bias that broadcasts.
+# As flash.FORWARD, for dk and dv, and for dq.
 KEYS = {
-    "plain": ((128, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1)),
-    "keys": ((64, 128, 8, 2), (32, 128, 8, 3), (32, 32, 8, 1)),
-    "dropout": ((64, 128, 8, 2), (32, 128, 8, 3), (32, 32, 8, 1)),
-    "dense": ((64, 128, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+    "plain": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
+    "keys": ((32, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
+    "dropout": ((64, 64, 4, 3), (32, 128, 8, 3), (32, 32, 8, 1)),
+    "dense": ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1)),
     "dense keys": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),  # BM=64 would spill
     "dense dropout": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
 }
 QUERIES = {
-    "plain": ((128, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
-    "keys": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
-    "dropout": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
-    "dense": ((128, 64, 8, 3), (64, 64, 4, 2), (32, 32, 8, 2)),
+    "plain": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+    "keys": ((64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
+    "dropout": ((64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 2)),
     "dense keys": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2)),
     "dense dropout": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2)),
 }
+BIAS = (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)  # for the gradient of a bias that broadcasts
 
 
 def keys_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
     """As flash.forward_config. small: the band is narrow."""
     if itemsize == 4:
         return config_of(16, 32, 8, 1)
-    if d <= 64 and small and "dense" not in kind:
-        return config_of(64, 64, 4, 2)
+    if d <= 64 and small and kind == "plain":
+        return config_of(32, 64, 4, 3)
     return config_of(*by_head(KEYS, kind, d))
 
 
@@ -119,7 +120,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
             db if alone else None, *read, *rows_of(dq), *strides(db if alone else None), **constants, **by_queries,
         )  # fmt: skip
     if wide and not alone:
-        by_tile = by_queries | (dict(BM=min(by_queries["BM"], 64), num_warps=8) if d > 64 else {})
+        by_tile = by_queries if q.element_size() == 4 else config_of(*BIAS[(d > 64) + (d > 128)])
         tiles = ((n + by_tile["BM"] - 1) // by_tile["BM"]) * ((m + by_tile["BN"] - 1) // by_tile["BN"])
         batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
         launch(
