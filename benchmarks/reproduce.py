@@ -27,7 +27,7 @@ from benchmarks.readme import ROOT, quoted
 from benchmarks.results import Run
 
 PAGE = ROOT / "README.md"
-PARTS = {"patterns": ("rows", 0.3), "models": ("models", 0.7)}  # figures of the page, and share of the time
+PARTS = {"patterns": ("rows", 0.25), "models": ("models", 0.75)}  # figures of the page, and share of the time
 OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "none"]}
 
 
