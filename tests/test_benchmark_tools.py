@@ -1,5 +1,6 @@
 """The tools around the benchmark: progress, configurations of kernels, and two revisions side by side."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from benchmarks import block_size, compare, progress, results, sweep
 from benchmarks.contenders import results_of
+from benchmarks.readme import ROOT
 from benchmarks.results import Run
 from benchmarks.timing import Clock
 from benchmarks.work import F32, Work
@@ -176,3 +178,12 @@ def test_without_git(capsys, monkeypatch):
 def test_a_revision_that_is_none(capsys):
     assert compare.main(["--base", "no-such-revision"]) == 2
     assert "no revision no-such-revision" in capsys.readouterr().err
+
+
+def test_the_kernels_of_the_demo_agree():
+    """Each with its gradient, in the interpreter, in a process of its own, as the demo starts it."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.interpreted"], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0 and "dropout_add" in done.stdout, done.stdout + done.stderr
