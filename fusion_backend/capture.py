@@ -354,11 +354,17 @@ def is_elementwise(n: fx.Node) -> bool:
 
 
 def embedded(n: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    """The embedding, if n is one or a sum of such, and read by nothing else."""
-    while is_lowered(n) and inside.issuperset(n.users):
-        if n.target is torch.ops.aten.embedding.default:
-            return n
-        if not is_elementwise(n) or not n.all_input_nodes:
+    """An embedding, if n is one or elementwise code of embeddings alone, and read by nothing else."""
+    pending, inside, table = [n], set(inside), None
+    while pending:
+        n = pending.pop()
+        if not is_lowered(n) or not inside.issuperset(n.users):
             return None
-        inside, n = inside | {n}, n.all_input_nodes[0]
-    return None
+        if n.target is torch.ops.aten.embedding.default:
+            table = n
+        elif is_elementwise(n):
+            inside.add(n)
+            pending += n.all_input_nodes
+        else:
+            return None
+    return table

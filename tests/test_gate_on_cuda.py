@@ -148,6 +148,9 @@ def before(ids, words, places, w, b):  # the sum goes on beside the norm, and it
     h = F.embedding(ids.long(), words) + F.embedding(ids[:1].long() * 0, places)
     return norm(h, w, b) + h * 2
 check(any(no for _, no in told(before, grad=True)), False)
+def features(ids, words, places, w, b):  # one summand is no embedding
+    return norm(F.embedding(ids.long(), words) + ids[:1, :, None] @ w[None], w, b)
+check(any(no for _, no in told(features, grad=True)), False)
 check(told(model, grad=True, gate="always")[0], (True, False))
 """,
     "inference saves nothing": """

@@ -99,7 +99,7 @@ def laid_out(t: Tensor) -> Tensor:
 
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256 numbers of 16 bits, by
-# the kind of mask. Up to 128 swept on an H200, but for "dense keys", "dense dropout", and "dropout" with heads of 128.
+# the kind of mask; "plain" as in benchmarks/results/sweep-attention-causal.json. `benchmarks.sweep attention` times it.
 FORWARD = {
     "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
     "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
