@@ -224,6 +224,7 @@ WORK = [
         for rows, n in ((8192, 4096), (16384, 8192), (8192, 2048), (256, 4096))
     ),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
+    Work("cross_entropy", dict(rows=16384, v=50257), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
@@ -253,6 +254,16 @@ WORK = [
     Work("gated_linear", dict(m=16384, k=512, n=2048), BF16, linear=True),
     Work("gated_linear", dict(m=8192, k=4096, n=14336), BF16, linear=True),
     Work("gated_linear", dict(m=16, k=4096, n=14336), BF16, linear=True),
+    *(
+        Work("patch_embedding", dict(b=b, c=c, n=n, p=p, o=o), BF16, train)
+        for train in (False, True)
+        for b, c, n, p, o in (
+            (128, 3, 224, 16, 1024),
+            (32, 3, 224, 14, 1024),
+            (1, 3, 224, 16, 768),
+            (16, 16, 128, 2, 3072),
+        )
+    ),
     Work("batch_norm", dict(b=256, c=512, n=14), BF16),
     *(Work("group_norm", dict(b=1, c=512, n=128, groups=32), BF16, train) for train in (False, True)),
     *(
@@ -285,6 +296,7 @@ SMALL = [
     *(Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True) for mask in ("bias", "padded")),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
     Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
+    Work("patch_embedding", dict(b=2, c=3, n=11, p=4, o=10), F32, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
 ]

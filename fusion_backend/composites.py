@@ -84,6 +84,25 @@ def batch_norm(c, a, s):
     return present(c, "batch_norm", [*operands, c.const(a.get("eps"))], s)
 
 
+def patches(c, a, s):
+    """A convolution whose windows lie side by side; any other is left as it is, one of single pixels too."""
+    x, weight = a("input"), a("weight")
+    kernel = tuple(weight.shape[2:])
+
+    def each(name: str, default) -> tuple:
+        given = a.get(name, default)
+        given = given if isinstance(given, (list, tuple)) else (given,)
+        given = tuple(n.meta["val"] if isinstance(n, torch.fx.Node) else n for n in given)
+        return given * (len(kernel) // len(given))
+
+    none, ones, padding = (0,) * len(kernel), (1,) * len(kernel), a.get("padding", 0)
+    padded = padding != "valid" if isinstance(padding, str) else not same(each("padding", 0), none)
+    beside = same(each("stride", 1), kernel) and same(each("dilation", 1), ones) and not same(kernel, ones)
+    if not beside or padded or a.get("groups", 1) != 1 or len(x.shape) != len(weight.shape):
+        return None
+    return present(c, "aten.conv.patches", [x, weight, a("bias")], s)
+
+
 # Where the weight and the bias stand among the operands of a normalisation over channels.
 AFFINE = {"group_norm": (1, 2), "batch_norm": (3, 4)}
 
@@ -299,6 +318,9 @@ RULES = {
     "aten::linalg_norm": lambda c, a, s: vector_norm(c, a, s, "ord"),
     "aten::group_norm": group_norm,
     "aten::batch_norm": batch_norm,
+    "aten::conv1d": patches,
+    "aten::conv2d": patches,
+    "aten::conv3d": patches,
     "aten::amax": lambda c, a, s: c.reduce("amax", a("self"), a.get("dim"), a.get("keepdim", False), s),
     "aten::max": lambda c, a, s: largest(c, a, s) if "dim" in a.values else None,
     "aten::abs": lambda c, a, s: c.make("abs", (a("self"),), None, s),

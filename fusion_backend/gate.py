@@ -29,7 +29,6 @@ from fusion_backend.torch_api import FakeTensor, inductor_config, statically_kno
 from fusion_backend.views import Viewed, geometry, original, value_of
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-PROVIDERS = {True: ("kernel", "kernel"), False: ("reference", "formula")}  # of a pattern that others call
 
 
 @dataclasses.dataclass
@@ -241,8 +240,10 @@ class Gate:
     def called(self, match: Match, call: LibraryCall, training: bool) -> Decision:
         """The library provider's decision: autograd goes through its call."""
         root, own = match.roots[0], call.op if isinstance(call.op, Pattern) else None
-        providers = ("library", "autograd") if own is None else PROVIDERS[own.kernel_fn is not None]
+        providers = ("library", "autograd")
         if own:
+            formula = "formula" if own.backward_fn else "vjp"
+            providers = ("kernel", "kernel") if own.kernel_fn else ("reference", formula)
             chosen = {"forward": providers[0], "backward": providers[1] if training else "vjp", "save": training}
             call = dataclasses.replace(call, op=op_of(own).overload, options=call.options | chosen)
         try:

@@ -47,6 +47,22 @@ def norm(x, w, b):
 """
 
 CASES = {
+    "a patch embedding is a product where that was timed": """
+def embed(x, w, b):
+    return F.conv2d(x, w, b, stride=8).flatten(2).transpose(1, 2)
+def site(x=(4, 3, 32, 32), **options):
+    (site,) = run(embed, x, (64, 3, 8, 8), (64,), **options)[2].sites
+    return site
+for grad in (False, True):
+    found = site(grad=grad)
+    assert found.fused and "one matrix product" in found.reason, str(found)
+    assert (found.forward, found.backward) == ("reference", "vjp" if grad else None), str(found)
+assert "TF32" in site(dtype=torch.float32).reason
+assert site(dtype=torch.float16).fused and not site(dtype=torch.float64).fused
+lying = lambda x, w, b: embed(x.permute(0, 3, 1, 2), w, b)
+(found,) = run(lying, (4, 32, 32, 3), (64, 3, 8, 8), (64,))[2].sites
+assert not found.fused and "has not been timed" in found.reason, str(found)
+""",
     "layer norm runs kernels, forward and backward": """
 shapes = (64, 4096), (4096,), (4096,)
 gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), *shapes, grad=True, gate="always")
