@@ -59,8 +59,8 @@ def forward(x, scale, zero_point, how=None):
     block, warps = how or config(x.element_size())
     out = torch.empty_like(x, dtype=torch.int8)
     size = out.numel()
-    # Torch divides by a scalar exactly on CPU and multiplies with its fp32 reciprocal on CUDA. The kernel does what
-    # eager does on the same device, so that every integer agrees.
+    # Torch divides by a number exactly on CPU, and on CUDA multiplies with the reciprocal, rounded once to fp32. The
+    # kernel does what eager does on the same device, so that every integer agrees.
     divide = x.device.type == "cpu"
     launch(
         quantize_int8_kernel, ((size + block - 1) // block,), in_layout(out, x), out, size,
@@ -70,8 +70,7 @@ def forward(x, scale, zero_point, how=None):
 
 
 def reciprocal(scale: float) -> float:
-    """In fp32, of the fp32 number."""
-    scale = ctypes.c_float(scale).value
+    """Of the fp64 number, in fp32: of 1e-3 it is 1000, of the nearest fp32 number it would not be."""
     return ctypes.c_float(1.0 / scale).value if scale else math.copysign(math.inf, scale)
 
 

@@ -1,6 +1,7 @@
 """The kernels of the built-in patterns against fp64, value and gradient, in Triton's interpreter or on a GPU."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -153,6 +154,14 @@ def test_quantize_gives_eagers_integers(scale, zero_point):
 
 
 @runs_kernels
+def test_quantize_divides_as_torch_does_on_cuda():
+    """By the reciprocal of the number as it was written: 1 / fp32(1e-3) would be 999.99994."""
+    from fusion_backend.patterns.quantize_int8 import reciprocal
+
+    found = [reciprocal(scale) for scale in (1e-3, 0.0625, 0.0, -0.0, 1e-40)]
+    assert found == [1000.0, 16.0, math.inf, -math.inf, math.inf]
+
+
 def test_quantize_rounds_half_to_even():
     x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, -128.5, -129.5], device=DEVICE)
     got = REGISTRY["quantize_int8"].kernel_fn(x, 1.0, None)
