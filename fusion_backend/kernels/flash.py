@@ -99,14 +99,14 @@ def laid_out(t: Tensor) -> Tensor:
 
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256 numbers of 16 bits, by
-# the kind of mask; "plain" as in benchmarks/results/sweep-attention-causal.json. `benchmarks.sweep attention` times it.
+# the kind of mask. Up to 128 as in benchmarks/results/sweep-attention.json, where that does not spill.
 FORWARD = {
     "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
     "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    "dropout": ((128, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+    "dropout": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
     "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
     "dense keys": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)),
+    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
 }
 
 
