@@ -10,6 +10,8 @@ import torch
 from torch.library import wrap_triton
 from triton.runtime.interpreter import InterpretedFunction
 
+from fusion_backend.torch_api import ANALYSED
+
 TRIAL = contextvars.ContextVar("fusion_trial", default=None)
 
 
@@ -40,6 +42,7 @@ def launch(kernel, grid: tuple, *args, **options) -> None:
     elif interpreted(kernel):
         kernel[grid](*args, **options)
     else:
+        ANALYSED.setdefault(kernel, {})
         wrap_triton(kernel)[grid](*args, **options)
 
 
