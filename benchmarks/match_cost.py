@@ -54,7 +54,7 @@ def matched(view, canon, known):
 
 def decisions(view, canon, options, matcher, found) -> int:
     gate = Gate(view, canon, options)
-    decided = [d for d in map(gate.decide, found) if d is not None]
+    decided = gate.decide_all(found)
     nearest(matcher, gate)
     return len(decided)
 

@@ -116,9 +116,7 @@ def fuse_view(prepared: Prepared, known: list[Pattern], options: Options, record
         fused += sum(d.fused for d in inner)
     started = time.thread_time()
     matcher = Matcher(view.graph, canon, known)
-    gate.fused = fused
-    mine = [d for d in map(gate.decide, matcher.candidates()) if d is not None]
-    mine = best_answers(mine)
+    mine = best_answers(gate.decide_all(list(matcher.candidates()), fused))
     record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
     record.kept |= {n.name: why for n, why in view.kept.items()}

@@ -76,7 +76,7 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     view = View(gm, gm.graph, {}, {}, region, trains, {}, {})
     canon = Canon().run(gm.graph, region)
     matcher, gate = Matcher(gm.graph, canon, usable(patterns())), Gate(view, canon, options)
-    decisions = best_answers([d for d in map(gate.decide, matcher.candidates()) if d is not None])
+    decisions = best_answers(gate.decide_all(list(matcher.candidates())))
     record.sites += [site(d) for d in decisions]
     record.misses += nearest(matcher, gate)
     replaced: dict[fx.Node, fx.Node] = {}

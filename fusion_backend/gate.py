@@ -18,7 +18,8 @@ from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, embedded, is_lowered
 from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
 from fusion_backend.functional import storages
-from fusion_backend.kernels.launch import compile_only, on_gpu, trial
+from fusion_backend.kernels.launch import on_gpu, trial
+from fusion_backend.kernels.trials import Trials
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
 from fusion_backend.op import DECISION, op_of, seed_of
@@ -55,6 +56,7 @@ class Gate:
     def __init__(self, view: View, canon: Canon, options: Options, inside: dict[str, dict] | None = None):
         self.view, self.canon, self.options = view, canon, options
         self.order = {n: i for i, n in enumerate(view.graph.nodes)}
+        self.trials = Trials()
         self.claimed: dict[fx.Node, Match] = {}
         self.fused = 0  # sites, in this view and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
@@ -63,6 +65,13 @@ class Gate:
             for storage in written_by(n, view, inside or {}):
                 self.writers.setdefault(storage, []).append(n)
         self.masks = Masks(view, canon, self.writers)
+
+    def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
+        """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is left out."""
+        for _ in self.trials.rounds():
+            self.claimed, self.fused, self.tried = {}, fused, {}
+            found = [d for d in map(self.decide, matches) if d is not None]
+        return found
 
     def decide(self, match: Match) -> Decision | None:
         """None when the same pattern is already fused there, in a larger form."""
@@ -346,7 +355,7 @@ class Gate:
         return ""
 
     def compile_kernels(self, op, flat: list, decision: Decision) -> None:
-        with trial(compile_only):
+        with trial(self.trials):
             if decision.forward == "kernel":
                 op.forward(*flat, forward="kernel", backward="vjp", save=decision.save)
             if decision.backward == "kernel":

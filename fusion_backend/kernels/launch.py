@@ -54,9 +54,3 @@ def trial(record):
         yield
     finally:
         TRIAL.reset(token)
-
-
-def compile_only(kernel, grid, args, options) -> None:
-    """Compile a launch for the current device without running it; raises what Triton raises."""
-    mocked = [a.dtype if isinstance(a, torch.Tensor) else 16 if isinstance(a, torch.SymInt) else a for a in args]
-    kernel.warmup(*mocked, grid=(1,), **options)
