@@ -35,11 +35,12 @@ class Trials:
         while failures < len(self.failed):
             failures = len(self.failed)
             pool = ThreadPoolExecutor(inductor_config.compile_threads or 1, "fusion-compile")
-            try:  # the mode holds in a context of its own, so that it need not be left, whatever happens
-                self.context = contextvars.copy_context()
-                self.context.run(AsyncCompileMode(pool).__enter__)
+            self.context = contextvars.Context()  # where the mode holds: it need not be left, whatever happens
+            self.context.run(AsyncCompileMode(pool).__enter__)
+            try:
                 yield
                 self.settle()
+                pool.shutdown()  # Inductor may fork
             finally:  # whoever interrupts a compile does not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
 
