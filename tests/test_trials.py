@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -20,15 +21,18 @@ CASES = (
 )
 
 
+def printed(folder, *command: str) -> str:
+    """What a module prints in a process where kernels are not interpreted and none has been compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """A case's outcome is its traceback, or nothing."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.trial_cases"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed(tmp_path_factory.mktemp("triton"), "tests.trial_cases").splitlines()[-1])
 
 
 def test_every_case_is_named(outcomes):
@@ -38,3 +42,9 @@ def test_every_case_is_named(outcomes):
 @pytest.mark.parametrize("case", CASES)
 def test_trial(outcomes, case):
     assert not outcomes[case], outcomes[case]
+
+
+def test_trial_cost_prints_every_kernel(tmp_path):
+    text = printed(tmp_path, "benchmarks.trial_cost", "plain_bert", "--tiny", "--mode", "infer", "--threads", "2")
+    assert re.search(r"plain_bert infer: [1-9]\d* sites, [1-9]\d* distinct launches", text), text
+    assert "flash_kernel" in text and "threads: 2" in text, text

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from triton.backends.compiler import GPUTarget
 
 import fusion_backend.gate
 import fusion_backend.op
+from benchmarks.trial_cost import Driver
 from fusion_backend import Pattern
 from fusion_backend.backend import fuse_graph, patterns
 from fusion_backend.kernels import launch
@@ -29,17 +29,6 @@ from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.reporting import GraphRecord
 from fusion_backend.torch_api import ANALYSED, ANALYSES, inductor_config, kernel_wrap
-
-
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 @triton.jit
