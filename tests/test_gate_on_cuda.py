@@ -63,6 +63,12 @@ lying = lambda x, w, b: embed(x.permute(0, 3, 1, 2), w, b)
 (found,) = run(lying, (4, 32, 32, 3), (64, 3, 8, 8), (64,))[2].sites
 assert not found.fused and "has not been timed" in found.reason, str(found)
 """,
+    "layer norm in fp32 is taken whole, or not at all": """
+shapes = (16384, 4096), (4096,), (4096,)
+for grad in (False, True):
+    (site,) = run(norm, *shapes, dtype=torch.float32, grad=grad)[2].sites
+    assert (site.forward, site.backward) == (("kernel", "kernel") if grad else (None, None)), str(site)
+""",
     "layer norm runs kernels, forward and backward": """
 shapes = (64, 4096), (4096,), (4096,)
 gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), *shapes, grad=True, gate="always")
