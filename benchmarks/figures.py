@@ -63,6 +63,7 @@ def counted(rows: list, to: str = "inductor") -> dict[str, list]:
 def where(run: Run) -> str:
     about = run.about
     versions = f"{about['gpu'] or 'A CPU'}, torch {about['torch']}, triton {about['triton']}"
+    versions += f", transformers {about['transformers']}" if about.get("transformers") else ""
     revision = f", revision {about['revision']}" if about.get("revision") else ""
     return f"{versions}, {about['date']}{revision}: `{about['command']}`."
 

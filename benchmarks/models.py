@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import sys
 import time
 from pathlib import Path
@@ -158,11 +159,20 @@ def replaces(new: ModelRow, old: ModelRow) -> bool:
     return old.title == new.title or not old.contenders and (old.name, old.mode) == (new.name, new.mode)
 
 
+def installed(package: str) -> str | None:
+    """Its version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def main(argv: list[str] | None = None) -> int:
     begun = time.monotonic()
     args = arguments(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run, status = Run("models", machine(device, "benchmarks.models")), Status()
+    about = machine(device, "benchmarks.models") | dict(transformers=installed("transformers"))
+    run, status = Run("models", about), Status()
     if argv is not None:
         run.about["command"] = " ".join(["python -m benchmarks.models", *argv])
     try:
