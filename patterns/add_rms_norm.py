@@ -57,7 +57,8 @@ def _(x, residual, weight, offset, eps, save):
 
 @add_rms_norm.saved
 def _(x, residual, weight, offset, eps):
-    return torch.rsqrt((x + residual).reshape(-1, x.shape[-1]).float().pow(2).mean(1) + eps)
+    """Operator for operator as in the forward, so that nothing is computed twice."""
+    return torch.rsqrt((x + residual).float().pow(2).mean(x.dim() - 1, keepdim=True) + eps).reshape(-1)
 
 
 @add_rms_norm.backward(result=True, same={"residual": "x"})

@@ -63,7 +63,8 @@ def _(x, weight, offset, eps, save):
 
 @rms_norm.saved
 def _(x, weight, offset, eps):
-    return torch.rsqrt(x.reshape(-1, x.shape[-1]).float().pow(2).mean(1) + eps)
+    """Operator for operator as in the forward, so that nothing is computed twice."""
+    return torch.rsqrt(x.float().pow(2).mean(x.dim() - 1, keepdim=True) + eps).reshape(-1)
 
 
 @rms_norm.backward
