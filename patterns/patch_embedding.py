@@ -3,8 +3,8 @@
 x is `[b, c, ...]` with one to three spatial dimensions, weight `[o, c, ...]`, bias `[o]` or missing; no padding, no
 dilation, no groups; what does not fill a window at the end of a dimension is left out. With x cut into windows,
 `[windows, c · p · q]`, it is one matrix product, y = windows · weightᵀ + bias, and each of its gradients is another.
-cuDNN computes it as a convolution, of few channels and large windows: at a tenth of the product's speed (ViT-L, H200).
-In bf16 and fp16, accumulated in fp32 as there. Source: Dosovitskiy et al. 2021.
+cuDNN computes it as a convolution of few channels with large windows, at a tenth of the product's speed for ViT-L's (an
+H200, bf16). Taken in bf16 and fp16. Source: Dosovitskiy et al. 2021.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import math
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend.kernels.inputs import dynamic
 from fusion_backend.kernels.rows import UNMEASURED
 
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of x
@@ -72,6 +73,8 @@ def windows_of(x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
 
 @windows_times_weight.guard
 def _(x, weight, bias):
+    if any(dynamic(n) for n in (*x.shape[1:], *weight.shape)):  # cutting it would guard on what divides what
+        return Reject("a size other than that of the batch is dynamic")
     if 0 in (*x.shape[1:], *weight.shape):
         return Reject("x or weight is empty")
 
@@ -81,7 +84,9 @@ def _(x, weight, bias, training):
     if x.itemsize != 2:
         return Reject("of fp32, cuDNN's convolution may use TF32 where a product may not")
     rows = (x.shape[-2] * x.shape[-1], x.shape[-1], 1)
-    if x.dim() != 4 or not guard_or_false(sym_eq(tuple(x.stride()[1:]), rows)):
+    if x.dim() != 4 or x.stride()[1:] != rows or x.shape[1] > 16:
+        return UNMEASURED
+    if statically_known_true(x.numel() < 3 * 224 * 224):
         return UNMEASURED
 
 

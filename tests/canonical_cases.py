@@ -189,6 +189,23 @@ SAME = {
         lambda x, b: F.group_norm(x, 2, None, b),
         lambda x, b: F.group_norm(x, 2) + b[:, None],
     ),
+    "windows of an image": (
+        ((2, 3, 8, 8), (5, 3, 2, 4), (5,)),
+        lambda x, w, b: F.conv2d(x, w, b, stride=(2, 4)),
+        lambda x, w, b: F.conv2d(x, w, b, (2, 4), "valid"),
+        lambda x, w, b: F.conv2d(x, w, b, (2, 4), 0, 1, 1),
+        lambda x, w, b: F.conv2d(x, w, b, (2, 4), (0, 0), (1, 1)),
+    ),
+    "windows of a signal": (
+        ((2, 3, 9), (5, 3, 4)),
+        lambda x, w: F.conv1d(x, w, stride=4),
+        lambda x, w: F.conv1d(x, w, None, (4,), "valid"),
+    ),
+    "windows of a video": (
+        ((2, 3, 4, 4, 4), (5, 3, 2, 2, 2)),
+        lambda x, w: F.conv3d(x, w, stride=2),
+        lambda x, w: F.conv3d(x, w, None, (2, 2, 2), "valid"),
+    ),
     "batch norm": (
         (R, V, V),
         lambda x, m, v: F.batch_norm(x, m, v * v),
@@ -431,6 +448,16 @@ OTHER = {
     "another p": ((R,), lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.25)),
     "sum of integers": ((INTS,), lambda x: x.sum(-1), lambda x: x.sum(-1, dtype=torch.float32)),
     "exponents": ((R,), lambda x: x.pow(2), lambda x: x.pow(3), lambda x: x.pow(0.5), lambda x: x),
+    "other windows": (
+        ((2, 4, 8, 8), (4, 4, 2, 2), (4, 2, 2, 2), (4,)),
+        lambda x, w, v, b: F.conv2d(x, w, b, stride=2),
+        lambda x, w, v, b: F.conv2d(x, w, stride=2),
+        lambda x, w, v, b: F.conv2d(x, w, b, stride=1),
+        lambda x, w, v, b: F.conv2d(x, w, b, stride=(2, 1)),
+        lambda x, w, v, b: F.conv2d(x, w, b, stride=2, padding=1),
+        lambda x, w, v, b: F.conv2d(x, w, b, stride=2, dilation=2),
+        lambda x, w, v, b: F.conv2d(x, v, b, stride=2, groups=2),
+    ),
     "training of batch norm": (
         (R, V, V),
         lambda x, m, v: F.batch_norm(x, m, v),
