@@ -263,9 +263,10 @@ class Run:
         if other := [key for key in ("gpu", "torch", "triton") if before.about.get(key) != self.about[key]]:
             raise ValueError(f"{path} was measured with another {' and '.join(other)}: its rows cannot be kept")
         self.rows = before.rows
-        for key in ("command", "revision"):
-            said = dict.fromkeys(filter(None, (before.about.get(key), self.about[key])))
-            self.about[key] = "; ".join(said) or None
+        for key in ("command", "revision", "transformers"):
+            said = dict.fromkeys(filter(None, (before.about.get(key), self.about.get(key))))
+            if said or key in self.about:
+                self.about[key] = "; ".join(said) or None
 
     @classmethod
     def load(cls, path: Path) -> Run:

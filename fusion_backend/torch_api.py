@@ -63,18 +63,22 @@ def analysed_once(analyse):
     """
 
     @functools.wraps(analyse)
-    def answer(kernel, kwargs, descriptors):
+    def remembered(kernel, kwargs, descriptors):
         tuned = isinstance(kernel, Autotuner)  # of one configuration, which holds the number of warps
         known = ANALYSED.get(kernel.fn if tuned else kernel)
         given = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
         key = tuple((name, kind_of_argument(value)) for name, value in sorted(given.items()))
         if known is None or descriptors or any(kind is None for _, kind in key):
             return analyse(kernel, kwargs, descriptors)
-        if key not in known:
-            known[key] = analyse(kernel, kwargs, descriptors)
-        return copy.copy(known[key])
+        if key in known:
+            return copy.copy(known[key])
+        answer = analyse(kernel, kwargs, descriptors)
+        written = answer if isinstance(answer, list) else answer.read_writes.writes
+        if len(written) < sum(kind[0] == "tensor" for _, kind in key):  # all: it may have failed, which may pass
+            known[key] = copy.copy(answer)
+        return answer
 
-    return answer
+    return remembered
 
 
 ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11, 2.13

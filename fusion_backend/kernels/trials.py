@@ -43,12 +43,15 @@ class Trials:
                 pool.shutdown()  # Inductor may fork
             finally:  # whoever interrupts a compile does not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
+                for kernel in self.started.values():  # Triton 3.9 would give the cancelled to who asks next
+                    if isinstance(kernel, FutureKernel) and kernel.future and kernel.future.cancelled():
+                        error_of(kernel)
 
     def __call__(self, kernel, grid, args, options) -> None:
         given = [a.dtype if isinstance(a, torch.Tensor) else 16 if isinstance(a, torch.SymInt) else a for a in args]
         key = (kernel, repr((given, sorted(options.items()))))
         if key in self.failed:
-            raise self.failed[key]
+            raise self.failed[key].with_traceback(None)
         if key not in self.seen:
             self.started[key] = self.context.run(kernel.warmup, *given, grid=(1,), **options)
             self.seen.add(key)
