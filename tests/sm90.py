@@ -303,8 +303,8 @@ def sites(only: list[str]):
 
 
 # Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x 64 at four warps,
-# rows of 32768 at sixteen. Of flash_queries_kernel, with triton 3.9 alone, with dropout, a bias and heads of 128.
-TOLERATED = {"flash_kernel": 48, "flash_queries_kernel": 8, "norm_kernel": 216}
+# rows of 32768 at sixteen. In the backward of attention, of heads of 128 with dropout and a bias alone.
+TOLERATED = {"flash_kernel": 48, "flash_keys_kernel": 32, "flash_queries_kernel": 8, "norm_kernel": 216}
 TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
 
 
