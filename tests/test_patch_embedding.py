@@ -159,4 +159,4 @@ def test_sizes_that_are_not_known():
             x = torch.randn(2, 3, height, width)
             torch.testing.assert_close(compiled(x), model(x))
         graphs[backend] = counter.frame_count
-    assert graphs["fusion"] == graphs["inductor"]
+    assert graphs["fusion"] <= graphs["inductor"]

@@ -210,20 +210,34 @@ def triton_itself_refuses():
 
 
 def an_interrupt_waits_for_nobody():
-    trials, release, started = Trials(), threading.Event(), time.monotonic()
-    real, triton.compiler.compile = triton.compiler.compile, lambda *a, **k: release.wait(60)
+    trials, begun, release, started = Trials(), threading.Event(), threading.Event(), time.monotonic()
+    calls: list[int] = []
+
+    def compile(src, *_, **__):
+        calls.append(src.constants[src.fn.arg_names.index("BLOCK"),])
+        begun.set()
+        return release.wait(60)
+
+    real, triton.compiler.compile = triton.compiler.compile, compile
     twice_kernel.device_caches.clear()
     try:
         with inductor_config.patch(compile_threads=1), trial(trials):
             for _ in trials.rounds():
                 for block in (16, 32):
                     launch(twice_kernel, (1,), torch.empty(4), torch.empty(4), 4, BLOCK=block)
+                assert begun.wait(20)
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert time.monotonic() - started < 30
     finally:
         triton.compiler.compile = real
         release.set()
+    # What was cancelled, the second of the two, is compiled when it is asked for again.
+    trials, before = Trials(), list(calls)
+    with trial(trials):
+        for _ in trials.rounds():
+            launch(twice_kernel, (1,), torch.empty(4), torch.empty(4), 4, BLOCK=32)
+    assert (before, calls, trials.failed) == ([16], [16, 32], {}), (before, calls, trials.failed)
     twice_kernel.device_caches.clear()
 
 
