@@ -59,7 +59,7 @@ def analysed_once(analyse):
     """`analyse(kernel, kwargs, descriptors)` with its answers remembered.
 
     For every launch in a graph torch asks three or four times what the kernel writes, and makes Triton IR of its source
-    each time: 12 of the 40 s (torch 2.11, one CPU core) before code is compiled for a T5-like model of 12 layers.
+    each time; the layers of a model are alike.
     """
 
     @functools.wraps(analyse)

@@ -62,7 +62,7 @@ def _(x, weight, bias, eps):
 def _(x, weight, bias, eps, training):
     if statically_known_true(x.numel() < 1 << 17):
         return UNMEASURED
-    if x.element_size() == 4 and not training:  # in training a forward of Inductor's before our backward is slower
+    if x.element_size() == 4 and not training:  # in training Inductor's before our backward was slower
         return Reject(f"Inductor's forward is as fast in fp32 ({RESULTS})")
 
 

@@ -86,7 +86,7 @@ def _(x, weight, bias, training):
     rows = (x.shape[-2] * x.shape[-1], x.shape[-1], 1)
     if x.dim() != 4 or x.stride()[1:] != rows or x.shape[1] > 16:
         return UNMEASURED
-    if statically_known_true(x.numel() < 3 * 224 * 224):
+    if weight.shape[0] < 768 or statically_known_true(x.numel() < 3 * 224 * 224):
         return UNMEASURED
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.trial_cost import Driver
 from fusion_backend.kernels.launch import trial
 from fusion_backend.pattern import REGISTRY, UNMATCHED, Pattern
 from fusion_backend.template import with_kinds
@@ -279,13 +280,6 @@ def mutated(launch: Launch) -> list[str]:
     return get_mutated_tensors(*indices, tensors, {})
 
 
-class NoDriver:
-    """Stands for the GPU that torch asks about before its analysis."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
 def sites(only: list[str]):
     """Every distinct launch of the patterns, with the words that tell where it comes from."""
     seen = set()
@@ -324,7 +318,7 @@ def check_resources(only: list[str]) -> int:
 
 
 def check_mutations(only: list[str]) -> int:
-    triton.runtime.driver.set_active(NoDriver())
+    triton.runtime.driver.set_active(Driver())
     bad = 0
     for launch, dtype, _ in sites(only):
         written = mutated(launch)

@@ -50,8 +50,8 @@ CASES = {
     "a patch embedding is a product where that was timed": """
 def embed(x, w, b):
     return F.conv2d(x, w, b, stride=8).flatten(2).transpose(1, 2)
-def site(x=(4, 3, 256, 256), **options):
-    (site,) = run(embed, x, (64, x[1], 8, 8), (64,), **options)[2].sites
+def site(x=(4, 3, 256, 256), o=768, **options):
+    (site,) = run(embed, x, (o, x[1], 8, 8), (o,), **options)[2].sites
     return site
 for grad in (False, True):
     found = site(grad=grad)
@@ -60,8 +60,8 @@ for grad in (False, True):
 assert "TF32" in site(dtype=torch.float32).reason
 assert site(dtype=torch.float16).fused and not site(dtype=torch.float64).fused
 lying = lambda x, w, b: embed(x.permute(0, 3, 1, 2), w, b)
-(found,) = run(lying, (4, 256, 256, 3), (64, 3, 8, 8), (64,))[2].sites
-for found in (found, site((1, 3, 32, 32)), site((4, 96, 256, 256))):
+(found,) = run(lying, (4, 256, 256, 3), (768, 3, 8, 8), (768,))[2].sites
+for found in (found, site((1, 3, 32, 32)), site((4, 96, 256, 256)), site(o=64)):
     assert not found.fused and "has not been timed" in found.reason, str(found)
 """,
     "layer norm in fp32 is taken whole, or not at all": """

@@ -99,7 +99,7 @@ def laid_out(t: Tensor) -> Tensor:
 
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256 numbers of 16 bits, by
-# the kind of mask. Up to 128 as in benchmarks/results/sweep-attention.json, where that does not spill.
+# the kind of mask. Up to 128 chosen by benchmarks/results/sweep-attention.json, which has all but "dense keys".
 FORWARD = {
     "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
     "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
