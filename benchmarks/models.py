@@ -55,6 +55,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gate", choices=("auto", "always", "never"), help="fusion.gate (default: auto; CPU: always)")
     parser.add_argument("--max-autotune", action="store_true", help="a contender more; slow to compile")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), help="part of a training step")
+    parser.add_argument("--dropout", action="store_true", help="train with the model's own (no errors: it is random)")
     parser.add_argument("--exact", choices=EXACT, help="dtype that errors are against (default: fp32, of fp32: fp64)")
     parser.add_argument("--once", action="store_true", help="compile once, with an empty cache: no warm compile time")
     parser.add_argument("--rounds", type=positive, default=11, metavar="N")
@@ -77,6 +78,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--trace is written by the profiler that --no-profile leaves out")
     if args.optimizer and all(mode != TRAIN for _, _, mode in args.jobs):
         parser.error("--optimizer is part of a training step: give --mode train")
+    if args.dropout and (args.module or any(mode != TRAIN for _, _, mode in args.jobs)):
+        parser.error("--dropout is for --mode train, of --model and --timm: a model of --module has the mode it is given")
+    if args.dropout and args.exact not in (None, "none"):
+        parser.error("--dropout draws other numbers in every contender: there are no errors to show, --exact none")
     return args
 
 
@@ -118,16 +123,20 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
         row.notes.append(f"not measured: building it raised {said(error)}")
         return row
     row.name = subject.name
+    if args.dropout:
+        subject.model.train()
     kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [torch.float32]
     row.dtype = next(word for word, dtype in DTYPES.items() if dtype == kinds[0])
     gate = args.gate or ("auto" if device.type == "cuda" else "always")
     row.about = subject.about | dict(
         attention=args.attention if kind == "model" else None,
         optimizer=args.optimizer if mode == TRAIN else None,
+        dropout="on" if args.dropout else None,
         gate=gate,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
     exact = EXACT[args.exact] if args.exact else torch.float32 if kinds[0].itemsize < 4 else torch.float64
+    exact = None if args.dropout else exact
     plan = Plan(
         train=mode == TRAIN, optimizer=row.about["optimizer"], cold=not args.once, exact=exact, rounds=args.rounds,
         least_ms=args.least_ms, profile=not args.no_profile, trace=args.trace,

@@ -202,7 +202,7 @@ class ModelRow:
     @property
     def title(self) -> str:
         sizes = [f"{key} {self.about[key]}" for key in ("layers", "width", "batch", "seq") if key in self.about]
-        options = [f"{key} {self.about[key]}" for key in ("attention", "optimizer") if self.about.get(key)]
+        options = [f"{key} {self.about[key]}" for key in ("attention", "optimizer", "dropout") if self.about.get(key)]
         return f"{self.name} {self.mode} {self.dtype} ({', '.join(sizes + options)})".replace(" ()", "")
 
 

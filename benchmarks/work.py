@@ -245,6 +245,9 @@ WORK = [
             (4, 32, 2048, 64, dict(window=2048, padded=1)),
             (4, 16, 2048, 128, dict(window=2048, cap=50)),
             (32, 16, 512, 64, dict(padded=1, drop=1)),
+            (32, 16, 512, 64, dict(bias=1, drop=1)),
+            (8, 16, 2048, 128, dict(padded=1, drop=1)),
+            (8, 16, 2048, 128, dict(bias=1, drop=1)),
         )
     ),
     *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),

@@ -142,7 +142,7 @@ class Capture(fx.Interpreter):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         proxies = [tracer.unwrap_proxy(a) for a in tensors]
         try:
-            out = super().run_node(n)
+            out = filled(n, args) if is_filled(n, args, kwargs) else super().run_node(n)
             expected = pytree.tree_leaves(n.meta.get("example_value"))
             for have, want in zip(pytree.tree_leaves(out), expected, strict=False):
                 if isinstance(want, torch.Tensor) and (
@@ -244,6 +244,17 @@ class Capture(fx.Interpreter):
             self.region[new] = key
             if "stack_trace" in n.meta:
                 new.meta["stack_trace"] = n.meta["stack_trace"]
+
+
+def is_filled(n: fx.Node, args: tuple, kwargs: dict) -> bool:
+    """A tensor made of one number, torch.tensor(0.0): traced, it would be a constant of the graph."""
+    made = n.target in (torch.tensor, torch.as_tensor) or (n.op == "call_method" and n.target == "new_tensor")
+    return made and len(args) > 0 and type(args[-1]) in (bool, int, float) and not kwargs.get("requires_grad")
+
+
+def filled(n: fx.Node, args: tuple) -> torch.Tensor:
+    example = n.meta["example_value"]
+    return torch.full((), args[-1], dtype=example.dtype, device=example.device)
 
 
 def held(tracer, name: str, value) -> fx.Proxy:

@@ -310,7 +310,7 @@ def reject_masks(
 def _(q, k, v, bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded, training):
     d = number(q.shape[3])
     measured = keep is None and d in (64, 128) and q.element_size() == 2
-    measured = measured and (cap is None or d == 128) and (p is None or (d == 64 and bias is None))
+    measured = measured and (cap is None or (d == 128 and p is None))
     if not measured or statically_known_true(q.numel() < 1 << 23):
         return UNMEASURED
 

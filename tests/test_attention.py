@@ -57,6 +57,9 @@ CAUSAL_FORMS = {
         torch.where(keep(), q @ k.mT * 0.25, float("-inf")), -1
     ) @ v,
     "by hand, added": lambda q, k, v: by_hand(q, k, v, additive(torch.finfo(torch.float32).min)),
+    "by hand, chosen from tensors of one number": lambda q, k, v: by_hand(  # transformers before 5.18 makes it so
+        q, k, v, torch.where(keep(), torch.tensor(0.0, dtype=q.dtype), q.new_tensor(torch.finfo(q.dtype).min))
+    ),
     "by hand, in fp32": lambda q, k, v: by_hand(q, k, v, keep(), upcast=True),
     "by hand, divided": lambda q, k, v: torch.softmax(
         (q @ k.transpose(2, 3) / 4.0).masked_fill(~keep(), float("-inf")), -1
@@ -291,6 +294,8 @@ STAYS = {
                        "a mask from x"),
     "ones and zeros are added": (lambda x: keep().float(), IDS, "additive"),
     "a small fill": (lambda x: torch.where(keep(), 0.0, -1e4), IDS, "additive"),
+    "a small fill in a tensor": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e4)), IDS, "additive"),
+    "a fill that is written to": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e9).mul_(1e-5)), IDS, "additive"),
     "an additive bias of data": (lambda x: additive(float("-inf")) + x[:, None, None, :] * 0.1, IDS, "additive"),
 }  # fmt: skip
 

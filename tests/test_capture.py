@@ -171,6 +171,21 @@ def test_what_is_not_understood_is_copied_with_a_reason():
     assert any("vmap" in why for why in report.graphs[0].kept.values()), report.graphs[0].kept
 
 
+def test_a_tensor_of_one_number_is_an_operator():
+    def f(x):
+        numbers = torch.tensor(True), torch.tensor(-3), torch.as_tensor(0.1), x.new_tensor(2.5)
+        return *(x * n for n in numbers), torch.tensor(0.1, dtype=torch.float16), torch.tensor([1, 2]) + x
+
+    gm = source(f, torch.randn(2))
+    view = captured(gm, Written(gm))
+    full = [n for n in view.graph.nodes if n.target is torch.ops.aten.full.default]
+    assert [n.args[1] for n in full] == [True, -3, 0.1, 2.5, 0.1]
+    made = [view.owner[n].meta["example_value"] for n in full]
+    assert [n.meta["val"].dtype for n in full] == [t.dtype for t in made]
+    (why,) = view.kept.values()  # of the list
+    assert why.endswith("bakes a constant in")
+
+
 def test_the_same_code_under_no_grad_is_another_value():
     """(x + y) without a gradient must not stand in for (x + y) with one."""
 
