@@ -151,9 +151,14 @@ class Writer:
         owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
         self.touched.add(first_owner)
+        inside = {*d.match.roots, *d.match.interior}
         for root, result in replaced.items():
             root.replace_all_uses_with(result)
             self.touched.add(owner[root])
+            for n in d.match.interior:
+                if self.canon.of[n] is self.canon.of[root]:  # permuted and permuted back: other sites may name either
+                    self.replaced[n] = result
+                    n.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
         for n in [*d.match.roots, *reversed(d.match.interior)]:
             if not n.users:
                 self.touched.add(owner[n])

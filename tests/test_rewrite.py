@@ -130,3 +130,32 @@ def test_a_loss_reads_the_narrow_logits(form):
     graph = collect(fn, logits, torch.zeros(2, 8, dtype=torch.int64)).graphs[0]
     (site,) = fused_nodes(graph)
     assert site.args[0].meta["example_value"].dtype == torch.bfloat16 and "float_1" not in str(graph.graph)
+
+
+TURNED = {
+    "permuted": lambda t: t.permute(0, 2, 1).permute(0, 2, 1),
+    "transposed": lambda t: t.transpose(1, 2).mT,
+    "and copied": lambda t: t.mT.contiguous().mT,
+    "not at all": lambda t: t,
+}
+
+
+@pytest.mark.parametrize("turn", TURNED.values(), ids=TURNED)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_site_reads_what_another_gives_turned_and_turned_back(turn, grad):
+    """The norm's site ends where it is turned back; its reader may name the value before (SqueezeBERT)."""
+
+    def f(x, w, u, c):
+        t = turn(F.layer_norm(x, (8,), w))
+        return F.gelu(F.linear(t, u, c)), torch.tanh(F.linear(t[:, 0], u, c)), t.sum(1)
+
+    inputs = [torch.randn(s) for s in ((2, 5, 8), (8,), (6, 8), (6,))]
+    collector = collect(f, *inputs)
+    assert [n.meta["fusion"] for n in fused_nodes(collector.graphs[0])] == ["layer_norm", "linear_act", "linear_act"]
+    results = []
+    for fn in (torch.compile(f, backend=collector), f):
+        leaves = [x.clone().requires_grad_(grad) for x in inputs]
+        out = fn(*leaves)
+        results.append([*out, *(torch.autograd.grad(sum(o.sin().sum() for o in out), leaves) if grad else ())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
