@@ -95,31 +95,42 @@ def _(x, w1, b1, w2, b2, act):
 
 @gated_linear.backward(plain=True, result=True)
 def _(saved, dy):
-    x, w1, w2 = saved.x.reshape(-1, saved.x.shape[-1]), saved.w1, saved.w2
+    x, w1, w2 = saved.x, saved.w1, saved.w2
     dy, gate = dy.float(), saved.gate.float()
     d_up = dy * activate(gate, saved.act)
     if saved.act == "sigmoid":  # its derivative times the other half: 1 - sigmoid(gate) without cancellation
         d_gate = dy * saved.result.float() * torch.sigmoid(-gate)
     else:  # the other half, computed again
-        up = (saved.x @ w2).float() if saved.b2 is None else (saved.x @ w2 + saved.b2).float()
+        up = (x @ w2).float() if saved.b2 is None else (x @ w2 + saved.b2).float()
         d_gate = activation_gradient(dy * up, gate, saved.act)
     # The gradients of the biases are sums in fp32, the operands of the products rounded.
-    d_gate, d_up = (d.reshape(-1, dy.shape[-1]) for d in (d_gate, d_up))
-    gate_rows, up_rows = d_gate.to(x.dtype), d_up.to(x.dtype)
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
-    if saved.needs["x"]:
-        grads["x"] = torch.addmm(gate_rows @ w1.t(), up_rows, w2.t()).view(saved.x.shape)
-    for w, b, rows, d in (("w1", "b1", gate_rows, d_gate), ("w2", "b2", up_rows, d_up)):
-        if saved.needs[w]:
-            grads[w] = weight_gradient(x, rows, getattr(saved, w))
+    for b, d in dict(b1=d_gate, b2=d_up).items():
         if getattr(saved, b) is not None and saved.needs[b]:
-            grads[b] = d.sum(0).to(getattr(saved, b).dtype)
+            grads[b] = d.sum_to_size(getattr(saved, b).shape).to(getattr(saved, b).dtype)
+    rows = [d.to(x.dtype) for d in (d_gate, d_up)]
+    if w1.dim() == w2.dim() == 2:  # one product of all rows
+        x, *rows = (t.reshape(-1, t.shape[-1]) for t in (x, *rows))
+    elif x.dim() == 1:
+        x, *rows = (t.unsqueeze(-2) for t in (x, *rows))
+    if saved.needs["x"]:
+        grads["x"] = gradient_of_x(*rows, w1, w2).sum_to_size(x.shape).reshape(saved.x.shape)
+    for w, d in zip(("w1", "w2"), rows, strict=True):
+        if saved.needs[w]:
+            grads[w] = weight_gradient(x, d, getattr(saved, w))
     return tuple(grads.values())
+
+
+def gradient_of_x(d_gate, d_up, w1, w2):
+    if d_gate.dim() == w1.dim() == w2.dim() == 2:
+        return torch.addmm(d_gate @ w1.t(), d_up, w2.t())
+    return d_gate @ w1.mT + d_up @ w2.mT
 
 
 def weight_gradient(x, d, weight):
     """xᵀ d, laid out in memory as the weight is: the view of a linear layer's weight gets a gradient it can keep."""
-    return (d.t() @ x).t() if weight.stride(0) == 1 else x.t() @ d
+    found = (d.mT @ x).mT if weight.stride(-2) == 1 else x.mT @ d
+    return found.sum_to_size(weight.shape)
 
 
 def config(x) -> dict:

@@ -169,6 +169,29 @@ def test_permuted_and_expanded_inputs(pattern):
             assert got.stride() == want.stride()
 
 
+@every
+def test_stacked_inputs(pattern):
+    """Every matrix in a batch of three, weights too, as experts have them: where torch takes them, so must a site."""
+
+    def stacked(a):
+        if not isinstance(a, torch.Tensor) or a.dim() < 2:
+            return a
+        return torch.stack([a, a.flip(0), a.flip(-1)]).detach().requires_grad_(a.requires_grad)
+
+    for kinds in supported_forms(pattern):
+        changed = [stacked(a) for a in arguments(pattern, kinds, torch.float32)]
+        try:
+            want = unfused(pattern, changed)
+        except (RuntimeError, NotImplementedError, IndexError, ValueError):
+            continue
+        tensors, call = split(changed)
+        collector = collect(call(pattern.reference), *tensors, dynamic=False)
+        assert [g.error for g in collector.report.graphs] == [None]
+        compiled = torch.compile(call(pattern.reference), backend=collector, dynamic=False)
+        with DropoutOfKernels():
+            torch.testing.assert_close(value_and_gradients(compiled, tensors), want, rtol=1e-4, atol=1e-4)
+
+
 @every_written
 def test_refused_tensors_fall_through(pattern):
     """fp64, complex, integer and empty tensors: not fused, with a reason, and right."""
