@@ -79,7 +79,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.optimizer and all(mode != TRAIN for _, _, mode in args.jobs):
         parser.error("--optimizer is part of a training step: give --mode train")
     if args.dropout and (args.module or any(mode != TRAIN for _, _, mode in args.jobs)):
-        parser.error("--dropout is for --mode train, of --model and --timm: a model of --module has the mode it is given")
+        parser.error("--dropout is for --mode train of --model and --timm; one of --module has its own mode")
     if args.dropout and args.exact not in (None, "none"):
         parser.error("--dropout draws other numbers in every contender: there are no errors to show, --exact none")
     return args

@@ -165,6 +165,9 @@ def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
         (["--model", "resnet"], "no model resnet; there is plain_llama"),
         (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
         (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),
+        (["--model", "plain_vit", "--dropout"], "--dropout is for --mode train"),
+        (["--module", "mine:build", "--mode", "train", "--dropout"], "one of --module has its own mode"),
+        (["--model", "plain_vit", "--mode", "train", "--dropout", "--exact", "fp32"], "there are no errors to show"),
         (["--model", "plain_vit", "--trace", "x", "--no-profile"], "--no-profile leaves out"),
     ],
 )
@@ -172,6 +175,21 @@ def test_arguments_that_make_no_sense(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         models.main(argv)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_training_with_the_models_own_dropout(dropout, monkeypatch):
+    """It is left out, for the sake of the errors, or kept, and then no errors are asked for."""
+    seen = []
+
+    def measure(subject, makes, plan, row, device, say):
+        seen.append((subject.model.training, plan.exact, row.title.endswith("dropout on)")))
+        return row
+
+    monkeypatch.setattr(models, "measure", measure)
+    args = models.arguments(["--model", "bert", "--mode", "train", *["--dropout"] * dropout])
+    models.measured("model", "bert", TRAIN, args, CPU, print)
+    assert seen == [(True, None, True) if dropout else (False, torch.float64, False)]
 
 
 def test_a_model_that_cannot_be_built_is_a_row(tmp_path, monkeypatch, capsys):
