@@ -227,7 +227,8 @@ def shares(run: Run, names: list[str]) -> str:
     for row, pair in zip(rows, pairs, strict=True):
         parts = [[c.shares.get(kind, 0.0) * c.device_ms for c in pair] for kind in kinds]
         cells = [" → ".join(f"{part:.2f}" for part in two) if any(two) else "–" for two in parts]
-        lines.append([model_name(row), " → ".join(f"{c.device_ms:.2f}" for c in pair), *cells])
+        how = [word for word in ("attention eager", "dropout on") if word in row.title]
+        lines.append([", ".join([model_name(row), *how]), " → ".join(f"{c.device_ms:.2f}" for c in pair), *cells])
     return table(["model", "all kernels", *kinds], lines)
 
 
