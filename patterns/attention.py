@@ -48,7 +48,8 @@ def attention(
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError("q, k and v differ in dtype")
     mask = mask if mask is None else mask.to(q.dtype)
-    if fill is None and cap is None and bias is None:
+    exact = mask is None or q.device.type != "cpu"  # SDPA's gradient there of a row that sees nothing is not softmax's
+    if fill is None and cap is None and bias is None and exact:
         mask = keep if mask is None else mask
         grouped = heads == "grouped"
         options = dict(dropout_p=p or 0.0, is_causal=causal == "causal", scale=scale, enable_gqa=grouped)

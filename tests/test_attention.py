@@ -314,6 +314,21 @@ def test_what_stays(name, form):
     assert not site.fused and site.reason.startswith("its mask stays: ") and why in site.reason, site
 
 
+def test_rows_that_see_nothing_have_the_gradient_of_the_code():
+    """All scores of such a row are the number that was added: its keys weigh the same. SDPA on CPU forgets that."""
+
+    def fn(q, k, v):
+        hidden = keep() & LEFT_PADDED[:, None, None, :].bool()
+        return by_hand(q, k, v, torch.where(hidden, 0.0, torch.finfo(q.dtype).min))
+
+    inputs = tensors()
+    collector = Collector({"fusion.gate": "always"})
+    found = run(torch.compile(fn, backend=collector), inputs)
+    assert "attention" in {s.pattern for s in collector.report.fused}, collector.report
+    for got, want in zip(found, run(fn, inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_a_finite_fill_that_scores_may_reach_stays():
     site, _ = site_of(lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(~keep(), -1e4), -1) @ v, *tensors())
     assert not site.fused and "-10000" in site.reason
