@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 
 import torch
@@ -249,7 +250,10 @@ class Capture(fx.Interpreter):
 def is_filled(n: fx.Node, args: tuple, kwargs: dict) -> bool:
     """A tensor made of one number, torch.tensor(0.0): traced, it would be a constant of the graph."""
     made = n.target in (torch.tensor, torch.as_tensor) or (n.op == "call_method" and n.target == "new_tensor")
-    return made and len(args) > 0 and type(args[-1]) in (bool, int, float) and not kwargs.get("requires_grad")
+    if not made or not args or type(args[-1]) not in (bool, int, float) or not kwargs.keys() <= {"dtype", "device"}:
+        return False
+    dtype = n.meta["example_value"].dtype  # what is too large for it is infinity to torch.tensor, and not to torch.full
+    return not dtype.is_floating_point or not torch.finfo(dtype).max < abs(args[-1]) < math.inf
 
 
 def filled(n: fx.Node, args: tuple) -> torch.Tensor:

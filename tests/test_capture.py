@@ -1,5 +1,7 @@
 """Capture: what is written down is what running would give; what is not understood is copied; states are told apart."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,16 +176,17 @@ def test_what_is_not_understood_is_copied_with_a_reason():
 def test_a_tensor_of_one_number_is_an_operator():
     def f(x):
         numbers = torch.tensor(True), torch.tensor(-3), torch.as_tensor(0.1), x.new_tensor(2.5)
-        return *(x * n for n in numbers), torch.tensor(0.1, dtype=torch.float16), torch.tensor([1, 2]) + x
+        half, lists = torch.tensor(0.1, dtype=torch.float16), torch.tensor([1, 2]) + torch.tensor(1e39)
+        return *(x * n for n in numbers), half, lists, torch.tensor(-math.inf)
 
     gm = source(f, torch.randn(2))
     view = captured(gm, Written(gm))
     full = [n for n in view.graph.nodes if n.target is torch.ops.aten.full.default]
-    assert [n.args[1] for n in full] == [True, -3, 0.1, 2.5, 0.1]
+    assert [n.args[1] for n in full] == [True, -3, 0.1, 2.5, 0.1, -math.inf]
     made = [view.owner[n].meta["example_value"] for n in full]
     assert [n.meta["val"].dtype for n in full] == [t.dtype for t in made]
-    (why,) = view.kept.values()  # of the list
-    assert why.endswith("bakes a constant in")
+    assert len(view.kept) == 2  # the list, and what is infinity to torch.tensor alone
+    assert all(why.endswith("bakes a constant in") for why in view.kept.values())
 
 
 def test_the_same_code_under_no_grad_is_another_value():
