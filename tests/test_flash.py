@@ -85,7 +85,7 @@ def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), fa
             like = dict(q=q, k=k, v=v, bias=masking.bias)[name]
             assert got.dtype == like.dtype and got.shape == like.shape
             apart = (got.double() - exactly[name]).norm()
-            limit = exactly[name].norm() + 1e-2 * scale * exactly[name].numel() ** 0.5
+            limit = exactly[name].norm() + 5e-2 * scale * exactly[name].numel() ** 0.5
             assert apart <= factor * 8 * CLOSE[q.dtype] * limit, name
     return out
 
