@@ -21,7 +21,8 @@ demo: $(VENV)/.bench
 	$(PY) -m benchmarks.demo $(DEMO)
 
 # The whole suite in two halves side by side: each mostly waits for compilers.
-HALF := tests/oracle tests/test_models.py tests/test_relative_bias.py tests/test_linear_cross_entropy.py
+HALF := tests/oracle tests/test_models.py tests/test_relative_bias.py tests/test_linear_cross_entropy.py \
+	tests/test_row_kernels.py tests/test_recognition.py
 test: $(VENV)/.test
 ifneq ($(TESTS),)
 	$(PY) -m pytest $(TESTS)
