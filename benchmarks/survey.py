@@ -58,8 +58,8 @@ OPTIONAL = (), ("hidden_sizes", "depths", "embed_dim", "embed_dims", "window_siz
 OPTIONAL += (("sliding_window", "rotary_dim"),)
 
 
-class Skipped(Exception):
-    """The reason why a class says nothing about the backend."""
+class Skipped(BaseException):
+    """The reason why a class says nothing about the backend. Nobody on the way takes it for an error of a model."""
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def test_what_is_wrong_is_told(change, wrong):
     assert wrong or {site.pattern for site in collector.report.fused} == {"norm_linear"}
 
 
-def test_a_failure_of_the_pass_is_told(monkeypatch):
+def test_a_failure_of_the_pass_is_told():
     class Fails(Collector):
         def __call__(self, gm, inputs):
             run = super().__call__(gm, inputs)
@@ -67,6 +67,16 @@ def test_a_failure_of_the_pass_is_told(monkeypatch):
 def test_what_fails_without_us_is_no_failure():
     with pytest.raises(survey.Skipped, match="eager: "):
         survey.surveyed(Model(), dict(x=torch.randn(4, 7)), False)
+
+
+def test_what_takes_too_long_is_no_failure():
+    """Whatever it interrupts, a compilation say, that is not tried again without us."""
+
+    def slow(out):
+        survey.stop()
+
+    with pytest.raises(survey.Skipped, match="takes longer than"):
+        survey.surveyed(Model(), dict(x=torch.randn(4, 8)), False, Lies(slow))
 
 
 def test_classes_of_transformers(capsys):
