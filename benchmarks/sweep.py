@@ -38,6 +38,7 @@ from fusion_backend.kernels import (
     groups_backward,
     norms,
     norms_backward,
+    norms_backward_shared,
     norms_split,
     quantize,
 )
@@ -45,6 +46,7 @@ from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
 from fusion_backend.kernels.rows import Config
+from fusion_backend.kernels.shared_rows import shareable
 
 NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
 INTERPRETED = "CPU: the kernels run in Triton's interpreter; their times mean nothing"
@@ -130,6 +132,11 @@ def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
         if not short and each == 8:
             run = functools.partial(norms_backward.backward_long, *args, c)
             yield f"{name} backward by columns {rows}x{n}", said(c), run
+    wide = itertools.product((512, 1024, 2048, 4096), [1], (1, 2, 4, 8), (2, 4, 7, 8, 16), (3, 4)) if not short else ()
+    for c in itertools.starmap(Config, wide):
+        if c.block == 512 * c.warps and c.warps * c.programs in (14, 16) and shareable(args[2], c):
+            run = functools.partial(norms_backward_shared.backward_shared, *args, c)
+            yield f"{name} backward shared {rows}x{n}", said(c), run
 
 
 def few_rows(device) -> Iterator[Call]:
@@ -211,7 +218,8 @@ def gated(device) -> Iterator[Call]:
 
 def softmaxes(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (192, 5120), (16, 8192)) if big else ((64, 256),):
+    shapes = (16384, 4096), (8192, 8192), (2048, 32768), (192, 5120), (16, 8192)
+    for rows, n in shapes if big else ((64, 256),):
         x = torch.randn(rows, n, device=device, dtype=torch.bfloat16)
         block = triton.next_power_of_2(n)
         configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
@@ -221,6 +229,10 @@ def softmaxes(device) -> Iterator[Call]:
         for c in (Config(*c) for c in configs + ahead):
             run = functools.partial(softmax.forward, x, None, None, None, None, *c[:5])
             yield f"softmax {rows}x{n}", said(c), run
+        wide = itertools.product((1024, 2048, 4096), [1], (1, 2, 4), (4, 8, 12, 16, 24), (3, 4))
+        for c in itertools.starmap(Config, wide):
+            if n > softmax.HELD and c.warps * c.programs in (24, 32) and shareable(x, c):
+                yield f"softmax shared {rows}x{n}", said(c), functools.partial(softmax.forward_shared, x, None, c)
         y, dy = torch.softmax(x, -1), torch.randn_like(x)
         configs += [(part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n]
         for c in dict.fromkeys(configs):

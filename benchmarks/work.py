@@ -167,6 +167,7 @@ PLAIN = {
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
+WIDE = [(4096, 12288), (1024, 65536)]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -275,6 +276,13 @@ WORK = [
         for dtype in (F32, F16)
         for name, case in OTHER_DTYPES.items()
         if not (train and name == "quantize_per_token")
+    ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in WIDE
+        for name in ("layer_norm", "softmax", "add_rms_norm", "dropout_add_layer_norm")
+        if train or name in ("layer_norm", "softmax")
     ),
 ]
 SMALL = [

@@ -20,12 +20,17 @@ from fusion_backend.kernels.rows import (
     RESULTS,
     UNMEASURED,
     Broadcast,
+    Config,
     grid,
     reject_broadcast,
     reject_rows,
     row_config,
     tuned,
 )
+from fusion_backend.kernels.shared_rows import LANES, exchange, groups_of, hear, shareable, tell, turn
+
+HELD = 8192  # elements of the longest row that a program of its own is the fastest for, but for twice as many
+SHARED = Config(2048, 1, 2, 16, 3)
 
 
 @Pattern(reciprocal=True, inductor="recomputed")
@@ -75,8 +80,24 @@ def _(x, scale, mask, drop, fill, training):
 def _(x, scale, mask, drop, fill):
     n, rule = number(x.shape[-1]), row_config(number(x.shape[-1]), x.element_size())
     plain = mask is None and drop is None
+    if plain and n > HELD and n != 2 * HELD and shareable(x, SHARED):
+        return forward_shared(x, scale, SHARED)
     chosen = tuned("softmax", x.numel() // n, n, x.element_size(), rule) if plain else rule
     return forward(x, scale, mask, drop, fill, *chosen[:5])
+
+
+def forward_shared(x, scale, config):
+    """Of rows that are shared by programs, without a mask. Grid: groups of a program a piece."""
+    n, y = number(x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    cols, _, warps, programs, stages, _ = config
+    pieces = triton.cdiv(n, cols)
+    x, rows, stride = as_rows(x)
+    launch(
+        softmax_shared_kernel, (groups_of(rows, pieces, programs, x.device) * pieces,), x, y,
+        exchange(rows, pieces, x.device), rows, 1.0 if scale is None else scale, STRIDE=stride, N=n, COLS=cols,
+        PIECES=pieces, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
 
 
 def forward(x, scale, mask, drop, fill, block, rows_each, warps, programs=0, stages=0):
@@ -176,6 +197,29 @@ def softmax_long_kernel(
         if MASK is not None:
             x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
         tl.store(Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) * inverse, keep)
+
+
+# Bytes: x once, y once, 8 a row and piece.
+@triton.jit
+def softmax_shared_kernel(
+    X, Y, WORDS, rows, scale, STRIDE: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    started = turn(WORDS, rows, PIECES)
+    group, groups, piece = started // PIECES, tl.num_programs(0) // PIECES, started % PIECES
+    col = piece * COLS + tl.arange(0, COLS)
+    for i in tl.range(group, rows, groups, num_stages=STAGES):
+        row = tl.cast(i, tl.int64)
+        x = tl.load(X + row * STRIDE + col, col < N, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        x = tl.where(col < N, x, float("-inf"))
+        top = tl.max(x)
+        e = tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
+        before = tell(WORDS + row * PIECES + piece, top, tl.sum(e))
+        tops, sums = hear(WORDS + row * PIECES, before, PIECES)
+        tops = tl.where(tl.arange(0, LANES) < PIECES, tops, float("-inf"))
+        most = tl.max(tops)
+        total = tl.sum(sums * tl.exp2((tops - most) * 1.4426950408889634))
+        tl.store(Y + row * N + col, e * (tl.exp2((top - most) * 1.4426950408889634) / total), col < N)
 
 
 # Bytes: dy and y once, dx once.

@@ -9,6 +9,7 @@ believes all, and Inductor copies them. Must not run under TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -30,7 +31,9 @@ from fusion_backend.pattern import REGISTRY, UNMATCHED, Pattern
 from fusion_backend.template import with_kinds
 from fusion_backend.testing import supported_forms
 
-IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}}  # kernels that write to what they are given
+# Kernels that write to what they are given.
+SHARED = {f"{name}_shared_kernel": {"WORDS"} for name in ("norm", "norm_backward", "softmax")}
+IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | SHARED
 SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 HALF, FULL = torch.bfloat16, torch.float32
 TYPES = {
@@ -56,6 +59,7 @@ SITES = [
     ("layer_norm", dict(rows=2048, n=16384), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("layer_norm", dict(rows=2048, n=32768), FULL, True),
+    ("layer_norm", dict(rows=1024, n=65536), HALF, True),  # shared by programs
     ("layer_norm", dict(rows=64, n=131072), HALF, True),  # split over programs
     ("layer_norm", dict(rows=16, n=8192), HALF, True),
     ("layer_norm", dict(rows=16, n=8192), FULL, True),
@@ -72,12 +76,14 @@ SITES = [
     ("dropout_add_layer_norm", dict(rows=4096, n=768), HALF, True),
     ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
     ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=1024, n=65536), HALF, True),
     ("dropout_add_layer_norm", dict(rows=64, n=131072), HALF, True),
     ("rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
     ("add_rms_norm", dict(rows=192, n=5120), HALF, True),
     ("add_rms_norm", dict(rows=8192, n=8192), HALF, True),
     ("add_rms_norm", dict(rows=2048, n=32768), HALF, True),
+    ("add_rms_norm", dict(rows=1024, n=65536), HALF, True),
     ("softmax", dict(rows=16384, n=4096), HALF, True),
     ("softmax", dict(rows=8192, n=8192), HALF, True),
     ("softmax", dict(rows=2048, n=32768), HALF, True),
@@ -148,6 +154,7 @@ class Launch(NamedTuple):
     aligned: tuple[int, ...]  # indices of arguments known to be multiples of 16
     options: tuple[tuple[str, int], ...]
     inputs: tuple[str, ...]  # the arguments that share memory with what the launcher was given
+    programs: int
 
     @property
     def name(self) -> str:
@@ -184,7 +191,7 @@ def arguments(kernel, args: tuple, options: dict) -> dict[str, object]:
     return named | {name: value for name, value in options.items() if name in kernel.arg_names}
 
 
-def describe(kernel, args: tuple, options: dict, given: set[int]) -> Launch:
+def describe(kernel, grid: tuple, args: tuple, options: dict, given: set[int]) -> Launch:
     """What Triton would specialise on for these arguments, launched by Inductor (floats are fp64 then)."""
     values = arguments(kernel, args, options)
     signature, constants, aligned = [], [], []
@@ -204,25 +211,26 @@ def describe(kernel, args: tuple, options: dict, given: set[int]) -> Launch:
             aligned.append(i)
     rest = {name: value for name, value in options.items() if name not in kernel.arg_names}
     inputs = [name for name, value in values.items() if isinstance(value, Tensor) and storage(value) in given]
-    return Launch(kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)))
+    programs = math.prod(grid) if kernel.fn.__name__ in SHARED else 0
+    return Launch(kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)), programs)
 
 
 def launches(
-    pattern: Pattern, case: dict, dtype: torch.dtype, backward: bool, transposed: bool = False
+    pattern: Pattern, case: dict, dtype: torch.dtype, backward: bool, transposed: bool = False, form: int = 0
 ) -> list[Launch]:
     """Run the launchers of a pattern on tensors without data and collect what they launch."""
     found: list[Launch] = []
     seen: list[Tensor] = []  # what a kernel was given or left behind; held, so that no address is used twice
 
     def record(kernel, grid, values, options):
-        found.append(describe(kernel, values, options, {storage(t) for t in seen}))
+        found.append(describe(kernel, grid, values, options, {storage(t) for t in seen}))
         seen.extend(t for t in arguments(kernel, values, options).values() if isinstance(t, Tensor))
 
     def tensor(*shape):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     args = list(pattern.inputs_fn(tensor, **case))
-    args = with_kinds(pattern, supported_forms(pattern)[0], args) if pattern.name in REGISTRY else args
+    args = with_kinds(pattern, supported_forms(pattern)[form], args) if pattern.name in REGISTRY else args
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
     drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
@@ -280,19 +288,25 @@ def mutated(launch: Launch) -> list[str]:
     return get_mutated_tensors(*indices, tensors, {})
 
 
+def at_once(use: Usage, warps: int) -> int:
+    """How many programs an H200 runs at the same time."""
+    registers = (use.registers + 7) // 8 * 8 * 32 * warps
+    return 132 * min(65536 // registers, (SHARED_LIMIT + 1024) // (use.shared + 1024))
+
+
 def sites(only: list[str]):
     """Every distinct launch of the patterns, with the words that tell where it comes from."""
     seen = set()
     for name, case, dtype, backward in SITES:
-        for transposed in (False, True) if name == "gated_linear" else (False,):
-            for launch in (
-                launches((REGISTRY | UNMATCHED)[name], case, dtype, backward, transposed)
-                if not only or name in only
-                else ()
-            ):
+        if only and name not in only:
+            continue
+        pattern = (REGISTRY | UNMATCHED)[name]
+        ways = [dict(transposed=True)] if name == "gated_linear" else [dict(form=-1)] if name == "softmax" else []
+        for way in ({}, *ways):
+            for launch in launches(pattern, case, dtype, backward, **way):
                 if launch not in seen:
                     seen.add(launch)
-                    words = [f"{k}={v}" for k, v in case.items()] + ["transposed"] * transposed
+                    words = [f"{k}={v}" for k, v in (case | way).items()]
                     yield launch, TYPES[dtype], " ".join(words)
 
 
@@ -308,12 +322,16 @@ def check_resources(only: list[str]) -> int:
     print(f"{'kernel':37}{'dtype':6}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}")
     for launch, dtype, words in sites(only):
         use = usage(launch)
-        wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT
+        warps = dict(launch.options)["num_warps"]
+        waits = launch.programs > at_once(use, warps)  # programs of a group would wait for one that is not there yet
+        wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT or waits
         bad += wrong
-        numbers = f"{dict(launch.options)['num_warps']:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
+        numbers = f"{warps:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
         mark = "  TOO MUCH" if wrong else ""
         print(f"{launch.name:37}{dtype:6}{numbers}  {words} {use.tensor_core}{mark}", flush=True)
-    print(f"{bad} that spill or exceed {SHARED_LIMIT} bytes of shared memory")
+    print(
+        f"{bad} that spill, exceed {SHARED_LIMIT} bytes of shared memory, or share rows and have not all room at once"
+    )
     return bad
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels import norms_split
+from fusion_backend.kernels import norms_shared, norms_split
 from fusion_backend.kernels.dropout import Dropout, drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
@@ -51,6 +51,7 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     n = number(x.shape[-1])
     rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, x.numel() // n)
     split = config is None and norms_split.few_long_rows(x.numel() // n, n, x.device)
+    shared = config is None and norms_shared.worthwhile(x, norm.dropout)
     if config is None:
         kernel = "layer_norm" if residual is None else "add_rms_norm"
         kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
@@ -64,8 +65,8 @@ def forward(x, residual, norm: Norm, save: bool, config=None):
     seed, chance = drawn(norm.dropout)
     args = x, seed, residual, norm.weight, norm.bias, y, h, mean if kept[0] else None, rstd if kept[1] else None, rows
     constants = dict(STRIDE=stride, RESIDUAL_STRIDE=residual_stride, CENTRED=norm.centred, **chance)
-    if split:
-        norms_split.forward(*args, norm.offset or 0.0, norm.eps, n, **constants)
+    if split or shared:
+        (norms_split if split else norms_shared).forward(*args, norm.offset or 0.0, norm.eps, n, **constants)
         return y, h, mean, rstd
     held = dict(ROWS=rows_each, STAGES=stages, EARLY=early)
     kernel, rest = (norm_kernel, held) if block >= n else (norm_long_kernel, {})

@@ -16,7 +16,9 @@ from fusion_backend.kernels.dropout import drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.norms import Norm
-from fusion_backend.kernels.rows import Config, grid, multiprocessors, tuned
+from fusion_backend.kernels.norms_backward_shared import backward_shared, shared_config
+from fusion_backend.kernels.rows import Config, grid, multiprocessors, partial_sums, tuned
+from fusion_backend.kernels.shared_rows import shareable
 
 MAX_HELD_BACKWARD = 8192  # elements of a row whose h, dy, weight and two partial sums stay in registers
 FEW_ROWS, FEW_ELEMENTS = 256, 1 << 21  # up to which dy and h are read twice, the second time from L2, by one kernel
@@ -34,6 +36,8 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
     if config is None and few(h):
         return out, *backward_few(dy, dh, h, mean, rstd, norm, needs, out, dx)
     run = backward_short if n <= MAX_HELD_BACKWARD else backward_long
+    if n > MAX_HELD_BACKWARD and config is None and needs[0] and shareable(h, shared_config(n)):
+        run = backward_shared
     sums = run(dy, dh, h, mean, rstd, norm, needs, out, dx, config)
     return out, *add_up(sums, h.dtype, *needs[1:])
 
@@ -58,12 +62,6 @@ def chosen(h, dh, norm, suffix: str, rule: Config) -> Config:
         return rule
     kernel = "layer_norm" if norm.dropout is None else "dropout_add_layer_norm"
     return tuned(f"{kernel} backward{suffix}", h.numel() // n, n, h.element_size(), rule)
-
-
-def partial_sums(h, needs, programs):
-    """fp32 partial sums `[weight and bias, programs, n]`; None where nobody asks."""
-    count = sum(needs[1:])
-    return torch.empty((count, programs, h.shape[-1]), dtype=torch.float32, device=h.device) if count else None
 
 
 def backward_short(dy, dh, h, mean, rstd, norm, needs, out, dx, config):
