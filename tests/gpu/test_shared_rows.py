@@ -163,9 +163,11 @@ def test_compiled_with_rows_that_vary():
     compiled = torch.compile(run, backend="fusion", options={"fusion.gate": "always"}, dynamic=True)
     for rows in (1100, 2000, 40, 2):
         x, _, _, w, b = given(rows, 16384)
-        exact = value_and_gradients(run, [t.double() for t in (x, w, b)])
-        plain = value_and_gradients(run, [x, w, b])
-        for got, p, e in zip(value_and_gradients(compiled, [x, w, b]), plain, exact, strict=True):
+        args = [t.requires_grad_() for t in (x, w, b)]
+        exact = value_and_gradients(run, [t.detach().double().requires_grad_() for t in args])
+        plain = value_and_gradients(run, args)
+        assert len(plain) == 4
+        for got, p, e in zip(value_and_gradients(compiled, args), plain, exact, strict=True):
             assert close(got, p, e) == "", rows
     assert len(fusion_backend.report().fused) == 2
 
