@@ -167,7 +167,7 @@ PLAIN = {
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
-WIDE = [(4096, 12288), (1024, 65536)]
+WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]  # of models, and the longest that is shared
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -280,9 +280,9 @@ WORK = [
     *(
         Work(name, dict(rows=rows, n=n), BF16, train)
         for train in (False, True)
-        for rows, n in WIDE
-        for name in ("layer_norm", "softmax", "add_rms_norm", "dropout_add_layer_norm")
-        if train or name in ("layer_norm", "softmax")
+        for rows, n in WIDTHS
+        for name in ("layer_norm", "rms_norm", "softmax", "add_rms_norm", "dropout_add_layer_norm")
+        if train or name != "dropout_add_layer_norm"
     ),
 ]
 SMALL = [
