@@ -46,7 +46,7 @@ def _(x, residual, weight, bias, eps):
 def _(x, residual, weight, bias, eps, training):
     if training:
         return Reject(f"what Inductor's forward gives need not be kept for backward ({RESULTS})", forward_only=True)
-    return not_forward(x)
+    return not_forward(x, residual=True)
 
 
 @add_layer_norm.kernel(saves=("mean", "rstd"))

@@ -46,7 +46,7 @@ def _(x, residual, weight, offset, eps):
 
 @add_rms_norm.worthwhile
 def _(x, residual, weight, offset, eps, training):
-    return not_forward(x)
+    return not_forward(x, residual=True)
 
 
 @add_rms_norm.kernel(saves=("rstd",))

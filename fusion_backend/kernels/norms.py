@@ -25,10 +25,11 @@ from fusion_backend.pattern import Reject
 SHORT = 32768  # bytes of a row up to which holding it pays in any case
 
 
-def not_forward(x: Tensor) -> Reject | None:
+def not_forward(x: Tensor, residual: bool = False) -> Reject | None:
     """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums, bf16, H200)."""
-    n = number(x.shape[-1])
-    if n * x.element_size() > SHORT or statically_known_true(x.numel() < 4 << 20):
+    size = number(x.shape[-1]) * x.element_size()
+    held = size < SHORT or (size == SHORT and not residual)
+    if not (held or norms_shared.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
         return Reject(f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})", forward_only=True)
 
 
@@ -85,7 +86,7 @@ def forward_config(n: int, itemsize: int, residual: bool, dropout: Dropout | Non
         return Config(8192, 1, 16)
     if not dynamic(rows) and rows < FEW and dropout is None:
         return Config(block, 1, min(16, max(4, block // 1024)), early=True)
-    return Config(block, max(1, 2048 // block), 4 if block <= 8192 else block // 1024)
+    return Config(block, max(1, 2048 // block), 4 if block <= 8192 else 8 if block <= 16384 else 32)
 
 
 # Bytes: x once (and residual), y once (and h), 4 or 8 a row where saved. Dropout moves none.
