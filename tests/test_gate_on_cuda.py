@@ -70,6 +70,26 @@ for grad in (False, True):
     (site,) = run(norm, *shapes, dtype=torch.float32, grad=grad)[2].sites
     assert (site.forward, site.backward) == (("kernel", "kernel") if grad else (None, None)), str(site)
 """,
+    "the forward of norms is Inductor's where that was as fast, by the length of a row": """
+import fusion_backend.kernels.shared_rows as shared
+shared.multiprocessors = lambda device: 132
+def rms(x, w, b):
+    return F.rms_norm(x, (x.shape[-1],), w)
+def summed(x, w, r):
+    h = x + r
+    return F.rms_norm(h, (x.shape[-1],), w), h
+def by_kernel(fn, rows, n):
+    last = (rows, n) if fn is summed else (n,)
+    found = [s for s in run(fn, (rows, n), (n,), last, grad=True)[2].sites if s.fused]
+    assert [s.backward for s in found] == ["kernel"], found
+    return found[0].forward == "kernel"
+lengths = 8192, 12288, 16384, 20480, 32768, 65536
+assert [by_kernel(norm, 4096, n) for n in lengths] == [True, True, False, True, True, True]
+assert [by_kernel(rms, 4096, n) for n in lengths] == [True, False, False, False, False, True]
+assert [by_kernel(summed, 4096, n) for n in lengths] == [True] * 6
+assert not by_kernel(rms, 512, 65536)  # few rows: nobody shares them
+assert not by_kernel(rms, 256, 8192)
+""",
     "layer norm runs kernels, forward and backward": """
 shapes = (64, 4096), (4096,), (4096,)
 gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), *shapes, grad=True, gate="always")

@@ -22,13 +22,13 @@ from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
 from fusion_backend.pattern import Reject
 
-SHORT = 32768  # bytes of a row up to which holding it pays in any case
+SHORT = 32768  # bytes of a row up to which it is held in any case
 
 
 def not_forward(x: Tensor, residual: bool = False) -> Reject | None:
-    """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums, bf16, H200)."""
+    """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums, H200)."""
     size = number(x.shape[-1]) * x.element_size()
-    held = size < SHORT or (size == SHORT and not residual)
+    held = size <= (MAX_HELD if residual and x.element_size() == 2 else SHORT // 2)
     if not (held or norms_shared.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
         return Reject(f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})", forward_only=True)
 
