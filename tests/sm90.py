@@ -74,6 +74,7 @@ SITES = [
     ("dropout_add_layer_norm", dict(rows=16384, n=4096), FULL, True),
     ("dropout_add_layer_norm", dict(rows=16, n=8192), HALF, True),
     ("dropout_add_layer_norm", dict(rows=4096, n=768), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=8192, n=5120), HALF, True),
     ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
     ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
     ("dropout_add_layer_norm", dict(rows=1024, n=65536), HALF, True),

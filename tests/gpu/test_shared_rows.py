@@ -53,12 +53,23 @@ def norm_of(w, b, centred, p=0.0):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "rows, n", [(1024, 8193), (1025, 12288), (2049, 16384), (1500, 20001), (1024, 32768), (1031, 65535)]
+    "rows, n",
+    [
+        (1030, 2056),
+        (2000, 5120),
+        (1024, 8193),
+        (1025, 12288),
+        (2049, 16384),
+        (1500, 20001),
+        (1024, 32768),
+        (1031, 65535),
+    ],
 )
 def test_against_fp64(rows, n, dtype, monkeypatch):
     x, dy, dh, w, b = given(rows, n, dtype)
     seen = []
     monkeypatch.setattr(norms_backward, "shareable", lambda *_: True)  # odd rows, too
+    monkeypatch.setattr(norms_backward, "better_shared", lambda *_: True)
     monkeypatch.setattr(norms_backward, "backward_shared", lambda *a: seen.append(a) or backward_shared(*a))
     for centred, own, p in ((True, None, 0.0), (False, dh, 0.0), (True, dh, 0.1)):
         norm = norm_of(w, b, centred, p)
