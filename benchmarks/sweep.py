@@ -39,6 +39,7 @@ from fusion_backend.kernels import (
     norms,
     norms_backward,
     norms_backward_shared,
+    norms_shared,
     norms_split,
     quantize,
 )
@@ -111,6 +112,13 @@ def normalisations(device) -> Iterator[Call]:
         for c in (Config(*c) for c in forward):
             run = functools.partial(norms.forward, x, None, norm, True, c)
             yield f"layer_norm {rows}x{n}", said(c), run
+        y, moments = torch.empty_like(x), torch.empty(2, rows, device=device)
+        whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
+        wide = itertools.product((2048, 4096), [1], (2, 4), (7, 10, 12, 14, 16), [3])
+        for c in itertools.starmap(Config, wide):
+            if c.block // c.warps == 1024 and 20 <= c.warps * c.programs <= 32 and n > 8192 and shareable(x, c):
+                args = x, None, None, w, b, y, None, *moments, rows, 0.0, 1e-5, n, c
+                yield f"layer_norm shared {rows}x{n}", said(c), functools.partial(norms_shared.forward, *args, **whole)
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
         args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None

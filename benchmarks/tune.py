@@ -45,6 +45,8 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
             rows, n = int(work["rows"]), int(work["n"])
             if work["kernel"].endswith("by columns") and n <= MAX_HELD_BACKWARD:
                 continue  # the launcher takes the other kernel
+            if work["kernel"].endswith(" shared"):
+                continue  # its launcher has one configuration for all lengths
             key = work["kernel"] + ", few rows" * (rows < FEW), triton.next_power_of_2(n)
             found = -rows * n, row["ms"], row["config"]
             best[key] = min(best.get(key, found), found)

@@ -284,6 +284,11 @@ WORK = [
         for name in ("layer_norm", "rms_norm", "softmax", "add_rms_norm", "dropout_add_layer_norm")
         if train or name != "dropout_add_layer_norm"
     ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16)
+        for rows, n in ((4096, 16384), (3072, 20480))
+        for name in ("layer_norm", "rms_norm", "add_rms_norm")
+    ),
 ]
 SMALL = [
     Work("add_mul", dict(size=10_000), F32),

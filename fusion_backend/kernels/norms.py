@@ -27,8 +27,10 @@ SHORT = 32768  # bytes of a row up to which it is held in any case
 
 def not_forward(x: Tensor, residual: bool = False) -> Reject | None:
     """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums, H200)."""
-    size = number(x.shape[-1]) * x.element_size()
-    held = size <= (MAX_HELD if residual and x.element_size() == 2 else SHORT // 2)
+    size, longest = number(x.shape[-1]) * x.element_size(), SHORT
+    if x.element_size() == 2:
+        longest = MAX_HELD if residual else SHORT // 2
+    held = size <= longest
     if not (held or norms_shared.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
         return Reject(f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})", forward_only=True)
 

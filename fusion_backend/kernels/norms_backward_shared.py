@@ -1,4 +1,5 @@
-"""Backward of the normalisations for rows that no multiprocessor can hold: programs share them (shared_rows.py).
+"""Backward of the normalisations for rows that no program can hold, or only much padded: programs share them
+(shared_rows.py).
 
 What stays with a program is a piece of the weight and of its partial sums. Of each row of its group it reads its piece
 once; two kernels (norms_backward.py) read everything twice. Pieces are added in order: the same bits every time.
@@ -17,7 +18,7 @@ from fusion_backend.kernels.shared_rows import exchange, groups_of, hear, tell, 
 
 
 def shared_config(n: int) -> Config:
-    """16 elements a thread, and as many programs as their registers leave room for (swept on an H200)."""
+    """16 elements a thread, and as many programs as their registers leave room for: 128 each (H200)."""
     return Config(1024, 1, 2, 8, 3) if n <= 32768 else Config(2048, 1, 4, 4, 3)
 
 
@@ -65,6 +66,8 @@ def norm_backward_shared_kernel(
         rstd = tl.load(RSTD + row)
         if MEAN is not None:
             u -= tl.load(MEAN + row)
+            if N % COLS != 0:
+                u = tl.where(inside, u, 0.0)
         u *= rstd
         if WEIGHT:
             dw += g * u
@@ -89,7 +92,7 @@ def norm_backward_shared_kernel(
             quad = row * ((N + 3) // 4) + piece * (COLS // 4) + tl.arange(0, COLS // 4)
             d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
             tl.store(DX + row * N + col, d, inside)
-    at = group * N + col
+    at, inside = group * N + col, inside & (group < groups)
     if WEIGHT:
         tl.store(SUMS + at, dw, inside)
         at += groups * N

@@ -1,12 +1,13 @@
-"""Rows that programs share, because no multiprocessor can hold one and the next: they exchange what they find.
+"""Rows that programs share, because one cannot hold a row and what it sums up while it reads the next.
 
 A group of programs walks through rows, a piece of each row to a program. Of its piece a program tells the others two
 numbers, waits for theirs, and writes its piece of the result, while the next rows are on the way to shared memory.
 
 That nobody waits for ever: a program's group and piece follow from when it starts, by a counter, not from its number.
 So all groups that have started are complete but for the last, and when they have finished, the last has the room to
-become so; a program on every multiprocessor at a time is room enough. And what a program tells it has told before it
-listens, because its listening depends on what the exchange returned.
+become so: room for as many programs as a row has pieces is enough, and one on every multiprocessor is asked for. (Of
+several such kernels at the same time, each may have a last group that waits: room for that many times as many.) And
+what a program tells it has told before it listens, because its listening depends on what the exchange returned.
 Triton's interpreter runs one program after another, so there none may wait.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from fusion_backend.kernels.inputs import dynamic, number
 from fusion_backend.kernels.launch import interpreted
 from fusion_backend.kernels.rows import FEW, Config, multiprocessors
+from fusion_backend.torch_api import hinted
 
 LANES = tl.constexpr(32)  # the most pieces a row can have: one a thread of a warp
 NOTHING = tl.constexpr(-1)  # what stands where nothing was told
@@ -28,12 +30,13 @@ NOTHING = tl.constexpr(-1)  # what stands where nothing was told
 def shareable(x: Tensor, config: Config) -> bool:
     """Do programs run at the same time, is there room for those of a row, are there rows enough, and read ahead?
 
-    What does not begin at a multiple of 16 bytes is not read ahead; numbers of 32 bits have not been timed.
+    What does not begin at a multiple of 16 bytes is not read ahead; numbers of 32 bits have not been timed. A number of
+    rows that varies is taken as in the first call: with few, many programs find nothing to do.
     """
     n = number(x.shape[-1])
-    rows, pieces = x.numel() // n, triton.cdiv(n, config.block)
+    rows, pieces = hinted((x.numel() // n,)), triton.cdiv(n, config.block)
     room = pieces <= min(LANES.value, multiprocessors(x.device)) and not interpreted(tell)
-    return room and (dynamic(rows) or rows >= FEW) and x.element_size() == 2 and n % 8 == 0
+    return room and rows is not None and rows[0] >= FEW and x.element_size() == 2 and n % 8 == 0
 
 
 def groups_of(rows, pieces: int, programs: int, device: torch.device):
@@ -49,7 +52,7 @@ def exchange(rows, pieces: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def turn(WORDS, rows, PIECES: tl.constexpr):
-    """When this program started: the how manieth of all."""
+    """When this program started: the how manieth of all; more where words are used again, as autotuning may do."""
     return tl.atomic_add(WORDS + tl.cast(rows, tl.int64) * PIECES, 1, sem="relaxed").to(tl.int32) + 1
 
 

@@ -183,6 +183,25 @@ def test_compiled_with_rows_that_vary():
     assert len(fusion_backend.report().fused) == 2
 
 
+def test_two_sites_that_are_alike():
+    """Equal buffers to exchange in are one tensor in the graph, and must be two when the kernels run."""
+
+    def run(x, w, b):
+        y = torch.nn.functional.layer_norm(x, (65536,), w, b)
+        return torch.nn.functional.layer_norm(y, (65536,), b, w)
+
+    fusion_backend.reset()
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="fusion", options={"fusion.gate": "always"}, dynamic=False)
+    x, _, _, w, b = given(1024, 65536)
+    args = [t.requires_grad_() for t in (x, w, b)]
+    exact = value_and_gradients(run, [t.detach().double().requires_grad_() for t in args])
+    plain = value_and_gradients(run, args)
+    for got, p, e in zip(value_and_gradients(compiled, args), plain, exact, strict=True):
+        assert close(got, p, e) == ""
+    assert [site.forward for site in fusion_backend.report().fused] == ["kernel"] * 2
+
+
 @pytest.mark.parametrize("rows, n", [(1024, 16385), (1500, 20001), (1030, 32768), (1024, 65536)])
 def test_softmax(rows, n):
     x = given(rows, n, stride=n % 8)[0] * 3
