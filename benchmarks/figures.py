@@ -65,7 +65,9 @@ def where(run: Run) -> str:
     versions = f"{about['gpu'] or 'A CPU'}, torch {about['torch']}, triton {about['triton']}"
     versions += f", transformers {about['transformers']}" if about.get("transformers") else ""
     revision = f", revision {about['revision']}" if about.get("revision") else ""
-    return f"{versions}, {about['date']}{revision}: `{about['command']}`."
+    first, *more = about["command"].split("; ")
+    more = f", and {len(more)} commands more that the file names" if more else ""
+    return f"{versions}, {about['date']}{revision}: `{first}`{more}."
 
 
 def source(run: Run, _: list[str]) -> str:

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -342,6 +343,6 @@ def machine(device: torch.device, command: str) -> dict:
         cuda=torch.version.cuda,
         python=platform.python_version(),
         date=datetime.date.today().isoformat(),
-        command=" ".join([f"python -m {command}", *sys.argv[1:]]),
+        command=f"python -m {command} {shlex.join(sys.argv[1:])}".rstrip(),
         revision=revision(),
     )
