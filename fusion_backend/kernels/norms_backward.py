@@ -17,7 +17,13 @@ from fusion_backend.kernels.dropout import drawn, dropout_factors
 from fusion_backend.kernels.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.launch import launch
 from fusion_backend.kernels.norms import Norm
-from fusion_backend.kernels.norms_backward_shared import backward_shared, shared_config
+from fusion_backend.kernels.norms_backward_shared import (
+    backward_shared,
+    read_piece,
+    shared_config,
+    write_piece,
+    write_sums,
+)
 from fusion_backend.kernels.rows import Config, grid, multiprocessors, partial_sums, tuned
 from fusion_backend.kernels.shared_rows import shareable
 
@@ -44,8 +50,7 @@ def backward(dy, dh, h, mean, rstd, norm: Norm, needs, dx=None, config=None):
 
 
 def better_shared(n: int, norm: Norm) -> bool:
-    """Rows that do not fit, or have random numbers drawn for a third more columns than there are (H200, dropout: 3072,
-    5120 and 6144 columns 0.76 to 0.89 of the time, 7168 1.02)."""
+    """Rows that do not fit, or would have random numbers drawn for a third more columns than there are."""
     return n > MAX_HELD_BACKWARD or (norm.dropout is not None and 2048 < n <= triton.next_power_of_2(n) * 3 // 4)
 
 
@@ -298,18 +303,14 @@ def norm_backward_columns_kernel(
     inside = col < N
     dw = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
+    seed = 0
     if DX is not None:
         seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     for i in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=STAGES):
         row = tl.cast(i, tl.int64)
-        g = tl.load(DY + row * DY_STRIDE + col, inside, 0.0).to(tl.float32)
-        u = tl.load(H + row * H_STRIDE + col, inside, 0.0).to(tl.float32)
-        rstd = tl.load(RSTD + row)
-        if MEAN is not None:
-            u -= tl.load(MEAN + row)
-        u *= rstd
+        g, u, rstd = read_piece(DY, H, MEAN, RSTD, row, col, DY_STRIDE, H_STRIDE, N)
         if WEIGHT:
             dw += g * u
         if BIAS:
@@ -323,17 +324,8 @@ def norm_backward_columns_kernel(
             d *= rstd
             if DH is not None:
                 d += tl.load(DH + row * DH_STRIDE + col, inside, 0.0).to(tl.float32)
-            tl.store(OUT + row * N + col, d, inside)
-            if DX is not None:
-                quad = row * ((N + 3) // 4) + tl.program_id(0) * (COLS // 4) + tl.arange(0, COLS // 4)
-                d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
-                tl.store(DX + row * N + col, d, inside)
-    at = tl.program_id(1) * N + col
-    if WEIGHT:
-        tl.store(SUMS + at, dw, inside)
-        at += tl.num_programs(1) * N
-    if BIAS:
-        tl.store(SUMS + at, db, inside)
+            write_piece(d, OUT, DX, seed, row, tl.program_id(0), N, COLS, THRESHOLD, SCALE)
+    write_sums(SUMS, dw, db, tl.program_id(1), tl.num_programs(1), col, inside, N, WEIGHT, BIAS)
 
 
 def add_up_config(programs, n: int) -> dict:

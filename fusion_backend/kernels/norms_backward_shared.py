@@ -18,7 +18,7 @@ from fusion_backend.kernels.shared_rows import exchange, groups_of, hear, tell, 
 
 
 def shared_config(n: int) -> Config:
-    """16 elements a thread, and as many programs as their registers leave room for: 128 each (H200)."""
+    """16 elements a thread, and as many programs as their registers leave room for (`tests/sm90.py` prints them)."""
     return Config(1024, 1, 2, 8, 3) if n <= 32768 else Config(2048, 1, 4, 4, 3)
 
 
@@ -53,22 +53,18 @@ def norm_backward_shared_kernel(
     inside = col < N
     dw = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
+    seed = 0
     if DX is not None:
         seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     for i in tl.range(group, rows, groups, num_stages=STAGES):
         row = tl.cast(i, tl.int64)
-        g = tl.load(DY + row * DY_STRIDE + col, inside, 0.0).to(tl.float32)
-        u = tl.load(H + row * H_STRIDE + col, inside, 0.0).to(tl.float32)
+        g, u, rstd = read_piece(DY, H, MEAN, RSTD, row, col, DY_STRIDE, H_STRIDE, N)
         if DH is not None:
             own = tl.load(DH + row * DH_STRIDE + col, inside, 0.0)
-        rstd = tl.load(RSTD + row)
-        if MEAN is not None:
-            u -= tl.load(MEAN + row)
-            if N % COLS != 0:
-                u = tl.where(inside, u, 0.0)
-        u *= rstd
+        if MEAN is not None and N % COLS != 0:
+            u = tl.where(inside, u, 0.0)
         if WEIGHT:
             dw += g * u
         if BIAS:
@@ -87,17 +83,47 @@ def norm_backward_shared_kernel(
         d *= rstd
         if DH is not None:
             d += own.to(tl.float32)
-        tl.store(OUT + row * N + col, d, inside)
-        if DX is not None:
-            quad = row * ((N + 3) // 4) + piece * (COLS // 4) + tl.arange(0, COLS // 4)
-            d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
-            tl.store(DX + row * N + col, d, inside)
-    at, inside = group * N + col, inside & (group < groups)
+        write_piece(d, OUT, DX, seed, row, piece, N, COLS, THRESHOLD, SCALE)
+    write_sums(SUMS, dw, db, group, groups, col, inside & (group < groups), N, WEIGHT, BIAS)
+
+
+@triton.jit
+def read_piece(
+    DY, H, MEAN, RSTD, row, col, DY_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dy and the normalised h of some columns of a row, and its rstd."""
+    g = tl.load(DY + row * DY_STRIDE + col, col < N, 0.0).to(tl.float32)
+    u = tl.load(H + row * H_STRIDE + col, col < N, 0.0).to(tl.float32)
+    rstd = tl.load(RSTD + row)
+    if MEAN is not None:
+        u -= tl.load(MEAN + row)
+    return g, u * rstd, rstd
+
+
+@triton.jit
+def write_piece(
+    d, OUT, DX, seed, row, piece, N: tl.constexpr, COLS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a piece of a row, and of what was dropped out."""
+    col = piece * COLS + tl.arange(0, COLS)
+    tl.store(OUT + row * N + col, d, col < N)
+    if DX is not None:
+        quad = row * ((N + 3) // 4) + piece * (COLS // 4) + tl.arange(0, COLS // 4)
+        d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
+        tl.store(DX + row * N + col, d, col < N)
+
+
+@triton.jit
+def write_sums(
+    SUMS, dw, db, group, groups, col, keep, N: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of one of all groups of rows."""
+    at = group * N + col
     if WEIGHT:
-        tl.store(SUMS + at, dw, inside)
+        tl.store(SUMS + at, dw, keep)
         at += groups * N
     if BIAS:
-        tl.store(SUMS + at, db, inside)
+        tl.store(SUMS + at, db, keep)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""On a GPU: where programs share a row, in the backward of norms and in softmax.
+"""On a GPU: where programs share a row, in norms, forward and backward, and in softmax.
 
 The interpreter runs one program after another, which would wait for ever: these kernels run nowhere else.
 """
