@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.blocks import block_of, blocks_of
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 from fusion_backend.kernels.rows import RESULTS
 
@@ -35,18 +36,17 @@ def _(x, y, z, training):
 @add_mul.kernel
 def _(x, y, z):
     out = torch.empty_like(x)
-    size, block = out.numel(), 2048
+    grid, last = blocks_of(out, 2048)
     x, y, z = (in_layout(out, t) if isinstance(t, Tensor) else t for t in (x, y, z))
-    grid = ((size + block - 1) // block,)
-    launch(add_mul_kernel, grid, x, y, z, out, size, TENSOR=isinstance(z, Tensor), BLOCK=block, num_warps=4)
+    launch(add_mul_kernel, grid, x, y, z, out, last, TENSOR=isinstance(z, Tensor), BLOCK=2048, num_warps=4)
     return out
 
 
 # Bytes: 3 or 4 times the tensor (x, y, z where it is a tensor, out).
 @triton.jit
-def add_mul_kernel(X, Y, Z, OUT, size, TENSOR: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    keep = i < size
+def add_mul_kernel(X, Y, Z, OUT, last, TENSOR: tl.constexpr, BLOCK: tl.constexpr):
+    first, left = block_of(last, BLOCK)
+    i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
     x = tl.load(X + i, keep).to(tl.float32)
     y = tl.load(Y + i, keep).to(tl.float32)
     if TENSOR:

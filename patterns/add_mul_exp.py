@@ -13,6 +13,7 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.activations import exp
+from fusion_backend.kernels.blocks import block_of, blocks_of
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 from fusion_backend.kernels.rows import RESULTS
 
@@ -35,9 +36,8 @@ def _(x, y, s, training):
 @add_mul_exp.kernel
 def _(x, y, s):
     out = torch.empty_like(x)
-    size, block = out.numel(), 2048
-    grid = ((size + block - 1) // block,)
-    launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, size, s, BLOCK=block, num_warps=4)
+    grid, last = blocks_of(out, 2048)
+    launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, last, s, BLOCK=2048, num_warps=4)
     return out
 
 
@@ -50,9 +50,9 @@ def _(saved, grad):
 
 # Bytes: 3 times the tensor (x, y, out).
 @triton.jit
-def add_mul_exp_kernel(X, Y, OUT, size, s, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    keep = i < size
+def add_mul_exp_kernel(X, Y, OUT, last, s, BLOCK: tl.constexpr):
+    first, left = block_of(last, BLOCK)
+    i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
     x = tl.load(X + i, keep).to(tl.float32)
     y = tl.load(Y + i, keep).to(tl.float32)
     tl.store(OUT + i, exp((x + y) * tl.cast(s, tl.float32)), keep)

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.blocks import block_of, blocks_of
 from fusion_backend.kernels.dropout import dropout_factors, dropped, scale, threshold
 from fusion_backend.kernels.inputs import as_rows, maybe_rows, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes
@@ -68,10 +69,10 @@ def _(saved, dy):
 def run(x, residual, p, seed, block=2048, warps=4):
     """Dropout of x, plus the residual where there is one. Grid: elements / block."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n, size = number(x.shape[-1]), out.numel()
+    n, (grid, last) = number(x.shape[-1]), blocks_of(out, block)
     (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     launch(
-        dropout_add_kernel, ((size + block - 1) // block,), x, residual, seed, out, size, N=n, STRIDE=stride,
+        dropout_add_kernel, grid, x, residual, seed, out, last, N=n, STRIDE=stride,
         RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
@@ -80,17 +81,16 @@ def run(x, residual, p, seed, block=2048, warps=4):
 # Bytes: x, residual and out once.
 @triton.jit
 def dropout_add_kernel(
-    X, R, SEED, OUT, size, N: tl.constexpr, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    X, R, SEED, OUT, last, N: tl.constexpr, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    i = start + tl.arange(0, BLOCK)
-    keep = i < size
+    first, left = block_of(last, BLOCK)
+    i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
     x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
     if R is not None:
         r = tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
     tl.debug_barrier()  # x and the residual are asked for before the generator runs; ptxas would wait
-    x *= dropout_factors(tl.load(SEED), start // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
+    x *= dropout_factors(tl.load(SEED), first // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
     if R is not None:
         x += r
     tl.store(OUT + i, x, keep)

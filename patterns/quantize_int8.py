@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
+from fusion_backend.kernels.blocks import block_of, blocks_of
 from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
 from fusion_backend.kernels.quantize import rounded
 from fusion_backend.kernels.rows import RESULTS
@@ -58,12 +59,12 @@ def config(itemsize: int) -> tuple[int, int]:
 def forward(x, scale, zero_point, how=None):
     block, warps = how or config(x.element_size())
     out = torch.empty_like(x, dtype=torch.int8)
-    size = out.numel()
+    grid, last = blocks_of(out, block)
     # Torch divides by a number exactly on CPU, and on CUDA multiplies with the reciprocal, rounded once to fp32. The
     # kernel does what eager does on the same device, so that every integer agrees.
     divide = x.device.type == "cpu"
     launch(
-        quantize_int8_kernel, ((size + block - 1) // block,), in_layout(out, x), out, size,
+        quantize_int8_kernel, grid, in_layout(out, x), out, last,
         scale if divide else reciprocal(scale), zero_point or 0.0, DIVIDE=divide, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
@@ -76,9 +77,9 @@ def reciprocal(scale: float) -> float:
 
 # Bytes: x once, one byte an element out.
 @triton.jit
-def quantize_int8_kernel(X, OUT, size, scale, zero_point, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    keep = i < size
+def quantize_int8_kernel(X, OUT, last, scale, zero_point, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    first, left = block_of(last, BLOCK)
+    i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
     x = tl.load(X + i, keep).to(tl.float32)
     scale = tl.cast(scale, tl.float32)  # Inductor passes Python floats as fp64
     if DIVIDE:

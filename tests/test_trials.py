@@ -16,6 +16,7 @@ CASES = (
     "a_smaller_site_takes_the_place",
     "what_failed_does_not_count_for_the_limit",
     "triton_itself_refuses",
+    "no_constant_of_more_than_32_bits",
     "an_interrupt_waits_for_nobody",
     "writes_are_analysed_once",
 )

@@ -209,6 +209,15 @@ def triton_itself_refuses():
     assert not fused and reason.startswith("its kernel failed: CompileTimeAssertionFailure"), found
 
 
+def no_constant_of_more_than_32_bits():
+    def fn(x):
+        return x.cos() * 2
+
+    assert [s[1] for s in sites(fn, Compiler(), (65536, 32767))] == [True]
+    ((_, fused, reason),) = sites(fn, Compiler(), (65536, 32768))
+    assert not fused and "no constant like 2147483648, of more than 32 bits" in reason, reason
+
+
 def an_interrupt_waits_for_nobody():
     trials, begun, release, started = Trials(), threading.Event(), threading.Event(), time.monotonic()
     calls: list[int] = []
@@ -296,6 +305,7 @@ CASES = {
         a_smaller_site_takes_the_place,
         what_failed_does_not_count_for_the_limit,
         triton_itself_refuses,
+        no_constant_of_more_than_32_bits,
         an_interrupt_waits_for_nobody,
         writes_are_analysed_once,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fusion_backend.kernels.activations import activated
+from fusion_backend.kernels.blocks import block_of, blocks_of
 from fusion_backend.kernels.inputs import as_rows, dense, dynamic, memory, number, same_layout
 from fusion_backend.kernels.launch import launch
 from fusion_backend.pattern import Reject
@@ -71,9 +72,9 @@ def forward(x: Tensor, dim: int, affine: Affine, act: str, how=None) -> Tensor:
         x, rows, stride = as_rows(x)
     block, rows_each, warps = how or config(cols, planes)
     if planes and not rows_each:
-        size, chunk = x.numel(), min(16 // x.element_size(), 1 << cols.bit_length() - 1)
+        (grid, last), chunk = blocks_of(y, block), min(16 // x.element_size(), 1 << cols.bit_length() - 1)
         launch(
-            channels_flat_kernel, ((size + block - 1) // block,), x, *affine[:4], y, size, affine.eps, PLANE=cols,
+            channels_flat_kernel, grid, x, *affine[:4], y, last, affine.eps, PLANE=cols,
             CHANNELS=channels, ACT=act, CHUNK=chunk, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return y
@@ -117,10 +118,10 @@ def channels_kernel(
 # once a chunk, and of the index arithmetic only a comparison is left for each element.
 @triton.jit
 def channels_flat_kernel(
-    X, MEAN, VAR, W, B, Y, size, eps, PLANE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
+    X, MEAN, VAR, W, B, Y, last, eps, PLANE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    base = tl.program_id(0).to(tl.int64) * BLOCK
+    base, left = block_of(last, BLOCK)
     top = base // PLANE
     start = (base - top * PLANE).to(tl.int32) + tl.arange(0, BLOCK // CHUNK) * CHUNK
     channel = ((top % CHANNELS).to(tl.int32) + start // PLANE) % CHANNELS
@@ -128,7 +129,7 @@ def channels_flat_kernel(
     lane = tl.arange(0, CHUNK)[None, :]
     beyond = (start % PLANE)[:, None] + lane >= PLANE
     offset = tl.arange(0, BLOCK // CHUNK)[:, None] * CHUNK + lane
-    keep = offset < size - base
+    keep = offset < left
     x = tl.load(X + base + offset, keep, 0.0).to(tl.float32)
     split: tl.constexpr = PLANE % CHUNK != 0
     if VAR is not None:

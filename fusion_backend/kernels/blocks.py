@@ -1,0 +1,21 @@
+"""Elementwise kernels: a program for each block of a tensor's elements, in the order of its memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def blocks_of(out: Tensor, block: int):
+    """The grid, and how many elements the last program has: the size of a tensor may take more than the 32 bits of a
+    number that Inductor passes to kernels."""
+    programs = (out.numel() + block - 1) // block
+    return (programs,), out.numel() - (programs - 1) * block
+
+
+@triton.jit
+def block_of(last, BLOCK: tl.constexpr):
+    """The first element of this program, and how many there are from there on."""
+    after = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    return tl.program_id(0).to(tl.int64) * BLOCK, last + after * BLOCK
