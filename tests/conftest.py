@@ -8,8 +8,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 
 import pytest
+import torch._inductor.config
 
 import fusion_backend
+
+torch._inductor.config.cpp.simdlen = 1  # scalar C++, which compiles faster; what Inductor makes of vectors is its own
 
 
 def pytest_collection_modifyitems(items):

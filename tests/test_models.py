@@ -79,8 +79,11 @@ def test_every_layer_norm_is_found(name):
     assert len(report.fused) == tiny.layer_norms, report
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+# Inference with dynamic sizes: tests/test_attention.py and, in the forward, training.
+WAYS = {"inference": (False, False), "training": (True, False), "training-dynamic": (True, True)}
+
+
+@pytest.mark.parametrize("train, dynamic", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name, train, dynamic, capsys):
     tiny = MODELS[name]

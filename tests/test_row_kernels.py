@@ -342,7 +342,7 @@ def test_quantize_per_token(shape, eps, dtype):
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("weight, offset, eps", [(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)])
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 128, 5), (0, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)])
 def test_rms_norm_quantize(shape, weight, offset, eps, dtype):
     """Scale within its dtype; the integers of that scale, but where the quotient is half way between two."""
     x = (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2] if len(shape) == 2 else randn(*shape, dtype=dtype)
