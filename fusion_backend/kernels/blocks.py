@@ -16,6 +16,6 @@ def blocks_of(out: Tensor, block: int):
 
 @triton.jit
 def block_of(last, BLOCK: tl.constexpr):
-    """The first element of this program, and how many there are from there on."""
-    after = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    return tl.program_id(0).to(tl.int64) * BLOCK, last + after * BLOCK
+    """The first element of this program, and how many it has."""
+    ends = tl.program_id(0) == tl.num_programs(0) - 1
+    return tl.program_id(0).to(tl.int64) * BLOCK, tl.where(ends, last, BLOCK)

@@ -85,3 +85,16 @@ def test_beyond_31_bits(name):
     words = philox(seed(9), torch.arange((rows - last) * n // 4, rows * n // 4, device="cuda"))
     keep = torch.stack(words, 1).view(last, n) >= threshold(0.3)
     assert torch.equal(h[-last:] != 0, keep)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_beyond_31_bits(name):
+    x = torch.ones(2**31 // 4096 + 64, 4096, device="cuda", dtype=torch.bfloat16)
+    norm = name == "dropout_add_layer_norm"
+    args = [x, torch.zeros_like(x)] + [x[0], x[0]] * norm + [0.3] + [1e-5] * norm
+    found = compiled(REGISTRY[name].reference)(*args)
+    h = (found[1] if norm else found)[-64:].float()
+    (which,) = fusion_backend.report().fused
+    assert (which.pattern, which.forward) == (name, "kernel"), which
+    assert 0.69 < (h != 0).float().mean() < 0.71
+    assert h[h != 0].unique().tolist() == [torch.tensor(1 / 0.7).bfloat16().item()]
