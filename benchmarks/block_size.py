@@ -30,6 +30,7 @@ from benchmarks.timing import ROUNDS, Clock, in_turn
 from benchmarks.work import SMALL, WORK, Work
 from fusion_backend.backend import patterns
 from fusion_backend.kernels import norms
+from fusion_backend.kernels.blocks import blocks_of
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.pattern import REGISTRY
 
@@ -50,17 +51,19 @@ def forward(work: Work, args: list) -> object:
 
 
 def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
-    """The launch that the pattern would make, with another BLOCK, where a kernel's grid is size / BLOCK."""
+    """The launch that the pattern would make, with another BLOCK, where programs take blocks (kernels/blocks.py)."""
     launches = []
     with trial(lambda *launch: launches.append(launch)):
         forward(work, args)
-    kernel, _, values, options = launches[0]
-    size = dict(zip(kernel.arg_names, values, strict=False)).get("size")
-    if len(launches) > 1 or size is None or "BLOCK" not in options:
+    kernel, grid, values, options = launches[0]
+    if len(launches) > 1 or "last" not in kernel.arg_names or "BLOCK" not in options:
         raise ValueError(f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}")
+    at = kernel.arg_names.index("last")
+    size = (grid[0] - 1) * options["BLOCK"] + values[at]
 
     def call(block: int, warps: int):
-        run_now(kernel, ((size + block - 1) // block,), values, options | dict(BLOCK=block, num_warps=warps))
+        grid, last = blocks_of(size, block)
+        run_now(kernel, grid, (*values[:at], last, *values[at + 1 :]), options | dict(BLOCK=block, num_warps=warps))
 
     return call, (options["BLOCK"], options["num_warps"])
 

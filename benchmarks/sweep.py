@@ -43,6 +43,7 @@ from fusion_backend.kernels import (
     norms_split,
     quantize,
 )
+from fusion_backend.kernels.blocks import blocks_of
 from fusion_backend.kernels.dropout import Dropout
 from fusion_backend.kernels.launch import interpreting, trial
 from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
@@ -69,8 +70,8 @@ def elementwise(device) -> Iterator[Call]:
     x, y = (torch.randn(size, device=device) for _ in range(2))
     out = torch.empty_like(x)
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
-        grid, rest = ((size + block - 1) // block,), dict(BLOCK=block, num_warps=warps)
-        run = functools.partial(run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, size, 0.5), rest)
+        (grid, last), rest = blocks_of(size, block), dict(BLOCK=block, num_warps=warps)
+        run = functools.partial(run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, last, 0.5), rest)
         yield f"add_mul_exp f32 {size}", f"BLOCK={block} warps={warps}", run
 
 

@@ -36,7 +36,7 @@ def _(x, y, z, training):
 @add_mul.kernel
 def _(x, y, z):
     out = torch.empty_like(x)
-    grid, last = blocks_of(out, 2048)
+    grid, last = blocks_of(out.numel(), 2048)
     x, y, z = (in_layout(out, t) if isinstance(t, Tensor) else t for t in (x, y, z))
     launch(add_mul_kernel, grid, x, y, z, out, last, TENSOR=isinstance(z, Tensor), BLOCK=2048, num_warps=4)
     return out

@@ -36,7 +36,7 @@ def _(x, y, s, training):
 @add_mul_exp.kernel
 def _(x, y, s):
     out = torch.empty_like(x)
-    grid, last = blocks_of(out, 2048)
+    grid, last = blocks_of(out.numel(), 2048)
     launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, last, s, BLOCK=2048, num_warps=4)
     return out
 

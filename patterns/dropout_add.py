@@ -69,7 +69,7 @@ def _(saved, dy):
 def run(x, residual, p, seed, block=2048, warps=4):
     """Dropout of x, plus the residual where there is one. Grid: elements / block."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n, (grid, last) = number(x.shape[-1]), blocks_of(out, block)
+    n, (grid, last) = number(x.shape[-1]), blocks_of(out.numel(), block)
     (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     launch(
         dropout_add_kernel, grid, x, residual, seed, out, last, N=n, STRIDE=stride,

@@ -59,7 +59,7 @@ def config(itemsize: int) -> tuple[int, int]:
 def forward(x, scale, zero_point, how=None):
     block, warps = how or config(x.element_size())
     out = torch.empty_like(x, dtype=torch.int8)
-    grid, last = blocks_of(out, block)
+    grid, last = blocks_of(out.numel(), block)
     # Torch divides by a number exactly on CPU, and on CUDA multiplies with the reciprocal, rounded once to fp32. The
     # kernel does what eager does on the same device, so that every integer agrees.
     divide = x.device.type == "cpu"

@@ -12,8 +12,6 @@ import torch._inductor.config
 
 import fusion_backend
 
-torch._inductor.config.cpp.simdlen = 1  # scalar C++, which compiles faster; what Inductor makes of vectors is its own
-
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
@@ -27,6 +25,13 @@ def fresh():
     torch.compiler.reset()
     fusion_backend.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def scalar_code():
+    """C++ without vectors, which compiles faster; what Inductor makes of them is its own."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
 
 
 @pytest.fixture

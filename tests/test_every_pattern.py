@@ -22,6 +22,7 @@ from fusion_backend.testing import (
     with_kernels,
 )
 
+pytestmark = pytest.mark.usefixtures("scalar_code")
 ALL = {p.name: p for p in patterns()}
 every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 

@@ -15,6 +15,7 @@ from benchmarks.tiny_models import MODELS, loss, result
 
 pytest.importorskip("transformers", reason="the models come from transformers: pip install -e '.[bench]'")
 
+pytestmark = pytest.mark.usefixtures("scalar_code")
 # Twice eager's own distance from fp64, and a floor of about two fp32 roundings: Inductor orders sums differently,
 # and where eager happens to be exact the double of nothing is nothing.
 FACTOR, FLOOR = 2.0, 1.2e-7

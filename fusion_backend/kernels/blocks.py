@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
-def blocks_of(out: Tensor, block: int):
-    """The grid, and how many elements the last program has: the size of a tensor may take more than the 32 bits of a
-    number that Inductor passes to kernels."""
-    programs = (out.numel() + block - 1) // block
-    return (programs,), out.numel() - (programs - 1) * block
+def blocks_of(size, block: int):
+    """The grid, and how many of all elements the last program has: their number may take more than the 32 bits that
+    Inductor passes to kernels."""
+    programs = (size + block - 1) // block
+    return (programs,), size - (programs - 1) * block
 
 
 @triton.jit

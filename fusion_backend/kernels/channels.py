@@ -72,7 +72,7 @@ def forward(x: Tensor, dim: int, affine: Affine, act: str, how=None) -> Tensor:
         x, rows, stride = as_rows(x)
     block, rows_each, warps = how or config(cols, planes)
     if planes and not rows_each:
-        (grid, last), chunk = blocks_of(y, block), min(16 // x.element_size(), 1 << cols.bit_length() - 1)
+        (grid, last), chunk = blocks_of(y.numel(), block), min(16 // x.element_size(), 1 << cols.bit_length() - 1)
         launch(
             channels_flat_kernel, grid, x, *affine[:4], y, last, affine.eps, PLANE=cols,
             CHANNELS=channels, ACT=act, CHUNK=chunk, BLOCK=block, num_warps=warps,
