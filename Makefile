@@ -22,7 +22,7 @@ demo: $(VENV)/.bench
 
 # The whole suite in two halves side by side: each mostly waits for compilers.
 HALF := tests/oracle tests/test_models.py tests/test_relative_bias.py tests/test_linear_cross_entropy.py \
-	tests/test_row_kernels.py tests/test_recognition.py
+	tests/test_row_kernels.py tests/test_recognition.py tests/test_packaging.py tests/test_kept_templates.py
 test: $(VENV)/.test
 ifneq ($(TESTS),)
 	$(PY) -m pytest $(TESTS)

@@ -89,6 +89,6 @@ def _(x, weight, offset, norm_eps, eps):
     return forward(x, weight, offset, norm_eps, eps)
 
 
-@rms_norm_quantize.inputs(dict(rows=12, n=200), dict(rows=8192, n=4096))
+@rms_norm_quantize.inputs(dict(rows=6, n=100), dict(rows=8192, n=4096))
 def _(tensor, rows, n):
     return tensor(rows, n), tensor(n), 1.0, 1e-6, 1e-5

@@ -440,9 +440,16 @@ def step(model, inputs, train):
     return result(output).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("hand", [False, True], ids=["sdpa", "by hand"])
+# Either way to write attention in inference and in training, with static sizes or with dynamic ones.
+WAYS = {
+    "sdpa-inference-dynamic": (False, False, True),
+    "sdpa-training-static": (False, True, False),
+    "by hand-inference-static": (True, False, False),
+    "by hand-training-dynamic": (True, True, True),
+}
+
+
+@pytest.mark.parametrize("hand, train, dynamic", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_model(name, hand, train, dynamic):
     tiny, *reasons = WHOLE[name]
