@@ -56,16 +56,16 @@ def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     with trial(lambda *launch: launches.append(launch)):
         forward(work, args)
     kernel, grid, values, options = launches[0]
-    if len(launches) > 1 or "last" not in kernel.arg_names or "BLOCK" not in options:
+    given = dict(zip(kernel.arg_names, values, strict=False)) | options
+    if len(launches) > 1 or not {"last", "BLOCK"} <= given.keys():
         raise ValueError(f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}")
-    at = kernel.arg_names.index("last")
-    size = (grid[0] - 1) * options["BLOCK"] + values[at]
+    size = (grid[0] - 1) * given["BLOCK"] + given["last"]
 
     def call(block: int, warps: int):
         grid, last = blocks_of(size, block)
-        run_now(kernel, grid, (*values[:at], last, *values[at + 1 :]), options | dict(BLOCK=block, num_warps=warps))
+        run_now(kernel, grid, (), given | dict(last=last, BLOCK=block, num_warps=warps))
 
-    return call, (options["BLOCK"], options["num_warps"])
+    return call, (given["BLOCK"], given["num_warps"])
 
 
 def rowwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:

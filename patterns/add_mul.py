@@ -23,6 +23,18 @@ def add_mul(x: Tensor, y: Tensor, z: Tensor | float) -> Tensor:
     return (x + y) * z
 
 
+@add_mul.near_miss
+def _(x, y, z):
+    """multiplied before it is added"""
+    return x + y * z
+
+
+@add_mul.near_miss
+def _(x, y, z):
+    """a difference"""
+    return (x - y) * z
+
+
 @add_mul.guard
 def _(x, y, z):
     return reject_dtypes(x=x, y=y, z=z) or reject_layouts(x=x, y=y, z=z) or reject_dynamic(z=z)

@@ -23,6 +23,18 @@ def add_mul_exp(x: Tensor, y: Tensor, s: float) -> Tensor:
     return torch.exp((x + y) * s)
 
 
+@add_mul_exp.near_miss
+def _(x, y, s):
+    """one of the two is scaled"""
+    return torch.exp(x + y * s)
+
+
+@add_mul_exp.near_miss
+def _(x, y, s):
+    """a power of two"""
+    return torch.exp2((x + y) * s)
+
+
 @add_mul_exp.guard
 def _(x, y, s):
     return reject_dtypes(x=x, y=y) or reject_layouts(x=x, y=y) or reject_dynamic(s=s)

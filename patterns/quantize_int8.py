@@ -35,6 +35,20 @@ def _(x, scale, zero_point):
     return torch.round(torch.clamp(q, -128, 127)).to(torch.int8)
 
 
+@quantize_int8.near_miss
+def _(x, scale, zero_point):
+    """rounded towards zero"""
+    q = x / scale if zero_point is None else x / scale + zero_point
+    return torch.clamp(q, -128, 127).to(torch.int8)
+
+
+@quantize_int8.near_miss
+def _(x, scale, zero_point):
+    """without -128"""
+    q = x / scale if zero_point is None else x / scale + zero_point
+    return torch.clamp(torch.round(q), -127, 127).to(torch.int8)
+
+
 @quantize_int8.guard
 def _(x, scale, zero_point):
     return reject_dtypes(x=x) or reject_layouts(x=x) or reject_dynamic(scale=scale, zero_point=zero_point)

@@ -63,10 +63,8 @@ def test_deep_chains(step):
     sites = [sum(s.fused for s in record.sites) for _, record, _ in (short, long)]
     assert sites == ([400, 1600] if step == "sites" else [0, 0])
     assert [len(fused_nodes(gm)) for gm, _, _ in (short, long)] == sites
-    seconds = long[2]
-    if seconds >= 4 * 2.5 * short[2] + 0.1:  # somebody else's load? look again
-        seconds = min(seconds, passed(chain(STEPS[step], 1600))[2])
-    assert seconds < 4 * 2.5 * short[2] + 0.1
+    most = 4 * 2.5 * short[2] + 0.1
+    assert long[2] < most or passed(chain(STEPS[step], 1600))[2] < most  # once more: it may be somebody else's load
 
 
 def test_one_tensor_written_to_again_and_again():
