@@ -49,7 +49,7 @@ class Trials:
 
     def __call__(self, kernel, grid, args, options) -> None:
         for a in args:
-            if isinstance(a, int) and a >= 1 << 31:  # torch 2.11 to 2.13: Inductor would lose the whole graph
+            if isinstance(a, int) and a >= 1 << 31:  # Inductor would fail on the whole graph
                 raise OverflowError(f"Inductor passes a kernel no constant like {a}, of more than 32 bits")
         given = [a.dtype if isinstance(a, torch.Tensor) else 16 if isinstance(a, torch.SymInt) else a for a in args]
         key = (kernel, repr((given, sorted(options.items()))))
