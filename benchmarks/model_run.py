@@ -27,7 +27,7 @@ from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, ModelContender, ModelRow, Spread
 from benchmarks.timing import noise, verdict
 from benchmarks.trace import profile
-from fusion_backend.torch_api import many_recompiles
+from fusion_backend.compat.torch import many_recompiles
 
 AGAIN = "-again"
 SUMS = 16  # fp32 sums of millions of terms, in another order, are that many eps apart; a loss is one of them

@@ -24,8 +24,8 @@ from torch import nn
 from benchmarks.tiny_models import LAYERS
 from benchmarks.whole_models import SUBJECTS, Subject
 from fusion_backend.collect import Collector
+from fusion_backend.compat.torch import many_recompiles
 from fusion_backend.pattern import REGISTRY
-from fusion_backend.torch_api import many_recompiles
 
 KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),

@@ -26,7 +26,7 @@ from benchmarks.measure import joint_distance, said
 from benchmarks.model_run import floats
 from benchmarks.model_zoo import import_transformers
 from fusion_backend.collect import Collector
-from fusion_backend.torch_api import many_recompiles
+from fusion_backend.compat.torch import many_recompiles
 
 KINDS = {
     "causal": "CAUSAL_LM",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fusion_backend.torch_api import FakeTensorMode
+from fusion_backend.compat.torch import FakeTensorMode
 
 HEADS, WIDTH, HIDDEN = 4, 64, 128
 SHAPES = [(2, 16, WIDTH), (WIDTH,), *[(WIDTH, WIDTH)] * 4, *[(HIDDEN, WIDTH)] * 2, (WIDTH, HIDDEN)]

@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.model_zoo import ENTRIES, build
 from fusion_backend import gate, op
 from fusion_backend.backend import fuse_graph, patterns, usable
+from fusion_backend.compat.torch import inductor_config
 from fusion_backend.options import Options
 from fusion_backend.reporting import GraphRecord
-from fusion_backend.torch_api import inductor_config
 
 
 class Driver:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import FakeTensor, TorchDispatchMode, pytree
 from fusion_backend.functional import value_of
-from fusion_backend.torch_api import FakeTensor, TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 

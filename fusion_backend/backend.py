@@ -15,6 +15,7 @@ from fusion_backend.bodies import outside
 from fusion_backend.cache import key_of, with_identity
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, capture
+from fusion_backend.compat.torch import RestartAnalysis, inductor, inductor_config, reset_cudagraphs
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Decision, Gate
 from fusion_backend.matcher import Matcher
@@ -22,7 +23,6 @@ from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pattern import REGISTRY, Pattern, PatternError
 from fusion_backend.rewrite import rewrite
 from fusion_backend.template import templates
-from fusion_backend.torch_api import RestartAnalysis, inductor, inductor_config, reset_cudagraphs
 
 LOADED: list[str] = []
 

@@ -15,8 +15,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+from fusion_backend.compat.torch import CustomGraphPass, cache_folder, pass_slot, torch_version
 from fusion_backend.pattern import Pattern
-from fusion_backend.torch_api import CustomGraphPass, cache_folder, pass_slot, torch_version
 
 
 class Identity(CustomGraphPass):

@@ -14,8 +14,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.lowering import Lowering
-from fusion_backend.torch_api import (
+from fusion_backend.compat.torch import (
     STATE_FUNCTIONS,
     FakeTensor,
     HigherOrderOperator,
@@ -27,6 +26,7 @@ from fusion_backend.torch_api import (
     track_tensor_tree,
     without_torch_function,
 )
+from fusion_backend.lowering import Lowering
 from fusion_backend.written import Written
 
 # Entering or leaving one of these levels: everything inside is copied verbatim.

@@ -6,8 +6,8 @@ import torch
 
 from fusion_backend import reporting
 from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.compat.torch import many_recompiles
 from fusion_backend.options import parse
-from fusion_backend.torch_api import many_recompiles
 
 
 class Collector:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.expressions import same
 from fusion_backend.reading import FLOATS, INTEGERS, Arguments, Reader, dtype_of, is_one
 from fusion_backend.terms import (
@@ -24,7 +25,6 @@ from fusion_backend.terms import (
     rounded,
     where,
 )
-from fusion_backend.torch_api import statically_known_true
 
 # Numbers.
 

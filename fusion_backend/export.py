@@ -14,11 +14,11 @@ from fusion_backend import reporting
 from fusion_backend.backend import best_answers, nearest, patterns, site, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
+from fusion_backend.compat.torch import fake_mode_of, tracing_under
 from fusion_backend.gate import Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import Options, parse
 from fusion_backend.rewrite import put
-from fusion_backend.torch_api import fake_mode_of, tracing_under
 
 
 def fuse(program: ExportedProgram, **options) -> ExportedProgram:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
+from fusion_backend.compat.torch import guard_or_false, statically_known_true, sym_eq
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
 # Operators that cost nothing worth counting when they are done twice.

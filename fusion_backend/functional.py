@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.torch_api import OpOverload, pytree
+from fusion_backend.compat.torch import OpOverload, pytree
 
 # No functional form with a gradient above autograd (copy_), or not arithmetic at all.
 NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}

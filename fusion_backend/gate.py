@@ -16,6 +16,7 @@ from fusion_backend import library
 from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, embedded, is_lowered
+from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true
 from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import on_gpu, trial
@@ -26,7 +27,6 @@ from fusion_backend.op import DECISION, op_of, seed_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reporting import location
-from fusion_backend.torch_api import FakeTensor, inductor_config, statically_known_true
 from fusion_backend.views import Viewed, geometry, original, value_of
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}

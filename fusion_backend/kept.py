@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
+from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.expressions import same
 from fusion_backend.terms import ZERO, Linear, Term
-from fusion_backend.torch_api import statically_known_true
 
 BEYOND = -0.99e9  # a score that is further down than this has no weight; bf16 holds -1e9 as -0.998e9
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
+from fusion_backend.compat.torch import guard_or_false, statically_known_true, sym_eq
 from fusion_backend.diagonals import index_of
 from fusion_backend.expressions import same
 from fusion_backend.functional import storages
@@ -18,7 +19,6 @@ from fusion_backend.matcher import Match
 from fusion_backend.op import fake_seed, without_autocast
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
 from fusion_backend.reading import INTEGERS
-from fusion_backend.torch_api import guard_or_false, statically_known_true, sym_eq
 from fusion_backend.views import original, value_of
 
 # Of a result these read the values, in whatever order they lie.

@@ -14,8 +14,8 @@ import types
 import torch
 from torch import fx
 
+from fusion_backend.compat.torch import OpOverload, operators_go_to, pytree, track_tensor_tree, without_torch_function
 from fusion_backend.recipes import Given, Made, Recipes, Step, Sym
-from fusion_backend.torch_api import OpOverload, operators_go_to, pytree, track_tensor_tree, without_torch_function
 from fusion_backend.written import storages_of
 
 # Between symbolic sizes; what Dynamo writes is what the tracer would write.

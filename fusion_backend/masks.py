@@ -16,6 +16,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import pytree, statically_known_true
 from fusion_backend.elements import RULES, as_dtype
 from fusion_backend.functional import storages
 from fusion_backend.kept import Mask, Part, hides
@@ -34,7 +35,6 @@ from fusion_backend.terms import (
     parts,
     variables,
 )
-from fusion_backend.torch_api import pytree, statically_known_true
 from fusion_backend.views import Viewed
 
 CAP = 1 << 25  # elements that are computed at compile time: 4096 x 4096 and more

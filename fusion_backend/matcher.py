@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from fusion_backend.canonical import Canon
+from fusion_backend.compat.torch import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
 from fusion_backend.expressions import FREE, LIKE, Expr, peel, same
 from fusion_backend.fitting import Fitting, expected
 from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import Template, templates
-from fusion_backend.torch_api import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
 from fusion_backend.unify import Bound, Unifier
 from fusion_backend.views import BY_NUMBERS, Viewed, geometry, original, value_of
 

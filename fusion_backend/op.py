@@ -15,9 +15,9 @@ import types
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.torch import plain_tensors, triton_op
 from fusion_backend.kernels.launch import interpreting, on_gpu
 from fusion_backend.pattern import Pattern, PatternError, Reject
-from fusion_backend.torch_api import plain_tensors, triton_op
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
 # The seed of a pattern with random numbers: drawn by an operator of the graph that AOTAutograd and Inductor know, so

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
+from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition
-from fusion_backend.torch_api import statically_known_true
 
 INTEGERS = {torch.int64, torch.int32}
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.torch_api import OpOverload, pytree, sym_key
+from fusion_backend.compat.torch import OpOverload, pytree, sym_key
 
 Sym = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -15,10 +15,10 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import aten, pytree
 from fusion_backend.gate import Decision
 from fusion_backend.op import DRAW, fake_seed, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
-from fusion_backend.torch_api import aten, pytree
 from fusion_backend.views import Viewed, step_of, value_of
 
 # What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static inputs).

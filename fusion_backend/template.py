@@ -16,12 +16,12 @@ import torch
 from fusion_backend.cache import load, store
 from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
 from fusion_backend.expressions import LEAVES, Expr
 from fusion_backend.fitting import Form, form_of
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.index import needs
 from fusion_backend.pattern import Pattern, PatternError
-from fusion_backend.torch_api import FakeTensorMode, pytree, trace
 
 TRACED = ("random", "differentiable", "dtypes")  # what tracing learns of a pattern besides its templates
 PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from fusion_backend.torch_api import statically_known_true, sym_key
+from fusion_backend.compat.torch import statically_known_true, sym_key
 
 LARGEST = 1 << 30  # of the numbers that are followed: sums of a few stay inside int32
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fusion_backend.collect import Collector
+from fusion_backend.compat.torch import TorchDispatchMode, aten, many_recompiles, pytree
 from fusion_backend.kernels.dropout import kept
 from fusion_backend.kernels.launch import interpreting
 from fusion_backend.op import draw, op_of
@@ -19,7 +20,6 @@ from fusion_backend.reporting import Report
 from fusion_backend.spelling.author import near_misses as near_misses
 from fusion_backend.spelling.author import spellings as spellings
 from fusion_backend.template import example_inputs, forms, templates, with_kinds
-from fusion_backend.torch_api import TorchDispatchMode, aten, many_recompiles, pytree
 
 # A fused result may be this many times as far from fp64 as the unfused one in the same dtype, …
 FACTOR = 2.0

@@ -8,8 +8,8 @@ import functools
 import torch
 from torch import fx
 
+from fusion_backend.compat.torch import aten
 from fusion_backend.expressions import Expr, hashable
-from fusion_backend.torch_api import aten
 
 BY_NUMBERS = {"mul": aten.mul.Tensor, "div": aten.div.Tensor}
 

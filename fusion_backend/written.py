@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.torch_api import FakeTensor, HigherOrderOperator, pytree
+from fusion_backend.compat.torch import FakeTensor, HigherOrderOperator, pytree
 
 IN_PLACE = {
     "setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",

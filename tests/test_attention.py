@@ -13,9 +13,9 @@ import fusion_backend
 from benchmarks.measure import distance, joint_distance
 from benchmarks.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
 from fusion_backend.collect import Collector
+from fusion_backend.compat.torch import FakeTensorMode
 from fusion_backend.pattern import LibraryCall
 from fusion_backend.testing import collect, graph_text
-from fusion_backend.torch_api import FakeTensorMode
 
 B, H, S, D = 2, 4, 24, 16
 FACTOR, FLOOR = 2.0, 1.2e-7  # as in test_models

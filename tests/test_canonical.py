@@ -9,9 +9,9 @@ import torch
 
 from fusion_backend.canonical import RULES, Canon
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.testing import assert_fuses
-from fusion_backend.torch_api import FakeTensorMode, trace
 from tests.canonical_cases import BYTES, INTS, LABELS, MASK, OTHER, SAME, M
 
 

@@ -10,12 +10,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
+from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Gate
 from fusion_backend.masks import hides
 from fusion_backend.options import Options
 from fusion_backend.terms import computed
-from fusion_backend.torch_api import FakeTensorMode, trace
 
 INF, SMALLEST = float("-inf"), torch.finfo(torch.float32).min
 

@@ -14,6 +14,7 @@ from benchmarks.measure import distance, joint_distance
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View
 from fusion_backend.collect import Collector
+from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.diagonals import index_of
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Gate
@@ -21,7 +22,6 @@ from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import LibraryCall
 from fusion_backend.testing import close, collect, fused_nodes
-from fusion_backend.torch_api import FakeTensorMode, trace
 
 N, M, H, ROWS = 24, 30, 4, 32
 OPTIONS = {"fusion.only": "relative_bias"}

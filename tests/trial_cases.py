@@ -22,13 +22,13 @@ import fusion_backend.op
 from benchmarks.trial_cost import Driver
 from fusion_backend import Pattern
 from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.compat.torch import ANALYSED, ANALYSES, inductor_config, kernel_wrap
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.launch import TRIAL, trial
 from fusion_backend.kernels.trials import Trials
 from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.reporting import GraphRecord
-from fusion_backend.torch_api import ANALYSED, ANALYSES, inductor_config, kernel_wrap
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
 
+from fusion_backend.compat.torch import assert_all  # noqa: F401  (for rooms)
 from fusion_backend.pattern import Reject
-from fusion_backend.torch_api import assert_all  # noqa: F401  (for rooms)
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

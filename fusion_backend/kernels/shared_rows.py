@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_backend.compat.torch import hinted
 from fusion_backend.kernels.inputs import dynamic, number
 from fusion_backend.kernels.launch import interpreted
 from fusion_backend.kernels.rows import FEW, Config, multiprocessors
-from fusion_backend.torch_api import hinted
 
 LANES = tl.constexpr(32)  # the most pieces a row can have: one a thread of a warp
 NOTHING = tl.constexpr(-1)  # what stands where nothing was told

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from triton import AsyncCompileMode, FutureKernel
 
-from fusion_backend.torch_api import inductor_config
+from fusion_backend.compat.torch import inductor_config
 
 
 class Trials:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View
+from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.pattern import Pattern
 from fusion_backend.spelling.calls import Call, Fields, fitting
@@ -27,7 +28,6 @@ from fusion_backend.spelling.disguises import DISGUISES, FRAMES
 from fusion_backend.spelling.shapes import SHAPED
 from fusion_backend.spelling.wordings import WAYS
 from fusion_backend.template import example_inputs, forms, templates, with_kinds
-from fusion_backend.torch_api import FakeTensorMode, pytree, trace
 
 HEADER = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n"
 ALL_WAYS = WAYS | SHAPED | COMPOSED

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fusion_backend.torch_api import OpOverload
+from fusion_backend.compat.torch import OpOverload
 
 # What these give may be their argument, or share its memory: it is not for others to write over.
 MAY_ALIAS = {"to", "contiguous", "reshape", "dropout", "flatten", "getitem", "type_as"}

@@ -17,11 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fusion_backend.collect import Collector
+from fusion_backend.compat.torch import many_recompiles, pytree
 from fusion_backend.pattern import Pattern
 from fusion_backend.spelling.author import Spelling, near_misses, spellings
 from fusion_backend.template import templates
 from fusion_backend.testing import FACTOR, ULPS, DropoutOfKernels, close, fused_nodes, value_and_gradients
-from fusion_backend.torch_api import many_recompiles, pytree
 
 SHORT = {torch.float32, torch.bfloat16, torch.float16}
 ROUNDINGS = 64
