@@ -1,0 +1,223 @@
+"""Faults planted in the pass, each with the test that must catch it: `python -m tests.mutations [NAME ...]`.
+
+A mutation replaces one piece of text, which must stand exactly once in its file, in a copy of the repository, and runs
+the named tests there. It is caught where a test fails; a test that errors before it starts catches nothing. Run the
+command after a change to the pass or to these tests: it is no part of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("fusion_backend", "patterns", "tests", "benchmarks", "docs", "pyproject.toml", "README.md")
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = {
+    "matcher: the dtype of the result is not compared": Mutation(
+        "fusion_backend/matcher.py",
+        "            if dtype != want.dtype:\n",
+        "            if False:\n",
+        "tests/test_rewrite.py",
+    ),
+    "matcher: the shape of the result is not compared": Mutation(
+        "fusion_backend/matcher.py",
+        "            if device != want.device or not same(",
+        "            if device != want.device and not same(",
+        "tests/test_every_pattern.py tests/test_bodies.py",
+    ),
+    "matcher: a value that is no argument may be read": Mutation(
+        "fusion_backend/matcher.py",
+        '                    return f"it reads {a.name}, which is not one of the arguments"\n',
+        "                    continue\n",
+        "tests/test_canonical.py tests/graphs",
+    ),
+    "unify: an argument may be two different values": Mutation(
+        "fusion_backend/unify.py",
+        "        if peel(had.expr) is not peel(g) or (had.pinned and pinned and had.expr is not g):\n",
+        "        if False:\n",
+        "tests/test_canonical.py tests/graphs",
+    ),
+    "unify: one operator may stand for two of the pattern": Mutation(
+        "fusion_backend/unify.py",
+        "        if env.get(g, p) is not p:",
+        "        if False:",
+        "tests/test_canonical.py tests/graphs",
+    ),
+    "unify: every reciprocal counts as exact": Mutation(
+        "fusion_backend/unify.py",
+        "or not (self.reciprocal or abs(math.frexp(c.attr)[0]) == 0.5)",
+        "or False",
+        "tests/graphs",
+    ),
+    "gate: a value inside may be used elsewhere": Mutation(
+        "fusion_backend/gate.py",
+        "                if u not in inside and (u.users",
+        "                if False and (u.users",
+        "tests/graphs",
+    ),
+    "gate: an argument may be changed in between": Mutation(
+        "fusion_backend/gate.py",
+        "                if storage in held and first < self.order[m] < last_root:\n",
+        "                if False:\n",
+        "tests/test_rewrite.py",
+    ),
+    "gate: what backward reads may be changed afterwards": Mutation(
+        "fusion_backend/gate.py",
+        "                if later and kept and storage in storages(m.args[0]) and self.training(match):\n",
+        "                if False:\n",
+        "tests/test_rewrite.py tests/test_backend.py",
+    ),
+    "gate: a match may cross a change of grad mode": Mutation(
+        "fusion_backend/gate.py",
+        "        return len(whole) > 1 or len(without_autocast) > 1\n",
+        "        return False\n",
+        "tests/test_capture.py tests/test_canonical.py",
+    ),
+    "gate: integer and fp64 tensors are taken": Mutation(
+        "fusion_backend/gate.py",
+        "            if v.dtype not in FLOATS if exact is None else v.dtype != exact:\n",
+        "            if False:\n",
+        "tests/test_every_pattern.py",
+    ),
+    "gate: the strides of the result are not compared": Mutation(
+        "fusion_backend/gate.py",
+        "        if not library.laid_out_as(out, want):\n",
+        "        if False:\n",
+        "tests/test_every_pattern.py",
+    ),
+    "rewrite: two results of an op change places": Mutation(
+        "fusion_backend/rewrite.py",
+        "call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)}",
+        "call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots[::-1])}",
+        "tests/test_every_pattern.py",
+    ),
+    "rewrite: older names of a converted in-place chain keep the old value": Mutation(
+        "fusion_backend/rewrite.py",
+        "            self.repoint(d, dynamo, atens)\n",
+        "",
+        "tests/test_rewrite.py tests/oracle/test_inplace.py",
+    ),
+    "functional: code of two regions becomes one chain": Mutation(
+        "fusion_backend/functional.py",
+        "    if view.region.get(root) != view.region.get(n):\n",
+        "    if False:\n",
+        "tests/test_rewrite.py tests/oracle/test_inplace.py",
+    ),
+    "autocast: the casts are not written": Mutation(
+        "fusion_backend/autocast.py",
+        "            write_casts(view, n, leaves, spec, values, memo[key])\n",
+        "            pass\n",
+        "tests/test_capture.py",
+    ),
+    "autocast: an operator that it changes is no fence": Mutation(
+        "fusion_backend/autocast.py",
+        "            fences.add(n)\n",
+        "            pass\n",
+        "tests/test_capture.py",
+    ),
+    "expressions: x - y is read as x + y": Mutation(
+        "fusion_backend/expressions.py",
+        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)\n",
+        "        return x\n",
+        "tests/graphs",
+    ),
+    "composites: where(not m, x, y) keeps x and y": Mutation(
+        "fusion_backend/composites.py",
+        "        mask, x, y = mask.args[0], y, x\n",
+        "        mask, x, y = mask.args[0], x, y\n",
+        "tests/test_canonical.py tests/test_attention_forms.py",
+    ),
+    "template: a scalar is not traced twice": Mutation(
+        "fusion_backend/template.py",
+        "    if repr(roots) != repr(second[0]):\n",
+        "    if False:\n",
+        "tests/test_backend.py",
+    ),
+    "op: the gradient of the reference ignores the incoming one": Mutation(
+        "fusion_backend/op.py",
+        "wanted, [g for _, g in pairs], allow_unused=True",
+        "wanted, [torch.ones_like(g) for _, g in pairs], allow_unused=True",
+        "tests/test_backend.py",
+    ),
+    "op: a seed of its own in the backward": Mutation(
+        "fusion_backend/op.py",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n"
+        "            inputs[-1:] = [draw(i.device) if self.pattern.drawn else i for i in inputs[-1:]]\n",
+        "tests/test_dropout.py",
+    ),
+    "masks: a mask with a gradient is dropped": Mutation(
+        "fusion_backend/masks.py",
+        "            if node in self.view.requires_grad or kept is None:\n",
+        "            if kept is None:\n",
+        "tests/test_masks.py tests/test_attention.py",
+    ),
+    "cache: decisions are not in the key": Mutation(
+        "fusion_backend/cache.py",
+        "    for line in decisions:\n",
+        "    for line in ():\n",
+        "tests/oracle/test_second_process_cache.py tests/test_cache.py",
+    ),
+}
+
+
+def copy_of_repository(folder: Path) -> Path:
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    (folder / "fusion_backend" / "patterns").symlink_to("../patterns")
+    return folder
+
+
+def tests_fail(folder: Path, tests: str) -> tuple[bool, str]:
+    """Does one of the tests fail in the copy, and which?"""
+    there = [t for t in tests.split() if (folder / t.partition("::")[0]).exists()]
+    environment = os.environ | {"PYTHONPATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *there]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{' '.join(command)} could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    return done.returncode == 1, failed[0] if failed else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these")
+    names = parser.parse_args().names
+    chosen = {n: m for n, m in MUTATIONS.items() if not names or any(word in n for word in names)}
+    survived = []
+    for name, m in chosen.items():
+        with tempfile.TemporaryDirectory() as folder:
+            copy = copy_of_repository(Path(folder))
+            text = (copy / m.file).read_text()
+            if text.count(m.old) != 1:
+                raise SystemExit(f"{name}: its text stands {text.count(m.old)} times in {m.file}")
+            (copy / m.file).write_text(text.replace(m.old, m.new))
+            caught, by = tests_fail(copy, m.tests)
+        print(f"{'caught  ' if caught else 'SURVIVED'}  {name}  {by}", flush=True)
+        survived += [] if caught else [name]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} caught")
+    raise SystemExit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()
