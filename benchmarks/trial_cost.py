@@ -10,6 +10,7 @@ are those with the first number of threads. With --tiny: small models, and whate
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections import Counter, defaultdict
 from unittest import mock
@@ -39,6 +40,16 @@ class Driver:
         return 0
 
 
+@contextlib.contextmanager
+def pretended_gpu():
+    """PyTorch is told that there is a GPU of sm_90. A build with CUDA would look for its driver."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+    ):
+        yield
+
+
 class Compiled:
     """Listens to Triton: the seconds of every compilation by kernel."""
 
@@ -61,7 +72,7 @@ def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[floa
     with (
         inductor_config.patch(compile_threads=threads),
         triton.knobs.compilation.scope(),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        pretended_gpu(),
     ):
         triton.knobs.compilation.always_compile = True
         triton.knobs.compilation.listener = compiled
