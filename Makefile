@@ -1,12 +1,15 @@
 # `make demo` and `make test` need only Python >= 3.11 and a C++ compiler: they set up .venv on the first call.
 #   PYTHON=/path/to/python   the interpreter to build .venv with (default: the first suitable one on PATH)
+#   TORCH=2.14.1             another PyTorch, in an environment of its own, .venv-2.14.1 (default: the newest in RANGE)
 #   VENV=/path/to/venv       another place for the environment
 #   DEMO="--only llama"      arguments of the demo; TESTS="tests/test_models.py -x" those of pytest
 #   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
 #   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
-# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch already in VENV is kept.
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch of RANGE already in VENV is kept.
 
-VENV ?= .venv
+RANGE := torch>=2.11,<2.16
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-$(TORCH))
 DEMO ?=
 TESTS ?=
 GPU_PYTHON ?= python3
@@ -15,22 +18,17 @@ BENCH ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test gpu check docs clean
+.PHONY: demo test environment gpu check docs clean
 
 demo: $(VENV)/.bench
 	$(PY) -m benchmarks.demo $(DEMO)
 
-# The whole suite in two halves side by side: each mostly waits for compilers.
-HALF := tests/oracle tests/test_models.py tests/test_relative_bias.py tests/test_linear_cross_entropy.py \
-	tests/test_row_kernels.py tests/test_recognition.py tests/test_packaging.py tests/test_kept_templates.py
+# Two processes: each mostly waits for compilers. Who has done its half of the tests takes from the other's.
 test: $(VENV)/.test
-ifneq ($(TESTS),)
-	$(PY) -m pytest $(TESTS)
-else
-	@$(PY) -m pytest $(HALF) > $(VENV)/half.log 2>&1 & half=$$!; status=0; \
-	$(PY) -m pytest $(HALF:%=--ignore=%) || status=1; \
-	wait $$half || status=1; cat $(VENV)/half.log; exit $$status
-endif
+	$(PY) -m pytest -n 2 --dist worksteal $(TESTS)
+
+# What `make test` installs, and no more.
+environment: $(VENV)/.test
 
 # The benchmark runs also when a test fails.
 gpu:
@@ -48,7 +46,7 @@ docs: $(VENV)/.bench
 	$(PY) -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* $(VENV) build *.egg-info .pytest_cache .ruff_cache
 
 # One stamp a set of extras. The environment is made once; a changed pyproject.toml only reinstalls.
 # The project goes in editable: from the checkout, only then is patterns/ importable as fusion_backend.patterns.
@@ -57,7 +55,7 @@ $(VENV)/.test: EXTRAS = test,bench
 $(VENV)/.check: EXTRAS = test,bench,dev
 $(VENV)/.bench $(VENV)/.test $(VENV)/.check: pyproject.toml | $(PY)
 	@echo "installing fusion-backend[$(EXTRAS)] into $(VENV) (the first time this downloads PyTorch)"
-	$(PY) -m pip install -e '.[$(EXTRAS)]'
+	$(PY) -m pip install --no-compile -e '.[$(EXTRAS)]' '$(if $(TORCH),torch==$(TORCH),$(RANGE))'
 	@touch $@
 
 # Python.h is needed by what Inductor and Triton compile, ensurepip by venv: an interpreter without them is passed over.

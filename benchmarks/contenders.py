@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,9 +21,10 @@ from benchmarks.results import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rate, noise, verdict
 from benchmarks.trace import profile
 from benchmarks.work import NAMES, Work
+from fusion_backend.compat.torch import inductor_config
 from fusion_backend.pattern import REGISTRY
 
-torch._inductor.config.max_autotune_report_choices_stats = False  # its tables would bury ours
+inductor_config.max_autotune_report_choices_stats = False  # its tables would bury ours
 TWIN, ALWAYS = "inductor-again", "fusion-always"
 Maker = Callable[[Callable], Callable]  # reference -> the function that is timed
 

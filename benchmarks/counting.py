@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from fusion_backend.compat.torch import TorchDispatchMode, decomposition_table
 
 aten = torch.ops.aten
 COMPOUND = (  # counted by what they are made of
@@ -41,9 +41,9 @@ class Operations(TorchDispatchMode):
         if func in COMPOUND:
             with self:
                 return decomposition_table[func](*args, **kwargs)
-        out, name = func(*args, **kwargs), func._overloadpacket.__name__
-        if func._overloadpacket in flop_registry:
-            self.count += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        out, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if func.overloadpacket in flop_registry:
+            self.count += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         elif name in REDUCTIONS:
             self.count += args[0].numel() * REDUCTIONS[name]
         elif torch.Tag.pointwise in func.tags and name not in FREE:

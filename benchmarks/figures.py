@@ -283,6 +283,18 @@ def swept(run: Run, _: list[str]) -> str:
     return table(("ms", "library", "the fastest", "ratio", "its configuration"), lines)
 
 
+def compiled(run: Run, _: list[str]) -> str:
+    """What a launch of each kernel needs at most, one version of Triton beside the other."""
+    versions = sorted({row["triton"] for row in run.rows})
+    words = {"registers": "registers", "spilled": "bytes spilled", "shared": "shared memory"}
+    lines = []
+    for kernel in dict.fromkeys(row["kernel"] for row in run.rows):
+        by = {v: [row for row in run.rows if (row["kernel"], row["triton"]) == (kernel, v)] for v in versions}
+        most = [number(max((row[what] for row in by[v]), default=None), "d") for what in words for v in versions]
+        lines.append([kernel, str(max(map(len, by.values()))), *most])
+    return table(["kernel", "launches", *(f"{word}, {v}" for word in words.values() for v in versions)], lines)
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     kinds: tuple[str, ...]  # of runs that it is made from; none: all
@@ -301,4 +313,5 @@ FIGURES = {
     "compared": Figure(("compare",), compared),
     "block-sizes": Figure(("block_size",), block_sizes),
     "swept": Figure(("sweep",), swept),
+    "compiled": Figure(("compile_kernels",), compiled),
 }

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fusion_backend
@@ -27,7 +26,7 @@ from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, ModelContender, ModelRow, Spread
 from benchmarks.timing import noise, verdict
 from benchmarks.trace import profile
-from fusion_backend.compat.torch import many_recompiles
+from fusion_backend.compat.torch import clear_caches, many_recompiles, pytree
 
 AGAIN = "-again"
 SUMS = 16  # fp32 sums of millions of terms, in another order, are that many eps apart; a loss is one of them
@@ -126,8 +125,6 @@ def give_back() -> None:
 @contextlib.contextmanager
 def cache_in(folder: str) -> Iterator[None]:
     """Inductor and Triton keep what they compile in `folder`, and remember nothing else."""
-    from torch._inductor.utils import clear_caches
-
     names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
     before = {name: os.environ.get(name) for name in names}
     clear_caches()

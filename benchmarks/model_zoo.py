@@ -11,10 +11,10 @@ import os
 from collections.abc import Callable
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from benchmarks.plain_models import GPT2, Bert, Llama, Size, ViT
+from fusion_backend.compat.torch import pytree
 
 INFER, TRAIN, DECODE = MODES = ("infer", "train", "decode")
 

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from benchmarks.model_zoo import TRAIN, Problem, Subject, cast
+from fusion_backend.compat.torch import pytree
 
 RETURNS = "it must return (model, inputs) or (model, inputs, loss)"
 

@@ -21,6 +21,7 @@ The words after "figures:" are one of these, a file, and after a colon names whe
     compared FILE           a paragraph: how much the two sides of a run of benchmarks.compare differ
     block-sizes FILE        a table of a run of benchmarks.block_size
     swept FILE              a table of a run of benchmarks.sweep
+    compiled FILE           a table of a run of benchmarks.compile_kernels
 """
 
 from __future__ import annotations

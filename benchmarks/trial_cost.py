@@ -10,18 +10,19 @@ are those with the first number of threads. With --tiny: small models, and whate
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections import Counter, defaultdict
 from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 
 from benchmarks.model_zoo import ENTRIES, build
 from fusion_backend import gate, op
 from fusion_backend.backend import fuse_graph, patterns, usable
 from fusion_backend.compat.torch import inductor_config
+from fusion_backend.compat.triton import SM_90, forget_compiled, set_driver
 from fusion_backend.options import Options
 from fusion_backend.reporting import GraphRecord
 
@@ -30,13 +31,23 @@ class Driver:
     """Stands for a GPU that is asked what it is, and never to do anything."""
 
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return SM_90
 
     def get_current_device(self):
         return 0
 
     def get_current_stream(self, device):
         return 0
+
+
+@contextlib.contextmanager
+def pretended_gpu():
+    """PyTorch is told that there is a GPU of sm_90. A build with CUDA would look for its driver."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+    ):
+        yield
 
 
 class Compiled:
@@ -52,7 +63,7 @@ class Compiled:
 
     def forget(self):
         for kernel in self.kernels:
-            kernel.device_caches.clear()
+            forget_compiled(kernel)
 
 
 def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[float, int, Compiled]:
@@ -61,7 +72,7 @@ def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[floa
     with (
         inductor_config.patch(compile_threads=threads),
         triton.knobs.compilation.scope(),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        pretended_gpu(),
     ):
         triton.knobs.compilation.always_compile = True
         triton.knobs.compilation.listener = compiled
@@ -94,7 +105,7 @@ def main() -> None:
     asked = parser.parse_args()
     if unknown := set(asked.models) - set(ENTRIES):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(ENTRIES)}")
-    triton.runtime.driver.set_active(Driver())
+    set_driver(Driver())
     gate.on_gpu = op.on_gpu = lambda tensor: True
     options = Options(gate="always") if asked.tiny else Options()
     for name in asked.models:

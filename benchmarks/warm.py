@@ -18,7 +18,6 @@ import threading
 import time
 
 import torch
-from torch._inductor.runtime.benchmarking import benchmarker
 
 import fusion_backend
 from benchmarks.contenders import ALWAYS, CONTENDERS, nothing_declined, results_of, sites, step
@@ -26,6 +25,7 @@ from benchmarks.measure import synchronize
 from benchmarks.results import Contender
 from benchmarks.work import Work
 from fusion_backend.backend import patterns
+from fusion_backend.compat.torch import benchmarker
 
 LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
 Task = tuple[Work, list[str]]  # what is compiled, and for which contenders

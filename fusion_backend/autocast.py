@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import FakeTensor, TorchDispatchMode, pytree
+from fusion_backend.compat.torch import TO_COPY, UNSAFE_VIEW, FakeTensor, TorchDispatchMode, pytree, schema_of
 from fusion_backend.functional import value_of
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
             return casts
         func, given, options, _ = log[first] if first < len(log) else (None, (), {}, None)
         hit = [i for i, leaf in enumerate(leaves) if given and leaf is given[0]]
-        if func is not aten._to_copy.default or set(options) != {"dtype"} or not hit:
+        if func is not TO_COPY or set(options) != {"dtype"} or not hit:
             return casts_of_views(op, leaves, spec, device, dtype, log, out)
         casts |= dict.fromkeys(hit, options["dtype"])
     return None
@@ -68,7 +68,7 @@ def casts_of_views(op, leaves, spec, device: str, dtype: torch.dtype, log: list,
     casts: dict[int, torch.dtype] = {}
     for func, given, options, result in log:
         sources = [views[id(v)] for v in pytree.tree_leaves((given, options)) if id(v) in views]
-        if func is aten._to_copy.default and set(options) == {"dtype"}:
+        if func is TO_COPY and set(options) == {"dtype"}:
             casts |= dict.fromkeys(sources, options["dtype"])
         elif moves(func):
             views |= {id(v): i for v in pytree.tree_leaves(result) for i in sources}
@@ -76,13 +76,13 @@ def casts_of_views(op, leaves, spec, device: str, dtype: torch.dtype, log: list,
             return None
     cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
     plain, plain_out = recorded(op, *pytree.tree_unflatten(cast, spec), device, dtype, False)
-    steps = [[f for f, *_ in done if f is not aten._to_copy.default and not moves(f)] for done in (log, plain)]
+    steps = [[f for f, *_ in done if f is not TO_COPY and not moves(f)] for done in (log, plain)]
     return casts if casts and steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out) else None
 
 
 def moves(func) -> bool:
     """Does it only give the elements another place?"""
-    return func in (aten.clone.default, aten._unsafe_view.default) or any(r.alias_info for r in func._schema.returns)
+    return func in (aten.clone.default, UNSAFE_VIEW) or any(r.alias_info for r in schema_of(func).returns)
 
 
 def same_without_autocast(op, arguments, device: str, dtype: torch.dtype, log: list, out) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View, is_lowered
+from fusion_backend.compat.torch import schema_of
 from fusion_backend.expressions import same
 from fusion_backend.functional import storages
 
@@ -45,7 +46,7 @@ def written_by(n: fx.Node, view: View, inside: dict[str, dict]) -> set[int]:
     """The storages that a node may write to: of in-place operators that stayed in place, and of copied nodes, which may
     do anything to their arguments. `inside` has the writers of the bodies; their results are other memory."""
     if is_lowered(n):
-        may = n.target._schema.is_mutable
+        may = schema_of(n.target).is_mutable
     else:
         may = n.op in ("call_function", "call_method", "call_module") and view.owner.get(n) in view.kept
     if not may:

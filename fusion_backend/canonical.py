@@ -15,6 +15,7 @@ from torch import fx
 
 from fusion_backend import attention, composites
 from fusion_backend.capture import is_lowered
+from fusion_backend.compat.torch import schema_of
 from fusion_backend.expressions import Builder, Expr, hashable, same
 
 
@@ -63,7 +64,7 @@ class Canon(Builder):
             return self.const(held(n.args[0], n.meta["val"].dtype))
         if not is_lowered(n) or n in fences:
             return self.make("input", (), n.name, shape_of(n))
-        rule = RULES.get(n.target._schema.name)
+        rule = RULES.get(schema_of(n.target).name)
         e = rule(self, Args(self, n), shape_of(n)) if rule is not None else None
         if e is not None:
             return e
@@ -78,7 +79,7 @@ class Args:
 
     def __init__(self, canon: Canon, node: fx.Node):
         self.canon, self.node = canon, node
-        names = [a.name for a in node.target._schema.arguments]
+        names = [a.name for a in schema_of(node.target).arguments]
         self.values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
     def get(self, name: str, default=None):
@@ -95,7 +96,7 @@ class Args:
 @functools.cache
 def defaults_of(op) -> dict[str, object]:
     """Arguments by name, in order, each with its default (itself NotImplemented where there is none)."""
-    return {a.name: a.default_value if a.has_default_value() else NotImplemented for a in op._schema.arguments}
+    return {a.name: a.default_value if a.has_default_value() else NotImplemented for a in schema_of(op).arguments}
 
 
 def other_arguments(n: fx.Node) -> tuple:
@@ -120,9 +121,9 @@ def shape_of(n: fx.Node):
 
 def unrepeatable(n: fx.Node) -> bool:
     """Two such nodes with the same arguments are not the same value."""
-    if n.target._schema.name == "aten::scaled_dot_product_attention":
+    if schema_of(n.target).name == "aten::scaled_dot_product_attention":
         return (n.args[4] if len(n.args) > 4 else n.kwargs.get("dropout_p", 0.0)) != 0
-    return torch.Tag.nondeterministic_seeded in n.target.tags or n.target._schema.is_mutable
+    return torch.Tag.nondeterministic_seeded in n.target.tags or schema_of(n.target).is_mutable
 
 
 def same_device_cast(c: Canon, a: Args, s):

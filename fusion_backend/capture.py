@@ -21,7 +21,9 @@ from fusion_backend.compat.torch import (
     OpOverload,
     fake_mode_of,
     get_proxy_mode,
+    last_node,
     pytree,
+    schema_of,
     trace,
     track_tensor_tree,
     without_torch_function,
@@ -116,7 +118,7 @@ class Capture(fx.Interpreter):
             out = super().run_node(n)
             self.note(n, out, tracer, None)
             return out
-        last = tracer.graph._root._prev
+        last = last_node(tracer.graph)
         name = getattr(n.target, "__name__", "")
         step = LEVELS.get(name, 0) if n.op == "call_function" else 0
         self.level += max(step, 0)
@@ -275,10 +277,10 @@ def held(tracer, name: str, value) -> fx.Proxy:
 
 
 def nodes_after(last: fx.Node):
-    node = last._next
+    node = last.next
     while node.op != "root":
         yield node
-        node = node._next
+        node = node.next
 
 
 @contextlib.contextmanager
@@ -313,7 +315,7 @@ def capture(gm: fx.GraphModule) -> View | None:
 def unforeseen(n: fx.Node, view: View, written: Written) -> bool:
     """Does this node write to memory, or may it, in a call that does not say so?"""
     owner = view.owner.get(n)
-    writes = n.target._schema.is_mutable if is_lowered(n) else owner in view.kept and bool(n.all_input_nodes)
+    writes = schema_of(n.target).is_mutable if is_lowered(n) else owner in view.kept and bool(n.all_input_nodes)
     return writes and owner not in written.writers
 
 
@@ -364,7 +366,7 @@ def is_lowered(node: fx.Node) -> bool:
 
 
 def is_elementwise(n: fx.Node) -> bool:
-    pure = isinstance(n.target, OpOverload) and not n.target._schema.is_mutable
+    pure = isinstance(n.target, OpOverload) and not schema_of(n.target).is_mutable
     return pure and torch.Tag.pointwise in n.target.tags and torch.Tag.nondeterministic_seeded not in n.target.tags
 
 

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from fusion_backend.compat.torch import schema_of
 from fusion_backend.expressions import Expr, is_const, peel, same
 
 NUMBERS = ("const", "scalar", "sym")
@@ -56,7 +57,7 @@ def vector_norm(c, a, s, order: str):
     dims = a.get("dim")
     if a.get(order) not in (None, 2) or a.get("dtype") is not None or dims is None:
         return None
-    if order == "ord" and a.node.target._schema.name == "aten::linalg_norm" and not isinstance(dims, int):
+    if order == "ord" and schema_of(a.node.target).name == "aten::linalg_norm" and not isinstance(dims, int):
         if len(dims) > 1:  # of a matrix
             return None
     x = a("self")

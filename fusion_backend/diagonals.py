@@ -15,6 +15,7 @@ from torch import fx
 
 from fusion_backend.canonical import unrepeatable
 from fusion_backend.capture import is_lowered
+from fusion_backend.compat.torch import schema_of
 from fusion_backend.elements import RULES
 from fusion_backend.masks import Masks, place, source
 from fusion_backend.reading import INTEGERS, Reader, dtype_of, is_one
@@ -84,9 +85,9 @@ def elementwise(n: fx.Node, masks: Masks) -> list[fx.Node] | None:
     other; None if it is not so."""
     if not is_lowered(n) or masks.unknown(n) or unrepeatable(n):
         return None
-    if n.target._schema.name == "aten::index":  # of a whole table: a function of its places
+    if schema_of(n.target).name == "aten::index":  # of a whole table: a function of its places
         whole = len(n.args[1]) == n.args[0].meta["val"].dim() and all(dtype_of(i) in INTEGERS for i in n.args[1])
         return list(n.args[1]) if whole else None
-    if torch.Tag.pointwise not in n.target.tags and n.target._schema.name not in MADE_OF:
+    if torch.Tag.pointwise not in n.target.tags and schema_of(n.target).name not in MADE_OF:
         return None
     return [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]

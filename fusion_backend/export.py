@@ -14,7 +14,7 @@ from fusion_backend import reporting
 from fusion_backend.backend import best_answers, nearest, patterns, site, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
-from fusion_backend.compat.torch import fake_mode_of, tracing_under
+from fusion_backend.compat.torch import fake_mode_of, keep_signature, name_again, tracing_under
 from fusion_backend.gate import Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import Options, parse
@@ -53,7 +53,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for n in gm.graph.nodes:
         env[n] = graph.node_copy(n, lambda x: env[x])
-    graph._codegen = gm.graph._codegen
+    keep_signature(graph, gm.graph)
     new = fx.GraphModule(gm, graph)
     new.meta = dict(gm.meta)
     for name, child in gm.named_children():
@@ -94,8 +94,7 @@ def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:
         name = root.name
         root.replace_all_uses_with(result)
         graph.erase_node(root)
-        result.name = name  # the graph signature knows outputs by name; _rename would not give it one that was used
-        graph._graph_namespace._rename_object(result, name)
+        name_again(result, name)  # the graph signature knows outputs by name
     for n in reversed(d.match.interior):
         if not n.users:
             graph.erase_node(n)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import OpOverload, pytree
+from fusion_backend.compat.torch import OpOverload, overload_of, pytree, schema_of, storage_id
 
 # No functional form with a gradient above autograd (copy_), or not arithmetic at all.
 NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}
@@ -24,36 +24,36 @@ NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}
 def storages(node: fx.Node) -> set[int]:
     """Identities of the storages that the node's values live in."""
     return {
-        v.untyped_storage()._cdata
+        storage_id(v)
         for v in pytree.tree_leaves(node.meta.get("val"))
         if isinstance(v, torch.Tensor) and v.layout == torch.strided
     }
 
 
 def is_mutation(node: fx.Node) -> bool:
-    return is_lowered(node) and node.target._schema.is_mutable
+    return is_lowered(node) and schema_of(node.target).is_mutable
 
 
 def may_alias(node: fx.Node) -> bool:
     """Does the schema let a result share memory with an argument it does not write?"""
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in node.target._schema.arguments)
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in schema_of(node.target).arguments)
 
 
 @functools.cache
 def functional_overload(op: OpOverload) -> OpOverload | None:
     """The operator that computes what `op` writes into its first argument."""
-    name = op._schema.name.split("::")[1]
-    arguments = op._schema.arguments
+    name = schema_of(op).name.split("::")[1]
+    arguments = schema_of(op).arguments
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     if not name.endswith("_") or name.endswith("__") or name in NEVER:
         return None
     if len(written) != 1 or written[0].name != arguments[0].name:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
-    found = getattr(packet, op._overloadname, None)
-    if found is None or any(a.alias_info for a in found._schema.arguments):
+    found = getattr(packet, overload_of(op), None)
+    if found is None or any(a.alias_info for a in schema_of(found).arguments):
         return None
-    return found if [a.name for a in found._schema.arguments[1:]] == [a.name for a in arguments[1:]] else None
+    return found if [a.name for a in schema_of(found).arguments[1:]] == [a.name for a in arguments[1:]] else None
 
 
 def value_of(arg):

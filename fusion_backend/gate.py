@@ -16,7 +16,7 @@ from fusion_backend import library
 from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, embedded, is_lowered
-from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true
+from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true, storage_id
 from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import on_gpu, trial
@@ -374,8 +374,8 @@ def told(error: Exception) -> str:
 
 
 def shares_memory(results: tuple, values: list) -> bool:
-    given = {v.untyped_storage()._cdata for v in values if isinstance(v, torch.Tensor)}
-    return any(out.untyped_storage()._cdata in given for out in results)
+    given = {storage_id(v) for v in values if isinstance(v, torch.Tensor)}
+    return any(storage_id(out) in given for out in results)
 
 
 def result_differs(decision: Decision, values: list) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
-from fusion_backend.compat.torch import guard_or_false, statically_known_true, sym_eq
+from fusion_backend.compat.torch import guard_or_false, schema_of, statically_known_true, sym_eq
 from fusion_backend.diagonals import index_of
 from fusion_backend.expressions import same
 from fusion_backend.functional import storages
@@ -93,7 +93,7 @@ def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
         if laid_out_as(value, n.meta["val"]):
             continue
         for u in n.users:
-            name = u.target._schema.name if is_lowered(u) else ""
+            name = schema_of(u.target).name if is_lowered(u) else ""
             if name not in MOVES or any(s in writers for s in storages(u)):  # what was fresh memory may be a view now
                 return True
             if name == "aten::contiguous" and u.meta["val"].is_contiguous():

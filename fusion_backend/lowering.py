@@ -14,7 +14,14 @@ import types
 import torch
 from torch import fx
 
-from fusion_backend.compat.torch import OpOverload, operators_go_to, pytree, track_tensor_tree, without_torch_function
+from fusion_backend.compat.torch import (
+    OpOverload,
+    operators_go_to,
+    pytree,
+    schema_of,
+    track_tensor_tree,
+    without_torch_function,
+)
 from fusion_backend.recipes import Given, Made, Recipes, Step, Sym
 from fusion_backend.written import storages_of
 
@@ -76,7 +83,7 @@ class Lowering:
         """An operator has come to the tracer."""
         if not self.asking:
             return self.run(op, types, args, kwargs)
-        if self.call is not None or not isinstance(op, OpOverload) or op._schema.is_mutable:
+        if self.call is not None or not isinstance(op, OpOverload) or schema_of(op).is_mutable:
             raise NotOne
         self.call = (op, args, kwargs or {})
         return self.example

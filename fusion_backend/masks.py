@@ -16,7 +16,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import pytree, statically_known_true
+from fusion_backend.compat.torch import pytree, schema_of, statically_known_true
 from fusion_backend.elements import RULES, as_dtype
 from fusion_backend.functional import storages
 from fusion_backend.kept import Mask, Part, hides
@@ -138,11 +138,11 @@ class Masks:
         the bias itself."""
         nothing, dtype, trained = (None, None, None), node.meta["val"].dtype, self.view.requires_grad
         gets_gradient = node in trained
-        while is_lowered(node) and not self.unknown(node) and node.target._schema.name in SAME_VALUES:
+        while is_lowered(node) and not self.unknown(node) and schema_of(node.target).name in SAME_VALUES:
             node = node.args[0]
-        if not is_lowered(node) or self.unknown(node) or node.target._schema.name not in CHOICES:
+        if not is_lowered(node) or self.unknown(node) or schema_of(node.target).name not in CHOICES:
             return nothing
-        a, names = Arguments(node), CHOICES[node.target._schema.name]
+        a, names = Arguments(node), CHOICES[schema_of(node.target).name]
         condition = reader.operand(a[names[0]], at) if len(names) == 3 else True
         if not is_condition(condition) or a["alpha"] not in (None, 1):
             return nothing
@@ -245,10 +245,10 @@ class Masks:
         val = n.meta.get("val")
         if not is_lowered(n) or not isinstance(val, torch.Tensor) or self.unknown(n):
             return False
-        name = n.target._schema.name
+        name = schema_of(n.target).name
         exact = name in RULES or (name in WHOLE and not val.is_floating_point())
         small = all(isinstance(size, int) for size in val.shape) and val.numel() <= CAP
-        return exact and small and not n.target._schema.is_mutable
+        return exact and small and not schema_of(n.target).is_mutable
 
     def run(self, n: fx.Node) -> torch.Tensor | None:
         def real(a):
@@ -283,7 +283,7 @@ class Masks:
 
 
 def rounds(n: fx.Node) -> bool:
-    return n.target._schema.name in ROUNDS
+    return schema_of(n.target).name in ROUNDS
 
 
 def forms(p) -> tuple:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
-from fusion_backend.compat.torch import statically_known_true
+from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition
 
 INTEGERS = {torch.int64, torch.int32}
@@ -23,7 +23,7 @@ class Arguments:
     """The arguments of a node by their schema names."""
 
     def __init__(self, node: fx.Node):
-        names = [a.name for a in node.target._schema.arguments]
+        names = [a.name for a in schema_of(node.target).arguments]
         self.node, self.val = node, node.meta["val"]
         self.values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
@@ -61,7 +61,7 @@ class Reader:
         return self.memo[key]
 
     def looked_up(self, n: fx.Node, at: tuple[Linear, ...]):
-        rule = self.rules.get(n.target._schema.name) if is_lowered(n) else None
+        rule = self.rules.get(schema_of(n.target).name) if is_lowered(n) else None
         found = None
         if rule is not None and self.depth < DEEPEST and len(self.memo) < LONGEST and not self.unknown(n):
             self.depth += 1

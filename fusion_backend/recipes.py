@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.compat.torch import OpOverload, pytree, sym_key
+from fusion_backend.compat.torch import OpOverload, pytree, schema_of, sym_key
 
 Sym = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -87,4 +87,4 @@ class Recipes:
 def repeatable(m: fx.Node) -> bool:
     if not isinstance(m.target, OpOverload):
         return m.target is operator.getitem
-    return not m.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in m.target.tags
+    return not schema_of(m.target).is_mutable and torch.Tag.nondeterministic_seeded not in m.target.tags

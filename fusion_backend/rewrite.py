@@ -15,7 +15,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import aten, pytree
+from fusion_backend.compat.torch import OpOverload, aten, keep_source, pytree, schema_of
 from fusion_backend.gate import Decision
 from fusion_backend.op import DRAW, fake_seed, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
@@ -209,8 +209,7 @@ class Writer:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
                 if self.only_computes(d):
                     unneeded.add(dynamo[d])
-                if hasattr(d, "_dynamo_source"):
-                    dynamo[d]._dynamo_source = d._dynamo_source
+                keep_source(dynamo[d], d)
                 if self.again and self.again.issuperset(self.groups.get(d, {None})):
                     dynamo[d].meta |= MARK
                 held = self.view.value.get(d)
@@ -281,7 +280,7 @@ def is_random(n: fx.Node) -> bool:
 
 
 def dead_if_unused(n: fx.Node) -> bool:
-    schema = getattr(n.target, "_schema", None)
+    schema = schema_of(n.target) if isinstance(n.target, OpOverload) else None
     if n.target is operator.getitem:
         return "fusion" in n.meta or not n.all_input_nodes
     return schema is not None and not schema.is_mutable

@@ -16,7 +16,7 @@ import torch
 from fusion_backend.cache import load, store
 from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
+from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.expressions import LEAVES, Expr
 from fusion_backend.fitting import Form, form_of
 from fusion_backend.functional import functionalize_locals
@@ -217,7 +217,7 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     if random:
         pattern.memo.setdefault("random", set()).add(kinds)
     for n in random:
-        if n.target._schema.name not in ("aten::dropout", "aten::scaled_dot_product_attention"):
+        if schema_of(n.target).name not in ("aten::dropout", "aten::scaled_dot_product_attention"):
             raise PatternError(
                 f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random numbers"
             )

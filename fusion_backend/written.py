@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.compat.torch import FakeTensor, HigherOrderOperator, pytree
+from fusion_backend.compat.torch import FakeTensor, HigherOrderOperator, pytree, storage_id
 
 IN_PLACE = {
     "setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow",
@@ -34,7 +34,7 @@ def may_write(n: fx.Node) -> bool:
 def storages_of(value) -> set[int]:
     """Identities of the storages that tensors live in."""
     return {
-        t.untyped_storage()._cdata
+        storage_id(t)
         for t in pytree.tree_leaves(value)
         if type(t) is FakeTensor and t.layout == torch.strided
     }

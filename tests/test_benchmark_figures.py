@@ -29,11 +29,18 @@ def test_figures_are_those_of_the_committed_results(capsys):
     assert readme.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def compiled_run() -> Run:
+    rows = [dict(kernel=kernel, dtype="bf16", work="", warps=4, triton=triton, registers=n, spilled=0, shared=16,
+                 tensor_core="") for kernel, triton, n in (("a", "3.9.0", 40), ("a", "3.6.0", 32), ("a", "3.9.0", 41),
+                                                           ("b", "3.9.0", 8))]  # fmt: skip
+    return Run("compile_kernels", dict(ABOUT), rows)
+
+
 @pytest.fixture
 def pages(tmp_path):
     """A repository with a page, and results of each kind."""
     (tmp_path / "docs").mkdir()
-    runs = dict(p=pattern_run(), m=model_run(), b=block_run(), c=compare_run(), s=sweep_run())
+    runs = dict(p=pattern_run(), m=model_run(), b=block_run(), c=compare_run(), s=sweep_run(), k=compiled_run())
     for name, run in runs.items():
         run.save(tmp_path / f"{name}.json")
 
@@ -57,6 +64,12 @@ def test_summary(pages):
     assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
     assert "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower" in found
     assert "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found and "0.3% (median)" in found
+
+
+def test_versions_of_triton_stand_side_by_side(pages):
+    found = asked_for(pages, "compiled k.json")
+    assert "| kernel | launches | registers, 3.6.0 | registers, 3.9.0 | bytes spilled, 3.6.0 | " in found
+    assert "| a | 2 | 32 | 41 | 0 | 0 | 16 | 16 |" in found and "| b | 1 | – | 8 | – | 0 | – | 16 |" in found
 
 
 def test_by_pattern(pages):

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from benchmarks.results import Run
 from fusion_backend.backend import patterns
 from fusion_backend.kernels import interpreting, norms_backward
 from fusion_backend.kernels.inputs import as_rows
@@ -435,11 +437,22 @@ def test_as_rows_copies_only_what_it_must():
     assert as_rows(x[0, 0])[1:] == (1, 8)
 
 
-@pytest.mark.parametrize("what", ["compile", "mutations"])
-def test_without_a_gpu(what):
-    """Every kernel compiles for sm_90 without spilling, and torch sees which of its arguments it writes."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.sm90", *(["--mutations"] if what == "mutations" else [])]
+def compile_kernels(*options: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.compile_kernels", *options]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_kernel_compiles_without_a_gpu(tmp_path):
+    """For sm_90, without spilling; what other versions of Triton made of them stays in the file."""
+    other = dict(kernel="add_mul_kernel", triton="3.0.0", registers=7)
+    Run("compile_kernels", dict(torch="2.5.0", triton="3.0.0"), [other]).save(tmp_path / "compiled.json")
+    compile_kernels("--each-kernel", "--out", str(tmp_path / "compiled.json"))
+    run = Run.load(tmp_path / "compiled.json")
+    assert run.rows[0] == other and run.about["triton"] == f"3.0.0, {triton.__version__}"
+    assert {"flash_kernel", "norm_backward_shared_kernel"} < {row["kernel"] for row in run.rows[1:]}
+
+
+def test_torch_sees_what_every_kernel_writes():
+    compile_kernels("--mutations")

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "fusion_backend").rglob("*.py"))
 ROOMS = sorted((ROOT / "patterns").glob("*.py"))
+TOOLS = sorted((ROOT / "benchmarks").glob("*.py"))
 LINES = 400
 
 # Who may import whom: pattern <- canonical <- matcher <- gate <- recompute <- rewrite <- backend, op beside pattern.
@@ -67,14 +69,14 @@ def module_of(path: Path) -> str:
     return path.relative_to(ROOT / "fusion_backend").with_suffix("").parts[0]
 
 
-def imports(path: Path) -> list[tuple[int, str, str]]:
-    """Every import in a file, in functions too: (line, module, name), with name "" for a whole module."""
+def imports_of(text: str) -> list[tuple[int, str, str]]:
+    """Every import in a program, in functions too: (line, module, name), with name "" for a whole module."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno}: a relative import"
+            assert not node.level, f"line {node.lineno}: a relative import"
             found += [(node.lineno, node.module, alias.name) for alias in node.names]
     return found
 
@@ -82,7 +84,7 @@ def imports(path: Path) -> list[tuple[int, str, str]]:
 def own_imports(path: Path) -> list[tuple[int, str]]:
     """The modules of ours that a file imports: (line, "op"), with "" for the package itself."""
     found = []
-    for line, module, name in imports(path):
+    for line, module, name in imports_of(path.read_text()):
         parts = module.split(".")
         if parts[0] != "fusion_backend":
             continue
@@ -91,18 +93,37 @@ def own_imports(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def private_torch_names(path: Path) -> list[tuple[int, str]]:
-    """Underscored names of torch that a file imports or reaches for by attribute (torch._dynamo, torch.fx._x)."""
-    found = []
-    for line, module, name in imports(path):
-        words = f"{module}.{name}".split(".")
-        if words[0] == "torch" and any(w.startswith("_") and not w.startswith("__") for w in words):
-            found.append((line, f"{module} {name}".strip()))
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            words = ast.unparse(node).split(".")
-            if words[0] == "torch":
-                found.append((node.lineno, ast.unparse(node)))
+# Names that begin with an underscore and are public all the same.
+PUBLIC = {"_replace", "_asdict", "_make", "_fields"}  # of named tuples
+PUBLIC |= {"_attn_implementation"}  # of configurations of transformers, which have no other
+INSIDE_TRITON = {"triton.backends", "triton.compiler", "triton.runtime"}  # not public, whatever they are called
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def is_private(word: str) -> bool:
+    return word.startswith("_") and not word.startswith("__") and word not in PUBLIC
+
+
+def is_internal(dotted: str) -> bool:
+    words = dotted.split(".")
+    return any(map(is_private, words)) or ".".join(words[:2]) in INSIDE_TRITON
+
+
+def private_names(text: str) -> list[tuple[int, str]]:
+    """Private names of other packages that a program uses: imported, as an attribute of any object, or in a string."""
+    found = [(line, f"{module} {name}".strip()) for line, module, name in imports_of(text)
+             if is_internal(f"{module}.{name}")]  # fmt: skip
+    for node in ast.walk(ast.parse(text)):
+        wrong = False
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            wrong = (is_private(node.attr) and not own) or ast.unparse(node) in INSIDE_TRITON
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+            wrong = any(isinstance(a, ast.Constant) and is_private(str(a.value)) for a in node.args[1:2])
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"(torch|triton)(\.\w+)+", str(node.value)):
+            wrong = is_internal(node.value)
+        if wrong:
+            found.append((node.lineno, ast.unparse(node)))
     return found
 
 
@@ -136,10 +157,30 @@ def test_a_room_imports_only_the_public_names_and_kernels(path):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [p for p in CORE + ROOMS if "compat" not in p.parts], ids=name)
-def test_private_torch_names_live_in_compat(path):
-    wrong = [f"{name(path)}:{line}: {what}" for line, what in private_torch_names(path)]
+@pytest.mark.parametrize("path", [p for p in CORE + ROOMS + TOOLS if "compat" not in p.parts], ids=name)
+def test_private_names_live_in_compat(path):
+    wrong = [f"{name(path)}:{line}: {what}" for line, what in private_names(path.read_text())]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("text", [
+    "import torch._dynamo", "from torch._inductor import config", "from torch.fx.graph import _Namespace",
+    "from sympy.core._print_helpers import Printable", "torch._C.DisableTorchFunction()", "schema = op._schema",
+    "tensor.untyped_storage()._cdata", "graph._root._prev", "self.graph._codegen", "kernel.fn._fn_name",
+    "getattr(op, '_schema', None)", "mock.patch('torch._inductor.config.debug')", "setattr(node, '_next', other)",
+    "from triton.runtime.autotuner import Autotuner", "import triton.backends.compiler", "triton.runtime.driver",
+])  # fmt: skip
+def test_a_private_name_is_found(text):
+    assert private_names(f"def f():\n    {text}\n")
+
+
+@pytest.mark.parametrize("text", [
+    "from __future__ import annotations", "self._memo = {}", "row._replace(n=1)", "x.__class__", "aten.add_(x, y)",
+    "import triton.language as tl", "triton.knobs.compilation.scope()", "getattr(module, '__file__', None)",
+    "from triton import cdiv", "RULES = {'aten::_to_copy': 1}",
+])  # fmt: skip
+def test_a_public_name_is_not(text):
+    assert not private_names(text)
 
 
 @pytest.mark.parametrize("path", CORE + ROOMS, ids=name)

@@ -3,3 +3,11 @@
 Comes in: the names of PyTorch and Triton that have no public form. Goes out: functions and classes that the rest of the
 project imports. May import: torch and triton only.
 """
+
+import torch
+import triton
+
+from fusion_backend.compat.versions import check
+
+check("torch", torch.__version__)
+check("triton", triton.__version__)

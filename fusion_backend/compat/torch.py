@@ -1,4 +1,7 @@
-"""Every private torch name the project uses, and every difference between torch 2.11 and 2.13."""
+"""Every private torch name the project uses, and every difference between its versions.
+
+Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versions: `versions.py` says how.
+"""
 
 # ruff: noqa: F401 (the imports are what this file is for)
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch._dynamo.config as dynamo_config
 import torch._higher_order_ops.triton_kernel_wrap as kernel_wrap
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
@@ -22,7 +26,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.ir import TensorBox
+from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import clear_caches
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -32,15 +38,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_eq
 from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from triton.runtime.autotuner import Autotuner
+
+from fusion_backend.compat.triton import Autotuner
 
 aten = torch.ops.aten
+TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
 
 # A value that a kernel reads is written to memory for it. Without this Inductor would not know, and would compute a
 # pointwise value (a residual sum) once for the kernel and again for every other reader.
 lowering.needs_realized_inputs.add(triton_kernel_wrapper_mutation)
 
-# What torch found that a kernel writes (2.13: and reads), by what it was asked about; for kernels that `launch` knows.
+# What torch found that a kernel writes, and from 2.13 on reads, by what it was asked about; for kernels that `launch`
+# knows.
 ANALYSED: weakref.WeakKeyDictionary[object, dict] = weakref.WeakKeyDictionary()
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
 CONSTANTS = (int, float, str, torch.dtype, type(None))
@@ -81,10 +90,59 @@ def analysed_once(analyse):
     return remembered
 
 
-ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11, 2.13
+ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11; 2.13, 2.15
 for analysis in ANALYSES:
     if hasattr(kernel_wrap, analysis):
         setattr(kernel_wrap, analysis, analysed_once(getattr(kernel_wrap, analysis)))
+
+
+def mutated_tensors(kernel, constants: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The arguments that torch finds a kernel to write."""
+    table = kernel_wrap.kernel_side_table
+    return kernel_wrap.get_mutated_tensors(table.add_kernel(kernel), table.add_constant_args(constants), tensors, {})
+
+
+# Operators, the nodes of a graph, and memory.
+
+
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """The name, arguments and results of an operator."""
+    return op._schema
+
+
+def overload_of(op: OpOverload) -> str:
+    """`Tensor` of `aten.add.Tensor`."""
+    return op._overloadname
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common, fake ones too."""
+    return tensor.untyped_storage()._cdata
+
+
+def last_node(graph: fx.Graph) -> fx.Node:
+    """The root, for a graph without nodes."""
+    return graph._root._prev
+
+
+def name_again(node: fx.Node, name: str) -> None:
+    """Give a node a name that another has had; fx would number it."""
+    node.name = name
+    node.graph._graph_namespace._rename_object(node, name)
+
+
+def keep_signature(graph: fx.Graph, source: fx.Graph) -> None:
+    """Have the code of a graph take and return what that of `source` does."""
+    graph.set_codegen(source._codegen)
+
+
+def keep_source(node: fx.Node, source: fx.Node) -> None:
+    """Dynamo marks its inputs with where they come from."""
+    if hasattr(source, "_dynamo_source"):
+        node._dynamo_source = source._dynamo_source
+
+
+# Tracing.
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
@@ -141,6 +199,9 @@ def without_torch_function():
 def plain_tensors(tensors) -> bool:
     """Real tensors with memory: not fake, functional, or any other subclass."""
     return all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+# Compiling.
 
 
 def inductor(mode: str | None, options: dict | None):

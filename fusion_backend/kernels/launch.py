@@ -8,9 +8,9 @@ import os
 
 import torch
 from torch.library import wrap_triton
-from triton.runtime.interpreter import InterpretedFunction
 
 from fusion_backend.compat.torch import ANALYSED
+from fusion_backend.compat.triton import InterpretedFunction
 
 TRIAL = contextvars.ContextVar("fusion_trial", default=None)
 

@@ -18,7 +18,8 @@ from fusion_backend.kernels.shared_rows import exchange, groups_of, hear, tell, 
 
 
 def shared_config(n: int) -> Config:
-    """16 elements a thread, and as many programs as their registers leave room for (`tests/sm90.py` prints them)."""
+    """16 elements a thread, and as many programs as their registers leave room for (`benchmarks.compile_kernels` prints
+    them)."""
     return Config(1024, 1, 2, 8, 3) if n <= 32768 else Config(2048, 1, 4, 4, 3)
 
 

@@ -19,7 +19,7 @@ from fusion_backend.kernels.shared_rows import LANES, NOTHING, exchange, groups_
 
 def shared_config(simple: bool) -> Config:
     """32 elements a thread, and as many programs as registers, or shared memory for x and the residual, leave room
-    for (`tests/sm90.py` prints them)."""
+    for (`benchmarks.compile_kernels` prints them)."""
     return Config(2048, 1, 2, 14 if simple else 12, 3)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from triton import AsyncCompileMode, FutureKernel
 
 from fusion_backend.compat.torch import inductor_config
+from fusion_backend.compat.triton import AsyncCompileMode, FutureKernel
 
 
 class Trials:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fusion_backend.compat.torch import OpOverload
+from fusion_backend.compat.torch import OpOverload, schema_of
 
 # What these give may be their argument, or share its memory: it is not for others to write over.
 MAY_ALIAS = {"to", "contiguous", "reshape", "dropout", "flatten", "getitem", "type_as"}
@@ -51,7 +51,7 @@ class Call:
         if node.op == "placeholder":
             self.name, self.arguments = "input", {}
         elif isinstance(node.target, OpOverload):
-            schema = node.target._schema
+            schema = schema_of(node.target)
             self.name = schema.name.removeprefix("aten::")
             defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
             given = dict(zip([a.name for a in schema.arguments], node.args, strict=False))
@@ -128,7 +128,7 @@ def fresh(a: Call) -> bool:
     """Made here and read once: it may be written over."""
     if a.node.op != "call_function" or len(a.node.users) != 1 or a.name in MAY_ALIAS:
         return False
-    return not any(r.alias_info for r in a.node.target._schema.returns)
+    return not any(r.alias_info for r in schema_of(a.node.target).returns)
 
 
 def value(a: Call) -> torch.Tensor:

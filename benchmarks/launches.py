@@ -1,45 +1,27 @@
-"""Compile every kernel for sm_90, without a GPU: registers, spills and shared memory of what the launchers would run.
-
-    python -m tests.sm90 [--mutations] [pattern ...]
-
-The launchers run on tensors without data and say what they would launch; the kernels' own choice of tile sizes is
-compiled. With --mutations, instead: which arguments torch believes that a kernel writes. When its analysis fails, it
-believes all, and Inductor copies them. Must not run under TRITON_INTERPRET=1.
-"""
+"""What the patterns' launchers would launch, and with what: they run on tensors without data."""
 
 from __future__ import annotations
 
 import math
-import re
-import subprocess
-import sys
-import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import fusion_backend.patterns  # noqa: F401
 import torch
-import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from benchmarks.trial_cost import Driver
+from fusion_backend.compat.torch import TorchDispatchMode, storage_id
 from fusion_backend.kernels.launch import trial
 from fusion_backend.pattern import REGISTRY, UNMATCHED, Pattern
 from fusion_backend.template import with_kinds
 from fusion_backend.testing import supported_forms
 
-# Kernels that write to what they are given.
-SHARED = {f"{name}_shared_kernel": {"WORDS"} for name in ("norm", "norm_backward", "softmax")}
-IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | SHARED
-SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 HALF, FULL = torch.bfloat16, torch.float32
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.bool: "i1",
     torch.int64: "i64", torch.int32: "i32",
 }  # fmt: skip
+SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}  # programs wait for one another
 
 MASKS = dict(padded=1), dict(bias=1)
 # Pattern, case, dtype, does a backward follow?
@@ -162,13 +144,6 @@ class Launch(NamedTuple):
         return self.kernel.fn.__name__
 
 
-class Usage(NamedTuple):
-    registers: int
-    spilled: int  # bytes of stack and local memory a thread
-    shared: int  # bytes a block
-    tensor_core: str  # the matrix instruction, if any
-
-
 class Computed(TorchDispatchMode):
     """Collects what launchers compute in torch: kernels read that, they do not write it."""
 
@@ -181,10 +156,6 @@ class Computed(TorchDispatchMode):
         if isinstance(out, Tensor) and not any(name in func.__name__ for name in ("empty", "zeros", "transpose")):
             self.seen.append(out)
         return out
-
-
-def storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
 
 
 def arguments(kernel, args: tuple, options: dict) -> dict[str, object]:
@@ -211,7 +182,7 @@ def describe(kernel, grid: tuple, args: tuple, options: dict, given: set[int]) -
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             aligned.append(i)
     rest = {name: value for name, value in options.items() if name not in kernel.arg_names}
-    inputs = [name for name, value in values.items() if isinstance(value, Tensor) and storage(value) in given]
+    inputs = [name for name, value in values.items() if isinstance(value, Tensor) and storage_id(value) in given]
     programs = math.prod(grid) if kernel.fn.__name__ in SHARED else 0
     return Launch(kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)), programs)
 
@@ -224,7 +195,7 @@ def launches(
     seen: list[Tensor] = []  # what a kernel was given or left behind; held, so that no address is used twice
 
     def record(kernel, grid, values, options):
-        found.append(describe(kernel, grid, values, options, {storage(t) for t in seen}))
+        found.append(describe(kernel, grid, values, options, {storage_id(t) for t in seen}))
         seen.extend(t for t in arguments(kernel, values, options).values() if isinstance(t, Tensor))
 
     def tensor(*shape):
@@ -252,49 +223,6 @@ def launches(
     return found
 
 
-def usage(launch: Launch) -> Usage:
-    """Compile for sm_90 and read the resources off the machine code."""
-    names = [name for name, _ in launch.signature]
-    source = ASTSource(
-        launch.kernel,
-        dict(launch.signature),
-        constexprs={(names.index(name),): value for name, value in launch.constants},
-        attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
-    mma = re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
-    return Usage(
-        int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), compiled.metadata.shared, mma[0] if mma else ""
-    )
-
-
-def mutated(launch: Launch) -> list[str]:
-    """The arguments that torch finds a kernel to write."""
-    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
-
-    constants = dict(launch.constants)
-    tensors = {}
-    for name, kind in launch.signature:
-        if kind.startswith("*"):
-            tensors[name] = torch.empty(2, dtype=next(d for d, short in TYPES.items() if "*" + short == kind))
-        elif name not in constants:
-            constants[name] = 0.5 if kind == "fp64" else 48
-    indices = kernel_side_table.add_kernel(launch.kernel), kernel_side_table.add_constant_args(constants)
-    return get_mutated_tensors(*indices, tensors, {})
-
-
-def at_once(use: Usage, warps: int) -> int:
-    """How many programs an H200 runs at the same time."""
-    registers = (use.registers + 7) // 8 * 8 * 32 * warps
-    return 132 * min(65536 // registers, (SHARED_LIMIT + 1024) // (use.shared + 1024))
-
-
 def sites(only: list[str]):
     """Every distinct launch of the patterns, with the words that tell where it comes from."""
     seen = set()
@@ -309,46 +237,3 @@ def sites(only: list[str]):
                     seen.add(launch)
                     words = [f"{k}={v}" for k, v in (case | way).items()]
                     yield launch, TYPES[dtype], " ".join(words)
-
-
-# Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x 64 at four warps,
-# rows of 32768 at sixteen. In the backward of attention, of heads of 128 with dropout and a bias alone.
-TOLERATED = {"flash_kernel": 48, "flash_keys_kernel": 32, "flash_queries_kernel": 8, "norm_kernel": 216}
-TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
-
-
-def check_resources(only: list[str]) -> int:
-    bad = 0
-    print(f"triton {triton.__version__}, sm_90")
-    print(f"{'kernel':37}{'dtype':6}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}")
-    for launch, dtype, words in sites(only):
-        use = usage(launch)
-        warps = dict(launch.options)["num_warps"]
-        waits = launch.programs > at_once(use, warps)  # programs of a group would wait for one that is not there yet
-        wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT or waits
-        bad += wrong
-        numbers = f"{warps:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
-        mark = "  TOO MUCH" if wrong else ""
-        print(f"{launch.name:37}{dtype:6}{numbers}  {words} {use.tensor_core}{mark}", flush=True)
-    print(
-        f"{bad} that spill, exceed {SHARED_LIMIT} bytes of shared memory, or share rows and have not all room at once"
-    )
-    return bad
-
-
-def check_mutations(only: list[str]) -> int:
-    triton.runtime.driver.set_active(Driver())
-    bad = 0
-    for launch, dtype, _ in sites(only):
-        written = mutated(launch)
-        tensors = [name for name, kind in launch.signature if kind.startswith("*")]
-        wrong = set(written) != set(tensors) - set(launch.inputs) | IN_PLACE.get(launch.name, set())
-        bad += wrong
-        print(f"{launch.name:37}{dtype:6}writes {', '.join(written)}{'  WRONG' if wrong else ''}", flush=True)
-    print(f"{bad} launches whose written arguments torch does not see")
-    return bad
-
-
-if __name__ == "__main__":
-    flags, names = sys.argv[1:2] == ["--mutations"], [a for a in sys.argv[1:] if not a.startswith("-")]
-    sys.exit(1 if (check_mutations if flags else check_resources)(names) else 0)
