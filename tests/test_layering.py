@@ -28,7 +28,7 @@ ALLOWED = {
     "lowering": {"recipes", "written"},
     "capture": {"lowering", "written"},
     "functional": {"capture"},
-    "autocast": {"capture", "functional"},
+    "autocast": {"capture", "functional", "recipes"},
     "expressions": set(),
     "index": {"expressions"},
     "composites": {"expressions"},
