@@ -78,9 +78,8 @@ def key_of(leaves: list) -> tuple | None:
             if leaf.layout != torch.strided:
                 return None
             sizes = tuple(map(sym_key, (*leaf.shape, *leaf.stride())))
-            same = first.setdefault(id(leaf), i)
-            parts.append((leaf.dtype, leaf.device, leaf.dim(), sizes, leaf.requires_grad, leaf.is_conj(), leaf.is_neg()))
-            parts.append(same)
+            flags = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
+            parts.append((leaf.dtype, leaf.device, leaf.dim(), sizes, flags, first.setdefault(id(leaf), i)))
         elif isinstance(leaf, slice):
             parts.append(("slice", sym_key(leaf.start), sym_key(leaf.stop), sym_key(leaf.step)))
         else:
