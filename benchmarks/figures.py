@@ -50,7 +50,7 @@ def verdict(row: Row | ModelRow, name: str = "fusion", to: str = "inductor") -> 
     if not all(one and one.status == OK for one in pair) or row.ratio(name, to) is None:
         return ""
     model = isinstance(row, ModelRow)
-    if to == "inductor" and not model and pair[0].declined:
+    if to == "inductor" and not model and pair[0].declined and not (name == "fusion" and row.instead()):
         return "same"
     mine, other = (one.step if model else one.kernel for one in pair)
     return timing.verdict(mine, other, row.noise) or "same"
@@ -84,7 +84,8 @@ def ours(row: Row) -> str:
 
 
 def declined(row: Row) -> bool:
-    return bool(row.of("fusion") and row.of("fusion").declined)
+    """Is all of it Inductor's?"""
+    return bool(row.of("fusion") and row.of("fusion").declined and not row.instead())
 
 
 def summary(run: Run, _: list[str]) -> str:
@@ -150,17 +151,18 @@ def rows_table(rows: list[Row]) -> str:
     """Columns of eager, max-autotune and of the kernels that the gate declines where there are any."""
     others = [name for name in ("eager", "inductor", AUTOTUNE) if any(row.ratio(name) for row in rows)]
     tuned = AUTOTUNE in others
-    forced = any(row.ratio(FORCED) and declined(row) for row in rows)
+    left = [bool(declined(row) or row.instead()) for row in rows]
+    forced = any(row.ratio(FORCED) and own for row, own in zip(rows, left, strict=True))
     heads = ["site", *(TITLES.get(name, name) for name in others), "fusion", "ratio", *["to max-autotune"] * tuned,
              "of the floor", *["forced"] * forced]  # fmt: skip
     lines = []
-    for row in rows:
-        one = row.of(ours(row))
+    for row, own in zip(rows, left, strict=True):
+        one, taken = row.of(ours(row)), f" (by {', '.join(row.instead())})" if row.instead() else ""
         line = [row.name, *(ms(row, name) for name in others), ms(row, ours(row))]
-        line.append(number(row.ratio(ours(row)), ".2f") + " (declined)" * declined(row))
+        line.append(number(row.ratio(ours(row)), ".2f") + (" (declined)" if declined(row) else taken))
         line += [number(row.ratio(ours(row), AUTOTUNE), ".2f")] * tuned
         line.append(f"{row.floor_ms / one.kernel.median:.0%}" if one and one.kernel else "–")
-        lines.append(line + [number(row.ratio(FORCED) if declined(row) else None, ".2f")] * forced)
+        lines.append(line + [number(row.ratio(FORCED) if own else None, ".2f")] * forced)
     return table(heads, lines)
 
 

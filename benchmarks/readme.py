@@ -33,6 +33,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.figures import FIGURES, Wrong, model_name
+from benchmarks.provenance import missing
 from benchmarks.results import Run
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,8 @@ def figures(kind: str, file: str, names: str | None, root: Path) -> str:
         run = Run.load(root / file)
     except (OSError, ValueError) as error:
         raise Wrong(f"{file}: {error}") from None
+    if lost := missing(run.about.get("revision"), root):
+        raise Wrong(f"{file} names {' and '.join(lost)}, which is no commit of this repository's history")
     figure = FIGURES[kind]
     if figure.kinds and run.kind not in figure.kinds:
         wanted = " or ".join(figure.kinds)

@@ -20,7 +20,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks.provenance import revision
 from fusion_backend.backend import patterns
 
 OK, WRONG, FAILED = "ok", "wrong", "failed"  # status of a contender
@@ -137,6 +137,11 @@ class Row:
 
     def of(self, name: str) -> Contender | None:
         return next((c for c in self.contenders if c.name == name), None)
+
+    def instead(self) -> list[str]:
+        """Patterns that the default gate took where it left the row's own: users get their kernels, not Inductor's."""
+        mine = self.of("fusion")
+        return sorted({s["pattern"] for s in mine.sites if s["fused"]}) if mine and mine.declined else []
 
     def ratio(self, name: str, to: str = "inductor") -> float | None:
         """How often faster `name` is than `to`, by median kernel time."""
@@ -311,28 +316,14 @@ def rounded(value):
     return value
 
 
-def revision() -> str | None:
-    """The commit of the checkout, with "+changes" where files differ from it; None outside of git.
-
-    A copy of the files that has no git is told by FUSION_REVISION.
-    """
-    if told := os.environ.get("FUSION_REVISION"):
-        return told
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    if head.returncode:
-        return None
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    return head.stdout.strip() + ("+changes" if changed else "")
-
-
 def machine(device: torch.device, command: str) -> dict:
     """What a number depends on besides the code: `command` is the module, sys.argv is added."""
     if not patterns():  # in a checkout beside an installed copy, say: nothing would be fused, and nobody would know why
         raise SystemExit("fusion_backend has no patterns here; install it from this checkout: pip install -e .")
+    try:
+        at = revision()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return dict(
         gpu=gpu.name if gpu else None,
@@ -344,5 +335,5 @@ def machine(device: torch.device, command: str) -> dict:
         python=platform.python_version(),
         date=datetime.date.today().isoformat(),
         command=f"python -m {command} {shlex.join(sys.argv[1:])}".rstrip(),
-        revision=revision(),
+        revision=at,
     )

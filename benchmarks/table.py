@@ -68,7 +68,7 @@ def line(row: Row, mine: Contender) -> str:
     if mine.status != OK:
         words += f"  {mine.status.upper()}: {mine.note}"
     elif mine.declined:
-        words += f"  DECLINED: {mine.declined}"
+        words += f"  DECLINED: {mine.declined}" + "".join(f"; {name} taken" for name in row.instead())
     elif site := next((s for s in mine.sites if s["pattern"] == row.pattern and s["fused"]), None):
         words += f"  {site['forward']}" + (f", backward {site['backward']}" if row.train else "")
     return words.rstrip()

@@ -14,6 +14,7 @@ from torch import fx
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import TO_COPY, UNSAFE_VIEW, FakeTensor, TorchDispatchMode, pytree, schema_of
 from fusion_backend.functional import value_of
+from fusion_backend.recipes import key_of
 
 aten = torch.ops.aten
 
@@ -109,19 +110,28 @@ def resolve(view: View) -> set[fx.Node]:
         modes = [(d, dtype) for d, on, dtype in view.region[n][2] if on and d in devices]
         if not modes or not all(type(v) is FakeTensor for v in tensors):
             continue
-        device, dtype = modes[0]
-        shape = tuple((v.dtype, v.dim()) if isinstance(v, torch.Tensor) else None for v in values)
-        key = (n.target, dtype, str(spec), shape)
-        if key not in memo:
-            args, kwargs = pytree.tree_unflatten(values, spec)
-            memo[key] = None
-            with contextlib.suppress(Exception), tensors[0].fake_mode:
-                memo[key] = casts_of(n.target, args, kwargs, device, dtype)
-        if memo[key] is None:
+        casts = resolved(n.target, values, spec, *modes[0], memo)
+        if casts is None:
             fences.add(n)
-        elif memo[key]:
-            write_casts(view, n, leaves, spec, values, memo[key])
+        elif casts:
+            write_casts(view, n, leaves, spec, values, casts)
     return fences
+
+
+def resolved(op, values: list, spec, device: str, dtype: torch.dtype, memo: dict) -> dict[int, torch.dtype] | None:
+    """`casts_of`, remembered by everything that it can depend on: einsum chooses its operators by the equation and by
+    which sizes are 1. What has no such key is worked out each time."""
+    seen = key_of(values)
+    key = None if seen is None else (op, str(spec), device, dtype, seen)
+    if key in memo:
+        return memo[key]
+    args, kwargs = pytree.tree_unflatten(values, spec)
+    casts = None
+    with contextlib.suppress(Exception), next(v for v in values if isinstance(v, torch.Tensor)).fake_mode:
+        casts = casts_of(op, args, kwargs, device, dtype)
+    if key is not None:
+        memo[key] = casts
+    return casts
 
 
 def write_casts(view: View, n: fx.Node, leaves, spec, values, casts: dict[int, torch.dtype]) -> None:

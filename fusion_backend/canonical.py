@@ -36,6 +36,8 @@ class Canon(Builder):
                 continue
             self.state = (region or {}).get(n)
             e = self.of.get(n) or self.read(n, fences)
+            if e.nodes and kind_of(e.nodes[0]) != kind_of(n):  # 3 * i in integers and 3.0 * i are two values
+                e = self.make(f"as {kind_of(n)}", (e,), None, e.shape)
             self.of[n] = e
             e.nodes.append(n)
         return self
@@ -117,6 +119,17 @@ def key_part(value):
 def shape_of(n: fx.Node):
     value = n.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def kind_of(n: fx.Node) -> str:
+    """Of numbers; "" of what is no tensor."""
+    value = n.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return ""
+    dtype = value.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return "floats" if dtype.is_floating_point else "complex numbers"
+    return "booleans" if dtype == torch.bool else "integers"
 
 
 def unrepeatable(n: fx.Node) -> bool:

@@ -105,7 +105,7 @@ class Builder:
         args = tuple(args)
         if op in COMMUTATIVE:
             args = tuple(sorted(args, key=lambda a: a.id))
-        key = (op, tuple(a.id for a in args), attr, self.state)
+        key = (op, tuple(a.id for a in args), attr, repr(attr), self.state)  # 1 is not 1.0, and 0.0 is not -0.0
         found = self.table.get(key)
         if found is None:
             found = self.table[key] = Expr(op, args, attr, shape, len(self.table))

@@ -15,14 +15,15 @@ from torch import fx
 from fusion_backend import library
 from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
-from fusion_backend.capture import View, embedded, is_lowered
+from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true, storage_id
-from fusion_backend.expressions import FREE, LIKE, in_library, peel, same
+from fusion_backend.expressions import FREE, LIKE, peel, same
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import on_gpu, trial
 from fusion_backend.kernels.trials import Trials
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
+from fusion_backend.neighbours import Neighbours
 from fusion_backend.op import DECISION, op_of, seed_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import LibraryCall, Pattern, Reject
@@ -291,20 +292,6 @@ class Gate:
             return "vjp"
         return "formula" if pattern.backward_plain else "kernel" if cuda else "vjp"
 
-    def fusable_neighbour(self, match: Match, training: bool) -> Reject | None:
-        """A kernel of ours stands alone: next to code that Inductor would fuse with its own, it moves more bytes."""
-        if training and match.pattern.inductor == "pointwise":
-            return Reject("in training Inductor fuses it too, and chooses what to save")
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
-        inside = {*match.interior, *match.roots}
-        for n in (*arguments, *(u for r in match.roots for u in r.users if u not in inside)):
-            if is_lowered(n) and not in_library(peel(self.canon.of[n]).op) and self.canon.of[n].op != "input":
-                half = match.pattern.inductor == "reduction"
-                if half and training and (table := next(filter(None, (embedded(a, inside) for a in arguments)), None)):
-                    return Reject(f"Inductor fuses its gradient with that of the embedding at {location(table)}")
-                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", half)
-        return None
-
     def kernel_refused(self, match: Match, training: bool, cuda: bool, pattern=None, values=None) -> Reject | None:
         """Of the match's pattern, or of another that is called in its place on these values."""
         plain = pattern is not None and pattern.kernel_fn is None  # its gradient is what is gained, in torch code
@@ -316,8 +303,12 @@ class Gate:
         if not cuda and not (plain and self.options.gate == "always"):
             return Reject("it has been timed on CUDA only" if plain else "the kernel needs CUDA tensors")
         values = values or [value_of(match.arguments[p.name]) for p in pattern.params]
-        questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
-        for question, given in questions[: 1 if self.options.gate == "always" else 2]:
+        around, auto = Neighbours(match), self.options.gate != "always"
+        questions = [(pattern.guard_fn, values)]
+        if auto:
+            questions.append((match.pattern.neighbours_fn, [around, training]))
+            questions.append((pattern.worthwhile_fn, [*values, training]))
+        for question, given in questions:
             try:
                 answer = question(*given) if question is not None else None
             except Exception as error:
@@ -325,7 +316,7 @@ class Gate:
             if isinstance(answer, Reject) and not answer.forward_only:
                 return answer
         half = answer if isinstance(answer, Reject) else None
-        beside = self.fusable_neighbour(match, training) if pattern.inductor and self.options.gate != "always" else None
+        beside = around.fusable(self.canon, training) if pattern.inductor and auto else None
         return beside if half is None or (beside and not beside.forward_only) else half
 
     def try_out(self, decision: Decision, values: list) -> str:

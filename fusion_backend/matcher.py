@@ -210,7 +210,8 @@ class Matcher:
         arguments = [match.arguments[p.name] for p in match.pattern.params]
         signatures = [self.signature(a) for a in arguments]
         exact = None in signatures  # some size is known at run time only
-        key = (match.template.kinds, *((geometry(value_of(a)) for a in arguments) if exact else signatures))
+        form = (match.template.kinds, torch.get_default_dtype())
+        key = (*form, *((geometry(value_of(a)) for a in arguments) if exact else signatures))
         known = self.outcomes.setdefault(match.pattern, {}) if exact else match.pattern.memo.setdefault("outcomes", {})
         if key not in known:
             if len(known) > REMEMBERED:

@@ -153,6 +153,7 @@ class Pattern:
         self.seeded_fn: Callable | None = None
         self.guard_fn: Callable | None = None
         self.worthwhile_fn: Callable | None = None
+        self.neighbours_fn: Callable | None = None
         self.kernel_fn: Callable | None = None
         self.library_fn: Callable | None = None
         self.library_masks: tuple[str, ...] = ()
@@ -221,6 +222,15 @@ class Pattern:
         Called as `fn(*inputs, training)`. Return a Reject only on the strength of a committed measurement.
         """
         self.worthwhile_fn = fn
+        return fn
+
+    def neighbours(self, fn: Callable) -> Callable:
+        """Should it be left to Inductor for what stands around it? Return Reject("why") or None.
+
+        Called as `fn(around, training)`; `around.makers` and `around.readers` are the names of operators that the
+        arguments come from and the results go to, `around.unread` the places of results that nobody reads.
+        """
+        self.neighbours_fn = fn
         return fn
 
     def kernel(self, fn: Callable | None = None, *, saves: Sequence[str] = ()):

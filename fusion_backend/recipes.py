@@ -1,7 +1,7 @@
 """What a call of several operators became, remembered for the next call like it: models repeat their layers.
 
-The key is everything that the operators can depend on: the callee, constants, dtype, device, sizes, strides and
-requires_grad of the tensors, which arguments are the same value, grad mode and autocast.
+The key is everything that the operators can depend on: the callee, constants, dtype, device, sizes, strides,
+requires_grad and lazy conjugation of the tensors, which arguments are the same value, grad mode and autocast.
 """
 
 from __future__ import annotations
@@ -51,23 +51,8 @@ class Recipes:
         spec = pytree.tree_structure((n.args, n.kwargs))
         parts: list = [n.op, n.target, str(spec), torch.is_grad_enabled()]
         parts += [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
-        first: dict[int, int] = {}
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                if leaf.layout != torch.strided:
-                    return None
-                sizes = tuple(map(sym_key, (*leaf.shape, *leaf.stride())))
-                same = first.setdefault(id(leaf), i)
-                parts.append((leaf.dtype, leaf.device, leaf.dim(), sizes, leaf.requires_grad, same))
-            elif isinstance(leaf, slice):
-                parts.append(("slice", sym_key(leaf.start), sym_key(leaf.stop), sym_key(leaf.step)))
-            else:
-                parts.append((type(leaf), repr(leaf) if type(leaf) is float else sym_key(leaf)))  # 0.0 is not -0.0
-        try:
-            hash(key := tuple(parts))
-        except TypeError:
-            return None
-        return key
+        seen = key_of(leaves)
+        return None if seen is None else (*parts, seen)
 
     def learn(self, key, new: list[fx.Node], result: fx.Node, given: dict[fx.Node, Given]) -> None:
         """Keep what a call became; `given` says which nodes of the view held its arguments."""
@@ -82,6 +67,28 @@ class Recipes:
         if all(a in places or isinstance(a.meta.get("val"), Sym) for m in made for a in m.all_input_nodes):
             arguments = [fx.node.map_arg((m.args, m.kwargs), place) for m in made]
             self.known[key] = [Step(m.target, *given, m.meta["val"]) for m, given in zip(made, arguments, strict=True)]
+
+
+def key_of(leaves: list) -> tuple | None:
+    """All that operators can see of their flat arguments; None where that cannot be told."""
+    parts: list = []
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided:
+                return None
+            sizes = tuple(map(sym_key, (*leaf.shape, *leaf.stride())))
+            flags = leaf.requires_grad, leaf.is_conj(), leaf.is_neg()
+            parts.append((leaf.dtype, leaf.device, leaf.dim(), sizes, flags, first.setdefault(id(leaf), i)))
+        elif isinstance(leaf, slice):
+            parts.append(("slice", sym_key(leaf.start), sym_key(leaf.stop), sym_key(leaf.step)))
+        else:
+            parts.append((type(leaf), repr(leaf) if type(leaf) is float else sym_key(leaf)))  # 0.0 is not -0.0
+    try:
+        hash(tuple(parts))
+    except TypeError:
+        return None
+    return tuple(parts)
 
 
 def repeatable(m: fx.Node) -> bool:

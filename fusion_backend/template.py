@@ -23,7 +23,7 @@ from fusion_backend.functional import functionalize_locals
 from fusion_backend.index import needs
 from fusion_backend.pattern import Pattern, PatternError
 
-TRACED = ("random", "differentiable", "dtypes")  # what tracing learns of a pattern besides its templates
+TRACED = ("random", "differentiable", "dtypes", "default_dtype")  # what tracing learns besides the templates
 PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these
 # How a captured scalar may reach the graph, and how to get it back from there.
 FORMS: dict[str, tuple[Callable, Callable]] = {
@@ -63,10 +63,17 @@ class Template:
 
 
 def templates(pattern: Pattern) -> list[Template]:
-    """All templates of a pattern, the largest first; traced once, then kept on disk. Raises PatternError."""
+    """All templates of a pattern, the largest first; traced once, then kept on disk. Raises PatternError.
+
+    Integers times a float are of torch's default dtype: under another one a reference may be traced anew.
+    """
+    default = torch.get_default_dtype()
+    if pattern.memo.get("default_dtype") != default:
+        pattern.memo.pop("templates", None)
+        pattern.memo["default_dtype"] = default
     if "templates" not in pattern.memo:
         kept = load(pattern)
-        if kept is not None:
+        if kept is not None and kept.get("default_dtype") == default:
             pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
             pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
             return pattern.memo["templates"]
@@ -173,7 +180,7 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     fake_mode = FakeTensorMode()
 
     def make(*shape):
-        return torch.empty(*shape)
+        return torch.empty(*shape, dtype=torch.float32, device="cpu")
 
     with fake_mode:
         args = with_kinds(pattern, kinds, example_inputs(pattern, make), probe)

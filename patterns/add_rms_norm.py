@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, not_forward
+from fusion_backend.kernels.norms import Norm, forward, not_forward, small_in_fp32
 from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import reject_rows, reject_shapes, reject_vectors
 
@@ -44,9 +44,15 @@ def _(x, residual, weight, offset, eps):
     )
 
 
+@add_rms_norm.neighbours
+def _(around, training):
+    if not training and 1 in around.unread:
+        return Reject("nobody reads the sum, which the kernel writes: timed at 0.96 of Inductor on an H200")
+
+
 @add_rms_norm.worthwhile
 def _(x, residual, weight, offset, eps, training):
-    return not_forward(x, residual=True)
+    return small_in_fp32(x, training) or not_forward(x, residual=True)
 
 
 @add_rms_norm.kernel(saves=("rstd",))

@@ -45,6 +45,8 @@ def _(x, eps):
 
 @l2_norm.worthwhile
 def _(x, eps, training):
+    if x.element_size() == 4:
+        return Reject("in fp32 it is Inductor's: timed at 0.97 of Inductor on an H200")
     if number(x.shape[-1]) > 4096:
         return Reject(f"Inductor is as fast for rows of more than 4096 ({RESULTS})")
     if statically_known_true(x.numel() < 1 << 24):

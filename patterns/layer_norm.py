@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward
+from fusion_backend.kernels.norms import Norm, forward, small_in_fp32
 from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import FEW, RESULTS, UNMEASURED, reject_rows, reject_vectors
 
@@ -62,6 +62,8 @@ def _(x, weight, bias, eps):
 def _(x, weight, bias, eps, training):
     if statically_known_true(x.numel() < 1 << 17):
         return UNMEASURED
+    if no := small_in_fp32(x, training):
+        return no
     if x.element_size() == 4 and not training:  # in training Inductor's before our backward was slower
         return Reject(f"Inductor's forward is as fast in fp32 ({RESULTS})")
     few = statically_known_true(x.numel() < FEW * number(x.shape[-1]))

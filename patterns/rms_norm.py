@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, not_forward
+from fusion_backend.kernels.norms import Norm, forward, not_forward, small_in_fp32
 from fusion_backend.kernels.norms_backward import backward
 from fusion_backend.kernels.rows import reject_rows, reject_vectors
 
@@ -52,7 +52,7 @@ def _(x, weight, offset, eps):
 
 @rms_norm.worthwhile
 def _(x, weight, offset, eps, training):
-    return not_forward(x)
+    return small_in_fp32(x, training) or not_forward(x)
 
 
 @rms_norm.kernel(saves=("rstd",))

@@ -95,6 +95,21 @@ def test_all_rows(pages):
     assert "| add_mul bf16 n=100000000 train | 0.0698 | 0.0372 | – | 0.0256 | 1.45 | – | 91% | – |" in found
 
 
+def test_what_was_taken_instead():
+    """Users get another pattern's kernel: the row is neither declined nor "the same"."""
+    run = pattern_run()
+    row = next(row for row in run.rows if row.name == "add_mul bf16 n=100000000")
+    row.of("fusion").sites = [dict(pattern="add_mul", fused=False), dict(pattern="gelu", fused=True)]
+    assert "| 1.45 (by gelu) | 1.18 | 91% | 0.80 |" in figures.named_rows(run, [row.name])
+    assert "| add_mul | 2 | 0 | 0 | 0 | 1.45 | 1.45 | 1.45 | 1.18 |" in figures.by_pattern(run, [])
+    assert "faster than plain Inductor" in figures.summary(run, []).replace("\n", " ").split("10 of 11 rows")[1]
+
+
+def test_no_committed_row_is_declined_and_faster():
+    for row in Run.load(ROOT / "benchmarks" / "results" / "h200.json").rows:
+        assert not figures.declined(row) or row.ratio("fusion") < 1.05, row.name
+
+
 def test_columns_that_nobody_measured_are_left_out():
     run = pattern_run()
     for row in run.rows:

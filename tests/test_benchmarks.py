@@ -96,11 +96,6 @@ def test_what_is_no_number_is_null_in_json(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["rows"] == [dict(error=None, most=None)]
 
 
-def test_the_revision_can_be_told(monkeypatch):
-    monkeypatch.setenv("FUSION_REVISION", "abc123")
-    assert results.machine(CPU, "benchmarks.models")["revision"] == "abc123"
-
-
 def test_without_patterns_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(results, "patterns", list)
     with pytest.raises(SystemExit, match="pip install -e ."):

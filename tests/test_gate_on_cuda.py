@@ -332,8 +332,7 @@ for fn, shapes, name in (
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes():
+def outcomes_of(cases: dict[str, str]) -> dict[str, str]:
     """Run all cases in one process; a case's outcome is its traceback, or nothing."""
     loop = "\n".join(
         [
@@ -351,10 +350,15 @@ def outcomes():
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", loop], input=json.dumps(CASES), env=environment, capture_output=True, text=True
+        [sys.executable, "-c", loop], input=json.dumps(cases), env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return outcomes_of(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
