@@ -22,7 +22,7 @@ from fusion_backend.matcher import Matcher
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pattern import REGISTRY, Pattern, PatternError
 from fusion_backend.rewrite import rewrite
-from fusion_backend.template import templates
+from fusion_backend.template import renew, templates
 
 LOADED: list[str] = []
 
@@ -48,6 +48,7 @@ def usable(known: list[Pattern]) -> list[Pattern]:
     good = []
     for p in known:
         try:
+            renew(p)
             templates(p)
             good.append(p)
         except PatternError as error:

@@ -184,6 +184,11 @@ class Pattern:
     def __repr__(self):
         return f"<Pattern {self.name} at {self.file}:{self.line}>"
 
+    def forget(self) -> None:
+        """What was traced no longer holds. The op stays: it runs the functions themselves."""
+        for name in self.memo.keys() - {"op"}:
+            del self.memo[name]
+
     def spelling(self, fn: Callable) -> Callable:
         """Another way of writing the same function, with the same arguments; check_pattern proves that it agrees."""
         self.same_arguments(fn, "spelling")
