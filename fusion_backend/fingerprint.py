@@ -39,7 +39,7 @@ PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
 DESCRIPTORS += (types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType)
 # Of a pattern and of a class these say where it is or what it is called, not what it does.
-PLACES = {"memo", "file", "line", "where", "doc", "near_misses"}
+PLACES = {"memo", "file", "line", "where", "spec", "doc", "near_misses"}
 LABELS = {"__doc__", "__module__", "__annotations__", "__dict__", "__weakref__", "_abc_impl", "__firstlineno__"}
 LABELS |= {"__dataclass_fields__", "__dataclass_params__"}
 # What decides how a Triton kernel is compiled and tuned.
@@ -218,7 +218,7 @@ class Walk:
 
     def reached(self, value, attributes: list[str]) -> str:
         """What a name stands for, through the attributes of modules."""
-        for i, name in enumerate(attributes):
+        for name in attributes:
             if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in OURS:
                 break
             if name not in vars(value):
@@ -229,9 +229,9 @@ class Walk:
         return self.token(value)
 
     def of_class(self, cls: type) -> list[str]:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if known(cls.__module__, None) and (cls.__module__ == "builtins" or known_module(sys.modules.get(cls.__module__))):
-            return [name]
+        home = sys.modules.get(cls.__module__)
+        if known(cls.__module__, getattr(home, "__file__", None)):
+            return [f"{cls.__module__}.{cls.__qualname__}"]
         attributes = {k: v for k, v in vars(cls).items() if k not in LABELS}
         return [cls.__qualname__, self.token(type(cls)), self.token(cls.__bases__), *self.of_dict(attributes)]
 

@@ -316,12 +316,9 @@ class Gate:
         if not cuda and not (plain and self.options.gate == "always"):
             return Reject("it has been timed on CUDA only" if plain else "the kernel needs CUDA tensors")
         values = values or [value_of(match.arguments[p.name]) for p in pattern.params]
-        questions = [(pattern.guard_fn, values), (pattern.worthwhile_fn, [*values, training])]
+        questions = [("guard", values), ("worthwhile", [*values, training])]
         for question, given in questions[: 1 if self.options.gate == "always" else 2]:
-            try:
-                answer = question(*given) if question is not None else None
-            except Exception as error:
-                return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
+            answer = pattern.asked(question, *given)
             if isinstance(answer, Reject) and not answer.forward_only:
                 return answer
         half = answer if isinstance(answer, Reject) else None
