@@ -85,7 +85,8 @@ def known(name: str | None, file: str | None) -> bool:
 
 
 def known_module(module: types.ModuleType | None) -> bool:
-    return module is not None and known(module.__name__, getattr(module, "__file__", None))
+    """Looked up in its dictionary: to ask a module for what it lacks may run code of its own."""
+    return module is not None and known(module.__name__, vars(module).get("__file__"))
 
 
 def names_in(code: types.CodeType) -> list[tuple[str, ...]]:
@@ -229,8 +230,7 @@ class Walk:
         return self.token(value)
 
     def of_class(self, cls: type) -> list[str]:
-        home = sys.modules.get(cls.__module__)
-        if known(cls.__module__, getattr(home, "__file__", None)):
+        if known_module(sys.modules.get(cls.__module__)):
             return [f"{cls.__module__}.{cls.__qualname__}"]
         attributes = {k: v for k, v in vars(cls).items() if k not in LABELS}
         return [cls.__qualname__, self.token(type(cls)), self.token(cls.__bases__), *self.of_dict(attributes)]
