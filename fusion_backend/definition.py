@@ -40,7 +40,7 @@ def plain_function(fn, what: str) -> types.FunctionType:
     """Code to trace, with arguments that have names; anything else is refused."""
     if not isinstance(fn, types.FunctionType):
         kind = "a class" if isinstance(fn, type) else f"of type {type(fn).__name__}"
-        name = getattr(fn, "__qualname__", None) or repr(fn)
+        name = getattr(fn, "__name__", None) or repr(fn)
         raise PatternError(f"{what} must be a plain function, written with def; {name} is {kind}{location(fn)}")
     return fn
 

@@ -171,7 +171,7 @@ OPAQUE = {
     "a module": ("W = torch.nn.Linear(2, 2)", "helpers.W(x)", "an object of torch"),
     "C code": ("import numpy as np", "x * helpers.np.sqrt(2.0)", "numpy"),
     "a built-in of a package": ("import numpy as np", "x * helpers.np.dot(2.0, 1.0)", "numpy"),
-    "a module in a list": ("ALL = [torch, __import__('helpers')]", "x * helpers.ALL[1].a", "helpers is used as a value"),
+    "a module in a list": ("ALL = [__import__('helpers')]", "x * helpers.ALL[0].a", "helpers is used as a value"),
     "a module handed on": ("def take(m): return m.a", "x * helpers.take(helpers)", "helpers is used as a value"),
     "getattr on a module": ("a = 1.0", "x * getattr(helpers, 'a')", "helpers is used as a value"),
     "a module's dictionary": ("a = 1.0", "x * helpers.__dict__['a']", "helpers.__dict__"),
@@ -184,7 +184,7 @@ OPAQUE = {
     "a variable of the environment": ("import os", "x * float(helpers.os.getenv('A'))", "getenv"),
     "a generator": ("g = (i for i in 'a')", "x * next(helpers.g)", "an object of builtins.generator"),
     "objects in a set": ("s = {object}", "x * len(helpers.s)", "a set of objects"),
-    "own state": ("class A:\n    def __getstate__(self): return 1\na = A()", "x * helpers.a.b", "an object of helpers.A"),
+    "own state": ("class A:\n    def __getstate__(self): 1\na = A()", "x * helpers.a.b", "an object of helpers.A"),
     "too much": (f"a = [[i] for i in range({LONGEST})]", "x * helpers.a[3][0]", f"more than {LONGEST} objects"),
 }  # fmt: skip
 
