@@ -20,9 +20,9 @@ from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Decision, Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import DISABLED, Options, parse
-from fusion_backend.pattern import REGISTRY, Pattern, PatternError
+from fusion_backend.pattern import REGISTRY, Pattern, PatternError, clashes_left_out
 from fusion_backend.rewrite import rewrite
-from fusion_backend.template import templates
+from fusion_backend.template import renew, templates
 
 LOADED: list[str] = []
 
@@ -37,7 +37,8 @@ def patterns() -> list[Pattern]:
             reporting.warn_once("built-in", f"fusion: the built-in patterns cannot be loaded: {error}")
         for entry in importlib.metadata.entry_points(group="fusion_backend.patterns"):
             try:
-                entry.load()
+                with clashes_left_out():
+                    entry.load()
             except Exception as error:
                 reporting.warn_once(entry.name, f"fusion: patterns of {entry.value} cannot be loaded: {error}")
     return list(REGISTRY.values())
@@ -48,6 +49,7 @@ def usable(known: list[Pattern]) -> list[Pattern]:
     good = []
     for p in known:
         try:
+            renew(p)
             templates(p)
             good.append(p)
         except PatternError as error:

@@ -304,15 +304,12 @@ class Gate:
             return Reject("it has been timed on CUDA only" if plain else "the kernel needs CUDA tensors")
         values = values or [value_of(match.arguments[p.name]) for p in pattern.params]
         around, auto = Neighbours(match), self.options.gate != "always"
-        questions = [(pattern.guard_fn, values)]
+        questions = [(pattern, "guard", values)]
         if auto:
-            questions.append((match.pattern.neighbours_fn, [around, training]))
-            questions.append((pattern.worthwhile_fn, [*values, training]))
-        for question, given in questions:
-            try:
-                answer = question(*given) if question is not None else None
-            except Exception as error:
-                return Reject(f"its {question.__name__} raised {type(error).__name__}: {error}")
+            questions.append((match.pattern, "neighbours", [around, training]))
+            questions.append((pattern, "worthwhile", [*values, training]))
+        for asked, question, given in questions:
+            answer = asked.asked(question, *given)
             if isinstance(answer, Reject) and not answer.forward_only:
                 return answer
         half = answer if isinstance(answer, Reject) else None

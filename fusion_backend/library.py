@@ -17,7 +17,7 @@ from fusion_backend.functional import storages
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
 from fusion_backend.op import fake_seed, without_autocast
-from fusion_backend.pattern import LibraryCall, Pattern, Reject
+from fusion_backend.pattern import LibraryCall, Pattern, Reject, registered
 from fusion_backend.reading import INTEGERS
 from fusion_backend.views import original, value_of
 
@@ -31,12 +31,11 @@ def offer(match: Match, masks: Masks, training: bool) -> LibraryCall | Reject:
     asked = {name: match.tensors[name] for name in pattern.library_masks if name in match.tensors}
     known = {n: index_of(a, masks) if original(a).dtype in INTEGERS else masks.of(a) for n, a in asked.items()}
     values = [value_of(match.arguments[p.name]) for p in pattern.params]
-    try:
-        answer = pattern.library_fn(*values, known, training)
-    except Exception as error:
-        return Reject(f"its library provider raised {type(error).__name__}: {error}")
+    answer = pattern.asked("library", *values, known, training)
     if not isinstance(answer, LibraryCall):
         return answer
+    if isinstance(answer.op, Pattern) and not registered(answer.op):
+        return Reject(f"another pattern has the name of {answer.op.name}, which it would call")
     if not isinstance(answer.op, Pattern) and written_so(match, answer, masks.canon):
         return Reject("it is written as this call already")
     nodes = [t for t in answer.tensors if isinstance(t, fx.Node)]

@@ -15,9 +15,9 @@ import types
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.torch import plain_tensors, triton_op
+from fusion_backend.compat.torch import plain_tensors, remove_op, triton_op
 from fusion_backend.kernels.launch import interpreting, on_gpu
-from fusion_backend.pattern import Pattern, PatternError, Reject
+from fusion_backend.pattern import Pattern, PatternError, registered
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
 # The seed of a pattern with random numbers: drawn by an operator of the graph that AOTAutograd and Inductor know, so
@@ -43,6 +43,12 @@ class Op:
         if pattern.backward_fn is not None and not pattern.backward_plain:
             name = f"fusion::{pattern.name}_backward"
             self.backward_call = triton_op(name, signed(self.backward, self.backward_schema()), mutates_args=())
+
+    def remove(self) -> None:
+        """Take the operators out of torch: the pattern's name may come to mean something else."""
+        for call in (self.call, self.backward_call):
+            if call is not None:
+                remove_op(call)
 
     @property
     def overload(self):
@@ -109,7 +115,7 @@ class Op:
         p = self.pattern
         if p.kernel_fn is None or not runs_kernel(args):
             return False
-        return p.guard_fn is None or not isinstance(p.guard_fn(*args[: len(p.params)]), Reject)
+        return p.ask("guard", *args[: len(p.params)]) is None
 
     def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
         if wanted and self.pattern.saved_fn is not None:
@@ -281,5 +287,7 @@ def runs_kernel(args: list) -> bool:
 def op_of(pattern: Pattern) -> Op:
     """The operator of a pattern, registered at first use."""
     if "op" not in pattern.memo:
+        if not registered(pattern):
+            raise PatternError(f"{pattern.where}: another pattern has its name, and the operator of that name")
         pattern.memo["op"] = Op(pattern)
     return pattern.memo["op"]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
-
-class PatternError(Exception):
-    """A pattern is defined wrongly. The message names the pattern, its file and its line."""
+from fusion_backend import definition
+from fusion_backend.definition import PatternError, line_of, same_arguments
+from fusion_backend.reporting import warn_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +26,10 @@ class Reject:
 
     reason: str
     forward_only: bool = False
+
+    def __post_init__(self):
+        if not (isinstance(self.reason, str) and self.reason.strip()):
+            raise PatternError(f"a Reject needs its reason, a sentence, not {self.reason!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,64 +51,9 @@ class LibraryCall:
     stays: str = "its mask stays"
 
 
-@dataclasses.dataclass(frozen=True)
-class Param:
-    """One argument of a pattern: a tensor, a captured scalar, either, or one of a few words."""
-
-    name: str
-    tensor: bool
-    scalar: type | None = None
-    optional: bool = False
-    words: tuple[str, ...] = ()
-
-    def kinds(self) -> tuple[str, ...]:
-        """The forms in which a graph may supply this argument. A word is a form of its own: `=relu`."""
-        forms = ("tensor",) * self.tensor + ("scalar",) * (self.scalar is not None)
-        return forms + ("none",) * self.optional + tuple(f"={w}" for w in self.words)
-
-
-SCALARS = (float, int)
 REGISTRY: dict[str, Pattern] = {}
 UNMATCHED: dict[str, Pattern] = {}  # not looked for in graphs
-
-
-def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
-    """Read the parameters off a reference's annotations, or say which one is not understood."""
-    try:
-        hints = typing.get_type_hints(fn)
-    except NameError as error:
-        raise PatternError(f"{where}: an annotation cannot be read: {error}") from None
-    params = []
-    for p in inspect.signature(fn).parameters.values():
-        hint = hints.get(p.name)
-        if typing.get_origin(hint) is typing.Literal and all(isinstance(w, str) for w in typing.get_args(hint)):
-            params.append(Param(p.name, False, words=typing.get_args(hint)))
-            continue
-        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        members = set(typing.get_args(hint)) if union else {hint}
-        optional = type(None) in members
-        scalars = [s for s in SCALARS if s in members]
-        if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
-            raise PatternError(f"{where}: argument {p.name} must be positional and without a default")
-        if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
-            raise PatternError(
-                f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, float, int, Tensor | float, Literal[words], and `| None` where it may be missing"
-            )
-        params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
-    if not any(p.tensor for p in params):
-        raise PatternError(f"{where}: a pattern needs at least one Tensor argument")
-    return tuple(params)
-
-
-def outputs_of(fn: Callable, where: str) -> int:
-    """How many tensors a reference returns, by its annotation (one, when there is none)."""
-    hint = typing.get_type_hints(fn).get("return", Tensor)
-    members = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
-    if not members or any(m is not Tensor for m in members):
-        raise PatternError(f"{where}: it returns {hint!r}; a pattern returns Tensor or tuple[Tensor, Tensor, ...]")
-    return len(members)
-
+LOADING = contextvars.ContextVar("fusion_loading", default=False)
 
 class Pattern:
     """A subgraph to find and what to run in its place. Use as a decorator of the reference.
@@ -139,14 +87,19 @@ class Pattern:
         inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
         matched: bool = True,
     ):
-        code = reference.__code__
+        code = definition.plain_function(reference, "a pattern").__code__
         self.name = reference.__name__
         self.reference = reference
         self.reciprocal, self.inductor = reciprocal, inductor
         self.file, self.line = code.co_filename, code.co_firstlineno
         self.where = f"pattern {self.name} ({self.file}:{self.line})"
-        self.params = params_of(reference, self.where)
-        self.outputs = outputs_of(reference, self.where)
+        if not self.name.isidentifier():
+            raise PatternError(f"{self.where}: {self.name} cannot be the name of an operator")
+        definition.is_one_of(inductor, definition.INDUCTOR, "inductor", self.where)
+        definition.is_one_of(reciprocal, (True, False), "reciprocal", self.where)
+        definition.is_one_of(matched, (True, False), "matched", self.where)
+        self.params = definition.params_of(reference, self.where)
+        self.outputs = definition.outputs_of(reference, self.where)
         self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
         self.spellings: list[Callable] = [reference]
         self.near_misses: list[Callable] = []
@@ -165,6 +118,7 @@ class Pattern:
         self.backward_same: dict[str, str | int] = {}
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
+        self.spec = reference.__globals__.get("__spec__")  # of the module as it was loaded
         self.memo: dict = {}  # what other modules derive from this pattern (templates, its op)
         register(self, REGISTRY if matched else UNMATCHED)
 
@@ -185,16 +139,48 @@ class Pattern:
     def __repr__(self):
         return f"<Pattern {self.name} at {self.file}:{self.line}>"
 
+    def forget(self) -> None:
+        """What was traced no longer holds. The op stays: it runs the functions themselves."""
+        for name in self.memo.keys() - {"op"}:
+            del self.memo[name]
+
+    def takes(self, fn: Callable, what: str, extra: Sequence[str] = ()) -> None:
+        same_arguments(fn, what, [*(p.name for p in self.params), *extra], self.where)
+
+    def ask(self, what: Literal["guard", "worthwhile", "neighbours", "library"], *given) -> Reject | LibraryCall | None:
+        """What the guard, worthwhile or library answers. Raises PatternError where that is no answer."""
+        fn = getattr(self, f"{what}_fn")
+        if fn is None:
+            return None
+        answer = fn(*given)
+        wrong = wrong_answer(self, what, answer)
+        if wrong:
+            yes = "a LibraryCall" if what == "library" else "None"
+            told = f'its {what} at {line_of(fn)} returned {wrong}; it returns Reject("why not") or {yes}'
+            raise PatternError(f"{self.where}: {told}")
+        return answer
+
+    def asked(self, what: Literal["guard", "worthwhile", "neighbours", "library"], *given) -> Reject | LibraryCall | None:
+        """The same for a gate: whatever goes wrong refuses the site, with a warning to the pattern's author."""
+        try:
+            return self.ask(what, *given)
+        except PatternError as error:
+            why = str(error).removeprefix(f"{self.where}: ")
+        except Exception as error:
+            why = f"its {what} raised {type(error).__name__}: {error}"
+        warn_once(f"{what} {self.where}", f"fusion: {self.where}: {why}; the site is left to Inductor")
+        return Reject(why)
+
     def spelling(self, fn: Callable) -> Callable:
         """Another way of writing the same function, with the same arguments; check_pattern proves that it agrees."""
-        self.same_arguments(fn, "spelling")
+        self.takes(fn, "spelling")
         self.spellings.append(fn)
         self.memo.clear()
         return fn
 
     def near_miss(self, fn: Callable) -> Callable:
         """Code that looks like the pattern and is not: check_pattern proves that it is left alone."""
-        self.same_arguments(fn, "near miss")
+        self.takes(fn, "near miss")
         self.near_misses.append(fn)
         return fn
 
@@ -205,14 +191,16 @@ class Pattern:
         used; so do the kernel and whatever is defined after this. It runs in place of the reference where the kernel
         does not, and its vjp is the gradient, so that forward and backward always drop the same elements.
         """
-        self.same_arguments(fn, "seeded reference", ("seed",))
+        self.takes(fn, "seeded reference", ("seed",))
+        if self.kernel_fn is not None or self.saved_fn is not None:
+            raise PatternError(f"{self.where}: the seeded reference at {line_of(fn)} comes before kernel and saved")
         self.seeded_fn = fn
         self.memo.clear()
         return fn
 
     def guard(self, fn: Callable) -> Callable:
         """May the kernel take these (fake) inputs? Return Reject("why not") or None."""
-        self.same_arguments(fn, "guard")
+        self.takes(fn, "guard")
         self.guard_fn = fn
         return fn
 
@@ -221,6 +209,7 @@ class Pattern:
 
         Called as `fn(*inputs, training)`. Return a Reject only on the strength of a committed measurement.
         """
+        self.takes(fn, "worthwhile", ("training",))
         self.worthwhile_fn = fn
         return fn
 
@@ -230,6 +219,7 @@ class Pattern:
         Called as `fn(around, training)`; `around.makers` and `around.readers` are the names of operators that the
         arguments come from and the results go to, `around.unread` the places of results that nobody reads.
         """
+        same_arguments(fn, "neighbours", ["around", "training"], self.where)
         self.neighbours_fn = fn
         return fn
 
@@ -242,8 +232,9 @@ class Pattern:
         """
         if fn is None:
             return functools.partial(self.kernel, saves=saves)
-        self.same_arguments(fn, "kernel", (*self.drawn, "save") if saves else self.drawn)
-        self.kernel_fn, self.saves = fn, tuple(saves)
+        saves = definition.new_names(saves, self.params, self.where)
+        self.takes(fn, "kernel", (*self.drawn, "save") if saves else self.drawn)
+        self.kernel_fn, self.saves = fn, saves
         self.memo.clear()
         return fn
 
@@ -256,14 +247,16 @@ class Pattern:
         """
         if fn is None:
             return functools.partial(self.library, masks=masks)
-        self.same_arguments(fn, "library", extra=("masks", "training"))
-        self.library_fn, self.library_masks = fn, tuple(masks)
+        self.takes(fn, "library", ("masks", "training"))
+        self.library_masks = definition.tensor_names(masks, self.params, "masks", self.where)
+        self.library_fn = fn
         return fn
 
     def saved(self, fn: Callable) -> Callable:
         """Plain torch code for what the kernel saves, so that the forward may be inlined and the backward not."""
-        self.same_arguments(fn, "saved", self.drawn)
+        self.takes(fn, "saved", self.drawn)
         self.saved_fn = fn
+        self.memo.clear()
         return fn
 
     def backward(
@@ -287,10 +280,12 @@ class Pattern:
         """
         if fn is None:
             return functools.partial(self.backward, plain=plain, result=result, same=same)
-        self.backward_same = same or {}
+        definition.is_one_of(plain, (True, False), "plain", self.where)
+        definition.is_one_of(result, (True, False), "result", self.where)
+        self.backward_missing = definition.gradients_taken(fn, self.outputs, result, self.where)
+        self.backward_same = definition.same_gradients(same or {}, self.params, self.outputs, self.where)
         self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
-        given = list(inspect.signature(fn).parameters.values())[1:]
-        self.backward_missing = [result and i < len(given) and given[i].default is None for i in range(self.outputs)]
+        self.memo.clear()
         return fn
 
     def inputs(self, *cases: dict) -> Callable:
@@ -300,30 +295,90 @@ class Pattern:
         """
 
         def keep(fn: Callable) -> Callable:
+            definition.takes_cases(fn, cases or ({},), self.where)
             self.inputs_fn, self.cases = fn, cases or ({},)
             self.memo.clear()
             return fn
 
         return keep
 
-    def same_arguments(self, fn: Callable, what: str, extra: tuple[str, ...] = ()) -> None:
-        want = [*(p.name for p in self.params), *extra]
-        have = list(inspect.signature(fn).parameters)
-        if have != want:
-            line = fn.__code__.co_firstlineno
-            raise PatternError(
-                f"{self.where}: the {what} at line {line} takes ({', '.join(have)}), not ({', '.join(want)})"
-            )
+
+def wrong_answer(pattern: Pattern, what: str, answer) -> str:
+    """Why this is no answer of a guard, worthwhile or library, in words; empty where it is one."""
+    if isinstance(answer, Reject):
+        half = answer.forward_only and what != "worthwhile"
+        return "a Reject with forward_only, which only worthwhile may" if half else ""
+    if isinstance(answer, LibraryCall) and what == "library":
+        arguments = {p.name for p in pattern.params}
+        unknown = [t for t in answer.tensors if isinstance(t, str) and t not in arguments]
+        return f"a LibraryCall on {unknown[0]!r}, which is no argument" if unknown else ""
+    return "" if answer is None and what != "library" else repr(answer)
 
 
 def register(pattern: Pattern, registry: dict[str, Pattern] = REGISTRY) -> None:
-    """Add a pattern. A second definition from the same file (a notebook cell run again) replaces the first."""
-    old = {**REGISTRY, **UNMATCHED}.get(pattern.name)
-    if old is not None and old.file != pattern.file:
-        raise PatternError(f"{pattern.where}: the name is taken by {old.where}")
-    registry[pattern.name] = pattern
+    """Add a pattern. A definition that is run again (a notebook's cell, a module reloaded) replaces the first.
+
+    Raises PatternError where another pattern has the name; inside `clashes_left_out` that is a warning.
+    """
+    name = pattern.name
+    old = {**REGISTRY, **UNMATCHED}.get(name)
+    why = ""
+    if old is None:
+        stem = name.removesuffix("_backward")
+        other = next((p for p in (*REGISTRY.values(), *UNMATCHED.values()) if p.name == stem != name), None)
+        why = f"the name is that of the gradient of {other.where}" if other else ""
+    elif old.reference.__code__ is pattern.reference.__code__:
+        why = (
+            "this definition has made a pattern before, and the name would stand for both: a function that makes "
+            f"patterns gives each a name of its own (`reference.__name__ = ...` before `Pattern(reference)`), or calls "
+            f"fusion_backend.pattern.unregister({name!r}) first"
+        )
+    elif not run_again(old, pattern):
+        why = f"the name is taken by {old.where}"
+    if why and LOADING.get():
+        warn_once(f"name {pattern.where}", f"fusion: {pattern.where}: {why}; it is left out")
+        return
+    if why:
+        raise PatternError(f"{pattern.where}: {why}")
+    if old is not None and registry.get(name) is not old:
+        unregister(name)
+    retire(old)
+    registry[name] = pattern
+
+
+def run_again(old: Pattern, new: Pattern) -> bool:
+    """Has the code that defined `old` been run anew: a cell, edited or not, or a file that is loaded again?"""
+    before, now = old.reference.__globals__, new.reference.__globals__
+    if before is now and ("__file__" not in now or not Path(new.file).is_file()):
+        return True  # a notebook or a prompt, where the name is bound again
+    # `reload` keeps a module's globals and gives it another spec; other ways to run a file give it other globals.
+    same = old.file == new.file and before.get("__name__") == now.get("__name__")
+    return same and (before is not now or old.spec is not new.spec)
+
+
+def retire(pattern: Pattern | None) -> None:
+    """What a pattern that is no longer registered has left in torch: its operators."""
+    op = pattern.memo.pop("op", None) if pattern is not None else None
+    if op is not None:
+        op.remove()
 
 
 def unregister(name: str) -> None:
     """Forget a pattern (tests and notebooks)."""
-    REGISTRY.pop(name, None)
+    retire(REGISTRY.pop(name, None))
+    retire(UNMATCHED.pop(name, None))
+
+
+def registered(pattern: Pattern) -> bool:
+    """False where another pattern has its name."""
+    return {**REGISTRY, **UNMATCHED}.get(pattern.name, pattern) is pattern
+
+
+@contextlib.contextmanager
+def clashes_left_out():
+    """Inside, a pattern whose name is taken is left out, with a warning, and its file goes on."""
+    token = LOADING.set(True)
+    try:
+        yield
+    finally:
+        LOADING.reset(token)

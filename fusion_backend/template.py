@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_backend.cache import load, store
 from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
+from fusion_backend.disk import file_of, load, store
 from fusion_backend.expressions import LEAVES, Expr
+from fusion_backend.fingerprint import built_in, fingerprint
 from fusion_backend.fitting import Form, form_of
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.index import needs
@@ -72,7 +73,8 @@ def templates(pattern: Pattern) -> list[Template]:
         pattern.memo.pop("templates", None)
         pattern.memo["default_dtype"] = default
     if "templates" not in pattern.memo:
-        kept = load(pattern)
+        file = file_of(pattern)
+        kept = load(file)
         if kept is not None and kept.get("default_dtype") == default:
             pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
             pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
@@ -86,8 +88,17 @@ def templates(pattern: Pattern) -> list[Template]:
             raise PatternError(f"{pattern.where}: the reference cannot be traced: {error}")
         pattern.memo["templates"] = sorted(found.values(), key=lambda t: -t.size)
         fields = [(t.kinds, t.roots, t.size, t.line) for t in pattern.memo["templates"]]
-        store(pattern, {"templates": fields} | {k: pattern.memo[k] for k in TRACED if k in pattern.memo})
+        store(file, {"templates": fields} | {k: pattern.memo[k] for k in TRACED if k in pattern.memo})
     return pattern.memo["templates"]
+
+
+def renew(pattern: Pattern) -> None:
+    """Forget what was traced if the pattern, or anything that it reaches, has changed since."""
+    if not built_in(pattern):
+        digest = fingerprint(pattern).digest
+        if pattern.memo.setdefault("digest", digest) != digest:
+            pattern.forget()
+            pattern.memo["digest"] = digest
 
 
 def backward_of(pattern: Pattern) -> str:

@@ -218,6 +218,30 @@ with warnings.catch_warnings(record=True) as caught:
 assert new is gm and "no such instruction" in record.sites[0].reason, record
 assert [w for w in caught if "doubled_cosine" in str(w.message)], caught
 """,
+    "a guard or worthwhile that answers anything else refuses its sites with a warning": """
+@Pattern
+def doubled_sign(x: Tensor) -> Tensor:
+    return torch.sign(x) * 2
+@doubled_sign.kernel
+def _(x):
+    return torch.empty_like(x)
+answers = []
+doubled_sign.guard(lambda x: answers[0])
+doubled_sign.worthwhile(lambda x, training: answers[1])
+def fused(*given, **options):
+    answers[:] = given
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fusion_backend.reset()
+        (site,) = run(lambda x: x.sign() * 2, (8, 8), **options)[2].sites
+    assert site.fused or site.reason in str(caught[0].message), (site, caught)
+    return site.fused or site.reason
+assert fused(None, None) is True
+assert "its guard at line 7 returned False" in fused(False, None)
+assert "its guard at line 7 returned 'too small'" in fused("too small", None, gate="always")
+assert "its worthwhile at line 8 returned True" in fused(None, True)
+assert fused(None, True, gate="always") is True
+""",
     "worthwhile may ask for the backward alone": """
 @Pattern
 def doubled_sine(x: Tensor) -> Tensor:

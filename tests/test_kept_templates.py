@@ -1,8 +1,18 @@
 """Traced patterns are kept on disk: the same templates again, new ones when the source changes, none when told so."""
 
+import concurrent.futures
+import math
 import os
+import pickle
 import subprocess
 import sys
+
+import pytest
+import torch
+
+from fusion_backend import cache, disk
+from fusion_backend.backend import patterns
+from fusion_backend.expressions import Expr
 
 SCRIPT = """
 import sys, time
@@ -44,3 +54,93 @@ def test_templates_are_kept(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE.replace("FUNCTION", "sigmoid"))
     again, second = run(tmp_path)
     assert again == traced and second != first
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Where something is kept, in a folder that `store` makes."""
+    return tmp_path / "cache" / "fusion" / "mine.json"
+
+
+def kept_value():
+    x = Expr("var", (), "x", (6, 6), 0)
+    twice = Expr("mul", (x, x), (torch.int8, None, (True, -0.0, math.inf)), (), 1)
+    return {"templates": [(("tensor", "=relu"), (twice, x), 2, 7)], "dtypes": {"x": torch.int8}, "random": {("none",)}}
+
+
+def test_read_as_it_was_written(file):
+    disk.store(file, kept_value())
+    found = disk.load(file)
+    assert repr(found) == repr(kept_value())
+    twice, x = found["templates"][0][1]
+    assert twice.args == (x, x) and (twice.id, x.id) == (1, 0), "one value is one object"
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    disk.store(file, {"an object": object()})
+    assert repr(disk.load(file)) == repr(kept_value()) and len(list(file.parent.iterdir())) == 1
+
+
+# What may lie there instead: each is as good as nothing.
+BROKEN = {
+    "empty": "",
+    "cut short": '{"value": ["dict", ["templates", ["list", ["tuple", ["tuple", "ten',
+    "of another version": '{"version": 1, "templates": []}',
+    "another kind": '{"value": ["eval", "1"], "expressions": []}',
+    "no dtype": '{"value": ["dtype", "load"], "expressions": []}',
+    "no expression": '{"value": ["expression", 0], "expressions": []}',
+    "a pickle": pickle.dumps({"templates": []}).decode("latin1"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_cannot_be_read_is_not_there(kind, file):
+    disk.store(file, kept_value())
+    file.write_text(BROKEN[kind], encoding="latin1")
+    assert disk.load(file) is None
+    assert disk.load(file.parent / "missing.json") is None and disk.load(None) is None
+
+
+def others_folder(file, monkeypatch):
+    file.parent.chmod(0o770)
+
+
+def others_file(file, monkeypatch):
+    file.chmod(0o622)
+
+
+def link(file, monkeypatch):
+    file.rename(file.with_suffix(".elsewhere"))
+    file.symlink_to(file.with_suffix(".elsewhere"))
+
+
+def owner(file, monkeypatch):
+    mine = os.stat(file).st_uid
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    if mine == 0:  # what the administrator put there is trusted
+        os.chown(file, 12345, -1)
+
+
+@pytest.mark.parametrize("change", [others_folder, others_file, link, owner])
+def test_read_only_where_nobody_else_may_write(change, file, monkeypatch):
+    disk.store(file, kept_value())
+    change(file, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=r"traced patterns are not read.*(others may write|is a link|another user)"):
+        assert disk.load(file) is None
+    assert disk.load(file) is None, "told once"
+
+
+def test_several_writers(file):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: disk.store(file, kept_value()), range(64)))
+    assert repr(disk.load(file)) == repr(kept_value()) and list(file.parent.iterdir()) == [file]
+
+
+def test_not_kept_where_a_source_of_ours_has_changed_since(monkeypatch):
+    """What runs is then not what the files say."""
+    pattern = next(p for p in patterns() if p.name == "gelu")
+    assert disk.file_of(pattern) is not None and cache.key_of([pattern], [])
+    monkeypatch.setattr(cache, "LOADED_AT", 0.0)
+    cache.own_sources.cache_clear()
+    try:
+        assert disk.file_of(pattern) is None and cache.key_of([pattern], []) is None
+    finally:
+        cache.own_sources.cache_clear()

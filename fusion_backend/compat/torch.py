@@ -179,6 +179,11 @@ def sym_key(value):
     return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
+def remove_op(call) -> None:
+    """Unregister what `triton_op` returned. torch does so itself when the name is registered again."""
+    call._lib._destroy()
+
+
 def assert_all(condition: torch.Tensor, message: str) -> None:
     """An assertion where the tensor lives: a device-side one on CUDA, so that nothing waits for it."""
     torch.ops.aten._assert_async.msg(condition.all(), message)
