@@ -128,10 +128,13 @@ class Writer:
         graph = self.emit()
         source = self.view.source
         new = fx.GraphModule(source, graph)
-        new.meta = source.meta
+        new.meta = dict(source.meta)
         for name in CARRIED:
             if name in source.__dict__:
                 setattr(new, name, source.__dict__[name])
+        for name, child in source.named_children():
+            if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
+                new.set_submodule(name, copied(child))  # Inductor changes graphs in place: the source stays as it was
         for name, body in bodies.items():
             new.set_submodule(name, body)
         graph.lint()
@@ -259,6 +262,21 @@ class Writer:
                     for earlier in self.holders.get(held, ()):
                         if earlier in dynamo:
                             dynamo[earlier] = atens[self.now(m)]
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes and values in a graph of our own, submodules too."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in gm.graph.nodes:
+        env[n] = graph.node_copy(n, lambda x: env[x])
+    graph._codegen = gm.graph._codegen
+    new = fx.GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(new, name, copied(child))
+    return new
 
 
 def clean(n: fx.Node) -> None:

@@ -18,7 +18,7 @@ from fusion_backend.canonical import Canon, unrepeatable
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
 from fusion_backend.expressions import LEAVES, Expr
-from fusion_backend.fitting import Form, form_of
+from fusion_backend.fitting import Form, form_of, make_room
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.index import needs
 from fusion_backend.pattern import Pattern, PatternError
@@ -57,6 +57,7 @@ class Template:
     def forms(self) -> dict[Expr, Form]:
         """The form of every expression in it."""
         known: dict[Expr, Form] = {}
+        make_room()
         for root in self.roots:
             form_of(root, known)
         return known

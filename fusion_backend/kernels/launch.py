@@ -10,7 +10,7 @@ import torch
 from torch.library import wrap_triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from fusion_backend.compat.torch import ANALYSED
+from fusion_backend.compat.inductor import ANALYSED
 
 TRIAL = contextvars.ContextVar("fusion_trial", default=None)
 
