@@ -44,7 +44,7 @@ class Fit(NamedTuple):
 
 OPEN = Fit(0)
 KNOWN: dict[tuple, Form] = {}
-REMEMBERED = 20_000  # the catalogue has about a tenth; notebooks define patterns again and again
+REMEMBERED = 10_000  # the catalogue has about 400; notebooks define patterns again and again
 
 
 def make_room() -> None:
