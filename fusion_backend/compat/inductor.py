@@ -68,10 +68,8 @@ def compile_graph(backward_failed: Callable[[Exception], None], gm: fx.GraphModu
 class Uncompiled(OutputCode):
     """A graph of AOTAutograd's that runs operator by operator."""
 
-    _boxed_call = True
-
     def __init__(self, gm: fx.GraphModule):
-        self.gm = gm
+        self.gm, self._boxed_call = gm, True
 
     def __call__(self, inputs):
         given = list(inputs)
