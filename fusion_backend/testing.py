@@ -37,7 +37,7 @@ def collect(
 ) -> Collector:
     """Run the pass on a function, gate open, and keep graphs and report.
 
-    kwargs: the function's own keywords of the names that are taken here. What it writes to is put back, as by `explain`.
+    kwargs: the function's own keywords of the names that are taken here. What it writes to is put back, as by explain.
     """
     collector = Collector({"fusion.gate": "always", **(options or {})})
     run(fn, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)

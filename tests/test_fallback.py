@@ -162,7 +162,8 @@ def test_what_plain_inductor_refuses_is_not_ours(where, monkeypatch):
     """Torch cannot trace the gradient of v: plain Inductor breaks the graph, and so do we, without a word."""
     if where == "pass":
         monkeypatch.setattr(backend, "rewrite", broken)
-    args = [torch.randn(4, 8, requires_grad=True), torch.ones(8), torch.rand(4, 8) > 0.5, torch.randn((), requires_grad=True)]
+    x, v = torch.randn(4, 8, requires_grad=True), torch.randn((), requires_grad=True)
+    args = [x, torch.ones(8), x > 0.5, v]
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         out = torch.compile(written_where, backend="fusion", options={"fusion.gate": "always"})(*args)

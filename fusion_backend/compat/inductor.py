@@ -40,7 +40,8 @@ def inductor_of_ours(mode: str | None, options: dict | None, backward_failed: Ca
     """As `inductor`, for graphs with operators of ours.
 
     When the forward cannot be compiled it raises, and has left nothing behind in Dynamo's tracing context. When the
-    backward cannot, which Inductor finds out when the forward has run, `backward_failed` is told and it runs uncompiled.
+    backward cannot, which Inductor finds out when the forward has run, `backward_failed` is told, and the backward runs
+    uncompiled.
     """
     options = inductor(mode, options).config
 
