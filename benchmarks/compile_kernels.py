@@ -28,7 +28,7 @@ import triton
 from benchmarks.launches import SHARED, SITES, TYPES, Launch, sites
 from benchmarks.results import Run, machine
 from benchmarks.trial_cost import Driver
-from fusion_backend.compat.torch import mutated_tensors
+from fusion_backend.compat.inductor import mutated_tensors
 from fusion_backend.compat.triton import SM_90, ASTSource, JITFunction, set_driver
 
 # Kernels that write to what they are given.

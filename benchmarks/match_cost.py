@@ -9,6 +9,7 @@ The least CPU time of several runs; capture, which comes before, is measured by 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.synthetic import chain, decoder
 from fusion_backend import autocast
-from fusion_backend.backend import collector_paused, nearest, patterns, usable
+from fusion_backend.backend import nearest, patterns, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import capture
 from fusion_backend.functional import functionalize_locals
@@ -37,13 +38,16 @@ def cost(gm: torch.fx.GraphModule, runs: int) -> dict[str, float]:
     """Seconds for each step, and how many sites there are."""
     known = usable(patterns())
     options, _ = parse({}, [p.name for p in known])
-    with collector_paused():
+    gc.disable()
+    try:
         view = capture(gm)
         fences = autocast.resolve(view)
         functionalize_locals(view)
         read, canon = least(lambda: Canon().run(view.graph, view.region, fences), runs)
         match, (matcher, found) = least(lambda: matched(view, canon, known), runs)
         decide, decided = least(lambda: decisions(view, canon, options, matcher, found), runs)
+    finally:
+        gc.enable()
     return dict(nodes=len(gm.graph.nodes), read=read, match=match, decide=decide, sites=decided)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import importlib.metadata
+import threading
 import time
 
 from torch import fx
@@ -15,6 +14,7 @@ from fusion_backend.bodies import outside
 from fusion_backend.cache import key_of, with_identity
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, capture
+from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import RestartAnalysis, inductor, inductor_config, reset_cudagraphs
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Decision, Gate
@@ -25,10 +25,20 @@ from fusion_backend.rewrite import rewrite
 from fusion_backend.template import renew, templates
 
 LOADED: list[str] = []
+LOADING = threading.RLock()  # a pattern's file may itself ask for the patterns
 
 
 def patterns() -> list[Pattern]:
-    """All usable patterns in order of registration; loads the built-in and the installed ones at first use."""
+    """All usable patterns in order of registration; loads the built-in and the installed ones at first use.
+
+    A second thread waits until all are loaded.
+    """
+    with LOADING:
+        load()
+        return list(REGISTRY.values())
+
+
+def load() -> None:
     if not LOADED:
         LOADED.append("fusion_backend.patterns")
         try:
@@ -41,7 +51,6 @@ def patterns() -> list[Pattern]:
                     entry.load()
             except Exception as error:
                 reporting.warn_once(entry.name, f"fusion: patterns of {entry.value} cannot be loaded: {error}")
-    return list(REGISTRY.values())
 
 
 def usable(known: list[Pattern]) -> list[Pattern]:
@@ -61,28 +70,15 @@ def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphReco
     """Run the pass on one Dynamo graph. Returns the graph to compile, the same object when nothing was accepted."""
     record.nodes = len(gm.graph.nodes)
     known = usable(patterns())
-    with collector_paused():
-        started = time.thread_time()
-        view = capture(gm)
-        record.capture_s = time.thread_time() - started
-        if view is None:
-            return gm, []
-        started = time.thread_time()
-        prepared = prepare(view, options)
-        record.match_s += time.thread_time() - started
-        return fuse_view(prepared, known, options, record, 0)
-
-
-@contextlib.contextmanager
-def collector_paused():
-    """Python's garbage collector walks every module of a large program, again and again during a pass."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    started = time.thread_time()
+    view = capture(gm)
+    record.capture_s = time.thread_time() - started
+    if view is None:
+        return gm, []
+    started = time.thread_time()
+    prepared = prepare(view, options)
+    record.match_s += time.thread_time() - started
+    return fuse_view(prepared, known, options, record, 0)
 
 
 @dataclasses.dataclass
@@ -172,43 +168,73 @@ class FusionBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None):
         ours, theirs = parse(options, [p.name for p in patterns()])
-        if DISABLED.get():
-            return inductor(mode, theirs)(gm, example_inputs)
         plain = inductor(mode, theirs)  # the user's own mistakes are told before we start
+        if DISABLED.get():
+            return plain(gm, example_inputs)
         record = reporting.GraphRecord(len(gm.graph.nodes))
-        reporting.REPORT.graphs.append(record)
-        new, decisions = gm, []
+        reporting.add(record)
+        try:
+            return self.compile(gm, example_inputs, mode, ours, theirs, record)
+        except RestartAnalysis:  # Dynamo hands the graph over again, with a float that Inductor wants constant
+            reporting.take_back(record)
+            raise
+
+    def compile(self, gm: fx.GraphModule, example_inputs, mode, ours: Options, theirs: dict, record):
+        """With its sites fused; should that fail, as plain Inductor would."""
+        plain = inductor(mode, theirs)
         try:
             with inductor_config.patch(plain.config):
                 new, decisions = fuse_graph(gm, ours, record)
-        except Exception as error:
-            self.give_up(record, error)
-            new = gm
-        reporting.log(record)
-        used = {d.match.pattern for d in decisions if d.fused}
-        key = key_of(list(used), [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)])
-        try:
-            return inductor(mode, theirs if new is gm else with_identity(theirs, key))(new, example_inputs)
-        except RestartAnalysis:  # Dynamo hands the graph over again, with a float that Inductor wants constant
-            del reporting.REPORT.graphs[-1]
+            reporting.log(record)
+            if new is not gm:
+                used = {d.match.pattern for d in decisions if d.fused}
+                key = key_of(list(used), [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)])
+                compile = inductor_of_ours(mode, with_identity(theirs, key), lambda e: backward_failed(record, e))
+                return compile(new, example_inputs)
+            failure = None
+        except RestartAnalysis:
             raise
         except Exception as error:
-            if new is gm:
-                raise
-            self.give_up(record, error)
-            return inductor(mode, theirs)(gm, example_inputs)
-
-    def give_up(self, record: reporting.GraphRecord, error: Exception) -> None:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        record.error = f"{type(error).__name__}: {first}"
-        for s in record.sites:
-            s.fused, s.reason, s.forward, s.backward = False, f"the whole graph fell back: {record.error}", None, None
-        reporting.warn_once(
-            f"graph {record.error}", f"fusion: a graph went to Inductor as it was, please report this: {record.error}"
-        )
+            failure = error
+            give_up(record, error)
+        try:
+            compiled = plain(gm, example_inputs)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            if failure is not None:  # the model's or Inductor's fault: told as plain Inductor tells it
+                record.error += f"; plain Inductor refuses the graph as well: {summary(error)}"
+            raise
+        if failure is not None:
+            told = f"fusion: a graph went to Inductor as it was, please report this: {record.error}"
+            reporting.warn_once(f"graph {record.error}", told)
+        return compiled
 
     def reset(self) -> None:
         reset_cudagraphs()
+
+
+def give_up(record: reporting.GraphRecord, error: Exception) -> None:
+    """Nothing of the graph is fused, because of this error."""
+    record.error = summary(error)
+    for s in record.sites:
+        s.fused, s.reason, s.forward, s.backward = False, f"the whole graph fell back: {record.error}", None, None
+
+
+def backward_failed(record: reporting.GraphRecord, error: Exception) -> None:
+    """Inductor compiles a backward when it first runs: the forward has run by then, and the graph cannot go back."""
+    record.backward_error = summary(error)
+    reporting.warn_once(
+        f"backward {record.backward_error}",
+        "fusion: Inductor cannot compile the backward of a graph with fused sites; it runs operator by operator. "
+        f"Please report this if plain Inductor compiles it: {record.backward_error}",
+    )
+
+
+def summary(error: Exception) -> str:
+    """Its type and its first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 fusion = FusionBackend()

@@ -95,7 +95,7 @@ class Args:
         return self.canon.const(value)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def defaults_of(op) -> dict[str, object]:
     """Arguments by name, in order, each with its default (itself NotImplemented where there is none)."""
     return {a.name: a.default_value if a.has_default_value() else NotImplemented for a in schema_of(op).arguments}

@@ -8,6 +8,7 @@ from fusion_backend import reporting
 from fusion_backend.backend import fuse_graph, patterns
 from fusion_backend.compat.torch import many_recompiles
 from fusion_backend.options import parse
+from fusion_backend.untouched import untouched
 
 
 class Collector:
@@ -28,13 +29,34 @@ class Collector:
         return new.forward
 
 
-def explain(model, *inputs, options: dict | None = None, dynamic: bool | None = None, **kwargs) -> reporting.Report:
-    """Run `model(*inputs, **kwargs)` once, eagerly, and report every site: fused or not, and why.
+def run(model, inputs: tuple, keywords: dict, collector: Collector, dynamic: bool | None = None) -> None:
+    """Compile with a collector and run once; what the model writes to is put back."""
+    with many_recompiles(), untouched(model, inputs, keywords):
+        torch.compile(model, backend=collector, dynamic=dynamic)(*inputs, **keywords)
 
-    options: the `fusion.*` options of torch.compile. Call it as the model will be called: under torch.no_grad() for
-    inference, under autocast if you train so. Print the result, or take its `.to_json()`. Raises what the model raises.
+
+def explain(
+    model,
+    *inputs,
+    options: dict | None = None,
+    dynamic: bool | None = None,
+    kwargs: dict | None = None,
+    **keywords,
+) -> reporting.Report:
+    """Run `model(*inputs, **keywords)` once, eagerly, and report every site: fused or not, and why.
+
+    options: the `fusion.*` options of torch.compile; dynamic: as torch.compile takes it; kwargs: the model's own
+    keywords of these three names, `kwargs={"dynamic": True}`.
+
+    Call it as the model will be called: under torch.no_grad() for inference, under autocast if you train so. Print the
+    result, or take its `.to_json()`. Raises what the model raises.
+
+    Afterwards everything is as it was: tensors that are written to (inputs, buffers, running statistics, globals),
+    gradients, the random state of torch and Python, and the attributes, lists, dicts and sets that can be reached from
+    the model and its inputs. Only what is written to is copied meanwhile. Not undone is what a model does outside of
+    torch and of these objects (a global name it assigns, a file, a print), nor that a tensor with a history of its own
+    that is written to in place has this in its history.
     """
     collector = Collector(options)
-    with many_recompiles():
-        torch.compile(model, backend=collector, dynamic=dynamic)(*inputs, **kwargs)
+    run(model, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)
     return collector.report

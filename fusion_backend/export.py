@@ -14,11 +14,11 @@ from fusion_backend import reporting
 from fusion_backend.backend import best_answers, nearest, patterns, site, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
-from fusion_backend.compat.torch import fake_mode_of, keep_signature, name_again, tracing_under
+from fusion_backend.compat.torch import fake_mode_of, name_again, tracing_under
 from fusion_backend.gate import Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import Options, parse
-from fusion_backend.rewrite import put
+from fusion_backend.rewrite import copied, put
 
 
 def fuse(program: ExportedProgram, **options) -> ExportedProgram:
@@ -29,7 +29,7 @@ def fuse(program: ExportedProgram, **options) -> ExportedProgram:
     """
     ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
     record = reporting.GraphRecord(len(program.graph.nodes))
-    reporting.REPORT.graphs.append(record)
+    reporting.add(record)
     root = copied(program.graph_module)
     with tracing_under(fake_mode_of(root)):
         fuse_module(root, ours, record, torch.is_grad_enabled())
@@ -45,21 +45,6 @@ def fuse(program: ExportedProgram, **options) -> ExportedProgram:
         constants=program.constants,
         verifiers=program.verifiers,
     )
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes and values in a graph of our own, submodules too."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for n in gm.graph.nodes:
-        env[n] = graph.node_copy(n, lambda x: env[x])
-    keep_signature(graph, gm.graph)
-    new = fx.GraphModule(gm, graph)
-    new.meta = dict(gm.meta)
-    for name, child in gm.named_children():
-        if isinstance(child, fx.GraphModule):
-            setattr(new, name, copied(child))
-    return new
 
 
 def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> None:

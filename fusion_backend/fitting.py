@@ -44,6 +44,13 @@ class Fit(NamedTuple):
 
 OPEN = Fit(0)
 KNOWN: dict[tuple, Form] = {}
+REMEMBERED = 10_000  # the catalogue has about 400; notebooks define patterns again and again
+
+
+def make_room() -> None:
+    """Before the forms of a template are made: they must all differ in their bits."""
+    if len(KNOWN) > REMEMBERED:
+        KNOWN.clear()
 
 
 def form_of(e: Expr, known: dict[Expr, Form]) -> Form:

@@ -39,7 +39,7 @@ def may_alias(node: fx.Node) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in schema_of(node.target).arguments)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def functional_overload(op: OpOverload) -> OpOverload | None:
     """The operator that computes what `op` writes into its first argument."""
     name = schema_of(op).name.split("::")[1]

@@ -51,6 +51,7 @@ class LibraryCall:
     stays: str = "its mask stays"
 
 
+Question = Literal["guard", "worthwhile", "neighbours", "library"]
 REGISTRY: dict[str, Pattern] = {}
 UNMATCHED: dict[str, Pattern] = {}  # not looked for in graphs
 LOADING = contextvars.ContextVar("fusion_loading", default=False)
@@ -147,7 +148,7 @@ class Pattern:
     def takes(self, fn: Callable, what: str, extra: Sequence[str] = ()) -> None:
         same_arguments(fn, what, [*(p.name for p in self.params), *extra], self.where)
 
-    def ask(self, what: Literal["guard", "worthwhile", "neighbours", "library"], *given) -> Reject | LibraryCall | None:
+    def ask(self, what: Question, *given) -> Reject | LibraryCall | None:
         """What the guard, worthwhile or library answers. Raises PatternError where that is no answer."""
         fn = getattr(self, f"{what}_fn")
         if fn is None:
@@ -160,7 +161,7 @@ class Pattern:
             raise PatternError(f"{self.where}: {told}")
         return answer
 
-    def asked(self, what: Literal["guard", "worthwhile", "neighbours", "library"], *given) -> Reject | LibraryCall | None:
+    def asked(self, what: Question, *given) -> Reject | LibraryCall | None:
         """The same for a gate: whatever goes wrong refuses the site, with a warning to the pattern's author."""
         try:
             return self.ask(what, *given)

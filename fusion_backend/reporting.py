@@ -7,12 +7,15 @@ import json
 import os
 import re
 import sys
+import threading
 import warnings
 
 from torch import fx
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 INSIDE_TORCH = re.compile(r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)")
+KEPT = 500  # graphs in the report of a process, the newest; a training script with changing shapes makes them for days
+WARNINGS = 1000  # that are remembered, so as not to be given again
 LOG_VARIABLE = "FUSION_LOG"  # unset or 0: failures only; 1: a line a site; 2: nearest misses and timings too
 
 
@@ -54,15 +57,19 @@ class Miss:
         return f"near miss  {self.pattern:14} {self.where}  {how_far}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # two graphs may have equal records
 class GraphRecord:
-    """One graph that Dynamo handed over. `error` says why it went to Inductor as it was."""
+    """One graph that Dynamo handed over.
+
+    `error` says why it went to Inductor as it was, `backward_error` why its backward runs operator by operator.
+    """
 
     nodes: int
     capture_s: float = 0.0
     match_s: float = 0.0
     rewrite_s: float = 0.0
     error: str | None = None
+    backward_error: str | None = None
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
     sites: list[Site] = dataclasses.field(default_factory=list)
     misses: list[Miss] = dataclasses.field(default_factory=list)
@@ -70,9 +77,10 @@ class GraphRecord:
 
 @dataclasses.dataclass
 class Report:
-    """All graphs of a process, or those of one `explain`."""
+    """The newest graphs of a process, or all those of one `explain`."""
 
     graphs: list[GraphRecord] = dataclasses.field(default_factory=list)
+    dropped: int = 0  # older graphs that are no longer kept
 
     @property
     def sites(self) -> list[Site]:
@@ -97,6 +105,10 @@ class Report:
         for i, g in enumerate(self.graphs):
             if g.error:
                 lines.append(f"  graph {i} went to Inductor as it was: {g.error}")
+            if g.backward_error:
+                lines.append(f"  graph {i} runs its backward operator by operator: {g.backward_error}")
+        if self.dropped:
+            lines.append(f"  {self.dropped} older graphs are no longer kept")
         return "\n".join(lines)
 
 
@@ -109,18 +121,39 @@ def counted(entries) -> list[tuple[str, int]]:
 
 
 REPORT = Report()
-WARNED: set[str] = set()
+WARNED: dict[str, None] = {}  # in order
+LOCK = threading.Lock()  # for both
 
 
 def report() -> Report:
-    """Everything compiled in this process so far. Cached compilations count: the pass runs whenever Dynamo does."""
+    """What was compiled in this process, the newest 500 graphs. Cached compilations count: the pass runs whenever
+    Dynamo does."""
     return REPORT
 
 
 def reset() -> None:
     """Empty the report."""
-    REPORT.graphs.clear()
-    WARNED.clear()
+    with LOCK:
+        REPORT.graphs.clear()
+        REPORT.dropped = 0
+        WARNED.clear()
+
+
+def add(record: GraphRecord) -> None:
+    """Take a graph into the report of the process; the oldest makes room."""
+    with LOCK:
+        REPORT.graphs.append(record)
+        surplus = len(REPORT.graphs) - KEPT
+        if surplus > 0:
+            del REPORT.graphs[:surplus]
+            REPORT.dropped += surplus
+
+
+def take_back(record: GraphRecord) -> None:
+    """Forget a graph that Dynamo will hand over again."""
+    with LOCK:
+        if record in REPORT.graphs:
+            REPORT.graphs.remove(record)
 
 
 def readable(n: int) -> str:
@@ -158,6 +191,10 @@ def log(record: GraphRecord) -> None:
 
 
 def warn_once(key: str, message: str) -> None:
-    if key not in WARNED:
-        WARNED.add(key)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    with LOCK:
+        if key in WARNED:
+            return
+        WARNED[key] = None
+        if len(WARNED) > WARNINGS:
+            del WARNED[next(iter(WARNED))]
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -15,7 +15,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import OpOverload, aten, keep_source, pytree, schema_of
+from fusion_backend.compat.torch import OpOverload, aten, keep_signature, keep_source, pytree, schema_of
 from fusion_backend.gate import Decision
 from fusion_backend.op import DRAW, fake_seed, how_to_draw, op_of, seed_of
 from fusion_backend.recompute import MARK, computed_again
@@ -128,10 +128,13 @@ class Writer:
         graph = self.emit()
         source = self.view.source
         new = fx.GraphModule(source, graph)
-        new.meta = source.meta
+        new.meta = dict(source.meta)
         for name in CARRIED:
             if name in source.__dict__:
                 setattr(new, name, source.__dict__[name])
+        for name, child in source.named_children():
+            if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
+                new.set_submodule(name, copied(child))  # Inductor changes graphs in place: the source stays as it was
         for name, body in bodies.items():
             new.set_submodule(name, body)
         graph.lint()
@@ -258,6 +261,21 @@ class Writer:
                     for earlier in self.holders.get(held, ()):
                         if earlier in dynamo:
                             dynamo[earlier] = atens[self.now(m)]
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes and values in a graph of our own, submodules too."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in gm.graph.nodes:
+        env[n] = graph.node_copy(n, lambda x: env[x])
+    keep_signature(graph, gm.graph)
+    new = fx.GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(new, name, copied(child))
+    return new
 
 
 def clean(n: fx.Node) -> None:

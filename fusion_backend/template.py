@@ -19,7 +19,7 @@ from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.disk import file_of, load, store
 from fusion_backend.expressions import LEAVES, Expr
 from fusion_backend.fingerprint import built_in, fingerprint
-from fusion_backend.fitting import Form, form_of
+from fusion_backend.fitting import Form, form_of, make_room
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.index import needs
 from fusion_backend.pattern import Pattern, PatternError
@@ -58,6 +58,7 @@ class Template:
     def forms(self) -> dict[Expr, Form]:
         """The form of every expression in it."""
         known: dict[Expr, Form] = {}
+        make_room()
         for root in self.roots:
             form_of(root, known)
         return known

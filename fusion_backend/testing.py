@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from fusion_backend.collect import Collector
-from fusion_backend.compat.torch import TorchDispatchMode, aten, many_recompiles, pytree
+from fusion_backend.collect import Collector, run
+from fusion_backend.compat.torch import TorchDispatchMode, aten, pytree
 from fusion_backend.kernels.dropout import kept
 from fusion_backend.kernels.launch import interpreting
 from fusion_backend.op import draw, op_of
@@ -27,11 +27,20 @@ FACTOR = 2.0
 ULPS = 4
 
 
-def collect(fn: Callable, *inputs, dynamic: bool | None = None, options: dict | None = None, **kwargs) -> Collector:
-    """Run the pass on a function, gate open, and keep graphs and report."""
+def collect(
+    fn: Callable,
+    *inputs,
+    dynamic: bool | None = None,
+    options: dict | None = None,
+    kwargs: dict | None = None,
+    **keywords,
+) -> Collector:
+    """Run the pass on a function, gate open, and keep graphs and report.
+
+    kwargs: the function's own keywords of the names that are taken here. What it writes to is put back, as by explain.
+    """
     collector = Collector({"fusion.gate": "always", **(options or {})})
-    with many_recompiles():
-        torch.compile(fn, backend=collector, dynamic=dynamic)(*inputs, **kwargs)
+    run(fn, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)
     return collector
 
 

@@ -59,7 +59,8 @@ ALLOWED = {
     "recompute": {"capture", "expressions", "gate"},
     "rewrite": MATCH | {"op", "gate", "recompute"},
     "backend": MATCH | {"bodies", "op", "gate", "rewrite", "cache", "options", "patterns"},
-    "collect": {"backend", "options"},
+    "untouched": set(),
+    "collect": {"backend", "options", "untouched"},
     "spelling": {"pattern", "capture", "functional", "template", "collect", "testing"},
     "export": MATCH | {"gate", "rewrite", "backend", "options"},
 }

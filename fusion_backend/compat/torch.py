@@ -7,25 +7,18 @@ Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versio
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import weakref
 
 import sympy
 import torch
 import torch._dynamo.config as dynamo_config
-import torch._higher_order_ops.triton_kernel_wrap as kernel_wrap
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config as inductor_config
-from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.ir import TensorBox
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
@@ -39,68 +32,8 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_kno
 from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from fusion_backend.compat.triton import Autotuner
-
 aten = torch.ops.aten
 TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
-
-# A value that a kernel reads is written to memory for it. Without this Inductor would not know, and would compute a
-# pointwise value (a residual sum) once for the kernel and again for every other reader.
-lowering.needs_realized_inputs.add(triton_kernel_wrapper_mutation)
-
-# What torch found that a kernel writes, and from 2.13 on reads, by what it was asked about; for kernels that `launch`
-# knows.
-ANALYSED: weakref.WeakKeyDictionary[object, dict] = weakref.WeakKeyDictionary()
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
-CONSTANTS = (int, float, str, torch.dtype, type(None))
-
-
-def kind_of_argument(value) -> tuple | None:
-    """All that the analysis of a kernel can see of an argument; None for what we do not know."""
-    if isinstance(value, (FakeTensor, TensorBox)):
-        return ("tensor", value.dtype)
-    if isinstance(value, SYMBOLIC):
-        return ("symbolic",)
-    return (type(value), value) if isinstance(value, CONSTANTS) else None
-
-
-def analysed_once(analyse):
-    """`analyse(kernel, kwargs, descriptors)` with its answers remembered.
-
-    For every launch in a graph torch asks three or four times what the kernel writes, and makes Triton IR of its source
-    each time; the layers of a model are alike.
-    """
-
-    @functools.wraps(analyse)
-    def remembered(kernel, kwargs, descriptors):
-        tuned = isinstance(kernel, Autotuner)  # of one configuration, which holds the number of warps
-        known = ANALYSED.get(kernel.fn if tuned else kernel)
-        given = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
-        key = tuple((name, kind_of_argument(value)) for name, value in sorted(given.items()))
-        if known is None or descriptors or any(kind is None for _, kind in key):
-            return analyse(kernel, kwargs, descriptors)
-        if key in known:
-            return copy.copy(known[key])
-        answer = analyse(kernel, kwargs, descriptors)
-        written = answer if isinstance(answer, list) else answer.read_writes.writes
-        if len(written) < sum(kind[0] == "tensor" for _, kind in key):  # all: it may have failed, which may pass
-            known[key] = copy.copy(answer)
-        return answer
-
-    return remembered
-
-
-ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11; 2.13, 2.15
-for analysis in ANALYSES:
-    if hasattr(kernel_wrap, analysis):
-        setattr(kernel_wrap, analysis, analysed_once(getattr(kernel_wrap, analysis)))
-
-
-def mutated_tensors(kernel, constants: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """The arguments that torch finds a kernel to write."""
-    table = kernel_wrap.kernel_side_table
-    return kernel_wrap.get_mutated_tensors(table.add_kernel(kernel), table.add_constant_args(constants), tensors, {})
-
 
 # Operators, the nodes of a graph, and memory.
 

@@ -9,7 +9,7 @@ import os
 import torch
 from torch.library import wrap_triton
 
-from fusion_backend.compat.torch import ANALYSED
+from fusion_backend.compat.inductor import ANALYSED
 from fusion_backend.compat.triton import InterpretedFunction
 
 TRIAL = contextvars.ContextVar("fusion_trial", default=None)

@@ -1,0 +1,257 @@
+"""What we keep or change for a whole process: nothing of Inductor's, bounded tables, and threads that do not meet."""
+
+import gc
+import importlib.metadata
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._functorch import config as functorch_config
+
+import fusion_backend
+from fusion_backend import backend, fitting, pattern, reporting
+from fusion_backend.compat import inductor
+from fusion_backend.testing import collect
+from tests.test_fallback import Eager
+
+OPTIONS = {"fusion.gate": "always"}
+
+
+def norm(x):
+    return F.layer_norm(x.exp(), (8,))
+
+
+def gate(x):
+    return torch.sigmoid(x @ x.mT) * (x @ x.mT + 1) + F.softmax(x @ x.mT, -1)
+
+
+@pytest.fixture
+def no_inductor(monkeypatch):
+    """Graphs run as they are handed to Inductor."""
+
+    def plain(mode, options, *told):
+        def compile(gm, inputs):
+            return gm.forward
+
+        compile.config = {}
+        return compile
+
+    monkeypatch.setattr(backend, "inductor", plain)
+    monkeypatch.setattr(backend, "inductor_of_ours", plain)
+
+
+def of_inductor() -> tuple:
+    """What is changed while a graph of ours is compiled."""
+    analyses = [getattr(inductor.kernel_wrap, name, None) for name in inductor.ANALYSES]
+    return list(inductor.lowering.needs_realized_inputs), analyses
+
+
+def test_inductor_is_changed_only_while_a_graph_of_ours_is_compiled(monkeypatch):
+    """The backward too, which is compiled when it first runs; graphs without a site are plain Inductor's."""
+    seen = []
+
+    def compile(gm, inputs, **given):
+        seen.append((bool(given.get("is_backward")), of_inductor() != before))
+        return Eager(gm)
+
+    before = of_inductor()
+    assert inductor.triton_kernel_wrapper_mutation not in before[0]
+    assert not any(hasattr(analyse, "__wrapped__") for analyse in before[1])
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx.__defaults__", (compile, *plain_defaults()))
+    x = torch.randn(4, 8, requires_grad=True)
+    out = torch.compile(norm, backend="fusion", options=OPTIONS)(x)
+    assert of_inductor() == before
+    out.sum().backward()
+    assert of_inductor() == before
+    torch.compile(norm, backend="fusion")(x).sum().backward()
+    with fusion_backend.disable():
+        torch.compile(lambda x: norm(x), backend="fusion", options=OPTIONS)(x).sum().backward()
+    ours, plain = [(False, True), (True, True)], [(False, False), (True, False)]
+    assert seen == ours + 2 * plain
+    monkeypatch.setattr(inductor, "compile_fx_inner", lambda *args, **given: 1 / 0)
+    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+        torch.compile(lambda x: norm(x) + 1, backend="fusion", options=OPTIONS)(x)
+    assert of_inductor() == before
+
+
+def plain_defaults() -> tuple:
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx.__defaults__[1:]
+
+
+def test_a_second_thread_waits_until_all_patterns_are_loaded(monkeypatch):
+    started, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        name = value = "slow"
+
+        def load(self):
+            backend.patterns()  # it may ask for them itself
+            started.set()
+            assert may_end.wait(10)
+            pattern.REGISTRY["slow"] = None
+
+    monkeypatch.setattr(backend, "LOADED", [])
+    monkeypatch.setattr(pattern, "REGISTRY", dict(pattern.REGISTRY))
+    monkeypatch.setattr(backend, "REGISTRY", pattern.REGISTRY)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Slow()])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(backend.patterns)
+        assert started.wait(10)
+        second = pool.submit(backend.patterns)
+        assert not second.done() and threading.Event().wait(0.05) is False and not second.done()
+        may_end.set()
+        assert None in first.result() and None in second.result()
+
+
+def test_two_threads_compile_different_models_at_once(no_inductor):
+    models = [norm, gate, lambda x: norm(x) * 2, lambda x: gate(x) * 2]
+    xs = [torch.randn(8, 8) for _ in models]
+    ready = threading.Barrier(len(models))
+    wrapped = [torch.compile(m, backend="fusion", options=OPTIONS) for m in models]
+
+    def run(m, x):
+        ready.wait()
+        return m(x)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        for out, m, x in zip(pool.map(run, wrapped, xs), models, xs, strict=True):
+            torch.testing.assert_close(out, m(x))
+    report = fusion_backend.report()
+    assert [g.error for g in report.graphs] == [None] * 4 and gc.isenabled()
+    alone = [sorted(s.pattern for s in fusion_backend.explain(m, xs[0], options=OPTIONS).fused) for m in models]
+    assert sorted(sorted(s.pattern for s in g.sites if s.fused) for g in report.graphs) == sorted(alone)
+
+
+def sizes() -> dict[str, int]:
+    """How much is in each table of ours that outlives a graph."""
+    known = backend.patterns()
+    return {
+        "report": len(reporting.REPORT.graphs),
+        "warnings": len(reporting.WARNED),
+        "forms": len(fitting.KNOWN),
+        "analyses": sum(map(len, inductor.ANALYSED.values())),
+        "outcomes": sum(len(p.memo.get("outcomes", ())) for p in known),
+        "memos": sum(len(p.memo) for p in known),
+        "patterns": len(known),
+    }
+
+
+def test_200_resets_leave_nothing_behind(no_inductor, monkeypatch):
+    monkeypatch.setattr(reporting, "KEPT", 20)
+    monkeypatch.setattr(reporting, "WARNINGS", 20)
+    x = torch.randn(4, 8)
+    (gm,) = collect(norm, x).sources
+    found = []
+    for i in range(200):
+        torch.compiler.reset()
+        if i % 10:  # Dynamo takes most of the time
+            backend.fusion(gm, [x], options=OPTIONS)
+        else:
+            torch.compile(norm, backend="fusion", options=OPTIONS)(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reporting.warn_once(f"graph {i}", "…")
+        if i in (60, 199):
+            gc.collect()
+            found.append((sizes(), sum(type(o) is torch.fx.Graph for o in gc.get_objects())))
+    assert found[0][0] == found[1][0]
+    assert found[1][1] <= found[0][1] + 4  # graphs alive
+    report = fusion_backend.report()
+    assert (len(report.graphs), report.dropped) == (20, 180)
+    assert "180 older graphs are no longer kept" in str(report) and '"dropped": 180' in report.to_json()
+    assert list(reporting.WARNED) == [f"graph {i}" for i in range(180, 200)]
+    fusion_backend.reset()
+    assert not report.graphs and not report.dropped
+
+
+def test_forms_make_room_between_templates_only(monkeypatch):
+    monkeypatch.setattr(fitting, "KNOWN", {})
+    monkeypatch.setattr(fitting, "REMEMBERED", 2)
+    (p, *_) = backend.patterns()
+    from fusion_backend.template import Template, templates
+
+    for _ in range(3):
+        for t in templates(p):
+            fresh = Template(p, t.kinds, t.roots, t.size, t.line).forms
+            bits = [f.bit for f in set(fresh.values())]
+            assert len(bits) == len(set(bits)) == len(fitting.KNOWN)
+
+
+def test_analyses_are_bounded(monkeypatch):
+    monkeypatch.setattr(inductor, "REMEMBERED", 3)
+    calls = []
+
+    def kernel(): ...
+
+    def analyse(kernel, kwargs, descriptors):
+        calls.append(kwargs)
+        return []
+
+    inductor.ANALYSED[kernel] = {}
+    remembered = inductor.analysed_once(analyse)
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(4)
+    for n in (0, 1, 2, 3, 4, 4):
+        remembered(kernel, {"X": x, "n": n}, {})
+        assert len(inductor.ANALYSED[kernel]) <= 3
+    assert len(calls) == 5
+
+
+THREADS = """
+import threading, torch, fusion_backend
+from fusion_backend import backend
+from fusion_backend.backend import fusion
+def plain(mode, options):
+    def compile(gm, inputs):
+        return gm.forward
+    compile.config = {}
+    return compile
+backend.inductor = plain
+ready, failed = threading.Barrier(4), []
+def work(i):
+    try:
+        ready.wait()
+        x = torch.randn(3, i + 1)
+        f = torch.compile(lambda x: x.sin() + i, backend=fusion, options={"fusion.gate": "never"})
+        torch.testing.assert_close(f(x), x.sin() + i)
+    except BaseException as error:
+        failed.append(error)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not failed, failed
+assert [g.error for g in fusion_backend.report().graphs] == [None] * 4, fusion_backend.report()
+assert torch.compile(torch.sin, backend="fusion")
+"""
+
+
+def test_four_threads_that_compile_first_at_once():
+    subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=300)
+
+
+def test_the_garbage_collector_is_left_alone(no_inductor, monkeypatch):
+    seen = []
+    real = backend.capture
+    monkeypatch.setattr(backend, "capture", lambda gm: seen.append(gc.isenabled()) or real(gm))
+    torch.compile(norm, backend="fusion", options=OPTIONS)(torch.randn(4, 8))
+    gc.disable()
+    try:
+        torch.compile(gate, backend="fusion", options=OPTIONS)(torch.randn(8, 8))
+        assert seen == [True, False] and not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    """Every graph reaches Inductor's compiler."""
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
