@@ -1,4 +1,4 @@
-"""What a ShapeEnv believes of its symbols, before the pass and after it: every test that runs the pass is held to it."""
+"""What a ShapeEnv believes of its symbols before a pass and after it. conftest.py holds every test to: the same."""
 
 import contextlib
 

@@ -140,7 +140,7 @@ def test_dynamic_shapes_are_recognised(pattern):
     kinds = written(pattern)[0]
     tensors, call = split(arguments(pattern, kinds, torch.float32))
     (parts, *_) = [subexpressions(t.roots) for t in templates(pattern) if t.kinds == kinds]
-    for t in tensors if any(e.op == "half" for e in parts) else ():  # chunk gives halves where a size is known to be even
+    for t in tensors if any(e.op == "half" for e in parts) else ():  # what chunk gives of a size known to be even
         torch._dynamo.mark_static(t, t.dim() - 1)
     with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):  # numbers of the code, not of the call
         report = collect(call(pattern.reference), *tensors, dynamic=True).report
