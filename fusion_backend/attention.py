@@ -136,7 +136,7 @@ def repeat_interleaved(c, a, s):
 
 def attention(c, a, s):
     q, k, v, mask = (a(name) for name in ("query", "key", "value", "attn_mask"))
-    if None in (q.shape, k.shape, v.shape) or not (isinstance(q.shape[-1], int) or a.get("scale")):
+    if None in (q.shape, k.shape, v.shape) or not (isinstance(q.shape[-1], int) or a.get("scale") is not None):
         return None
     if a.get("enable_gqa", False):
         heads = q.shape[-3]
@@ -305,7 +305,7 @@ def log_softmax(c, a, s):
     x, val = a("self"), a.node.args[0].meta["val"]
     if a.get("dtype") is not None:
         x = c.cast(x, val.dtype, a.get("dtype"), s)
-    return c.make("log_softmax", (x,), a.get("dim") % len(s) - len(s), s)
+    return c.make("log_softmax", (x,), a.get("dim") % len(s) - len(s), s) if s else None
 
 
 def negative_log_likelihood(c, a, s):

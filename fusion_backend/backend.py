@@ -15,7 +15,14 @@ from fusion_backend.cache import key_of, with_identity
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, capture
 from fusion_backend.compat.inductor import inductor_of_ours
-from fusion_backend.compat.torch import RestartAnalysis, inductor, inductor_config, reset_cudagraphs
+from fusion_backend.compat.torch import (
+    RestartAnalysis,
+    fake_mode_of,
+    inductor,
+    inductor_config,
+    no_new_guards,
+    reset_cudagraphs,
+)
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Decision, Gate
 from fusion_backend.matcher import Matcher
@@ -70,15 +77,16 @@ def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphReco
     """Run the pass on one Dynamo graph. Returns the graph to compile, the same object when nothing was accepted."""
     record.nodes = len(gm.graph.nodes)
     known = usable(patterns())
-    started = time.thread_time()
-    view = capture(gm)
-    record.capture_s = time.thread_time() - started
-    if view is None:
-        return gm, []
-    started = time.thread_time()
-    prepared = prepare(view, options)
-    record.match_s += time.thread_time() - started
-    return fuse_view(prepared, known, options, record, 0)
+    with no_new_guards(fake_mode_of(gm)):
+        started = time.thread_time()
+        view = capture(gm)
+        record.capture_s = time.thread_time() - started
+        if view is None:
+            return gm, []
+        started = time.thread_time()
+        prepared = prepare(view, options)
+        record.match_s += time.thread_time() - started
+        return fuse_view(prepared, known, options, record, 0)
 
 
 @dataclasses.dataclass
@@ -118,11 +126,19 @@ def fuse_view(prepared: Prepared, known: list[Pattern], options: Options, record
     record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
     record.kept |= {n.name: why for n, why in view.kept.items()}
+    tell_faults(canon, matcher)
     record.match_s += time.thread_time() - started
     started = time.thread_time()
     new = rewrite(view, canon, mine, prepared.chains, bodies)
     record.rewrite_s += time.thread_time() - started
     return new, decisions + mine
+
+
+def tell_faults(canon: Canon, matcher: Matcher) -> None:
+    """Warn of what failed before there was a site: it costs a rule, or a place to match, and not the graph."""
+    for n, fault in (*canon.faults.items(), *matcher.faults.items()):
+        told = f"fusion: {fault}; nothing is fused there, please report this: {reporting.location(n)}"
+        reporting.warn_once(f"fault {fault}", told)
 
 
 def best_answers(decisions: list[Decision]) -> list[Decision]:

@@ -16,7 +16,8 @@ from torch import fx
 from fusion_backend import attention, composites
 from fusion_backend.capture import is_lowered
 from fusion_backend.compat.torch import schema_of
-from fusion_backend.expressions import Builder, Expr, hashable, same
+from fusion_backend.expressions import Builder, Expr, equals, hashable, same
+from fusion_backend.faults import refusal
 
 
 class Canon(Builder):
@@ -25,6 +26,7 @@ class Canon(Builder):
     def __init__(self, scalar_of=None):
         super().__init__(scalar_of)
         self.of: dict[fx.Node, Expr] = {}
+        self.faults: dict[fx.Node, str] = {}  # a node whose rule failed -> how
 
     def variable(self, n: fx.Node, name: str) -> None:
         """Let a pattern's placeholder stand for anything."""
@@ -66,14 +68,26 @@ class Canon(Builder):
             return self.const(held(n.args[0], n.meta["val"].dtype))
         if not is_lowered(n) or n in fences:
             return self.make("input", (), n.name, shape_of(n))
-        rule = RULES.get(schema_of(n.target).name)
-        e = rule(self, Args(self, n), shape_of(n)) if rule is not None else None
+        e = self.by_rule(n)
         if e is not None:
             return e
         if unrepeatable(n):
             return self.make("input", (), n.name, shape_of(n))
         tensors = tuple(self.of[a] for a in n.all_input_nodes)
         return self.make(str(n.target), tensors, other_arguments(n), shape_of(n))
+
+    def by_rule(self, n: fx.Node) -> Expr | None:
+        """What the rule of its operator says. A rule that fails does not apply, and one that needs a guard neither."""
+        rule = RULES.get(schema_of(n.target).name)
+        if rule is None:
+            return None
+        try:
+            return rule(self, Args(self, n), shape_of(n))
+        except Exception as error:
+            _, fault = refusal(error, f"the rule of {schema_of(n.target).name}")
+            if fault is not None:
+                self.faults[n] = fault
+            return None
 
 
 class Args:
@@ -148,7 +162,7 @@ def same_device_cast(c: Canon, a: Args, s):
 
 def dropped(c: Canon, a: Args, s):
     """Every draw is another value: its name tells it apart, and the matcher does not compare the names."""
-    if not a.get("train") or a.get("p") == 0:
+    if not a.get("train") or equals(a.get("p"), 0):
         return a("input")
     return c.make("dropout", (a("input"), c.const(a.get("p"))), a.node.name, s)
 
@@ -195,7 +209,7 @@ def product(c: Canon, x: Expr, y: Expr, s):
 def added_product(c: Canon, a: Args, s, left: str, right: str):
     """beta · self + alpha · left @ right; without self where beta is 0."""
     product = c.scale(c.make("matmul", (a(left), a(right)), None, s), a.get("alpha", 1), s)
-    return product if a.get("beta", 1) == 0 else c.add(product, c.scale(a("self"), a.get("beta", 1), s), s)
+    return product if equals(a.get("beta", 1), 0) else c.add(product, c.scale(a("self"), a.get("beta", 1), s), s)
 
 
 def constant(c: Canon, a: Args, s, name: str):

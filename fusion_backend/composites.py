@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from fusion_backend.compat.torch import schema_of
-from fusion_backend.expressions import Expr, is_const, peel, same
+from fusion_backend.compat.torch import schema_of, statically_known_true
+from fusion_backend.expressions import Expr, equals, is_const, peel, same
 
 NUMBERS = ("const", "scalar", "sym")
 
@@ -55,7 +55,7 @@ def rms_norm(c, a, s):
 
 def vector_norm(c, a, s, order: str):
     dims = a.get("dim")
-    if a.get(order) not in (None, 2) or a.get("dtype") is not None or dims is None:
+    if not (a.get(order) is None or equals(a.get(order), 2)) or a.get("dtype") is not None or dims is None:
         return None
     if order == "ord" and schema_of(a.node.target).name == "aten::linalg_norm" and not isinstance(dims, int):
         if len(dims) > 1:  # of a matrix
@@ -99,7 +99,7 @@ def patches(c, a, s):
     none, ones, padding = (0,) * len(kernel), (1,) * len(kernel), a.get("padding", 0)
     padded = padding != "valid" if isinstance(padding, str) else not same(each("padding", 0), none)
     beside = same(each("stride", 1), kernel) and same(each("dilation", 1), ones) and not same(kernel, ones)
-    if not beside or padded or a.get("groups", 1) != 1 or len(x.shape) != len(weight.shape):
+    if not beside or padded or not equals(a.get("groups", 1), 1) or len(x.shape) != len(weight.shape):
         return None
     return present(c, "aten.conv.patches", [x, weight, a("bias")], s)
 
@@ -244,7 +244,7 @@ def part(c, x: Expr, dim: int, start, stop, step, s) -> Expr:
         return columns
     if not all(isinstance(v, int) for v in (size, start, stop, step)):
         halves = {0: (0, size // 2), 1: (size // 2, size)}
-        for k, bounds in halves.items() if step == 1 else ():
+        for k, bounds in halves.items() if equals(step, 1) else ():
             if same((start, stop), bounds):
                 return c.make("half", (x,), (axis, k), s)
         return c.make("slice", (x,), (axis, str(start), str(stop), str(step)), s)
@@ -264,7 +264,7 @@ def part_of_product(c, x: Expr, start, stop, step, s) -> Expr | None:
         rows = x.args[1].shape[0]
         return c.make("matmul", (x.args[0], part(c, x.args[1], 1, start, stop, step, (rows, s[-1]))), None, s)
     for y, b in (x.args, x.args[::-1]) if x.op == "add" else ():
-        if b.shape is not None and len(b.shape) == 1 and y.op == "matmul" and b.shape[0] == x.shape[-1]:
+        if b.shape is not None and y.op == "matmul" and same(b.shape, x.shape[-1:]):
             y = part_of_product(c, y, start, stop, step, s)
             return y and c.add(y, part(c, b, 0, start, stop, step, (s[-1],)), s)
     return None
@@ -276,7 +276,7 @@ def sliced(c, a, s):
         return None
     dim = a.get("dim", 0) % len(x.shape)
     start, stop = a.get("start"), a.get("end")
-    stop = x.shape[dim] if stop is None or stop == 2**63 - 1 else stop
+    stop = x.shape[dim] if stop is None or equals(stop, 2**63 - 1) else stop
     return part(c, x, dim, 0 if start is None else start, stop, a.get("step", 1), s)
 
 
@@ -292,7 +292,8 @@ def narrowed(c, a, s):
     dim = a.get("dim") % len(x.shape)
     if isinstance(start, int) and start < 0:
         start += x.shape[dim]
-    return part(c, x, dim, start, start + length, 1, s) if not isinstance(start, torch.Tensor) else None
+    known = not isinstance(start, torch.Tensor) and statically_known_true(start >= 0)  # or it may count from the end
+    return part(c, x, dim, start, start + length, 1, s) if known else None
 
 
 def pieces(c, a, s):

@@ -11,10 +11,10 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion_backend import reporting
-from fusion_backend.backend import best_answers, nearest, patterns, site, usable
+from fusion_backend.backend import best_answers, nearest, patterns, site, tell_faults, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
-from fusion_backend.compat.torch import fake_mode_of, name_again, tracing_under
+from fusion_backend.compat.torch import fake_mode_of, name_again, no_new_guards, tracing_under
 from fusion_backend.gate import Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import Options, parse
@@ -31,7 +31,8 @@ def fuse(program: ExportedProgram, **options) -> ExportedProgram:
     record = reporting.GraphRecord(len(program.graph.nodes))
     reporting.add(record)
     root = copied(program.graph_module)
-    with tracing_under(fake_mode_of(root)):
+    mode = fake_mode_of(root)
+    with tracing_under(mode), no_new_guards(mode):
         fuse_module(root, ours, record, torch.is_grad_enabled())
     reporting.log(record)
     return ExportedProgram(
@@ -64,6 +65,7 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     decisions = best_answers(gate.decide_all(list(matcher.candidates())))
     record.sites += [site(d) for d in decisions]
     record.misses += nearest(matcher, gate)
+    tell_faults(canon, matcher)
     replaced: dict[fx.Node, fx.Node] = {}
     for d in decisions:
         if d.fused:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_backend.compat.torch import guard_or_false, statically_known_true, sym_eq
+from fusion_backend.compat.torch import statically_known_true
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
 # Operators that cost nothing worth counting when they are done twice.
@@ -81,9 +81,12 @@ def same(a, b) -> bool:
     """Are two shapes known to be equal? Adds no guard."""
     if a is None or len(a) != len(b):
         return False
-    a, b = tuple(a), tuple(b)
-    known = all(type(size) is int for size in (*a, *b))
-    return a == b if known else guard_or_false(sym_eq(a, b))
+    return all(map(equals, a, b))
+
+
+def equals(a, b) -> bool:
+    """Are two sizes or numbers known to be equal? Adds no guard."""
+    return statically_known_true(a == b)
 
 
 def from_right(dims, rank: int) -> tuple[int, ...]:
@@ -148,7 +151,7 @@ class Builder:
         return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)
 
     def scale(self, x: Expr, alpha, shape) -> Expr:
-        if alpha == 1:
+        if equals(alpha, 1):
             return x
         return self.const(x.attr * alpha) if is_const(x) else self.mul(x, self.const(alpha), shape)
 
@@ -198,7 +201,7 @@ class Builder:
         return self.elementwise("maximum", x, y, shape=shape)
 
     def power(self, x: Expr, p, shape) -> Expr:
-        match p:
+        match p if isinstance(p, (int, float)) else None:  # a number that only a run knows is none of these
             case 1:
                 return x
             case 2:
@@ -222,7 +225,7 @@ class Builder:
 
     def variance(self, x: Expr, dims, correction, keepdim: bool, shape) -> Expr:
         """The biased variance as mean((x - mean(x))²); any other correction is its own operator."""
-        if correction not in (0, False) or x.shape is None:
+        if not equals(correction, 0) or x.shape is None:
             return self.reduce(f"var{correction}", x, dims, keepdim, shape)
         mean = self.reduce("mean", x, dims, True, None)
         centred = self.add(x, self.neg(mean, mean.shape), x.shape)

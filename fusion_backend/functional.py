@@ -16,6 +16,7 @@ from torch import fx
 
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import OpOverload, overload_of, pytree, schema_of, storage_id
+from fusion_backend.expressions import same
 
 # No functional form with a gradient above autograd (copy_), or not arithmetic at all.
 NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}
@@ -117,11 +118,16 @@ def all_of(n: fx.Node, root: fx.Node) -> bool:
     a, b = n.meta.get("val"), root.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    return geometry(a) == geometry(b)
+    return geometry(a) == geometry(b) and same(places(a), places(b))
 
 
 def geometry(t: torch.Tensor) -> tuple:
-    return t.dtype, t.shape, t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()
+    """Without the sizes, which may be symbolic."""
+    return t.dtype, t.dim(), t.is_conj(), t.is_neg()
+
+
+def places(t: torch.Tensor) -> tuple:
+    return *t.shape, *t.stride(), t.storage_offset()
 
 
 def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains) -> bool:
@@ -135,4 +141,4 @@ def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chain
         gets = target(*args, **kwargs)
     except Exception:  # an operator that refuses on fakes stays as the user wrote it
         return False
-    return (gets.dtype, gets.shape, gets.stride()) == (had.dtype, had.shape, had.stride())
+    return gets.dtype == had.dtype and same((*gets.shape, *gets.stride()), (*had.shape, *had.stride()))

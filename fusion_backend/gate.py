@@ -18,6 +18,7 @@ from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
 from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true, storage_id
 from fusion_backend.expressions import FREE, LIKE, peel, same
+from fusion_backend.faults import of_kernel, refusal
 from fusion_backend.functional import storages
 from fusion_backend.kernels.launch import on_gpu, trial
 from fusion_backend.kernels.trials import Trials
@@ -76,6 +77,13 @@ class Gate:
 
     def decide(self, match: Match) -> Decision | None:
         """None when the same pattern is already fused there, in a larger form."""
+        try:
+            return self.decided(match)
+        except Exception as error:
+            reason, fault = refusal(error, "deciding it")
+            return Decision(match, False, reason, failure=fault)
+
+    def decided(self, match: Match) -> Decision | None:
         if any(r in self.claimed and self.claimed[r].pattern is match.pattern for r in match.roots):
             return None
         covered = self.overlap(match)
@@ -86,12 +94,12 @@ class Gate:
             if reason:
                 return Decision(match, False, reason)
         decision = self.provide(match, self.training(match))
+        decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
             self.fused += 1
             results = {self.canon.of[r] for r in match.roots}
             again = [n for n in match.interior if self.canon.of[n] in results]
             self.claimed |= dict.fromkeys((*match.roots, *again, *self.computed(match)), match)
-        decision.bytes_saved = match.bytes_inside(self.canon)
         return decision
 
     def computed(self, match: Match) -> list[fx.Node]:
@@ -272,7 +280,7 @@ class Gate:
                 with results[0].fake_mode, torch.no_grad():
                     self.compile_kernels(op_of(own), [*library.values_of(match, call), *numbers], decision)
             except Exception as error:
-                return Decision(match, False, told(error), failure=told(error))
+                return Decision(match, False, of_kernel(error), failure=of_kernel(error))
         return decision
 
     def own_refused(self, match: Match, call: LibraryCall, training: bool, cuda: bool) -> Reject | None:
@@ -337,7 +345,7 @@ class Gate:
                 if torch.cuda.is_available() and "kernel" in (decision.forward, decision.backward):
                     self.compile_kernels(op, flat, decision)
         except Exception as error:
-            return told(error)
+            return of_kernel(error)
         if not shares_memory(decision.value, values):
             self.tried[key] = [(o.dtype, o.device, o.shape, o.stride()) for o in decision.value]
         return ""
@@ -355,10 +363,6 @@ class Gate:
 def draws(match: Match) -> bool:
     """Are there random numbers in this form of the pattern?"""
     return match.template.kinds in match.pattern.memo.get("random", ())
-
-
-def told(error: Exception) -> str:
-    return f"its kernel failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def shares_memory(results: tuple, values: list) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
-from fusion_backend.compat.torch import guard_or_false, schema_of, statically_known_true, sym_eq
+from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.diagonals import index_of
-from fusion_backend.expressions import same
+from fusion_backend.expressions import equals, same
 from fusion_backend.functional import storages
 from fusion_backend.masks import Masks
 from fusion_backend.matcher import Match
@@ -28,8 +28,8 @@ MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "at
 def offer(match: Match, masks: Masks, training: bool) -> LibraryCall | Reject:
     """What the pattern answers, with what is known of its masks, and of an index."""
     pattern = match.pattern
-    asked = {name: match.tensors[name] for name in pattern.library_masks if name in match.tensors}
-    known = {n: index_of(a, masks) if original(a).dtype in INTEGERS else masks.of(a) for n, a in asked.items()}
+    about = {name: match.tensors[name] for name in pattern.library_masks if name in match.tensors}
+    known = {n: index_of(a, masks) if original(a).dtype in INTEGERS else masks.of(a) for n, a in about.items()}
     values = [value_of(match.arguments[p.name]) for p in pattern.params]
     answer = pattern.asked("library", *values, known, training)
     if not isinstance(answer, LibraryCall):
@@ -70,7 +70,7 @@ def values_of(match: Match, call: LibraryCall) -> list[torch.Tensor | None]:
 
 def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
     return all(
-        guard_or_false(sym_eq(have, need)) or statically_known_true(size <= 1)
+        equals(have, need) or statically_known_true(size <= 1)
         for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
     )
 

@@ -18,6 +18,7 @@ from torch import fx
 from fusion_backend.canonical import Canon
 from fusion_backend.compat.torch import FakeTensor, FakeTensorMode, enable_python_dispatcher, hinted
 from fusion_backend.expressions import FREE, LIKE, Expr, peel, same
+from fusion_backend.faults import refusal
 from fusion_backend.fitting import Fitting, expected
 from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
@@ -92,6 +93,7 @@ class Matcher:
         self.signatures: dict[fx.Node, tuple | None] = {}
         self.started: dict[tuple, list[fx.Node]] = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
+        self.faults: dict[fx.Node, str] = {}  # a node where matching failed -> how
 
     def starts(self, t: Template) -> list[fx.Node]:
         """The nodes where a template can start, the latest first."""
@@ -109,9 +111,20 @@ class Matcher:
         ranked = sorted((t for p in self.patterns for t in templates(p)), key=lambda t: -t.size)
         for t in ranked:
             for n in self.starts(t):
-                found = self.at(t, n)
+                found = self.attempt(t, n)
                 if found is not None:
                     yield found
+
+    def attempt(self, t: Template, n: fx.Node) -> Match | None:
+        """A template at a node. Where that raises, this node alone is a miss."""
+        try:
+            return self.at(t, n)
+        except Exception as error:
+            reason, fault = refusal(error, "matching it")
+            if fault is not None:
+                self.faults[n] = f"{t.pattern.where}: {fault}"
+            self.note(t, n, t.size, None, reason)
+            return None
 
     def at(self, t: Template, n: fx.Node) -> Match | None:
         root, e = t.roots[t.start], self.canon.of[n]

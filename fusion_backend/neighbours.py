@@ -14,6 +14,7 @@ from torch import fx
 
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import embedded, is_lowered
+from fusion_backend.compat.torch import schema_of
 from fusion_backend.expressions import in_library, peel
 from fusion_backend.matcher import Match
 from fusion_backend.pattern import Reject
@@ -34,7 +35,7 @@ REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
 
 def name_of(n: fx.Node) -> str:
     """The operator's name, "aten::mul"; of anything else the target's."""
-    return n.target._schema.name if is_lowered(n) else str(n.target)
+    return schema_of(n.target).name if is_lowered(n) else str(n.target)
 
 
 def names(nodes: Iterable[fx.Node]) -> list[str]:
@@ -55,8 +56,8 @@ def elementwise(n: fx.Node) -> bool:
     """Does each element of the result need one element of an argument? Views too."""
     if not is_lowered(n):
         return False
-    moves = any(r.alias_info is not None for r in n.target._schema.returns)
-    return moves or torch.Tag.pointwise in n.target.tags or n.target._schema.name in POINTWISE
+    moves = any(r.alias_info is not None for r in schema_of(n.target).returns)
+    return moves or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
 
 
 class Neighbours:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from fusion_backend import definition
+from fusion_backend.compat.torch import GuardOnDataDependentSymNode
 from fusion_backend.definition import PatternError, line_of, same_arguments
+from fusion_backend.faults import named
 from fusion_backend.reporting import warn_once
 
 
@@ -165,10 +167,12 @@ class Pattern:
         """The same for a gate: whatever goes wrong refuses the site, with a warning to the pattern's author."""
         try:
             return self.ask(what, *given)
+        except GuardOnDataDependentSymNode as error:
+            return Reject(f"its {what} would need a guard on {error.cond}")
         except PatternError as error:
             why = str(error).removeprefix(f"{self.where}: ")
         except Exception as error:
-            why = f"its {what} raised {type(error).__name__}: {error}"
+            why = f"its {what} raised {named(error)}"
         warn_once(f"{what} {self.where}", f"fusion: {self.where}: {why}; the site is left to Inductor")
         return Reject(why)
 

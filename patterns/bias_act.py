@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.activations import activate
@@ -39,8 +39,8 @@ def _(x, b, act):
 
 def dim_of(x, b) -> int | None:
     """The dimension of x that b runs along, the last where b is a vector; None where there is no one such dimension."""
-    wide = [i - b.dim() for i, size in enumerate(b.shape) if not guard_or_false(size == 1)] or [-1]
-    if len(wide) > 1 or not 0 < b.dim() <= x.dim() or not guard_or_false(b.shape[wide[0]] == x.shape[wide[0]]):
+    wide = [i - b.dim() for i, size in enumerate(b.shape) if not statically_known_true(size == 1)] or [-1]
+    if len(wide) > 1 or not 0 < b.dim() <= x.dim() or not statically_known_true(b.shape[wide[0]] == x.shape[wide[0]]):
         return None
     return x.dim() + wide[0]
 
@@ -48,7 +48,7 @@ def dim_of(x, b) -> int | None:
 @bias_act.guard
 def _(x, b, act):
     dim = dim_of(x, b)
-    if dim is None or not guard_or_false(b.stride(dim - x.dim()) == 1):
+    if dim is None or not statically_known_true(b.stride(dim - x.dim()) == 1):
         return Reject(f"b with {memory(b)} is no vector along one dimension of x with shape {tuple(x.shape)}")
     return reject_dtypes(x=x, b=b) or reject_channels(x, dim)
 

@@ -12,6 +12,8 @@ import torch._inductor.config
 
 import fusion_backend
 
+from .sizes import watched
+
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
@@ -25,6 +27,14 @@ def fresh():
     torch.compiler.reset()
     fusion_backend.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def sizes_left_alone():
+    """No pass in any test adds a guard, a replacement or a runtime assertion."""
+    with watched() as changed:
+        yield
+    assert not changed, changed
 
 
 @pytest.fixture

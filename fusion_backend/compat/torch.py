@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import (
     _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
-from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
 from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -88,6 +88,49 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
             if isinstance(value, FakeTensor):
                 return value.fake_mode
     return None
+
+
+class NewGuard(GuardOnDataDependentSymNode):
+    """Only a guard, a replacement or a runtime assertion would have answered a question about symbolic sizes.
+
+    To torch it is what a size that depends on data gives: its rules of shapes know that, and nothing is logged.
+    """
+
+    def __init__(self, condition: sympy.Basic, value: sympy.Basic):
+        super().__init__(condition, f"it would need a guard, {condition} == {value}")
+
+
+@contextlib.contextmanager
+def no_new_guards(fake_mode: FakeTensorMode | None):
+    """Inside, questions about sizes are answered from what is known or guarded already; any other raises NewGuard.
+
+    Who says what to assume where the answer is not known (guard_or_false) is told that, as with sizes that depend on
+    data. ShapeEnv calls `_check_frozen` right before it writes down a guard or a runtime assertion, and before the
+    replacements and ranges that follow from it. What is raised there is remembered nowhere: others may ask again.
+    """
+    env = fake_mode.shape_env if fake_mode is not None else None
+    if env is None or "_check_frozen" in vars(env):
+        yield
+        return
+    evaluate = env.evaluate_expr
+
+    def refuse(condition, value):
+        raise NewGuard(condition, value)
+
+    def assume(*args, fallback_value=None, **options):
+        try:
+            return evaluate(*args, fallback_value=fallback_value, **options)
+        except NewGuard:
+            if fallback_value is None:
+                raise
+            return fallback_value
+
+    env._check_frozen, env.evaluate_expr = refuse, assume
+    try:
+        with env.ignore_fresh_unbacked_symbols():
+            yield
+    finally:
+        del env._check_frozen, env.evaluate_expr
 
 
 def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.activations import activated
 from fusion_backend.kernels.blocks import block_of, blocks_of
@@ -40,9 +40,9 @@ def planes_of(x: Tensor, dim: int) -> bool | None:
     result = torch.empty_like(x, device="meta")
     if same_layout(x, result):
         in_order = dim < x.dim() - 1 and dense(x, range(x.dim()))
-        return True if in_order else False if guard_or_false(x.stride(dim) == 1) else None
+        return True if in_order else False if statically_known_true(x.stride(dim) == 1) else None
     rows = dim == x.dim() - 1 and dense(result, range(x.dim()))  # padded, expanded, or to be copied
-    return False if rows and guard_or_false(x.stride(dim) == 1) else None
+    return False if rows and statically_known_true(x.stride(dim) == 1) else None
 
 
 def reject_channels(x: Tensor, dim: int) -> Reject | None:

@@ -84,9 +84,12 @@ def tiles_kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     down, across = (n + 15) // 16, (m + 15) // 16
     rows = torch.arange(math.prod(outer) * down * 8, device=seed.device)
     counter = (rows[:, None] << 32) + torch.arange(across * 8, device=seed.device)
-    words = torch.stack(philox(seed, counter, TILE_ROUNDS.value), -1).view(-1, down, 8, across, 8, 2, 2)
-    kept = words.permute(0, 1, 5, 2, 3, 6, 4).reshape(*outer, down * 16, across * 16) >= threshold(p)
-    return kept[..., :n, :m]
+    words = torch.cat([word.reshape(-1) for word in philox(seed, counter, TILE_ROUNDS.value)])
+    matrix, i, j = (torch.arange(k, device=seed.device) for k in (math.prod(outer), n, m))
+    row = (matrix.view(outer)[..., None] * down + i // 16) * 8 + i % 8
+    word = i[:, None] % 16 // 8 * 2 + j % 16 // 8  # which of the four
+    place = row[..., None] * (across * 8) + j // 16 * 8 + j % 8 + word * counter.numel()
+    return words[place] >= threshold(p)
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -99,8 +102,10 @@ def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Which elements survive."""
     n = shape[-1]
     rows, quads = math.prod(shape[:-1]), (n + 3) // 4
-    words = torch.stack(philox(seed, torch.arange(rows * quads, device=seed.device)), 1).reshape(rows, 4 * quads)
-    return (words[:, :n] >= threshold(p)).reshape(shape)
+    words = torch.cat(philox(seed, torch.arange(rows * quads, device=seed.device)))
+    row, col = torch.arange(rows, device=seed.device).view(shape[:-1]), torch.arange(n, device=seed.device)
+    place = row[..., None] * quads + col // 4 + col % 4 * (rows * quads)  # a reshape would ask what divides n
+    return words[place] >= threshold(p)
 
 
 def philox(seed: Tensor, counter: Tensor, rounds: int = ROUNDS.value) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.dropout import Dropout, scale, threshold
 from fusion_backend.kernels.flash_tiles import (
@@ -71,19 +71,20 @@ def shape_of(mask: Tensor) -> tuple:
 def strides(mask: Tensor | None) -> tuple:
     """Of four dimensions, 0 where it broadcasts. The tensor stays as it is: Inductor would compute a view anew."""
     given = [] if mask is None else zip(mask.shape, mask.stride(), strict=True)
-    found = [0 if guard_or_false(size == 1) else stride for size, stride in given]
+    found = [0 if statically_known_true(size == 1) else stride for size, stride in given]
     return (0, 0, 0, 0, *found)[-4:]
 
 
 def rows_in_memory(mask: Tensor | None) -> Tensor | None:
     """With neighbouring keys next to each other: every block of queries of every head and batch reads such rows."""
-    apart = mask is not None and not guard_or_false(mask.shape[-1] == 1) and not guard_or_false(mask.stride(-1) <= 1)
-    return mask.contiguous() if apart else mask
+    if mask is None or statically_known_true(mask.shape[-1] == 1) or statically_known_true(mask.stride(-1) <= 1):
+        return mask
+    return mask.contiguous()
 
 
 def of_keys(t: Tensor | None) -> tuple:
     """The strides of the batch and the keys."""
-    return (0, 0) if t is None else (0 if guard_or_false(t.shape[0] == 1) else t.stride(0), t.stride(-1))
+    return (0, 0) if t is None else (0 if statically_known_true(t.shape[0] == 1) else t.stride(0), t.stride(-1))
 
 
 def rows_of(t: Tensor) -> tuple:
@@ -93,7 +94,7 @@ def rows_of(t: Tensor) -> tuple:
 def laid_out(t: Tensor) -> Tensor:
     """An empty tensor like t: heads last in memory where t has them so."""
     b, h, n, d = t.shape
-    if guard_or_false(t.stride(1) < t.stride(2)):
+    if statically_known_true(t.stride(1) < t.stride(2)):
         return torch.empty((b, n, h, d), dtype=t.dtype, device=t.device).transpose(1, 2)
     return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
 

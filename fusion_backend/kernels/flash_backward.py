@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.flash import (
     Masking,
@@ -92,7 +92,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     kv_heads, m = k.shape[1:3]
     bias, d = masking.bias, number(d)
     by_keys, by_queries = configs or chosen(q, masking)
-    do = do if guard_or_false(do.stride(-1) == 1) else do.contiguous()
+    do = do if statically_known_true(do.stride(-1) == 1) else do.contiguous()
     args, constants = masks_of(q, k, masking)
     sums = torch.empty((b, h, n), dtype=torch.float32, device=q.device)
     launch(
@@ -122,7 +122,7 @@ def backward(q, k, v, masking: Masking, out, lse, do, needs: dict[str, bool], co
     if wide and not alone:
         by_tile = by_queries if q.element_size() == 4 else config_of(*BIAS[(d > 64) + (d > 128)])
         tiles = ((n + by_tile["BM"] - 1) // by_tile["BM"]) * ((m + by_tile["BN"] - 1) // by_tile["BN"])
-        batches, heads = (1 if guard_or_false(size == 1) else size for size in shape_of(bias)[:2])
+        batches, heads = (1 if statically_known_true(size == 1) else size for size in shape_of(bias)[:2])
         launch(
             flash_bias_kernel, (tiles * batches * heads,), q, k, v, do, lse, sums, db, *read, *strides(db), b, batches,
             heads, **constants, **by_tile,

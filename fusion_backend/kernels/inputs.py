@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from fusion_backend.compat.torch import assert_all  # noqa: F401  (for rooms)
 from fusion_backend.pattern import Reject
@@ -45,7 +45,7 @@ def reject_dynamic(**scalars) -> Reject | None:
 
 def same_sizes(a, b) -> bool:
     """Are two lists of sizes known to be equal? Adds no guard."""
-    return len(a) == len(b) and guard_or_false(sym_eq(tuple(a), tuple(b)))
+    return len(a) == len(b) and statically_known_true(sym_eq(tuple(a), tuple(b)))
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
@@ -72,7 +72,7 @@ def dense(x: Tensor, order) -> bool:
     """Is x known to be dense in memory, with its dimensions in this order? Adds no guard."""
     step = 1
     for d in reversed(order):
-        if not guard_or_false(x.shape[d] == 1) and not guard_or_false(x.stride(d) == step):
+        if not statically_known_true(x.shape[d] == 1) and not statically_known_true(x.stride(d) == step):
             return False
         step = step * x.shape[d]
     return True
@@ -94,7 +94,7 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     *strides, column = map(number, x.stride())
     rows = math.prod(shape)
     distance = strides[-1] if strides else n
-    even = all(guard_or_false(strides[i] == strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 1))
+    even = all(statically_known_true(strides[i] == strides[i + 1] * shape[i + 1]) for i in range(len(shape) - 1))
     if even and not dynamic(distance) and not dynamic(column) and (column == 1 or n == 1):
         return x, rows, distance
     return x.contiguous(), rows, n

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from fusion_backend.kernels.inputs import dynamic, number
 from fusion_backend.kernels.tuned import TABLE
@@ -67,7 +67,7 @@ def reject_shapes(**tensors: Tensor) -> Reject | None:
     """Refuse tensors whose shapes are not known to be equal."""
     (first, x), *others = tensors.items()
     for name, t in others:
-        if t.dim() != x.dim() or not guard_or_false(sym_eq(tuple(t.shape), tuple(x.shape))):
+        if t.dim() != x.dim() or not statically_known_true(sym_eq(tuple(t.shape), tuple(x.shape))):
             return Reject(f"{first} has shape {tuple(x.shape)} and {name} {tuple(t.shape)}")
 
 
@@ -85,7 +85,7 @@ def reject_broadcast(x: Tensor, name: str, other: Tensor | None) -> Reject | Non
     if x.dim() > 4 or other.dim() > x.dim():
         return Reject(f"{name} has {other.dim()} dimensions and x {x.dim()}; the kernel takes up to 4")
     for mine, its in zip(reversed(x.shape), reversed(other.shape), strict=False):
-        if not guard_or_false(its == mine) and not guard_or_false(its == 1):
+        if not statically_known_true(its == mine) and not statically_known_true(its == 1):
             return Reject(f"{name} with shape {tuple(other.shape)} may or may not broadcast to {tuple(x.shape)}")
 
 
@@ -99,7 +99,7 @@ class Broadcast:
         self.strides = [0] * 4
         for i in range(other.dim() if other is not None else 0):
             its = other.shape[-1 - i]
-            alone = guard_or_false(its == 1) and not guard_or_false(shape[-1 - i] == 1)
+            alone = statically_known_true(its == 1) and not statically_known_true(shape[-1 - i] == 1)
             self.strides[-1 - i] = 0 if alone else other.stride(-1 - i)
 
 
