@@ -64,7 +64,7 @@ class Gate:
         for n in view.graph.nodes:
             for storage in written_by(n, view, inside or {}):
                 self.writers.setdefault(storage, []).append(n)
-        self.masks = Masks(view, canon, self.writers)
+        self.masks = Masks(view, canon, self.writers, options.exact_masks)
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
         """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is left out."""
