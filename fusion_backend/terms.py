@@ -7,6 +7,7 @@ them is proven without a guard.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from fusion_backend.compat.torch import statically_known_true, sym_key
 
 LARGEST = 1 << 30  # of the numbers that are followed: sums of a few stay inside int32
-LONGEST = 400  # operators of a term
+LONGEST = 200  # operators of a term
 
 
 class TooLarge(Exception):
@@ -79,15 +80,24 @@ class Term:
         if size > LONGEST:
             raise TooLarge
         object.__setattr__(self, "size", size)
-        object.__setattr__(self, "known_hash", hash((self.op, self.args)))
+
+    @functools.cached_property
+    def known_hash(self) -> int:
+        return hash((self.op, self.args))
+
+    @functools.cached_property
+    def opposite(self):
+        return opposite(self)
 
     def __hash__(self):
         return self.known_hash
 
 
 def negated(t):
-    if isinstance(t, bool):
-        return not t
+    return not t if isinstance(t, bool) else t.opposite
+
+
+def opposite(t: Term):
     match t.op:
         case "nonnegative":
             return Term("nonnegative", (t.args[0].times(-1).plus(Linear({}, -1)),))
