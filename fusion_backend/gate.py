@@ -234,10 +234,11 @@ class Gate:
         inline = not cuda and self.options.gate == "always" and (not random or pattern.seeded_fn is not None)
         own = backward != "vjp" and training and pattern.can_inline_forward and not random  # dropout in torch is slow
         inline |= no is not None and no.forward_only and own
+        said = "" if no is None else f"{offered.reason}; {no.reason}" if offered else no.reason
         if no is not None and not inline:
-            return Decision(match, False, f"{offered.reason}; {no.reason}" if offered else no.reason)
+            return Decision(match, False, said)
         forward = "kernel" if no is None else "reference"
-        reason = "" if no is None else f"forward inlined: {no.reason}"
+        reason = "" if no is None else f"forward inlined: {said}"
         decision = Decision(match, True, reason, forward, backward, training)
         values = [value_of(match.arguments[p.name]) for p in pattern.params]
         failure = self.try_out(decision, values)

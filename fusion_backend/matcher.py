@@ -22,7 +22,7 @@ from fusion_backend.fitting import Fitting, expected
 from fusion_backend.index import Below
 from fusion_backend.pattern import Pattern
 from fusion_backend.template import Template, templates
-from fusion_backend.unify import BUDGET, Bound, Unifier
+from fusion_backend.unify import Bound, Unifier
 from fusion_backend.views import BY_NUMBERS, Viewed, geometry, original, value_of
 
 REMEMBERED = 1000  # shapes a pattern
@@ -141,8 +141,7 @@ class Matcher:
                 unifier.best = (t.size, None, reason)
         deepest, there, why = unifier.best
         if unifier.exhausted:
-            why = f"there were more ways to read it than are tried, {BUDGET:,} steps of unification"
-            self.note(t, n, max(deepest, 0), there, why, where, gave_up=True)
+            self.note(t, n, max(deepest, 0), there, unifier.exhausted, where, gave_up=True)
         elif reason or 2 * deepest >= t.size >= 3:
             self.note(t, n, deepest, there, why or reason, where)
         return None

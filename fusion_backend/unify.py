@@ -43,8 +43,9 @@ class Unifier:
         self.best: tuple[int, Expr | None, str] = (-1, None, "")
 
     @property
-    def exhausted(self) -> bool:
-        return self.steps > BUDGET
+    def exhausted(self) -> str:
+        """Why it gave up, if it did."""
+        return f"it can be read in more ways than {BUDGET:,} steps try" if self.steps > BUDGET else ""
 
     def miss(self, g: Expr, reason: str) -> None:
         if self.depth > self.best[0]:
@@ -52,7 +53,7 @@ class Unifier:
 
     def unify(self, p: Expr, g: Expr, env: dict, pinned: bool = False) -> Iterator[dict]:
         self.steps += 1
-        if self.exhausted:
+        if self.steps > BUDGET:
             return
         if p.op in LEAVES:
             found = self.leaf(p, g, env, pinned)
@@ -92,11 +93,14 @@ class Unifier:
         env = {**env, g: p}
         self.depth += 1
         pinned = pinned or p.op in KEEPS_DTYPE
+        mixed = bool(self.forms[p].chain) and len({broadcast(w, p) for w in flat(p, p.op)}) > 1
+        if mixed:  # which operand is broadcast tells more than how they are parenthesised
+            yield from self.chain(p, g, env, mixed)
         for given in orders(p, g):
             if all(map(self.fits, p.args, given)):
                 yield from self.all(list(zip(p.args, given, strict=True)), env, pinned)
-        if p.op in CHAINS:
-            yield from self.chain(p, g, env)
+        if p.op in CHAINS and not mixed:
+            yield from self.chain(p, g, env, mixed)
         elif p.op == "where" and p.args[0].op == "var":
             mask, x, y = g.args
             complement = Expr("not", (mask,), None, mask.shape, -1)
@@ -118,13 +122,12 @@ class Unifier:
         for found in self.unify(*pairs[i], env, pinned):
             yield from self.all(pairs, found, pinned, i + 1)
 
-    def chain(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
-        """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
+    def chain(self, p: Expr, g: Expr, env: dict, mixed: bool) -> Iterator[dict]:
+        """a·(b·c) against (a·b)·c: the operands of both chains in any order, those first that are broadcast alike."""
         if not self.forms[p].chain or len(self.forms[p].chain) != len(self.fitting.operands(g)):
             return
         wanted, given = flat(p, p.op), self.fitting.operands(g)
         wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # what can fail fails first
-        mixed = len({broadcast(w, p) for w in wanted}) > 1
 
         def assign(i: int, left: list[Expr], env: dict) -> Iterator[dict]:
             if i == len(wanted):
