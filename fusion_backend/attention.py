@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fusion_backend.composites import NUMBERS, number_and_rest, where
+from fusion_backend.composites import LOOKED_THROUGH, NUMBERS, number_and_rest, where
 from fusion_backend.expressions import Expr, is_const, peel, same
 
 # softmax(scale · q kᵀ + mask) v. The scale, wherever it was multiplied, stands on the scores, even if it is 1.
@@ -38,12 +38,41 @@ def as_softmax(c, x: Expr, y: Expr, s) -> Expr | None:
 
 
 def scaled(c, x: Expr) -> Expr:
-    """Scores with one explicit scale, capped perhaps; anything else as it is. A masking around the scores stays."""
-    if x.op in ("cast", "where") or (x.op == "add" and not any(a.op in NUMBERS for a in x.args)):
-        args = [scaled(c, a) for a in x.args]
-        same = all(a is b for a, b in zip(args, x.args, strict=True))
-        return x if same else c.make(x.op, args, x.attr, x.shape)  # a mask may be of another region: keep it
-    return capped(c, x) or with_scale(c, x)
+    """Scores with one explicit scale, capped perhaps; anything else as it is. A masking around the scores stays.
+
+    Sums may be as many as the graph is deep, and may read one another: each is visited once, and none by recursion.
+    """
+    pending = [x]
+    while pending:
+        e = pending.pop()
+        operands = e.args if surrounds_scores(e) else ()
+        waiting = [a for a in operands if a not in c.scores]
+        if waiting:
+            pending += [e, *waiting]
+        elif e not in c.scores:
+            c.scores[e] = in_own_region(c, e, [c.scores[a] for a in operands])
+    return c.scores[x]
+
+
+def surrounds_scores(x: Expr) -> bool:
+    return x.op in ("cast", "where") or (x.op == "add" and not any(a.op in NUMBERS for a in x.args))
+
+
+def in_own_region(c, x: Expr, operands: list[Expr]) -> Expr:
+    """x of scaled operands, or scaled itself: of the grad mode and autocast of x, and held by the nodes of x."""
+    state, c.state = c.state, x.state
+    try:
+        if not operands:
+            found = capped(c, x) or with_scale(c, x)
+        elif all(a is b for a, b in zip(operands, x.args, strict=True)):
+            return x
+        else:
+            found = c.make(x.op, operands, x.attr, x.shape)
+    finally:
+        c.state = state
+    if found is not x and found.written is None:
+        found.written = x
+    return found
 
 
 def capped(c, x: Expr) -> Expr | None:
@@ -98,23 +127,26 @@ def of_scaled_query(c, x: Expr) -> Expr:
 
 
 def without_factors(c, e: Expr) -> tuple[Expr, list[float | Expr]]:
-    """A value and the numbers that multiply it; captured scalars as they are."""
+    """A value and the numbers that multiply it, the outermost first; captured scalars as they are."""
     numbers: list[float | Expr] = []
-    while True:
-        e, factor = without_factor(c, e)
-        if factor is None:
-            return e, numbers
-        numbers.append(factor)
+    rest, permutes, inside = e, [], 0  # what is multiplied; the permutations passed, and how many of them are around it
+    for _ in range(LOOKED_THROUGH):
+        if e.op in ("cast", "permute"):
+            permutes += [e] if e.op == "permute" else []
+            e = e.args[0]
+            continue
+        e, number = without_factor(e)
+        if number is None:
+            break
+        numbers.append(number)
+        rest, inside = e, len(permutes)
+    for p in reversed(permutes[:inside]):
+        rest = c.make("permute", (rest,), p.attr, p.shape)
+    return rest, numbers
 
 
-def without_factor(c, e: Expr) -> tuple[Expr, float | Expr | None]:
-    """A value and the outermost number that multiplies it, if any."""
-    if e.op == "cast":
-        inner, factor = without_factor(c, e.args[0])
-        return (e, None) if factor is None else (inner, factor)
-    if e.op == "permute":
-        inner, factor = without_factor(c, e.args[0])
-        return (e, None) if factor is None else (c.make("permute", (inner,), e.attr, e.shape), factor)
+def without_factor(e: Expr) -> tuple[Expr, float | Expr | None]:
+    """A value and the number that multiplies it, if one does."""
     if e.op == "div" and is_const(e.args[1]) and e.args[1].attr:
         return e.args[0], 1.0 / e.args[1].attr
     number, rest = number_and_rest(e) if e.op == "mul" else (None, None)
@@ -210,29 +242,36 @@ def reshaped(c, x: Expr, s) -> Expr:
 
 def of_rows(c, x: Expr) -> Expr:
     """What was flattened to rows; a cast of the rows, as autocast makes, is a cast of it."""
-    if x.op == "rows":
-        return of_rows(c, x.args[0])
-    inner = of_rows(c, x.args[0]) if x.op == "cast" else x
-    if inner is x or inner is x.args[0]:
-        return x
-    cast = c.make("cast", (inner,), x.attr, inner.shape)
-    cast.rows = x
-    return cast
+    passed = []
+    while x.peeled.op == "rows" and (x, c.state) not in c.flattened:
+        passed.append(x)
+        x = x.args[0]
+    inner = c.flattened.get((x, c.state), x)
+    for e in reversed(passed):
+        if e.op == "cast":
+            inner = c.make("cast", (inner,), e.attr, inner.shape)
+            inner.rows = e
+        c.flattened[e, c.state] = inner
+    return inner
 
 
 def behind_product(c, x: Expr, s) -> Expr | None:
-    """x seen as rows, times a weight (plus a bias), seen as x again: the product of x itself."""
-    if x.op == "add":
-        for y, b in (x.args, x.args[::-1]):
-            if b.shape is not None and len(b.shape) == 1:
-                y = behind_product(c, y, s)
-                return y and c.add(y, b, s)
-        return None
+    """x seen as rows, times a weight (plus a bias, or several), seen as x again: the product of x itself."""
+    biases = []
+    while x.op == "add" and len(biases) < LOOKED_THROUGH:
+        x, b = next(((y, b) for y, b in (x.args, x.args[::-1]) if b.shape is not None and len(b.shape) == 1), (x, None))
+        if b is None:
+            return None
+        biases.append(b)
     if x.op != "matmul" or not same(x.shape[-1:], s[-1:]):
         return None
     inner = of_rows(c, x.args[0])
-    fits = inner.shape is not None and same(inner.shape[:-1], s[:-1])
-    return c.make("matmul", (inner, x.args[1]), None, s) if fits else None
+    if inner.shape is None or not same(inner.shape[:-1], s[:-1]):
+        return None
+    product = c.make("matmul", (inner, x.args[1]), None, s)
+    for b in reversed(biases):
+        product = c.add(product, b, s)
+    return product
 
 
 def as_repeated(c, x: Expr, s) -> Expr | None:

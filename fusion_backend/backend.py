@@ -25,7 +25,7 @@ from fusion_backend.compat.torch import (
 )
 from fusion_backend.functional import functionalize_locals
 from fusion_backend.gate import Decision, Gate
-from fusion_backend.matcher import Matcher
+from fusion_backend.matcher import Matcher, Mismatch
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pattern import REGISTRY, Pattern, PatternError, clashes_left_out
 from fusion_backend.rewrite import rewrite
@@ -165,16 +165,17 @@ def site(d: Decision, path: str = "") -> reporting.Site:
 
 def nearest(matcher: Matcher, gate: Gate) -> list[reporting.Miss]:
     """The best partial match of a pattern on each source line, at least half of it, outside what was fused."""
-    best: dict[tuple[str, str], reporting.Miss] = {}
+    best: dict[tuple[str, str], Mismatch] = {}
     for m in matcher.misses.values():
-        if m.root in gate.claimed:
+        key = (m.pattern.name, reporting.location(m.root))
+        if m.root in gate.claimed or matcher.covered(m):
             continue
-        where = reporting.location(m.root)
-        found = reporting.Miss(m.pattern.name, where, m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")
-        key = (m.pattern.name, where)
-        if key not in best or found.matched > best[key].matched:
-            best[key] = found
-    return list(best.values())
+        if key not in best or m.rank > best[key].rank:
+            best[key] = m
+    return [
+        reporting.Miss(name, where, m.matched, m.size, f"{m.reason} at {reporting.location(m.node)}")
+        for (name, where), m in best.items()
+    ]
 
 
 class FusionBackend:

@@ -372,9 +372,12 @@ def is_elementwise(n: fx.Node) -> bool:
 
 def embedded(n: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
     """An embedding, if n is one or elementwise code of embeddings alone, and read by nothing else."""
-    pending, inside, table = [n], set(inside), None
+    pending, inside, seen, table = [n], set(inside), set(), None
     while pending:
         n = pending.pop()
+        if n in seen:
+            continue
+        seen.add(n)
         if not is_lowered(n) or not inside.issuperset(n.users):
             return None
         if n.target is torch.ops.aten.embedding.default:

@@ -14,6 +14,8 @@ from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.expressions import Expr, equals, is_const, peel, same
 
 NUMBERS = ("const", "scalar", "sym")
+LOOKED_THROUGH = 16  # operators below each other: more casts, views, factors or biases than anybody writes
+NESTED = 4  # products in the weight of a product
 
 
 def number_and_rest(e: Expr) -> tuple[Expr | None, Expr | None]:
@@ -110,10 +112,9 @@ AFFINE = {"group_norm": (1, 2), "batch_norm": (3, 4)}
 
 def per_channel(e: Expr, shape) -> Expr | None:
     """The vector of which e holds one element for each channel, dimension 1 of `shape`."""
-    v = e
-    while v.op in ("unsqueeze", "view", "rows"):
-        v = v.args[0]
-    rank = len(shape)
+    v, rank = e, len(shape)
+    for _ in range(LOOKED_THROUGH):
+        v = v.args[0] if v.op in ("unsqueeze", "view", "rows") else v
     if None in (e.shape, v.shape) or len(v.shape) != 1 or not rank - 1 <= len(e.shape) <= rank:
         return None
     wanted = (*(1,) * (len(e.shape) - rank + 1), shape[1], *(1,) * (rank - 2))
@@ -235,11 +236,11 @@ def power_of(f: Expr, x: Expr | None = None):
 # Parts of the last dimension.
 
 
-def part(c, x: Expr, dim: int, start, stop, step, s) -> Expr:
+def part(c, x: Expr, dim: int, start, stop, step, s, depth: int = NESTED) -> Expr:
     """A slice; one half of a dimension is told from other slices, so that it does not depend on the size."""
     size = x.shape[dim]
     axis = dim - len(x.shape)
-    columns = part_of_product(c, x, start, stop, step, s) if axis == -1 else None
+    columns = part_of_product(c, x, start, stop, step, s, depth) if axis == -1 and depth else None
     if columns is not None:
         return columns
     if not all(isinstance(v, int) for v in (size, start, stop, step)):
@@ -258,15 +259,16 @@ def part(c, x: Expr, dim: int, start, stop, step, s) -> Expr:
     return c.make("slice", (x,), (axis, start, stop, step), s)
 
 
-def part_of_product(c, x: Expr, start, stop, step, s) -> Expr | None:
+def part_of_product(c, x: Expr, start, stop, step, s, depth: int) -> Expr | None:
     """Columns of x W + b are x times columns of W, plus those of b: packed weights are weights side by side."""
     if x.op == "matmul" and x.args[1].shape is not None and len(x.args[1].shape) == 2:
         rows = x.args[1].shape[0]
-        return c.make("matmul", (x.args[0], part(c, x.args[1], 1, start, stop, step, (rows, s[-1]))), None, s)
+        columns = part(c, x.args[1], 1, start, stop, step, (rows, s[-1]), depth - 1)
+        return c.make("matmul", (x.args[0], columns), None, s)
     for y, b in (x.args, x.args[::-1]) if x.op == "add" else ():
         if b.shape is not None and y.op == "matmul" and same(b.shape, x.shape[-1:]):
-            y = part_of_product(c, y, start, stop, step, s)
-            return y and c.add(y, part(c, b, 0, start, stop, step, (s[-1],)), s)
+            y = part_of_product(c, y, start, stop, step, s, depth)
+            return y and c.add(y, part(c, b, 0, start, stop, step, (s[-1],), depth - 1), s)
     return None
 
 

@@ -23,12 +23,14 @@ ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 class Expr:
     """One canonical value: an operator, its operands, and what else tells it apart."""
 
-    __slots__ = ("args", "attr", "id", "nodes", "op", "rows", "shape")
+    __slots__ = ("args", "attr", "id", "nodes", "op", "peeled", "rows", "shape", "state", "written")
 
-    def __init__(self, op: str, args: tuple[Expr, ...], attr, shape, id: int):
-        self.op, self.args, self.attr, self.shape, self.id = op, args, attr, shape, id
+    def __init__(self, op: str, args: tuple[Expr, ...], attr, shape, id: int, state=None):
+        self.op, self.args, self.attr, self.shape, self.id, self.state = op, args, attr, shape, id, state
         self.nodes: list[fx.Node] = []  # graph nodes with this value, in graph order
         self.rows: Expr | None = None  # this value as rows [n, last], for when no node holds the value itself
+        self.written: Expr | None = None  # this value as the graph holds it, where a rule put it into other terms
+        self.peeled: Expr = args[0].peeled if op == "cast" else self
 
     @property
     def of_run_time(self) -> bool:
@@ -52,9 +54,12 @@ def in_library(op: str) -> bool:
 
 def peel(e: Expr) -> Expr:
     """Without the casts around it that only change a rounding."""
-    while e.op == "cast":
-        e = e.args[0]
-    return e
+    return e.peeled
+
+
+def as_written(e: Expr) -> Expr:
+    """In the terms of the graph, which has a node for it, or would have one for any other value."""
+    return e.written or e
 
 
 def describe(e: Expr) -> str:
@@ -101,6 +106,8 @@ class Builder:
         self.table: dict[tuple, Expr] = {}
         self.scalar_of = scalar_of or (lambda number: None)
         self.state = None  # values computed under another grad mode or autocast are other values
+        self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
+        self.flattened: dict[tuple, Expr] = {}  # what attention.of_rows made of each value, in each region
 
     # Building expressions.
 
@@ -111,7 +118,7 @@ class Builder:
         key = (op, tuple(a.id for a in args), attr, repr(attr), self.state)  # 1 is not 1.0, and 0.0 is not -0.0
         found = self.table.get(key)
         if found is None:
-            found = self.table[key] = Expr(op, args, attr, shape, len(self.table))
+            found = self.table[key] = Expr(op, args, attr, shape, len(self.table), self.state)
         return found
 
     def const(self, number) -> Expr:

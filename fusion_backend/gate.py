@@ -66,7 +66,7 @@ class Gate:
         for n in view.graph.nodes:
             for storage in written_by(n, view, inside or {}):
                 self.writers.setdefault(storage, []).append(n)
-        self.masks = Masks(view, canon, self.writers)
+        self.masks = Masks(view, canon, self.writers, options.exact_masks)
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
         """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is left out."""
@@ -243,10 +243,11 @@ class Gate:
         inline = not cuda and self.options.gate == "always" and (not random or pattern.seeded_fn is not None)
         own = backward != "vjp" and training and pattern.can_inline_forward and not random  # dropout in torch is slow
         inline |= no is not None and no.forward_only and own
+        said = "" if no is None else f"{offered.reason}; {no.reason}" if offered else no.reason
         if no is not None and not inline:
-            return Decision(match, False, f"{offered.reason}; {no.reason}" if offered else no.reason)
+            return Decision(match, False, said)
         forward = "kernel" if no is None else "reference"
-        reason = "" if no is None else f"forward inlined: {no.reason}"
+        reason = "" if no is None else f"forward inlined: {said}"
         decision = Decision(match, True, reason, forward, backward, training)
         values = [value_of(match.arguments[p.name]) for p in pattern.params]
         failure = self.try_out(decision, values)

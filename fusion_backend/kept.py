@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import fx
@@ -14,9 +15,12 @@ from fusion_backend.terms import ZERO, Linear, Term
 BEYOND = -0.99e9  # a score that is further down than this has no weight; bf16 holds -1e9 as -0.998e9
 
 
-def hides(fill: float, dtype: torch.dtype) -> bool:
+def hides(fill: float, dtype: torch.dtype, exact: bool = False) -> bool:
     """Does a score that is replaced by `fill`, or moved by it, lose all weight beside any other? Scores are taken to
-    be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left is 0 in fp32."""
+    be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left is 0 in fp32. Where that must not be
+    taken for granted (`exact`), only -inf does."""
+    if exact:
+        return fill == -math.inf
     return fill <= BEYOND or (dtype == torch.float16 and fill <= torch.finfo(dtype).min)
 
 
@@ -54,8 +58,9 @@ class Part:
 class Mask:
     """What is kept: low <= i - j <= high and all of `parts`.
 
-    Of an additive mask, `choice` says whether it is one; `fill` is the one number that hides, and `added` the node that
-    is added to the scores where they are kept.
+    Of an additive mask, `choice` says whether it is one; `fill` is the one number that hides, `taken` are the finite
+    numbers that were taken for -inf, and `added` is the node that is added to the scores where they are kept. `exact`:
+    only -inf hides.
     """
 
     where: str
@@ -65,11 +70,14 @@ class Mask:
     parts: list[Part] = dataclasses.field(default_factory=list)
     choice: bool = True
     fill: float | None = None
+    taken: tuple[float, ...] = ()
+    exact: bool = False
     added: fx.Node | None = None
     about: str = ""  # what is added
     proofs: list[str] = dataclasses.field(default_factory=list)
 
-    hides = staticmethod(hides)
+    def hides(self, fill: float, dtype: torch.dtype) -> bool:
+        return hides(fill, dtype, self.exact)
 
     def add(self, kind: str, term, text: str) -> None:
         self.parts.append(Part(kind, term, text))
@@ -87,7 +95,8 @@ class Mask:
 
     def together(self, other: Mask) -> Mask | None:
         """What both keep; None where that takes a guard to tell."""
-        found = Mask(self.where, parts=[*self.parts, *other.parts], proofs=[*self.proofs])
+        found = Mask(self.where, parts=[*self.parts, *other.parts], proofs=[*self.proofs], exact=self.exact)
+        found.taken = tuple(sorted({*self.taken, *other.taken}))
         found.square = all(mask.square for mask in (self, other) if mask.low is not None)
         found.proofs += [proof for proof in other.proofs if proof not in found.proofs]
         for name, tighter in (("low", max), ("high", min)):

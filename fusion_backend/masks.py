@@ -25,6 +25,7 @@ from fusion_backend.reporting import location
 from fusion_backend.terms import (
     Linear,
     Term,
+    TooLarge,
     both,
     computed,
     conjuncts,
@@ -54,7 +55,7 @@ ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange", "c
 def source(n: fx.Node) -> str:
     """The graph inputs that a value depends on, by name; else where it is computed."""
     found, seen, stack = [], set(), [n]
-    while stack:
+    while stack and len(found) < 3:
         a = stack.pop()
         if a not in seen:
             seen.add(a)
@@ -71,8 +72,9 @@ def place(n: fx.Node) -> str:
 class Masks:
     """The masks of one view, each analysed once."""
 
-    def __init__(self, view: View, canon: Canon, writers: dict[int, list[fx.Node]]):
+    def __init__(self, view: View, canon: Canon, writers: dict[int, list[fx.Node]], exact: bool = False):
         self.view, self.canon, self.writers = view, canon, writers
+        self.exact = exact  # is only -inf what hides?
         self.known: dict[tuple, Mask] = {}
         self.values: dict[fx.Node, torch.Tensor | None] = {}
         self.inexact: set[fx.Node] = set()  # of the nodes with a value: another device may round differently
@@ -91,7 +93,11 @@ class Masks:
         if any(step != "not" for step, _ in steps):
             return Mask(place(node), parts=[Part("dense", None, f"a view of {source(node)}")], choice=False)
         if key not in self.known:
-            self.known[key] = self.analysed(node, bool(key[1]))
+            try:
+                self.known[key] = self.analysed(node, bool(key[1]))
+            except TooLarge:
+                much = Part("dense", None, f"of more conditions than are followed, from {source(node)}")
+                self.known[key] = Mask(place(node), parts=[much], choice=False, exact=self.exact)
         return self.known[key]
 
     def look_out(self, around: Masks, stands_for: dict[fx.Node, fx.Node]) -> None:
@@ -112,31 +118,37 @@ class Masks:
         return self.canon.of[n].op == "input" or any(s in self.writers for s in storages(n))
 
     def analysed(self, node: fx.Node, complement: bool) -> Mask:
-        val, found = node.meta["val"], Mask(place(self.behind(node)))
+        val, found = node.meta["val"], Mask(place(self.behind(node)), exact=self.exact)
         names = [*(f"b{k}" for k in range(val.dim() - 2)), "i", "j"][-val.dim() :] if val.dim() else []
         sizes = dict(zip(names, val.shape, strict=True))
         found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])
         reader = Reader(sizes, RULES, self.unknown, self.behind)
-        t = reader.element(node, tuple(Linear({v: 1}) for v in names))
+        at = tuple(Linear({v: 1}) for v in names)
+        t = reader.element(node, at)
         if val.is_floating_point():
-            kept, found.fill = hidden_by(t, val.dtype)
+            kept, fills = hidden_by(t, val.dtype, self.exact)
             if node in self.view.requires_grad or kept is None:
-                kept, found.fill, found.added = self.separated(node, reader, tuple(Linear({v: 1}) for v in names))
+                kept, fills, found.added = self.separated(node, reader, at, self.exact)
             bias, trained = found.added or node, node in self.view.requires_grad
             about = f"{'a bias with a gradient' if trained else 'additive'}, from {source(bias)}"
             if kept is None:
                 found.choice = False
+                if self.exact:
+                    refused = hidden_by(t, val.dtype)[1] or self.separated(node, reader, at, False)[1]
+                    about += "".join(f"; {fill:g} is not taken for -inf: fusion.exact_masks is set" for fill in refused)
                 found.add("dense", None, about)
                 return found
             found.about = about if found.added is not None else ""
+            found.fill = fills[0] if len(fills) == 1 else None
+            found.taken = tuple(fill for fill in fills if fill > -math.inf)
             t = kept
         self.classify(negated(t) if complement else t, found, reader, sizes)
         return found
 
-    def separated(self, node: fx.Node, reader: Reader, at: tuple) -> tuple:
-        """Of a bias that something hides parts of, by addition or by choice: what is kept, the number that hides, and
+    def separated(self, node: fx.Node, reader: Reader, at: tuple, exact: bool) -> tuple:
+        """Of a bias that something hides parts of, by addition or by choice: what is kept, the numbers that hide, and
         the bias itself."""
-        nothing, dtype, trained = (None, None, None), node.meta["val"].dtype, self.view.requires_grad
+        nothing, dtype, trained = (None, (), None), node.meta["val"].dtype, self.view.requires_grad
         gets_gradient = node in trained
         while is_lowered(node) and not self.unknown(node) and schema_of(node.target).name in SAME_VALUES:
             node = node.args[0]
@@ -152,11 +164,11 @@ class Masks:
                 continue
             if bias in trained and not gets_gradient:  # it was made under no_grad
                 continue
-            kept, fill = hidden_by(as_dtype(reader.operand(other, at), dtype), dtype)
+            kept, fills = hidden_by(as_dtype(reader.operand(other, at), dtype), dtype, exact)
             if len(names) == 3:
                 kept = there if kept is False else None
             if kept is not None:
-                return kept, fill, bias
+                return kept, fills, bias
         return nothing
 
     def classify(self, t, found: Mask, reader: Reader, sizes: dict) -> None:
@@ -235,11 +247,22 @@ class Masks:
 
     def value(self, n: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives, where no input, no memory that is written to and no rounding decides it."""
-        n = self.behind(n)
-        if n not in self.values:
-            self.values[n] = None  # no cycle, and no second attempt
-            self.values[n] = self.run(n) if self.repeatable(n) else None
-        return self.values[n]
+        pending = [self.behind(n)]
+        while pending:
+            m = pending[-1]
+            if m in self.values or not self.repeatable(m):
+                self.values.setdefault(m, None)
+                pending.pop()
+                continue
+            operands = [self.behind(a) for a in m.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+            first = next((a for a in operands if self.values.get(a, None) is None), None)
+            if first is None:
+                self.values[m] = self.run(m)
+            elif first in self.values:  # an input decides it, so all that is made of it
+                self.values[m] = None
+            else:
+                pending.append(first)
+        return self.values[self.behind(n)]
 
     def repeatable(self, n: fx.Node) -> bool:
         val = n.meta.get("val")
@@ -254,7 +277,7 @@ class Masks:
         def real(a):
             if isinstance(a, fx.Node):
                 tensor = isinstance(a.meta.get("val"), torch.Tensor)
-                value = self.value(a) if tensor else a.meta.get("val")
+                value = self.values[self.behind(a)] if tensor else a.meta.get("val")
                 if value is None or (not tensor and not isinstance(value, (int, float, bool))):
                     raise LookupError
                 return value
@@ -291,18 +314,17 @@ def forms(p) -> tuple:
     return (p, negated(p)) if isinstance(p, Term) and p.op not in ("where", "read") else ()
 
 
-def hidden_by(t, dtype: torch.dtype) -> tuple:
-    """Where adding the element keeps the scores, and the number that hides the others, if it is one; else None."""
-    kept = None if t is None else lifted(lambda x: kept_by(x, dtype), t)
-    numbers = {x for x in leaves(t) if x != 0} if kept is not None else ()
-    return kept, numbers.pop() if len(numbers) == 1 else None
+def hidden_by(t, dtype: torch.dtype, exact: bool = False) -> tuple:
+    """Where adding the element keeps the scores, and the numbers that hide the others."""
+    kept = None if t is None else lifted(lambda x: kept_by(x, dtype, exact), t)
+    return kept, sorted({x for x in leaves(t) if x != 0}) if kept is not None else ()
 
 
-def kept_by(number, dtype: torch.dtype) -> bool | None:
+def kept_by(number, dtype: torch.dtype, exact: bool) -> bool | None:
     """Does adding this number keep a score (0), or hide it? None for anything else."""
     if not isinstance(number, float):
         return None
-    return True if number == 0 else False if hides(number, dtype) else None
+    return True if number == 0 else False if hides(number, dtype, exact) else None
 
 
 def mirrored(left: tuple[Linear, ...], right: tuple[Linear, ...]) -> bool:

@@ -67,6 +67,12 @@ class Mismatch:
     size: int
     node: fx.Node
     reason: str
+    gave_up: bool = False  # the rest was not looked at
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """What is told where there is more than one at a place."""
+        return self.gave_up, self.matched
 
 
 class Matcher:
@@ -93,6 +99,7 @@ class Matcher:
         self.signatures: dict[fx.Node, tuple | None] = {}
         self.started: dict[tuple, list[fx.Node]] = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
+        self.stands: dict[fx.Node, list[Template]] = {}  # the templates that were found there
         self.faults: dict[fx.Node, str] = {}  # a node where matching failed -> how
 
     def starts(self, t: Template) -> list[fx.Node]:
@@ -113,6 +120,7 @@ class Matcher:
             for n in self.starts(t):
                 found = self.attempt(t, n)
                 if found is not None:
+                    self.stands.setdefault(n, []).append(t)
                     yield found
 
     def attempt(self, t: Template, n: fx.Node) -> Match | None:
@@ -145,16 +153,26 @@ class Matcher:
                 where, reason = found
                 unifier.best = (t.size, None, reason)
         deepest, there, why = unifier.best
-        if (why or reason) and 2 * deepest >= t.size >= 3:
+        if unifier.exhausted:
+            self.note(t, n, max(deepest, 0), there, unifier.exhausted, where, gave_up=True)
+        elif reason or 2 * deepest >= t.size >= 3:
             self.note(t, n, deepest, there, why or reason, where)
         return None
 
-    def note(self, t: Template, root: fx.Node, matched: int, there: Expr | None, why: str, where=None) -> None:
+    def note(
+        self, t: Template, root: fx.Node, matched: int, there: Expr | None, why: str, where=None, gave_up: bool = False
+    ) -> None:
         """Remember the deepest partial match of a pattern at a node."""
         key = (t.pattern.name, root)
-        if key not in self.misses or matched > self.misses[key].matched:
-            node = there.nodes[0] if there is not None and there.nodes else where or root
-            self.misses[key] = Mismatch(t.pattern, root, min(matched, t.size), t.size, node, why)
+        node = there.nodes[0] if there is not None and there.nodes else where or root
+        miss = Mismatch(t.pattern, root, min(matched, t.size), t.size, node, why, gave_up)
+        if key not in self.misses or miss.rank > self.misses[key].rank:
+            self.misses[key] = miss
+
+    def covered(self, miss: Mismatch) -> bool:
+        """Does the pattern stand there in another form, or a larger one, where nothing but a node was lacking?"""
+        larger = (t.pattern is miss.pattern or t.size > miss.size for t in self.stands.get(miss.root, ()))
+        return miss.matched == miss.size and not miss.gave_up and any(larger)
 
     def other_roots(self, t: Template, unifier: Unifier, roots: list, env: dict) -> Iterator[tuple]:
         """Nodes for the other results: values inside the match, or what its arguments are used for."""
@@ -190,15 +208,10 @@ class Matcher:
                 return roots[0], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
         for peeled, through in ((True, False), (True, True), (False, False), (False, True)):
-            arguments: dict[str, object] = {}
-            for p, kind in zip(t.pattern.params, t.kinds, strict=True):
-                if kind != "tensor":
-                    word = kind.removeprefix("=") if p.words else None
-                    arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
-                    continue
-                arguments[p.name] = holder(env[p.name], peeled, through)
-                if arguments[p.name] is None:
-                    return roots[0], ""  # inside one operator of the user's: nothing that a user could change
+            arguments = held(t, env, peeled, through)
+            if isinstance(arguments, str):
+                why = why if why[1] else (roots[0], arguments)
+                continue
             found = Match(t.pattern, t, roots, arguments, [])
             reason = mixed(env, arguments) if peeled else ""
             reason = reason or self.disagreement(found)
@@ -307,6 +320,20 @@ def mixed(env: dict, arguments: dict) -> str:
     return "a matrix product would get two dtypes" if kept and uncast - kept else ""
 
 
+def held(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:
+    """The arguments as nodes and numbers; a sentence where no node holds one."""
+    arguments: dict[str, object] = {}
+    for p, kind in zip(t.pattern.params, t.kinds, strict=True):
+        if kind != "tensor":
+            word = kind.removeprefix("=") if p.words else None
+            arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
+            continue
+        arguments[p.name] = holder(env[p.name], peeled, through)
+        if arguments[p.name] is None:
+            return f"argument {p.name} is computed inside one operator: no node of the graph holds it"
+    return arguments
+
+
 def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewed | None:
     """The first node with the bound value; before rounding casts where they do not matter.
 
@@ -316,6 +343,8 @@ def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewe
     through = through and e.op == "permute" and bool(e.args[0].nodes)
     if e.nodes and not through:
         return e.nodes[0]
+    if e.written is not None and e.written.nodes:
+        return e.written.nodes[0]
     steps: list[tuple[str, tuple]] = []
     while e.op in ("permute", "half", "slice", "not", *BY_NUMBERS) and (through or not e.nodes):
         through = False

@@ -13,12 +13,14 @@ DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
 @dataclasses.dataclass(frozen=True)
 class Options:
     """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong answer to one
-    rewrite); gate  auto: where it is known to pay, always: wherever it is possible, never: report only."""
+    rewrite); gate  auto: where it is known to pay, always: wherever it is possible, never: report only; exact_masks
+    no finite fill of a mask, such as -1e9, is taken for -inf."""
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     limit: int | None = None
     gate: str = "auto"
+    exact_masks: bool = False
 
 
 def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
@@ -39,6 +41,9 @@ def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
     limit = ours.get("limit")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
         raise ValueError(f"fusion.limit is {limit!r}; it must be a number of sites, 0 or more")
+    exact = ours.get("exact_masks", False)
+    if not isinstance(exact, bool):
+        raise ValueError(f"fusion.exact_masks is {exact!r}; it must be True or False")
     if ours.get("gate", "auto") not in GATES:
         raise ValueError(f"fusion.gate is {ours['gate']!r}; valid are {', '.join(GATES)}")
     return Options(**ours), theirs

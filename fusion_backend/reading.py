@@ -12,7 +12,7 @@ from torch import fx
 
 from fusion_backend.capture import is_lowered
 from fusion_backend.compat.torch import schema_of, statically_known_true
-from fusion_backend.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition
+from fusion_backend.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition, leaves
 
 INTEGERS = {torch.int64, torch.int32}
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
@@ -79,7 +79,7 @@ class Reader:
     def fits(self, t, dtype: torch.dtype) -> bool:
         """Is it an element of such a tensor, without an overflow?"""
         if isinstance(t, Term) and t.op == "where":
-            return all(self.fits(x, dtype) for x in t.args[1:])
+            return all(self.fits(x, dtype) for x in leaves(t))
         if isinstance(t, Term) and t.op == "read":
             return t.args[0].meta["val"].dtype == dtype
         if dtype == torch.bool:

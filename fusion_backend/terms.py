@@ -7,6 +7,7 @@ them is proven without a guard.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from fusion_backend.compat.torch import statically_known_true, sym_key
 
 LARGEST = 1 << 30  # of the numbers that are followed: sums of a few stay inside int32
+LONGEST = 200  # operators of a term
 
 
 class TooLarge(Exception):
@@ -67,15 +69,35 @@ ZERO = Linear({})
 @dataclasses.dataclass(frozen=True)
 class Term:
     """`nonnegative` and `zero` of a Linear; `and`, `or`, `not`; `where`; `read`: (node, indices); `same`: (node,
-    indices, indices), two elements of one tensor that are equal."""
+    indices, indices), two elements of one tensor that are equal. A term that would be too large raises TooLarge: where
+    a graph reads one value twice, its tree may be exponentially larger than the graph."""
 
     op: str
     args: tuple
 
+    def __post_init__(self):
+        size = 1 + sum(x.size for x in self.args if isinstance(x, Term))
+        if size > LONGEST:
+            raise TooLarge
+        object.__setattr__(self, "size", size)
+
+    @functools.cached_property
+    def known_hash(self) -> int:
+        return hash((self.op, self.args))
+
+    @functools.cached_property
+    def opposite(self):
+        return opposite(self)
+
+    def __hash__(self):
+        return self.known_hash
+
 
 def negated(t):
-    if isinstance(t, bool):
-        return not t
+    return not t if isinstance(t, bool) else t.opposite
+
+
+def opposite(t: Term):
     match t.op:
         case "nonnegative":
             return Term("nonnegative", (t.args[0].times(-1).plus(Linear({}, -1)),))
@@ -147,19 +169,36 @@ def lifted(function, *operands, steps: int = 6):
 
 def leaves(t) -> list:
     """The values that a term may have, whatever its conditions."""
-    return [v for x in t.args[1:] for v in leaves(x)] if isinstance(t, Term) and t.op == "where" else [t]
+    return opened(t, lambda x: x.args[1:] if x.op == "where" else None)
 
 
 def conjuncts(t) -> list:
-    return [c for x in t.args for c in conjuncts(x)] if isinstance(t, Term) and t.op == "and" else [t]
+    return opened(t, lambda x: x.args if x.op == "and" else None)
+
+
+def opened(t, inside) -> list:
+    """The term taken apart, in order, where `inside` gives what to put in its place."""
+    found, pending = [], [t]
+    while pending:
+        x = pending.pop()
+        operands = inside(x) if isinstance(x, Term) else None
+        if operands is None:
+            found.append(x)
+        else:
+            pending += reversed(operands)
+    return found
 
 
 def parts(t) -> list:
     """The term and all terms and linear forms in it."""
-    inside = t.args if isinstance(t, Term) else ()
-    if isinstance(t, Term) and t.op in ("read", "same"):
-        inside = [x for indices in t.args[1:] for x in indices]
-    return [t, *(p for x in inside for p in parts(x))]
+    found, pending = [], [t]
+    while pending:
+        x = pending.pop()
+        found.append(x)
+        if isinstance(x, Term):
+            reads = x.op in ("read", "same")
+            pending += reversed([i for indices in x.args[1:] for i in indices] if reads else x.args)
+    return found
 
 
 def variables(t) -> set[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fusion_backend.expressions import COMMUTATIVE, LEAVES, Expr, describe, peel
+from fusion_backend.expressions import COMMUTATIVE, LEAVES, Expr, as_written, describe, peel, same
 from fusion_backend.fitting import OWN_ATTR, Fitting
 from fusion_backend.index import CHAINS, flat
 from fusion_backend.template import FORMS, Template
@@ -41,6 +41,11 @@ class Unifier:
         self.depth = 0
         self.steps = 0
         self.best: tuple[int, Expr | None, str] = (-1, None, "")
+
+    @property
+    def exhausted(self) -> str:
+        """Why it gave up, if it did."""
+        return f"it can be read in more ways than {BUDGET:,} steps try" if self.steps > BUDGET else ""
 
     def miss(self, g: Expr, reason: str) -> None:
         if self.depth > self.best[0]:
@@ -88,11 +93,14 @@ class Unifier:
         env = {**env, g: p}
         self.depth += 1
         pinned = pinned or p.op in KEEPS_DTYPE
-        for given in (g.args, g.args[::-1]) if p.op in COMMUTATIVE else (g.args,):
+        mixed = bool(self.forms[p].chain) and len({broadcast(w, p) for w in flat(p, p.op)}) > 1
+        if mixed:  # which operand is broadcast tells more than how they are parenthesised
+            yield from self.chain(p, g, env, mixed)
+        for given in orders(p, g):
             if all(map(self.fits, p.args, given)):
                 yield from self.all(list(zip(p.args, given, strict=True)), env, pinned)
-        if p.op in CHAINS:
-            yield from self.chain(p, g, env)
+        if p.op in CHAINS and not mixed:
+            yield from self.chain(p, g, env, mixed)
         elif p.op == "where" and p.args[0].op == "var":
             mask, x, y = g.args
             complement = Expr("not", (mask,), None, mask.shape, -1)
@@ -114,8 +122,8 @@ class Unifier:
         for found in self.unify(*pairs[i], env, pinned):
             yield from self.all(pairs, found, pinned, i + 1)
 
-    def chain(self, p: Expr, g: Expr, env: dict) -> Iterator[dict]:
-        """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
+    def chain(self, p: Expr, g: Expr, env: dict, mixed: bool) -> Iterator[dict]:
+        """a·(b·c) against (a·b)·c: the operands of both chains in any order, those first that are broadcast alike."""
         if not self.forms[p].chain or len(self.forms[p].chain) != len(self.fitting.operands(g)):
             return
         wanted, given = flat(p, p.op), self.fitting.operands(g)
@@ -125,9 +133,11 @@ class Unifier:
             if i == len(wanted):
                 yield env
                 return
-            for k, choice in enumerate(left):
-                if self.fits(wanted[i], choice):
-                    for found in self.unify(wanted[i], choice, env):
+            whole = mixed and not broadcast(wanted[i], p)
+            likely = sorted(range(len(left)), key=lambda k: mixed and broadcast(left[k], g) is whole)
+            for k in likely:
+                if self.fits(wanted[i], left[k]):
+                    for found in self.unify(wanted[i], left[k], env):
                         yield from assign(i + 1, left[:k] + left[k + 1 :], found)
 
         yield from assign(0, given, env)
@@ -153,7 +163,8 @@ class Unifier:
             return self.miss(g, f"argument {name} must be a tensor, found {describe(g)}")
         if had is None:
             return {**env, name: Bound(g, pinned)}
-        if peel(had.expr) is not peel(g) or (had.pinned and pinned and had.expr is not g):
+        before, now = as_written(had.expr), as_written(g)
+        if as_written(peel(before)) is not as_written(peel(now)) or (had.pinned and pinned and before is not now):
             return self.miss(g, f"argument {name} is two different values")
         return {**env, name: Bound(g, True)} if pinned else env
 
@@ -168,3 +179,18 @@ class Unifier:
         if name in env and not math.isclose(env[name], number, rel_tol=1e-12):
             return self.miss(g, f"argument {name} is two different numbers")
         return {**env, name: number}
+
+
+def orders(p: Expr, g: Expr) -> tuple:
+    """The orders of the operands to try. Where one of the template's is broadcast and the other is not, the value that
+    is broadcast stands for that one first."""
+    if p.op not in COMMUTATIVE:
+        return (g.args,)
+    wanted = [broadcast(a, p) for a in p.args]
+    crossed = wanted[0] != wanted[-1] and [broadcast(a, g) for a in g.args] == wanted[::-1]
+    return (g.args[::-1], g.args) if crossed else (g.args, g.args[::-1])
+
+
+def broadcast(e: Expr, to: Expr) -> bool:
+    """Has an operand another shape than the result?"""
+    return None not in (e.shape, to.shape) and not same(e.shape, to.shape)

@@ -105,7 +105,8 @@ def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal, masks, trai
     if found is not None and not (found.everything or found.causal):
         return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training)
     if found is not None and found.causal and fill is not None and not found.hides(fill, q.dtype):
-        why = f"{found}, but {fill:g} for what is masked is a score that others may reach"
+        reach = "not -inf, and fusion.exact_masks is set" if found.exact else "a score that others may reach"
+        why = f"{found}, but {fill:g} for what is masked is {reach}"
         return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training, why)
     if cap is not None or any(m.added is not None for m in masks.values()):
         return by_kernel(q, k, tensors, fill, cap, scale, p, causal, masks, training)
@@ -119,7 +120,9 @@ def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal, masks, trai
         return no
     is_causal = causal == "causal" or (found is not None and not found.everything)
     options = dict(dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped")
-    why = str(found) if found is not None else "one call, without the scores in memory"
+    why = "one call, without the scores in memory"
+    if found is not None:
+        why = str(found) if found.everything else f"{found}{approximated(found.taken, fill)}"
     return LibraryCall(torch.ops.aten.scaled_dot_product_attention.default, ("q", "k", "v"), options, why)
 
 
@@ -159,6 +162,9 @@ def by_kernel(
         return Reject(f"our kernel adds one mask, not two: {why}")
     if causal == "causal":
         seen = seen._replace(low=0)
+    if seen.hidden == "zero":
+        taken = [number for found in chosen.values() for number in found.taken]
+        why += approximated(taken, fill if "keep" in chosen else None)
     if any(dynamic(bound) for bound in (seen.low, seen.high) if bound is not None):
         return Reject(f"its mask stays: {why}; the kernel takes no dynamic band")
     options = dict(
@@ -167,6 +173,12 @@ def by_kernel(
     )  # fmt: skip
     operands = "q", "k", "v", *(biases or [None]), dense, seen.keys, None if p is None else LibraryCall.SEED
     return LibraryCall(masked_attention, operands, options, why, "its mask stays" if masks else "its scores stay")
+
+
+def approximated(taken, fill: float | None) -> str:
+    """Which finite numbers count as -inf, those of additive masks and the fill of a choice."""
+    numbers = sorted({*taken, *((fill,) if fill is not None and fill > -math.inf else ())})
+    return f"; {' and '.join(f'{number:g}' for number in numbers)} taken for -inf" if numbers else ""
 
 
 def seen_by(masks: dict, q, k, tensors: dict, fill: float | None, training: bool) -> Seen | None:
