@@ -106,4 +106,4 @@ def quantize_int8_kernel(X, OUT, last, scale, zero_point, DIVIDE: tl.constexpr, 
 
 @quantize_int8.inputs(dict(size=1003), dict(size=50_000_000))
 def _(tensor, size):
-    return tensor(size), 0.05, 3.0
+    return tensor(size), 0.02, 3.0
