@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
 from fusion_backend.checking import Proof, check_pattern  # noqa: F401 (for users)
