@@ -67,5 +67,8 @@ def test_pages_and_commands_name_the_range():
     project = (ROOT / "pyproject.toml").read_text()
     assert f'dependencies = ["torch>={FIRST}", "triton>={triton}"]' in project
     readme = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"PyTorch (2\.\d+ to 2\.\d+)", readme)) == {f"{FIRST} to {LAST}"}
+    assert set(re.findall(r"PyTorch\s(2\.\d+ to 2\.\d+)", readme)) == {f"{FIRST} to {LAST}"}
+    assert f"Triton {' to '.join('.'.join(map(str, known['triton'])) for known in (OLDEST, NEWEST))}," in readme
+    major, minor = NEWEST["torch"]
+    assert f"RANGE := torch>={FIRST},<{major}.{minor + 1}\n" in (ROOT / "Makefile").read_text()
     assert f"TORCH={FIRST}.0" in (ROOT / ".ci" / "run").read_text()

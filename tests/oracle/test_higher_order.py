@@ -159,7 +159,7 @@ CASES = [
     case(jvp_inside, gate_inputs_no_grad, fused=NO_GATE, train=False),
     case(per_sample_grad, fused=NO_GATE),
     case(conditional, fused=ONE_GATE),
-    # Inductor (2.11 to 2.13) reuses buffers that nested regions still read: its own gradients are wrong without this
+    # Inductor (2.11 to 2.15) reuses buffers that nested regions still read: its own gradients are wrong without this
     case(nested_region, fused={"gated_linear": SOME, "layer_norm": 1}, config={"allow_buffer_reuse": False}),
     case(flex, qkv_bias, exact="eager", config={"cpp.simdlen": None}, train=False),
     case(flex_causal, qkv, exact="eager", config={"cpp.simdlen": None}, train=False),
