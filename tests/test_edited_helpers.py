@@ -1,7 +1,7 @@
 """Whatever a pattern reaches may be edited: the next process computes what the files say, this one what it has loaded.
 
-Three processes that share the cache of all tests, for what they compile is slow to build: one whose files are edited between import and compilation, one that finds them
-edited, and one that finds nothing changed.
+Three processes share the cache of all tests, for what they compile is slow to build: one whose files are edited between
+import and compilation, one that finds them edited, and one that finds nothing changed.
 """
 
 import json
@@ -101,8 +101,9 @@ torch._inductor.config.cpp.simdlen = 1
 torch._dynamo.reset()
 counters.clear()
 x.requires_grad_()
-out = torch.compile(lambda x: (torch.atan(x), torch.sin(x * 3.0)), backend="fusion", options={"fusion.gate": "always"})(x)
-error = max(error, (out[0] - x.atan()).abs().max().item(), (out[1] - (x * 3.0).sin()).abs().max().item())
+def both(x): return torch.atan(x), torch.sin(x * 3.0)
+out = torch.compile(both, backend="fusion", options={"fusion.gate": "always"})(x)
+error = max(error, *((a - b).abs().max().item() for a, b in zip(out, both(x))))
 out[0].sum().backward()
 hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
 print(json.dumps(dict(keys=keys, kept=kept, fused=fused, error=error, slope=x.grad.tolist(), hits=hits)))
