@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from fusion_backend import cache, disk
+from fusion_backend import Pattern, cache, disk
 from fusion_backend.backend import patterns
 from fusion_backend.expressions import Expr
+from fusion_backend.template import templates
 
 SCRIPT = """
 import sys, time
@@ -144,3 +145,18 @@ def test_not_kept_where_a_source_of_ours_has_changed_since(monkeypatch):
         assert disk.file_of(pattern) is None and cache.key_of([pattern], []) is None
     finally:
         cache.own_sources.cache_clear()
+
+
+NUMBERS = torch.ones(2)
+
+
+def test_opaque_is_not_kept(scratch):
+    """Its tensor may be another one in the next process: no template is stored, and torch caches nothing."""
+
+    @Pattern
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x.sinh() * NUMBERS.dim()
+
+    assert templates(opaque)
+    assert disk.file_of(opaque) is None and cache.key_of([opaque], []) is None
+    assert cache.Identity(None).uuid() is None and cache.Identity(None, lambda graph: None).uuid() is None
