@@ -120,11 +120,14 @@ def owner(file, monkeypatch):
         os.chown(file, 12345, -1)
 
 
-@pytest.mark.parametrize("change", [others_folder, others_file, link, owner])
+CHANGES = {others_folder: "others may write", others_file: "others may write", link: "is a link", owner: "another user"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_read_only_where_nobody_else_may_write(change, file, monkeypatch):
     disk.store(file, kept_value())
     change(file, monkeypatch)
-    with pytest.warns(RuntimeWarning, match=r"traced patterns are not read.*(others may write|is a link|another user)"):
+    with pytest.warns(RuntimeWarning, match=f"traced patterns are not read.*{CHANGES[change]}"):
         assert disk.load(file) is None
     assert disk.load(file) is None, "told once"
 
