@@ -201,7 +201,6 @@ class Walk:
             lines += [f"{fn.__globals__['__name__']}.{fn.__qualname__}"]
             return lines + [f"{name}={self.token(value)}" for name, value in held.items()]
         lines += [self.token(fn.__code__), self.token(fn.__defaults__), self.token(fn.__kwdefaults__)]
-        lines += [f"{k}={self.token(v)}" for k, v in held.items() if not isinstance(v, types.ModuleType)]
         for where, name, *attributes in names_in(fn.__code__):
             if where == "import":
                 lines.append(self.imported(fn, name))

@@ -289,6 +289,39 @@ def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
         op_of(installed.mine)
 
 
+@pytest.fixture
+def no_patterns(monkeypatch):
+    """As in a process where none is loaded yet; afterwards as before, in the same order."""
+    import fusion_backend.patterns as rooms
+
+    before = dict(REGISTRY), dict(UNMATCHED)
+    REGISTRY.clear(), UNMATCHED.clear()
+    for room in ("gelu", "rms_norm", "rotary"):
+        monkeypatch.setattr(rooms, room, getattr(rooms, room))
+        monkeypatch.delitem(sys.modules, f"fusion_backend.patterns.{room}")
+    yield rooms
+    for registry, patterns in zip((REGISTRY, UNMATCHED), before, strict=True):
+        registry.clear()
+        registry.update(patterns)
+
+
+def test_a_user_may_define_a_built_in_pattern_first(no_patterns, monkeypatch):
+    """Of its file the other patterns are loaded, and so is every other file, but for one that cannot be."""
+    monkeypatch.setitem(sys.modules, "fusion_backend.patterns.rotary", None)
+
+    @Pattern
+    def gelu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.7 * x)
+
+    with pytest.warns(RuntimeWarning) as told:
+        importlib.reload(no_patterns)
+    assert REGISTRY == {"gelu": gelu, "rms_norm": sys.modules["fusion_backend.patterns.rms_norm"].rms_norm}
+    assert [*UNMATCHED] == ["branchless_gelu"]
+    clash, failure = sorted((str(w.message) for w in told), key=len, reverse=True)
+    assert re.search(r"\(.*gelu.py:\d+\): the name is taken by pattern gelu \(.*definitions.py:\d+\); it is", clash)
+    assert "the built-in patterns of rotary.py cannot be loaded" in failure
+
+
 def test_a_global_that_is_bound_again_counts():
     """What a name means is asked at every compilation, and a helper may stand below the pattern."""
     notebook = {"__name__": "__main__"}

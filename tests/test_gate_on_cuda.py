@@ -237,9 +237,9 @@ def fused(*given, **options):
     assert site.fused or site.reason in str(caught[0].message), (site, caught)
     return site.fused or site.reason
 assert fused(None, None) is True
-assert "its guard at line 7 returned False" in fused(False, None)
-assert "its guard at line 7 returned 'too small'" in fused("too small", None, gate="always")
-assert "its worthwhile at line 8 returned True" in fused(None, True)
+assert "its guard at line 9 returned False" in fused(False, None)
+assert "its guard at line 9 returned 'too small'" in fused("too small", None, gate="always")
+assert "its worthwhile at line 10 returned True" in fused(None, True)
 assert fused(None, True, gate="always") is True
 """,
     "worthwhile may ask for the backward alone": """

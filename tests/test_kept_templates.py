@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from fusion_backend import cache, disk
+from fusion_backend import Pattern, cache, disk
 from fusion_backend.backend import patterns
 from fusion_backend.expressions import Expr
+from fusion_backend.template import templates
 
 SCRIPT = """
 import sys, time
@@ -119,11 +120,14 @@ def owner(file, monkeypatch):
         os.chown(file, 12345, -1)
 
 
-@pytest.mark.parametrize("change", [others_folder, others_file, link, owner])
+CHANGES = {others_folder: "others may write", others_file: "others may write", link: "is a link", owner: "another user"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_read_only_where_nobody_else_may_write(change, file, monkeypatch):
     disk.store(file, kept_value())
     change(file, monkeypatch)
-    with pytest.warns(RuntimeWarning, match=r"traced patterns are not read.*(others may write|is a link|another user)"):
+    with pytest.warns(RuntimeWarning, match=f"traced patterns are not read.*{CHANGES[change]}"):
         assert disk.load(file) is None
     assert disk.load(file) is None, "told once"
 
@@ -144,3 +148,18 @@ def test_not_kept_where_a_source_of_ours_has_changed_since(monkeypatch):
         assert disk.file_of(pattern) is None and cache.key_of([pattern], []) is None
     finally:
         cache.own_sources.cache_clear()
+
+
+NUMBERS = torch.ones(2)
+
+
+def test_opaque_is_not_kept(scratch):
+    """Its tensor may be another one in the next process: no template is stored, and torch caches nothing."""
+
+    @Pattern
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x.sinh() * NUMBERS.dim()
+
+    assert templates(opaque)
+    assert disk.file_of(opaque) is None and cache.key_of([opaque], []) is None
+    assert cache.Identity(None).uuid() is None and cache.Identity(None, lambda graph: None).uuid() is None
