@@ -144,7 +144,7 @@ def test_unbacked_sizes_of_the_input():
 
 
 def block(x, w, cos, sin):
-    q = (F.layer_norm(x, (48,)) @ w).unflatten(-1, (-1, 16)).transpose(1, 2)
+    q = (F.layer_norm(x, (48,)) @ w).view(*x.shape[:2], w.shape[1] // 16, 16).transpose(1, 2)
     turned = q * cos + torch.cat((-q[..., 8:], q[..., :8]), -1) * sin
     keep = torch.arange(x.shape[1])[:, None] >= torch.arange(x.shape[1])
     y = F.scaled_dot_product_attention(turned, q, q, keep).transpose(1, 2).flatten(2)
