@@ -30,7 +30,7 @@ def graphs_of(backend, fn, calls, dynamic) -> list:
 
 
 def assert_as_many_graphs(fn, *calls, dynamic=True) -> Collector:
-    """As many graphs as Dynamo makes alone, most often one, for calls one after the other, each a function that makes its inputs."""
+    """As many graphs as Dynamo makes alone, for calls one after the other, each a function that makes its inputs."""
     seen = []
     plain = graphs_of(lambda gm, _: (seen.append(gm), gm.forward)[1], fn, calls, dynamic)
     collector = Collector(ALWAYS)
