@@ -126,7 +126,7 @@ def fuse_view(prepared: Prepared, known: list[Pattern], options: Options, record
     record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
     record.kept |= {n.name: why for n, why in view.kept.items()}
-    tell_faults(canon, matcher)
+    note_faults(record, canon, matcher)
     record.match_s += time.thread_time() - started
     started = time.thread_time()
     new = rewrite(view, canon, mine, prepared.chains, bodies)
@@ -134,11 +134,11 @@ def fuse_view(prepared: Prepared, known: list[Pattern], options: Options, record
     return new, decisions + mine
 
 
-def tell_faults(canon: Canon, matcher: Matcher) -> None:
-    """Warn of what failed before there was a site: it costs a rule, or a place to match, and not the graph."""
+def note_faults(record: reporting.GraphRecord, canon: Canon, matcher: Matcher) -> None:
+    """What failed before there was a site: it costs a rule at one node, or a place to match, and not the graph."""
     for n, fault in (*canon.faults.items(), *matcher.faults.items()):
-        told = f"fusion: {fault}; nothing is fused there, please report this: {reporting.location(n)}"
-        reporting.warn_once(f"fault {fault}", told)
+        record.faults.append(f"{fault}, at {reporting.location(n)}")
+        reporting.warn_once(f"fault {fault}", f"fusion: {record.faults[-1]}; please report this")
 
 
 def best_answers(decisions: list[Decision]) -> list[Decision]:

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion_backend import reporting
-from fusion_backend.backend import best_answers, nearest, patterns, site, tell_faults, usable
+from fusion_backend.backend import best_answers, nearest, note_faults, patterns, site, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
 from fusion_backend.compat.torch import fake_mode_of, name_again, no_new_guards, tracing_under
@@ -65,7 +65,7 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     decisions = best_answers(gate.decide_all(list(matcher.candidates())))
     record.sites += [site(d) for d in decisions]
     record.misses += nearest(matcher, gate)
-    tell_faults(canon, matcher)
+    note_faults(record, canon, matcher)
     replaced: dict[fx.Node, fx.Node] = {}
     for d in decisions:
         if d.fused:

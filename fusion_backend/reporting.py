@@ -73,6 +73,7 @@ class GraphRecord:
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
     sites: list[Site] = dataclasses.field(default_factory=list)
     misses: list[Miss] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)  # of ours; each costs the place where it was
 
 
 @dataclasses.dataclass
@@ -102,6 +103,7 @@ class Report:
         places = sum(not s.covered for s in self.sites)
         lines = [f"fusion: {len(self.fused)} of {places} recognised sites fused in {graphs}"]
         lines += [f"  {line}{f'  ×{n}' if n > 1 else ''}" for line, n in counted([*self.sites, *self.misses])]
+        lines += [f"  failed     {fault}" for g in self.graphs for fault in g.faults]
         for i, g in enumerate(self.graphs):
             if g.error:
                 lines.append(f"  graph {i} went to Inductor as it was: {g.error}")

@@ -220,8 +220,8 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     for name, n in zip(names, placeholders, strict=True):
         canon.variable(n, name)
     canon.run(gm.graph)
-    for fault in canon.faults.values():
-        raise PatternError(f"{pattern.where}: {fault}")
+    if canon.faults:
+        raise PatternError(f"{pattern.where}: {next(iter(canon.faults.values()))}")
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     outs = pytree.tree_leaves(output.args[0])
     if not outs or not all(isinstance(o, torch.fx.Node) and o.op == "call_function" for o in outs):

@@ -105,14 +105,15 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
     """Inside, questions about sizes are answered from what is known or guarded already; any other raises NewGuard.
 
     Who says what to assume where the answer is not known (guard_or_false) is told that, as with sizes that depend on
-    data. ShapeEnv calls `_check_frozen` right before it writes down a guard or a runtime assertion, and before the
-    replacements and ranges that follow from it. What is raised there is remembered nowhere: others may ask again.
+    data; results that may rest on it are forgotten. ShapeEnv calls `_check_frozen` right before it writes down a guard
+    or a runtime assertion, and before the replacements and ranges that follow from it. What is raised there is
+    remembered nowhere: others may ask again.
     """
     env = fake_mode.shape_env if fake_mode is not None else None
     if env is None or "_check_frozen" in vars(env):
         yield
         return
-    evaluate = env.evaluate_expr
+    evaluate, results = env.evaluate_expr, env.fake_tensor_cache
 
     def refuse(condition, value):
         raise NewGuard(condition, value)
@@ -125,12 +126,13 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
                 raise
             return fallback_value
 
-    env._check_frozen, env.evaluate_expr = refuse, assume
+    env._check_frozen, env.evaluate_expr, env.fake_tensor_cache = refuse, assume, dict(results)
     try:
         with env.ignore_fresh_unbacked_symbols():
             yield
     finally:
         del env._check_frozen, env.evaluate_expr
+        env.fake_tensor_cache = results
 
 
 def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:

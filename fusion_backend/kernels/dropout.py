@@ -102,9 +102,11 @@ def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """Which elements survive."""
     n = shape[-1]
     rows, quads = math.prod(shape[:-1]), (n + 3) // 4
-    words = torch.cat(philox(seed, torch.arange(rows * quads, device=seed.device)))
+    # Of dynamic sizes nothing may be asked: a reshape would ask what divides n, one counter whether it is the only one.
+    count = rows * quads + 1
+    words = torch.cat(philox(seed, torch.arange(count, device=seed.device)))
     row, col = torch.arange(rows, device=seed.device).view(shape[:-1]), torch.arange(n, device=seed.device)
-    place = row[..., None] * quads + col // 4 + col % 4 * (rows * quads)  # a reshape would ask what divides n
+    place = row[..., None] * quads + col // 4 + col % 4 * count
     return words[place] >= threshold(p)
 
 
