@@ -103,7 +103,7 @@ def test_a_bias_in_a_sum_of_three(scratch):
 def test_an_argument_inside_one_operator_is_told():
     report = collect(lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2).relu(), X, W, B).report
     (miss,) = report.misses
-    assert (miss.pattern, miss.matched, miss.size) == ("bias_act", 2, 2) and "argument x is computed inside" in str(
+    assert (miss.pattern, miss.matched, miss.size) == ("bias_act", 2, 2) and "is computed inside one operator" in str(
         miss
     )
     report = collect(lambda x, w, b: F.linear(x, w, b).relu(), X, W, B).report
@@ -114,10 +114,10 @@ def test_an_argument_inside_one_operator_is_told():
 
 
 def test_running_out_of_steps_is_told(monkeypatch):
-    monkeypatch.setattr(unify, "BUDGET", 6)
+    monkeypatch.setattr(unify, "BUDGET", 4)
     report = collect(lambda x: torch.softmax(x @ x.mT * 0.3, -1) @ x, BIG, options={"fusion.only": "attention"}).report
-    (miss,) = report.misses
-    assert "more ways than 6 steps" in str(miss) and miss.pattern == "attention"
+    told = [str(m) for m in report.misses if m.pattern == "attention"]
+    assert told and all("more ways than 4 steps" in text for text in told), report
 
 
 def test_running_out_of_steps_is_told_before_a_deeper_match():
