@@ -235,9 +235,7 @@ def check_spelling(pattern: Pattern, fn: Callable, supported: list, reference: d
     others = [kinds for kinds in results if kinds not in agreeing]
     for kinds in others:
         if not agreeing or template(pattern, fn, kinds):
-            raise PatternError(
-                f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
-            )
+            raise PatternError(f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}")
     if pattern.name not in UNMATCHED:
         for kinds in agreeing:
             check_recognised(pattern, "spelling", fn, kinds)
@@ -264,9 +262,7 @@ def check_near_miss(pattern: Pattern, fn: Callable, supported: list, reference: 
             continue
         found = sites_in(pattern, report_on(pattern, "near miss", fn, arguments(pattern, kinds, torch.float32))[0])
         if found:
-            raise AssertionError(
-                f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}"
-            )
+            raise AssertionError(f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}")
     proof.checked.append(
         f"{titled('near miss', fn)}: differs from the reference and is left alone {in_forms(results, supported)}"
     )

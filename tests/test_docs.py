@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.models import SIZES
 from fusion_backend.backend import patterns
 from fusion_backend.catalogue import catalogue
 from fusion_backend.collect import Collector
@@ -73,7 +74,8 @@ def test_the_code_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
 def test_commands_exist():
     """`python -m MODULE ... --option`: the module is there, and some module of ours takes the option; `make TARGET`."""
     sources = [p.read_text() for folder in ("benchmarks", "fusion_backend") for p in (ROOT / folder).glob("*.py")]
-    options = set(re.findall(r"""["'](--[a-z-]+)["']""", "".join(sources))) | {"--help"}
+    options = set(re.findall(r"""["'](--[a-z-]+)["']""", "".join(sources)))
+    options |= {f"--{name}" for name in SIZES}
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
     commands, seen = re.compile(r"python -m ((?:benchmarks|fusion_backend)\b[\w.]*)((?: +[^\s`()]+)*)"), 0
     for page in PAGES:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fusion_backend
 import fusion_backend.template as template_module
 from fusion_backend.backend import patterns
 from fusion_backend.template import template, templates
@@ -125,6 +126,7 @@ def test_compiled_agrees(pattern, kinds):
     want = unfused(pattern, exact)
     for got, p, w in zip(value_and_gradients(compiled, tensors), plain, want, strict=True):
         assert close(got, p, w) == ""
+    assert pattern.name in [s.pattern for s in fusion_backend.report().sites], fusion_backend.report()
 
 
 @every_written
@@ -157,7 +159,7 @@ def test_dynamic_shapes_are_recognised(pattern):
 
 @every_written
 def test_permuted_and_expanded_inputs(pattern):
-    """Right whatever the strides; the report says whether it fused."""
+    """Right whatever the strides, and fused with some of them."""
     kinds = written(pattern)[0]
     args = arguments(pattern, kinds, torch.float32, grad=False)
 
@@ -170,15 +172,18 @@ def test_permuted_and_expanded_inputs(pattern):
     def permuted(t):
         return t.mT.contiguous().mT if t.dim() > 1 else t
 
+    fused = 0
     for change in (odd, expanded, permuted):
         changed = [change(a) if isinstance(a, torch.Tensor) else a for a in args]
         tensors, call = split(changed)
         gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
+        fused += len(fused_nodes(gm))
         with DropoutOfKernels():  # for what is not fused
             found = value_and_gradients(lambda *a, gm=gm: gm(*a), tensors)
         for got, want in zip(found, unfused(pattern, changed), strict=True):
             torch.testing.assert_close(got, want)
             assert got.stride() == want.stride()
+    assert fused
 
 
 def unfused_if_possible(pattern, args):

@@ -54,6 +54,10 @@ ALLOWED = {
     "rewrite": MATCH | {"op", "gate", "recompute"},
     "backend": MATCH | {"bodies", "op", "gate", "rewrite", "cache", "options", "patterns"},
     "collect": {"backend", "options"},
+    "comparing": {"pattern", "op", "kernels", "template"},
+    "proof": {"pattern"},
+    "kernel_checks": {"pattern", "op", "kernels", "comparing", "proof"},
+    "checking": {"pattern", "op", "template", "collect", "comparing", "kernel_checks", "proof"},
     "spelling": {"pattern", "capture", "functional", "template", "collect", "testing"},
     "export": MATCH | {"gate", "rewrite", "backend", "options"},
 }
