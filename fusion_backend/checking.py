@@ -21,11 +21,10 @@ from fusion_backend.comparing import (
     value_and_gradients,
 )
 from fusion_backend.compat.torch import FakeTensorMode, many_recompiles
-from fusion_backend.kernel_checks import DTYPES, check_kernels
-from fusion_backend.op import draw
+from fusion_backend.kernel_checks import DTYPES, check_kernels, flat_arguments
+from fusion_backend.op import draw, op_of
 from fusion_backend.pattern import UNMATCHED, LibraryCall, Pattern, PatternError, Reject
 from fusion_backend.proof import Proof, in_forms, line_of, raised, typo, watched
-from fusion_backend.reporting import Report
 from fusion_backend.template import example_inputs, forms, template, templates, with_kinds
 
 EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
@@ -137,11 +136,23 @@ def report_on(pattern: Pattern, what: str, fn: Callable, args: list, run: Callab
     if errors or not collector.report.graphs:
         reason = errors[0] if errors else "Dynamo made no graph of it"
         raise AssertionError(f"{pattern.where}: the {what} at line {line_of(fn)} was not looked at: {reason}")
-    return collector.report, out
+    return collector, out
 
 
-def sites_in(pattern: Pattern, report: Report) -> list:
-    return [s for s in report.sites if s.pattern == pattern.name]
+def sites_in(pattern: Pattern, collector: Collector) -> list:
+    return [s for s in collector.report.sites if s.pattern == pattern.name]
+
+
+def whole(pattern: Pattern, collector: Collector, args: list) -> bool:
+    """Has the operator as many arguments as the function? A site inside it may be a smaller form."""
+    wanted = given(flat_arguments(pattern, args))
+    calls = [n for gm in collector.graphs for n in gm.graph.nodes if n.target is op_of(pattern).overload]
+    return all(given(n.args) == wanted for n in calls)
+
+
+def given(arguments) -> int:
+    """How many there are, words aside, which may stand for one another: `same` and `float32` of fp32."""
+    return sum(a is not None and not isinstance(a, str) for a in arguments)
 
 
 def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
@@ -152,11 +163,13 @@ def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
 
 def check_recognised(pattern: Pattern, what: str, fn: Callable, kinds: tuple, run: Callable | None = None):
     """The site, and what `run` made of the new graph, in fp32."""
-    report, out = report_on(pattern, what, fn, arguments(pattern, kinds, torch.float32), run)
-    found = sites_in(pattern, report)
-    if len(found) != 1:
-        line = line_of(fn)
-        raise AssertionError(f"{pattern.where}: the {what} at line {line}, {kinds}, is not recognised\n{report}")
+    args = arguments(pattern, kinds, torch.float32)
+    collector, out = report_on(pattern, what, fn, args, run)
+    found = sites_in(pattern, collector)
+    if len(found) != 1 or not whole(pattern, collector, args):
+        raise AssertionError(
+            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not recognised\n{collector.report}"
+        )
     return found[0], out
 
 
@@ -222,9 +235,7 @@ def check_spelling(pattern: Pattern, fn: Callable, supported: list, reference: d
     others = [kinds for kinds in results if kinds not in agreeing]
     for kinds in others:
         if not agreeing or template(pattern, fn, kinds):
-            raise PatternError(
-                f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
-            )
+            raise PatternError(f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}")
     if pattern.name not in UNMATCHED:
         for kinds in agreeing:
             check_recognised(pattern, "spelling", fn, kinds)
@@ -249,12 +260,9 @@ def check_near_miss(pattern: Pattern, fn: Callable, supported: list, reference: 
             )
         if pattern.name in UNMATCHED:
             continue
-        report, _ = report_on(pattern, "near miss", fn, arguments(pattern, kinds, torch.float32))
-        found = sites_in(pattern, report)
+        found = sites_in(pattern, report_on(pattern, "near miss", fn, arguments(pattern, kinds, torch.float32))[0])
         if found:
-            raise AssertionError(
-                f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}"
-            )
+            raise AssertionError(f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}")
     proof.checked.append(
         f"{titled('near miss', fn)}: differs from the reference and is left alone {in_forms(results, supported)}"
     )

@@ -58,6 +58,9 @@ def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
 def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) -> Report:
     """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`, none with 0. Returns the report."""
     report = collect(fn, *inputs, **kwargs).report
+    errors = [g.error for g in report.graphs if g.error]
+    if errors or not report.graphs:  # or 0 would be found in what nobody looked at
+        raise AssertionError(f"the function was not looked at: {errors[0] if errors else 'Dynamo made no graph of it'}")
     found = sum(s.pattern == pattern for s in report.fused)
     if found != count:
         raise AssertionError(f"{pattern} fused {found} times, expected {count}\n{report}")

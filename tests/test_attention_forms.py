@@ -174,6 +174,7 @@ CLOSE = {
 def test_what_comes_close(name, on_gpu):
     collector = collect(CLOSE[name], *[t.requires_grad_() for t in inputs_of()])
     report = collector.report
+    assert report.graphs and not any(g.error for g in report.graphs), report
     assert not [s for s in report.fused if s.pattern == "attention"], report
     assert all(s.reason for s in report.sites if s.pattern == "attention"), report
 

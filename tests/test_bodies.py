@@ -118,5 +118,8 @@ def test_through_inductor(name):
     torch.manual_seed(0)
     inputs = [*(torch.randn(B, H, S, D) for _ in "qkv"), torch.randn(S, S)]
     torch.compiler.reset()
+    fusion_backend.reset()
     for have, want in zip(run(torch.compile(fn, backend="fusion"), inputs), run(fn, inputs), strict=True):
         assert torch.allclose(have, want, atol=1e-5)
+    sites = [s for s in fusion_backend.report().sites if s.pattern == "attention"]
+    assert sites and all(s.fused == (name in DROPPED) for s in sites), fusion_backend.report()

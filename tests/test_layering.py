@@ -62,6 +62,10 @@ ALLOWED = {
     "backend": MATCH | {"bodies", "op", "gate", "rewrite", "cache", "options", "patterns"},
     "untouched": set(),
     "collect": {"backend", "options", "untouched"},
+    "comparing": {"pattern", "op", "kernels", "template"},
+    "proof": {"pattern"},
+    "kernel_checks": {"pattern", "op", "kernels", "comparing", "proof"},
+    "checking": {"pattern", "op", "template", "collect", "comparing", "kernel_checks", "proof"},
     "spelling": {"pattern", "capture", "functional", "template", "collect", "testing"},
     "export": MATCH | {"gate", "rewrite", "backend", "options"},
 }

@@ -167,4 +167,5 @@ def test_found(pattern, _, fn, inputs):
 @pytest.mark.parametrize("pattern, _, fn, inputs", named(NOT_FOUND))
 def test_not_found(pattern, _, fn, inputs):
     report = collect(fn, *inputs, dynamic=False, options={"fusion.only": pattern}).report
+    assert report.graphs and not any(g.error for g in report.graphs), str(report)
     assert not [s for s in report.fused if s.pattern == pattern], str(report)
