@@ -30,6 +30,7 @@ import weakref
 
 import torch
 
+from fusion_backend.compat.torch import OPERATORS
 from fusion_backend.pattern import Pattern
 
 OURS = {"torch", "triton", "fusion_backend"}
@@ -184,7 +185,7 @@ class Walk:
             return ["member", self.token(kind), value.name, self.token(value.value)]
         if isinstance(value, DESCRIPTORS):
             return [repr(kind), value.__qualname__, self.token(getattr(value, "__objclass__", None))]
-        if kind.__module__ == "torch._ops":
+        if isinstance(value, OPERATORS):
             return [kind.__name__, str(value)]
         if kind.__module__.startswith("triton.") and hasattr(value, "fn"):
             return [kind.__name__, *(f"{k}={self.token(getattr(value, k, None))}" for k in KERNEL)]

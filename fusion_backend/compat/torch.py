@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
@@ -36,6 +36,9 @@ aten = torch.ops.aten
 TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
 
 # Operators, the nodes of a graph, and memory.
+
+
+OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
