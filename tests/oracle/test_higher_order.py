@@ -11,7 +11,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .harness import SOME, Case, compare
+from .harness import SOME, TORCH, Case, compare
 from .models import NO_GATE, ONE_GATE, gate, gate_inputs, gate_inputs_no_grad, x_w, x_w_no_grad
 
 
@@ -152,7 +152,8 @@ CASES = [
     case(checkpointed, fused=ONE_GATE),
     case(checkpoint_nested, fused={"gated_linear": SOME, "layer_norm": 1}),
     case(checkpoint_dropout, fused=ONE_GATE, exact="plain"),
-    case(checkpoint_selective, fused=NO_GATE, same_saved=True),
+    # Inductor 2.15 keeps the statistics of the layer_norm beside it, 64 bytes, which ours computes again.
+    case(checkpoint_selective, fused=NO_GATE, same_saved=TORCH < (2, 14)),
     case(vmapped, fused=NO_GATE),
     case(vmap_beside_gate, fused=ONE_GATE),
     case(grad_inside, fused=NO_GATE),
