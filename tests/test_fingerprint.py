@@ -170,7 +170,7 @@ OPAQUE = {
     "a tensor": ("T = torch.ones(2)", "x * helpers.T", "an object of torch.Tensor"),
     "a module": ("W = torch.nn.Linear(2, 2)", "helpers.W(x)", "an object of torch"),
     "C code": ("import numpy as np", "x * helpers.np.sqrt(2.0)", "numpy"),
-    "a built-in of a package": ("import numpy as np", "x * helpers.np.arange(2)[1]", "numpy.arange is not Python"),
+    "a built-in of a package": ("import numpy as np", "x * helpers.np.arange(2)[1]", "arange is not Python code"),
     "a module in a list": ("ALL = [__import__('helpers')]", "x * helpers.ALL[0].a", "helpers is used as a value"),
     "a module handed on": ("def take(m): return m.a", "x * helpers.take(helpers)", "helpers is used as a value"),
     "getattr on a module": ("a = 1.0", "x * getattr(helpers, 'a')", "helpers is used as a value"),
