@@ -7,10 +7,12 @@ many graphs Dynamo makes without us.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
 
 from fusion_backend.collect import Collector
 from fusion_backend.compat.torch import fake_mode_of, many_recompiles
+from fusion_backend.functional import all_of
 from fusion_backend.pattern import REGISTRY
 from fusion_backend.testing import arguments
 
@@ -183,3 +185,15 @@ def test_what_is_written_asks_no_more_than_what_was_there(name):
             graphs_of(backend, call(REGISTRY[name].reference), [lambda given=given: given], True)
     assert [s.pattern for s in ours.report.fused] == [name] and not plain.report.fused
     assert ours.guards == plain.guards
+
+
+def test_part_of_a_value_is_not_another_name_for_it():
+    def held(value):
+        node = fx.Graph().placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    x = torch.empty(8, 8)
+    names = {"whole": x.view(8, 8), "rows": x[:4], "later": x[1:].narrow(0, 0, 4), "turned": x.t(), "kind": x.int()}
+    assert [name for name, part in names.items() if all_of(held(part), held(x))] == ["whole"]
+    assert not all_of(held(x[1:5]), held(x[:4]))  # as large, elsewhere
