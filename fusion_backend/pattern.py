@@ -168,11 +168,11 @@ class Pattern:
         try:
             return self.ask(what, *given)
         except GuardOnDataDependentSymNode as error:
-            return Reject(f"its {what} would need a guard on {error.cond}")
+            return Reject(f"it would need a guard on {error.cond}")
         except PatternError as error:
             why = str(error).removeprefix(f"{self.where}: ")
         except Exception as error:
-            why = f"its {what} raised {named(error)}"
+            why = f"its {'library provider' if what == 'library' else what} raised {named(error)}"
         warn_once(f"{what} {self.where}", f"fusion: {self.where}: {why}; the site is left to Inductor")
         return Reject(why)
 
