@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fusion_backend import definition
-from fusion_backend.compat.torch import GuardOnDataDependentSymNode
 from fusion_backend.definition import PatternError, line_of, same_arguments
-from fusion_backend.faults import named
 from fusion_backend.reporting import warn_once
 
 
@@ -165,14 +163,16 @@ class Pattern:
 
     def asked(self, what: Question, *given) -> Reject | LibraryCall | None:
         """The same for a gate: whatever goes wrong refuses the site, with a warning to the pattern's author."""
+        from fusion_backend.faults import refusal  # not for whoever only defines patterns: it imports Dynamo
+
         try:
             return self.ask(what, *given)
-        except GuardOnDataDependentSymNode as error:
-            return Reject(f"it would need a guard on {error.cond}")
         except PatternError as error:
             why = str(error).removeprefix(f"{self.where}: ")
         except Exception as error:
-            why = f"its {'library provider' if what == 'library' else what} raised {named(error)}"
+            why, fault = refusal(error, f"its {'library provider' if what == 'library' else what}")
+            if fault is None:
+                return Reject(why)
         warn_once(f"{what} {self.where}", f"fusion: {self.where}: {why}; the site is left to Inductor")
         return Reject(why)
 
