@@ -51,6 +51,12 @@ def _(x, groups, weight, bias, eps, act):
     return reject_vectors(weight=weight, bias=bias)
 
 
+@group_norm.neighbours
+def _(around, training):
+    if training and "gelu" in around.makers:
+        return Reject("Inductor computes the gelu in front of it in the same kernels: timed at 0.84 of it on an H200")
+
+
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
     if statically_known_true(x.numel() < 1 << 23):

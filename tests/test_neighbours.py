@@ -67,6 +67,13 @@ for fn in (
     taken("gelu", fn, x)
     taken("gelu", fn, x, grad=True)
 """,
+    "group_norm behind a gelu": """
+x, c = (64, 128, 64, 64), (128,)
+norm = lambda x, c: F.group_norm(x, 8, c, c)
+left("group_norm", "the gelu in front of it", lambda x, c: norm(F.gelu(x), c), x, c, grad=True)
+taken("group_norm", norm, x, c, grad=True)
+taken("group_norm", lambda x, c: norm(x.tanh(), c), x, c, grad=True)
+""",
     "gelu around a transposed convolution": """
 x, k, p = (8, 32, 64, 64), (32, 32, 4, 4), (32, 32, 3, 3)
 around = "around conv_transpose2d"
