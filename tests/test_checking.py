@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.pattern import PatternError
+from fusion_backend.pattern import PatternError, unregister
 from fusion_backend.testing import check_pattern
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -40,6 +40,7 @@ def scaled_by(results, s):
 
 def sound(**functions) -> Pattern:
     """tanh(x) · s with all of its functions, of which some may be given."""
+    unregister("scaled")
 
     @Pattern
     def scaled(x: Tensor, s: float | None) -> Tensor:
@@ -141,7 +142,7 @@ WRONG = {
     ),
     "a near miss that has the pattern in it": (dict(near_miss=lambda x, s: (torch.tanh(x) * (s or 1)).sin()),
                                                "is recognised"),
-    "a guard that says False": (dict(guard=lambda x, s: False), "the guard at line .* answers False"),
+    "a guard that says False": (dict(guard=lambda x, s: False), "its guard at line .* returned False"),
     "a wrong kernel": (dict(kernel=lambda x, s, save: tuple(1.01 * t for t in forward(x, save))), "result 0 of kernel"),
     "a kernel wrong without save": (
         dict(kernel=lambda x, s, save: (forward(x, save)[0] * (s or 1.0) if save else x + 1, forward(x, save)[1])),

@@ -22,6 +22,7 @@ from fusion_backend.op import op_of
 from fusion_backend.options import Options
 from fusion_backend.pattern import LibraryCall
 from fusion_backend.testing import close, collect, fused_nodes
+from tests.oracle.harness import TORCH
 
 N, M, H, ROWS = 24, 30, 4, 32
 OPTIONS = {"fusion.only": "relative_bias"}
@@ -122,7 +123,7 @@ LEFT = {
     "sorted": (lambda w, x, q: bias(apart().abs().sort(1)[0] % ROWS, w), READS),
     "written to": (written, READS),
     "a copy is written to": (lambda w, x, q: written(w, x, q, True), "a value inside is changed"),
-    "written to afterwards": (written_later, READS),
+    "written to afterwards": (written_later, READS if TORCH < (2, 14) else "backward reads is changed afterwards"),
     "several batches": (
         lambda w, x, q: F.embedding(buckets(apart())[None].expand(2, N, M), w).permute(0, 3, 1, 2),
         "its index has the shape (2, 24, 30), not [n, m]"),

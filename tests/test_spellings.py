@@ -120,7 +120,7 @@ def test_spellings_are_recognised_and_near_misses_left_right(pattern, silent):
 
 @pytest.fixture(scope="module")
 def generated():
-    return {name: (spellings(p, count=40, seed=8), near_misses(p, count=40, seed=8)) for name, p in ALL.items()}
+    return {name: (spellings(p, count=40, seed=8), near_misses(p, count=80, seed=8)) for name, p in ALL.items()}
 
 
 def test_every_pattern_has_forty(generated):
