@@ -159,3 +159,17 @@ def test_a_site_reads_what_another_gives_turned_and_turned_back(turn, grad):
         results.append([*out, *(torch.autograd.grad(sum(o.sin().sum() for o in out), leaves) if grad else ())])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("root", [lambda x, y: ((x + y) * 2).exp(), lambda x, y: (x + y) * 2], ids=["exp", "mul"])
+def test_a_cast_of_the_result_is_left(root):
+    """Under a cast the operators are the same, the pattern's result is not."""
+    x, y = torch.randn(2, 8, 16, dtype=torch.bfloat16)
+    collector = collect(lambda x, y: root(x, y).float(), x, y)
+    (node,) = fused_nodes(collector.graphs[0])
+    (cast,) = node.users
+    sites = [s for s in collector.report.sites if node.target.__name__.startswith(f"{s.pattern}.")]
+    assert len(sites) == 1, collector.report
+    assert cast.meta["example_value"].dtype == torch.float32
+    got = torch.compile(lambda x, y: root(x, y).float(), backend=Collector({"fusion.gate": "always"}))(x, y)
+    assert got.dtype == torch.float32
