@@ -17,6 +17,7 @@ OUT ?= build/results
 BENCH ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again
 
 .PHONY: demo test environment gpu check docs clean
 

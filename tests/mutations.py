@@ -48,8 +48,8 @@ MUTATIONS = {
     ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/unify.py",
-        "        if as_written(peel(before)) is not as_written(peel(now)) or (had.pinned and pinned and before is not now):\n",
-        "        if False:\n",
+        "as_written(peel(before)) is not as_written(peel(now)) or (had.pinned and pinned and before is not now)",
+        "False",
         "tests/test_canonical.py tests/graphs",
     ),
     "unify: one operator may stand for two of the pattern": Mutation(

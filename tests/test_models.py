@@ -80,11 +80,13 @@ def test_every_layer_norm_is_found(name):
     assert len(report.fused) == tiny.layer_norms, report
 
 
-# Each compiles for seconds, so models that are like one before them go fewer ways. tests/test_attention.py has all of
-# these in more, without Inductor.
+# Each compiles for seconds, so models that are like one before them go fewer ways. tests/test_attention_models.py has
+# all of these in more, without Inductor.
 WAYS = {"inference": (False, False), "training": (True, False), "training-dynamic": (True, True)}
 FEWER = {
+    "llama": ["inference", "training"],
     "qwen3": ["training-dynamic"],
+    "gpt2": ["inference", "training"],
     "bert": ["inference", "training-dynamic"],
     "t5": ["inference", "training-dynamic"],
     "vit": ["inference", "training"],

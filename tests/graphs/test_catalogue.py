@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusion_backend.collect import Collector
 from fusion_backend.testing import collect
 
 torch.manual_seed(0)
@@ -157,11 +158,11 @@ def named(cases):
 
 @pytest.mark.parametrize("pattern, _, fn, inputs", named(FOUND))
 def test_found(pattern, _, fn, inputs):
-    collected = collect(fn, *inputs, dynamic=False, options={"fusion.only": pattern})
-    assert [s.pattern for s in collected.report.fused] == [pattern], str(collected.report)
-    compiled = torch.compile(fn, backend="fusion", options={"fusion.gate": "always", "fusion.only": pattern})
+    collector = Collector({"fusion.gate": "always", "fusion.only": pattern})
+    got = torch.compile(fn, backend=collector, dynamic=False)(*inputs)
+    assert [s.pattern for s in collector.report.fused] == [pattern], str(collector.report)
     tolerance = dict(rtol=3e-2, atol=3e-2) if inputs[0].dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(compiled(*inputs), fn(*inputs), **tolerance)
+    torch.testing.assert_close(got, fn(*inputs), **tolerance)
 
 
 @pytest.mark.parametrize("pattern, _, fn, inputs", named(NOT_FOUND))

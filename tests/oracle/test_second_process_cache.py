@@ -127,9 +127,3 @@ def test_edited_kernel(process, first):
     seen = process(ALWAYS, factor=2)[0]
     assert hits(seen) == (0, 0)
     assert (seen["values"] == first["values"]) == (not torch.cuda.is_available())
-
-
-def test_caches_disabled(process, first):
-    seen = process(ALWAYS, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")[0]
-    assert hits(seen) == (0, 0)
-    assert (seen["values"], seen["sites"]) == (first["values"], first["sites"])
