@@ -6,10 +6,13 @@ Each was checked in 3.6 and 3.9: `versions.py` says how.
 # ruff: noqa: F401 (the imports are what this file is for)
 from __future__ import annotations
 
+import os
+
 import triton
 from triton import AsyncCompileMode, FutureKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -25,3 +28,21 @@ def set_driver(driver) -> None:
 def forget_compiled(kernel) -> None:
     """Have a kernel compiled again at its next launch."""
     kernel.device_caches.clear()
+
+
+def index_of_one_element() -> None:
+    """Have the interpreter take a tensor of one element for an index, as from 3.7 on.
+
+    3.6 hands NumPy an array of one dimension for a number, which NumPy 2.4 and later refuse.
+    """
+    before = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and triton.__version__.startswith("3.6."):
+    index_of_one_element()
