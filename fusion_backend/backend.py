@@ -21,6 +21,7 @@ from fusion_backend.compat.torch import (
     inductor,
     inductor_config,
     no_new_guards,
+    refusals_unlogged,
     reset_cudagraphs,
 )
 from fusion_backend.functional import functionalize_locals
@@ -76,8 +77,8 @@ def usable(known: list[Pattern]) -> list[Pattern]:
 def fuse_graph(gm: fx.GraphModule, options: Options, record: reporting.GraphRecord):
     """Run the pass on one Dynamo graph. Returns the graph to compile, the same object when nothing was accepted."""
     record.nodes = len(gm.graph.nodes)
-    known = usable(patterns())
-    with no_new_guards(fake_mode_of(gm)):
+    with refusals_unlogged(), no_new_guards(fake_mode_of(gm)):
+        known = usable(patterns())
         started = time.thread_time()
         view = capture(gm)
         record.capture_s = time.thread_time() - started

@@ -14,7 +14,7 @@ from fusion_backend import reporting
 from fusion_backend.backend import best_answers, nearest, note_faults, patterns, site, usable
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, state_key
-from fusion_backend.compat.torch import fake_mode_of, name_again, no_new_guards, tracing_under
+from fusion_backend.compat.torch import fake_mode_of, name_again, no_new_guards, refusals_unlogged, tracing_under
 from fusion_backend.gate import Gate
 from fusion_backend.matcher import Matcher
 from fusion_backend.options import Options, parse
@@ -32,7 +32,7 @@ def fuse(program: ExportedProgram, **options) -> ExportedProgram:
     reporting.add(record)
     root = copied(program.graph_module)
     mode = fake_mode_of(root)
-    with tracing_under(mode), no_new_guards(mode):
+    with tracing_under(mode), refusals_unlogged(), no_new_guards(mode):
         fuse_module(root, ours, record, torch.is_grad_enabled())
     reporting.log(record)
     return ExportedProgram(

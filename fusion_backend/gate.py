@@ -16,7 +16,13 @@ from fusion_backend import library
 from fusion_backend.bodies import written_by
 from fusion_backend.canonical import Canon
 from fusion_backend.capture import View, is_lowered
-from fusion_backend.compat.torch import FakeTensor, inductor_config, statically_known_true, storage_id
+from fusion_backend.compat.torch import (
+    FakeTensor,
+    enable_python_dispatcher,
+    inductor_config,
+    statically_known_true,
+    storage_id,
+)
 from fusion_backend.expressions import FREE, LIKE, peel, same
 from fusion_backend.faults import of_kernel, refusal
 from fusion_backend.functional import storages
@@ -336,7 +342,7 @@ class Gate:
         mode = tensor.fake_mode
         key = (pattern.name, *chosen.values(), *map(geometry, values))
         try:
-            with mode, torch.no_grad():
+            with mode, torch.no_grad(), enable_python_dispatcher():  # without it expand may refuse symbolic sizes
                 if key in self.tried:  # the layers of a model are alike
                     known = self.tried[key]
                     decision.value = tuple(torch.empty_strided(*g[2:4], dtype=g[0], device=g[1]) for g in known)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture import is_lowered
-from fusion_backend.compat.torch import schema_of, statically_known_true
+from fusion_backend.compat.torch import enable_python_dispatcher, schema_of, statically_known_true
 from fusion_backend.diagonals import index_of
 from fusion_backend.expressions import equals, same
 from fusion_backend.functional import storages
@@ -57,7 +57,7 @@ def written_so(match: Match, call: LibraryCall, canon) -> bool:
 def results_of(match: Match, call: LibraryCall) -> tuple[torch.Tensor, ...]:
     """The fake result of the call, and what it keeps for the backward."""
     values = values_of(match, call)
-    with values[0].fake_mode, torch.no_grad(), without_autocast():
+    with values[0].fake_mode, torch.no_grad(), without_autocast(), enable_python_dispatcher():
         out = call.op(*values, **call.options)
     return out if isinstance(out, tuple) else (out,)
 

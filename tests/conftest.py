@@ -1,5 +1,6 @@
 """CPU runs interpret the kernels; every test starts with fresh compilers and poisoned empties."""
 
+import gc
 import os
 
 import torch
@@ -13,6 +14,11 @@ import torch._inductor.config
 import fusion_backend
 
 from .sizes import watched
+
+
+def pytest_collection_finish():
+    """What PyTorch and the modules of tests hold is not looked through at every collection of garbage."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

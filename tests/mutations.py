@@ -41,11 +41,11 @@ MUTATIONS = {
         "            if device != want.device and not same(",
         "tests/test_every_pattern.py tests/test_bodies.py",
     ),
-    "matcher: a value that is no argument may be read": Mutation(
-        "fusion_backend/matcher.py",
-        '                    return f"it reads {a.name}, which is not one of the arguments"\n',
-        "                    continue\n",
-        "tests/test_canonical.py tests/graphs",
+    "fitting: a constant may be any other": Mutation(
+        "fusion_backend/fitting.py",
+        "agree = g.op == \"const\" and (p.op == \"scalar\" or math.isclose(p.attr, g.attr, rel_tol=1e-6))",
+        "agree = g.op == \"const\"",
+        "tests/graphs",
     ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/unify.py",
@@ -147,7 +147,7 @@ MUTATIONS = {
         "fusion_backend/template.py",
         "    if repr(roots) != repr(second[0]):\n",
         "    if False:\n",
-        "tests/test_backend.py",
+        "tests/test_user_pattern.py",
     ),
     "op: the gradient of the reference ignores the incoming one": Mutation(
         "fusion_backend/op.py",
@@ -162,10 +162,10 @@ MUTATIONS = {
         "            inputs[-1:] = [draw(i.device) if self.pattern.drawn else i for i in inputs[-1:]]\n",
         "tests/test_dropout.py",
     ),
-    "masks: a mask with a gradient is dropped": Mutation(
+    "masks: every mask counts as square": Mutation(
         "fusion_backend/masks.py",
-        "            if node in self.view.requires_grad or kept is None:\n",
-        "            if kept is None:\n",
+        "found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])",
+        "found.square = True",
         "tests/test_masks.py tests/test_attention.py",
     ),
     "cache: the patterns are not in the key": Mutation(

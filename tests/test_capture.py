@@ -1,5 +1,6 @@
 """Capture: what is written down is what running would give; what is not understood is copied; states are told apart."""
 
+import logging
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend.capture as capture_module
+from fusion_backend import autocast
 from fusion_backend.capture import captured
 from fusion_backend.collect import Collector
 from fusion_backend.testing import assert_fuses, collect
@@ -23,6 +25,9 @@ class Block(torch.nn.Module):
         h = h.view(-1, 8).to(x.dtype)
         h = F.silu(self.up(h)) * self.up(h)[..., :1]
         return x + self.down(h).view(x.shape)
+
+
+aten = torch.ops.aten
 
 
 def source(fn, *inputs, **kwargs):
@@ -200,6 +205,28 @@ def test_the_same_code_under_no_grad_is_another_value():
     x, y, z = (torch.randn(3, requires_grad=True) for _ in range(3))
     report = assert_fuses(f, x, y, z, pattern="add_mul")
     assert any("change of grad mode" in s.reason for s in report.sites if not s.fused), str(report)
+
+
+def test_what_autocast_changes_otherwise_is_left(monkeypatch):
+    """What no cast expresses: here the sum counts as such."""
+    monkeypatch.setattr(autocast, "resolved", lambda op, *_: None if op == aten.add.Tensor else {})
+    with torch.autocast("cpu", torch.bfloat16):
+        report = collect(lambda x, y: (x + y) * 1.5, torch.ones(4), torch.ones(4)).report
+    assert [g.error for g in report.graphs] == [None] and not report.fused, report
+
+
+def test_operators_that_refuse_are_not_logged():
+    """Whether autocast changes a product is asked by running it on two dtypes."""
+    told, logger = [], logging.getLogger("torch._subclasses.fake_tensor")
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = told.append
+    logger.addHandler(handler)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            collect(lambda x, y: F.layer_norm(x @ y, (4,)), torch.ones(2, 4, 4), torch.ones(2, 4, 4))
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in told] == []
 
 
 def test_autocast_writes_the_casts_on_the_inputs():

@@ -66,13 +66,13 @@ def test_batch_norm_layouts():
 
 @runs_kernels
 @pytest.mark.parametrize("act", ["identity", "relu"])
-@pytest.mark.parametrize("plane", [1, 2, 3, 7, 8, 9, 16, 49, 1500])
+@pytest.mark.parametrize("plane", [1, 2, 3, 7, 8, 9, 16, 49, 150])
 def test_batch_norm_of_planes_that_blocks_cut(plane, act):
     """Elements that share a thread lie in two channels, and those at the end of a sample in the last and the first."""
     x, c = randn(3, 5, plane), 5
     affine = channels.Affine(*statistics(c), 1e-5)
     want = activate(F.batch_norm(x, *affine[:4], eps=1e-5), act)
-    for block in (16, 64, 2048):
+    for block in (16, 64, 256):
         torch.testing.assert_close(channels.forward(x, 1, affine, act, (block, 0, 1)), want)
     got = channels.forward(x, 1, channels.Affine(None, None, None, affine.bias, 0.0), act, (64, 0, 1))
     torch.testing.assert_close(got, activate(x + affine.bias[:, None], act))

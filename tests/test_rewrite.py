@@ -173,3 +173,44 @@ def test_a_cast_of_the_result_is_left(root):
     assert cast.meta["example_value"].dtype == torch.float32
     got = torch.compile(lambda x, y: root(x, y).float(), backend=Collector({"fusion.gate": "always"}))(x, y)
     assert got.dtype == torch.float32
+
+
+def written_between(x, y):
+    t = x + y
+    x.mul_(2.0)
+    return t * 1.5
+
+
+def written_behind(x, y):
+    out = (x + y) * 1.5  # for whose gradient plain autograd keeps neither
+    x.mul_(2.0)
+    return out
+
+
+def written_under_no_grad(x, y):
+    t = y * 2.0
+    with torch.no_grad():
+        t.add_(1.0)
+    return F.layer_norm(t, (4,)) + x
+
+
+WRITES = {
+    written_between: "an argument may be changed in between, at ",
+    written_behind: "an argument that backward reads is changed afterwards, at ",
+    written_under_no_grad: None,
+}
+
+
+@pytest.mark.parametrize("code, reason", WRITES.items(), ids=[code.__name__ for code in WRITES])
+def test_writes_around_a_site_in_training(code, reason):
+    def step(code):
+        x, y = torch.arange(12.0).reshape(3, 4), torch.ones(3, 4).cumsum(1).requires_grad_()
+        out = code(x, y)
+        (out * out.detach().sin()).sum().backward()
+        return out.detach(), x, y.grad
+
+    collector = Collector({"fusion.gate": "always"})
+    for got, want in zip(step(torch.compile(code, backend=collector)), step(code), strict=True):
+        torch.testing.assert_close(got, want)
+    (site,) = collector.report.sites
+    assert site.fused == (reason is None) and (site.fused or site.reason.startswith(reason)), collector.report

@@ -1,13 +1,16 @@
 """A pattern that a user writes from docs/write-a-pattern.md alone: an activation of their own, with a bias."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion_backend import Pattern
-from fusion_backend.pattern import unregister
+from fusion_backend.pattern import PatternError, unregister
 from fusion_backend.spelling.recall import recall
+from fusion_backend.template import templates
 from fusion_backend.testing import assert_fuses, check_pattern
 
 
@@ -71,3 +74,12 @@ def test_proven_and_spelled_by_the_generator(soft_gate):
     assert check_pattern(soft_gate)
     found = recall(soft_gate, count=12)
     assert not (found.faults or found.unrecognised or found.wrong), found.row()
+
+
+def test_a_scalar_must_reach_the_graph_as_it_is(scratch):
+    @Pattern
+    def of_a_sine(x: Tensor, s: float) -> Tensor:
+        return torch.tanh(x) * math.sin(s)
+
+    with pytest.raises(PatternError, match="a scalar is computed with before it reaches the graph"):
+        templates(of_a_sine)

@@ -7,6 +7,8 @@ Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versio
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 
 import sympy
 import torch
@@ -23,6 +25,7 @@ from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
@@ -136,6 +139,24 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
     finally:
         del env._check_frozen, env.evaluate_expr
         env.fake_tensor_cache = results
+
+
+@contextlib.contextmanager
+def refusals_unlogged():
+    """Operators are tried on fake tensors, and may refuse; PyTorch logs each refusal as an error, with its traceback.
+
+    Other threads log as before.
+    """
+    log, mine = logging.getLogger(fake_tensor.__name__), threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    log.addFilter(of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_others)
 
 
 def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
