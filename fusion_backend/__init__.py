@@ -6,14 +6,14 @@ LOADED_AT = time.time()  # before any other file of ours is read
 
 # ruff: noqa: E402 (the clock is read before any other file of ours)
 from fusion_backend.options import disable
-from fusion_backend.pattern import LibraryCall, Pattern, Reject
+from fusion_backend.pattern import LibraryCall, Pattern, PatternError, Reject
 from fusion_backend.reporting import report, reset
 
-__all__ = ["LibraryCall", "Pattern", "Reject", "disable", "explain", "fuse", "report", "reset"]
+__all__ = ["LibraryCall", "Pattern", "PatternError", "Reject", "disable", "explain", "fuse", "report", "reset"]
 
 
 def __getattr__(name: str):
-    """explain and fuse pull in the compiler: import them when they are used."""
+    """explain and fuse pull in the compiler, the version reads files: each is looked up when it is used."""
     if name == "explain":
         from fusion_backend.collect import explain
 
@@ -22,4 +22,12 @@ def __getattr__(name: str):
         from fusion_backend.export import fuse
 
         return fuse
-    raise AttributeError(name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fusion-backend")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import fusion_backend
+from fusion_backend.backend import patterns
+
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("pyproject.toml", "README.md", "fusion_backend", "patterns")
 
@@ -125,6 +128,23 @@ def test_the_wheel_has_one_top_level_package(wheel):
     core = {str(path.relative_to(ROOT)) for path in (ROOT / "fusion_backend").rglob("*.py")}
     rooms = {f"fusion_backend/patterns/{path.name}" for path in (ROOT / "patterns").glob("*.py")}
     assert shipped == core | rooms
+    assert "fusion_backend/py.typed" in names
+
+
+def test_public_names():
+    """What `dir` shows is there, and no more than the names that are documented."""
+    assert sorted(dir(fusion_backend)) == sorted([*fusion_backend.__all__, "__version__"])
+    assert all(getattr(fusion_backend, name) is not None for name in dir(fusion_backend))
+    assert fusion_backend.__version__ == version("fusion-backend")
+    with pytest.raises(AttributeError, match="module 'fusion_backend' has no attribute 'explian'"):
+        fusion_backend.explian  # noqa: B018
+
+
+def test_every_file_of_patterns_is_loaded():
+    """A new pattern is a new file, and no entry in a list."""
+    patterns()
+    loaded = {name.rpartition(".")[2] for name in sys.modules if name.startswith("fusion_backend.patterns.")}
+    assert {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"} <= loaded
 
 
 def test_a_wheel_works_beside_a_folder_named_patterns(wheel, tmp_path):
