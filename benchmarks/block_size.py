@@ -3,9 +3,10 @@
     python -m benchmarks.block_size --pattern add_mul [--size 20000000] [--block 128 256 512 1024] [--warps 4 8]
     python -m benchmarks.block_size --pattern softmax --size rows=16384,n=4096 --dtype bf16 --out FILE.json
 
-BLOCK is the number of elements that a program takes at a time: of an elementwise kernel all it does, of a row kernel a
-part of its row, or the whole row where BLOCK is as long. Prints GB/s (counted bytes over the median kernel time, L2
-flushed, all in turn); `*` marks what the pattern's launcher picks. Needs a GPU, or TRITON_INTERPRET=1 to be tried.
+BLOCK is the number of elements that a program takes at a time: of an elementwise kernel all it
+does, of a row kernel a part of its row, or the whole row where BLOCK is as long. Prints GB/s
+(counted bytes over the median kernel time, L2 flushed, all in turn); `*` marks what the pattern's
+launcher picks. Needs a GPU, or TRITON_INTERPRET=1 to be tried.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from benchmarks.selection import case_of, dtype_of, takes, unfit
 from benchmarks.sweep import INTERPRETED, NO_GPU, run_now
 from benchmarks.timing import ROUNDS, Clock, in_turn
 from benchmarks.work import SMALL, WORK, Work
-from fusion_backend.backend import patterns
-from fusion_backend.kernels import norms
-from fusion_backend.kernels.blocks import blocks_of
-from fusion_backend.kernels.launch import interpreting, trial
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.kernels.common.blocks import blocks_of
+from fusion_backend.kernels.common.launch import interpreting, trial
+from fusion_backend.kernels.norm import forward as norms
+from fusion_backend.ops.pattern import REGISTRY
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
 Blocked = Callable[[int, int], object]  # a call with BLOCK and warps
@@ -40,7 +41,9 @@ Blocked = Callable[[int, int], object]  # a call with BLOCK and warps
 
 ROWWISE = {  # where a launcher asks for BLOCK, rows a program, warps and maybe more
     "softmax": (softmax, "row_config"),
-    **dict.fromkeys(("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), (norms, "forward_config")),
+    **dict.fromkeys(
+        ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"), (norms, "forward_config")
+    ),
 }
 
 
@@ -51,14 +54,18 @@ def forward(work: Work, args: list) -> object:
 
 
 def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
-    """The launch that the pattern would make, with another BLOCK, where programs take blocks (kernels/blocks.py)."""
+    """The launch that the pattern would make, with another BLOCK, where programs take blocks
+    (kernels/blocks.py).
+    """
     launches = []
     with trial(lambda *launch: launches.append(launch)):
         forward(work, args)
     kernel, grid, values, options = launches[0]
     given = dict(zip(kernel.arg_names, values, strict=False)) | options
     if len(launches) > 1 or not {"last", "BLOCK"} <= given.keys():
-        raise ValueError(f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}")
+        raise ValueError(
+            f"{work.pattern} has more to choose than a BLOCK: python -m benchmarks.sweep {work.pattern}"
+        )
     size = (grid[0] - 1) * given["BLOCK"] + given["last"]
 
     def call(block: int, warps: int):
@@ -83,7 +90,10 @@ def rowwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
 
     def call(block: int, warps: int):
         other = [block, max(1, 2048 // block) if block >= n else 1, warps, *config[3:]]
-        with mock.patch.object(*place, lambda *_: getattr(config, "_make", tuple)(other)), trial(run_now):
+        with (
+            mock.patch.object(*place, lambda *_: getattr(config, "_make", tuple)(other)),
+            trial(run_now),
+        ):
             return forward(work, args)
 
     return call, (config[0], config[2])
@@ -96,7 +106,9 @@ def blocked(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     return (rowwise if work.pattern in ROWWISE else elementwise)(work, args)
 
 
-def measure(work: Work, clock: Clock, blocks: list[int], warps: list[int], rounds: int) -> list[BlockRow]:
+def measure(
+    work: Work, clock: Clock, blocks: list[int], warps: list[int], rounds: int
+) -> list[BlockRow]:
     """A row for eager, Inductor and every configuration; one that does not compile says why."""
     args = work.arguments(clock.device)
     call, chosen = blocked(work, args)
@@ -111,7 +123,9 @@ def measure(work: Work, clock: Clock, blocks: list[int], warps: list[int], round
         for n in warps:
             if block >= 32 * n:  # a thread has an element at least
                 name = f"{block} {n}"
-                found[name] = BlockRow(work.name, "kernel", block, n, None, None, chosen=(block, n) == chosen)
+                found[name] = BlockRow(
+                    work.name, "kernel", block, n, None, None, chosen=(block, n) == chosen
+                )
                 calls[name] = functools.partial(lambda block, n, _: call(block, n), block, n)
     for name, run in list(calls.items()):
         try:
@@ -129,12 +143,19 @@ def table(found: list[BlockRow]) -> str:
     """GB/s: a line a BLOCK, a column a number of warps."""
     grid = {(r.block, r.warps): r for r in found if r.who == "kernel"}
     columns = sorted({w for _, w in grid})
-    lines = [f"{found[0].work}: GB/s", f"{'BLOCK':>8}" + "".join(f"{f'{w} warps':>11}" for w in columns)]
+    lines = [
+        f"{found[0].work}: GB/s",
+        f"{'BLOCK':>8}" + "".join(f"{f'{w} warps':>11}" for w in columns),
+    ]
     for block in sorted({b for b, _ in grid}):
         cells = [cell(grid.get((block, w))) for w in columns]
         lines.append(f"{block:8}" + "".join(f"{c:>11}" for c in cells))
     lines += [f"{r.who:>8}{cell(r):>11}" for r in found if r.who != "kernel"]
-    failed = [f"  {r.who} BLOCK={r.block} warps={r.warps} fails: {r.note}" for r in found if r.status == FAILED]
+    failed = [
+        f"  {r.who} BLOCK={r.block} warps={r.warps} fails: {r.note}"
+        for r in found
+        if r.status == FAILED
+    ]
     return "\n".join(lines + failed)
 
 
@@ -149,7 +170,11 @@ def work_of(pattern: str, size: str | None, dtype: str | None, on_gpu: bool) -> 
     if pattern not in REGISTRY:
         raise ValueError(f"no pattern {pattern}; there is {', '.join(sorted(REGISTRY))}")
     first = [w for w in (WORK if on_gpu else SMALL) if w.pattern == pattern and not w.linear][:1]
-    work = first[0] if first else Work(pattern, REGISTRY[pattern].cases[-1 if on_gpu else 0], torch.float32)
+    work = (
+        first[0]
+        if first
+        else Work(pattern, REGISTRY[pattern].cases[-1 if on_gpu else 0], torch.float32)
+    )
     case = case_of(size if "=" in size else f"size={size}") if size else work.case
     if not takes(pattern, case):
         raise ValueError(unfit(pattern, case))
@@ -164,9 +189,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--pattern", required=True, metavar="NAME")
     parser.add_argument("--size", help="elements, or a case such as rows=16384,n=4096")
-    parser.add_argument("--dtype", help="f32, bf16 or f16 (default: as benchmarks.patterns lists it)")
-    parser.add_argument("--block", type=int, nargs="+", default=list(BLOCKS), metavar="N", help="powers of two")
-    parser.add_argument("--warps", type=int, nargs="+", default=list(WARPS), metavar="N", help="powers of two")
+    parser.add_argument(
+        "--dtype", help="f32, bf16 or f16 (default: as benchmarks.patterns lists it)"
+    )
+    parser.add_argument(
+        "--block", type=int, nargs="+", default=list(BLOCKS), metavar="N", help="powers of two"
+    )
+    parser.add_argument(
+        "--warps", type=int, nargs="+", default=list(WARPS), metavar="N", help="powers of two"
+    )
     parser.add_argument("--rounds", type=positive, default=ROUNDS)
     parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(argv)
@@ -183,7 +214,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; configurations take turns, so none is measured yet", file=sys.stderr)
+        print(
+            f"{parser.prog}: interrupted; configurations take turns, so none is measured yet",
+            file=sys.stderr,
+        )
         return 130
     print(machine(device, "")["gpu"] or INTERPRETED)
     print(table(found))

@@ -1,10 +1,11 @@
-"""What the pass costs: milliseconds a graph node for capture, match and rewrite, on six small Hugging Face models.
+"""What the pass costs: milliseconds a graph node for capture, match and rewrite, on six small
+Hugging Face models.
 
     python -m benchmarks.capture_cost [--runs 7] [--dynamic] [--json FILE]
 
-CPU time, the least of several runs after one to warm up (patterns are traced once a process): what else the machine
-does is not counted. Sites are rewritten wherever possible (fusion.gate=always), so that the rewrite counts; Inductor
-does not run.
+CPU time, the least of several runs after one to warm up (patterns are traced once a process): what
+else the machine does is not counted. Sites are rewritten wherever possible (fusion.gate=always), so
+that the rewrite counts; Inductor does not run.
 """
 
 from __future__ import annotations
@@ -28,14 +29,21 @@ def once(tiny: Tiny, train: bool, dynamic: bool) -> dict[str, float]:
     model, inputs = tiny.model(), tiny.example(2, 16)
     torch.compiler.reset()
     with contextlib.nullcontext() if train else torch.no_grad():
-        report = fusion_backend.explain(model, options={"fusion.gate": "always"}, dynamic=dynamic, **inputs)
+        report = fusion_backend.explain(
+            model, options={"fusion.gate": "always"}, dynamic=dynamic, **inputs
+        )
     nodes = sum(graph.nodes for graph in report.graphs)
-    cost = {phase: sum(getattr(graph, phase) for graph in report.graphs) * 1e3 / nodes for phase in PHASES}
+    cost = {
+        phase: sum(getattr(graph, phase) for graph in report.graphs) * 1e3 / nodes
+        for phase in PHASES
+    }
     return cost | dict(nodes=nodes, sum=sum(cost.values()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.capture_cost", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.capture_cost", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
     parser.add_argument("--json", type=Path, help="write the table there")
@@ -50,10 +58,15 @@ def main() -> None:
             runs = [once(tiny, train, arguments.dynamic) for _ in range(arguments.runs)]
             row = min(runs, key=lambda run: run["sum"])
             kind = "training" if train else "inference"
-            print(f"{name + ' ' + kind:<20}{row['nodes']:>8}" + "".join(f"{row[k]:>10.3f}" for k in (*PHASES, "sum")))
+            print(
+                f"{name + ' ' + kind:<20}{row['nodes']:>8}"
+                + "".join(f"{row[k]:>10.3f}" for k in (*PHASES, "sum"))
+            )
             rows.append(dict(model=name, kind=kind, dynamic=arguments.dynamic, **row))
     if arguments.json:
-        arguments.json.write_text(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps(dict(torch=torch.__version__, rows=rows), indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Compile every kernel for sm_90, without a GPU: registers, spills and shared memory of what the launchers would run.
+"""Compile every kernel for sm_90, without a GPU: registers, spills and shared memory of what the
+launchers would run.
 
     python -m benchmarks.compile_kernels [PATTERN ...] [--each-kernel] [--out FILE.json]
     python -m benchmarks.compile_kernels --mutations [PATTERN ...]
 
-The launchers' own choice of tile sizes is compiled; with --each-kernel only the first launch of each kernel. --out
-keeps what the file holds of other versions of Triton, so that they stand side by side. With --mutations, instead: which
-arguments torch believes that a kernel writes; when its analysis fails, it believes all, and Inductor copies them.
-Exit status 1 where a kernel spills more than is known to pay, or asks for more than there is.
+The launchers' own choice of tile sizes is compiled; with --each-kernel only the first launch of
+each kernel. --out keeps what the file holds of other versions of Triton, so that they stand side by
+side. With --mutations, instead: which arguments torch believes that a kernel writes; when its
+analysis fails, it believes all, and Inductor copies them. Exit status 1 where a kernel spills more
+than is known to pay, or asks for more than there is.
 """
 
 from __future__ import annotations
@@ -57,11 +59,16 @@ def usage(launch: Launch) -> Usage:
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     mma = re.search(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"])
     return Usage(
-        int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"]), compiled.metadata.shared, mma[0] if mma else ""
+        int(found["REG"]),
+        int(found["STACK"]) + int(found["LOCAL"]),
+        compiled.metadata.shared,
+        mma[0] if mma else "",
     )
 
 
@@ -71,7 +78,9 @@ def mutated(launch: Launch) -> list[str]:
     tensors = {}
     for name, kind in launch.signature:
         if kind.startswith("*"):
-            tensors[name] = torch.empty(2, dtype=next(d for d, short in TYPES.items() if "*" + short == kind))
+            tensors[name] = torch.empty(
+                2, dtype=next(d for d, short in TYPES.items() if "*" + short == kind)
+            )
         elif name not in constants:
             constants[name] = 0.5 if kind == "fp64" else 48
     return mutated_tensors(launch.kernel, constants, tensors)
@@ -83,9 +92,15 @@ def at_once(use: Usage, warps: int) -> int:
     return 132 * min(65536 // registers, (SHARED_LIMIT + 1024) // (use.shared + 1024))
 
 
-# Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x 64 at four warps,
-# rows of 32768 at sixteen. In the backward of attention, of heads of 128 with dropout and a bias alone.
-TOLERATED = {"flash_kernel": 48, "flash_keys_kernel": 32, "flash_queries_kernel": 8, "norm_kernel": 216}
+# Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x
+# 64 at four warps, rows of 32768 at sixteen. In the backward of attention, of heads of 128 with
+# dropout and a bias alone.
+TOLERATED = {
+    "flash_kernel": 48,
+    "flash_keys_kernel": 32,
+    "flash_queries_kernel": 8,
+    "norm_kernel": 216,
+}
 TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
 
 
@@ -97,10 +112,12 @@ def check_resources(chosen: list, run: Run) -> int:
     for launch, dtype, words in chosen:
         use = usage(launch)
         warps = dict(launch.options)["num_warps"]
-        waits = launch.programs > at_once(use, warps)  # programs of a group would wait for one that is not there yet
+        # programs of a group would wait for one that is not there yet
+        waits = launch.programs > at_once(use, warps)
         wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT or waits
         bad += wrong
-        run.rows.append(dict(kernel=launch.name, dtype=dtype, work=words, warps=warps, triton=triton.__version__,
+        run.rows.append(dict(kernel=launch.name, dtype=dtype, work=words, warps=warps,
+            triton=triton.__version__,
                              **use._asdict()))  # fmt: skip
         numbers = f"{warps:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
         mark = "  TOO MUCH" if wrong else ""
@@ -119,7 +136,10 @@ def check_mutations(chosen: list) -> int:
         tensors = [name for name, kind in launch.signature if kind.startswith("*")]
         wrong = set(written) != set(tensors) - set(launch.inputs) | IN_PLACE.get(launch.name, set())
         bad += wrong
-        print(f"{launch.name:37}{dtype:6}writes {', '.join(written)}{'  WRONG' if wrong else ''}", flush=True)
+        print(
+            f"{launch.name:37}{dtype:6}writes {', '.join(written)}{'  WRONG' if wrong else ''}",
+            flush=True,
+        )
     print(f"{bad} launches whose written arguments torch does not see")
     return bad
 
@@ -134,8 +154,15 @@ def first_of_each_kernel(chosen: list) -> list:
 def kernels() -> set[str]:
     """The names of all kernels of the package."""
     packages = ("fusion_backend.kernels.", "fusion_backend.patterns.")
-    values = [v for name, module in sys.modules.items() if name.startswith(packages) for v in vars(module).values()]
-    return {v.__name__ for v in values if isinstance(v, JITFunction) and v.__name__.endswith("_kernel")}
+    values = [
+        v
+        for name, module in sys.modules.items()
+        if name.startswith(packages)
+        for v in vars(module).values()
+    ]
+    return {
+        v.__name__ for v in values if isinstance(v, JITFunction) and v.__name__.endswith("_kernel")
+    }
 
 
 def keep_other_versions(run: Run, path: Path) -> None:
@@ -159,8 +186,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN")
-    parser.add_argument("--mutations", action="store_true", help="what torch believes that each kernel writes")
-    parser.add_argument("--each-kernel", action="store_true", help="only the first launch of each kernel")
+    parser.add_argument(
+        "--mutations", action="store_true", help="what torch believes that each kernel writes"
+    )
+    parser.add_argument(
+        "--each-kernel", action="store_true", help="only the first launch of each kernel"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     if unknown := set(args.patterns) - set(known):

@@ -22,7 +22,7 @@ from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rat
 from benchmarks.trace import profile
 from benchmarks.work import NAMES, Work
 from fusion_backend.compat.torch import inductor_config
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.ops.pattern import REGISTRY
 
 inductor_config.max_autotune_report_choices_stats = False  # its tables would bury ours
 TWIN, ALWAYS = "inductor-again", "fusion-always"
@@ -67,7 +67,12 @@ def step(fn: Callable, args: list, dys: list[Tensor] | None) -> list[Tensor]:
     outs = results_of(fn, args)
     if dys is None:
         return outs
-    return [*outs, *torch.autograd.grad(outs, [a for a in args if isinstance(a, Tensor) and a.requires_grad], dys)]
+    return [
+        *outs,
+        *torch.autograd.grad(
+            outs, [a for a in args if isinstance(a, Tensor) and a.requires_grad], dys
+        ),
+    ]
 
 
 def results_of(fn: Callable, args: list) -> list[Tensor]:
@@ -78,15 +83,26 @@ def results_of(fn: Callable, args: list) -> list[Tensor]:
 def widened(args: list, dtype: torch.dtype) -> list:
     floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
     return [
-        a.detach().to(dtype).requires_grad_(a.requires_grad) if yes else a for a, yes in zip(args, floats, strict=True)
+        a.detach().to(dtype).requires_grad_(a.requires_grad) if yes else a
+        for a, yes in zip(args, floats, strict=True)
     ]
 
 
 def exactly(work: Work, args: list, dys: list[Tensor] | None) -> list[Tensor]:
-    """The step in fp64. Of a pattern that gives integers, in fp32: what has to be met is eager's integers."""
+    """The step in fp64. Of a pattern that gives integers, in fp32: what has to be met is eager's
+    integers.
+    """
     reference = work.function
-    exact = step(reference, widened(args, torch.float64), None if dys is None else [dy.double() for dy in dys])
-    return exact if exact[0].is_floating_point() else results_of(reference, widened(args, torch.float32))
+    exact = step(
+        reference,
+        widened(args, torch.float64),
+        None if dys is None else [dy.double() for dy in dys],
+    )
+    return (
+        exact
+        if exact[0].is_floating_point()
+        else results_of(reference, widened(args, torch.float32))
+    )
 
 
 def saved_bytes(fn: Callable, args: list) -> int:
@@ -107,9 +123,12 @@ def saved_bytes(fn: Callable, args: list) -> int:
 
 
 def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> Row:
-    """Everything about one piece of work. A contender that raises, or is wrong, is marked; the others go on."""
+    """Everything about one piece of work. A contender that raises, or is wrong, is marked; the
+    others go on.
+    """
     row = Row(
-        work.name, work.pattern, work.case, NAMES[work.dtype], work.train, work.linear, bytes=work.bytes,
+        work.name, work.pattern, work.case, NAMES[work.dtype], work.train, work.linear,
+        bytes=work.bytes,
         flops=work.flops, intensity=work.flops / work.bytes,
         floor_ms=work.floor_ms(bench.copy_bytes_s, bench.matrix_flops_s), contenders=[],
     )  # fmt: skip
@@ -130,14 +149,20 @@ def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> 
 def traces(work: Work, bench: Bench, fns: dict[str, Callable]) -> None:
     """A Chrome trace of each contender, and its longest kernels on stdout."""
     args = work.arguments(bench.clock.device)
-    dys = [torch.randn_like(out) for out in results_of(next(iter(fns.values())), args)] if work.train and fns else None
+    dys = (
+        [torch.randn_like(out) for out in results_of(next(iter(fns.values())), args)]
+        if work.train and fns
+        else None
+    )
     for name, fn in fns.items():
         path = bench.trace / f"{work.name.replace(' ', '-')}-{name}.json.gz"
         found = profile(functools.partial(step, fn, args, dys), bench.clock.device, trace=path)
         print(f"{work.name}, {name}: {path}\n{found.table(rows=5)}")
 
 
-def first_calls(work: Work, device: torch.device, makers: dict[str, Maker], row: Row) -> dict[str, Callable]:
+def first_calls(
+    work: Work, device: torch.device, makers: dict[str, Maker], row: Row
+) -> dict[str, Callable]:
     """Compile, check and weigh every contender; returns those that can be timed."""
     reference, args = work.function, work.arguments(device)
     random = draws(reference, work.arguments(torch.device("meta")))
@@ -202,7 +227,14 @@ def sites(pattern: str) -> tuple[list[dict], str]:
     of_it = [s for s in found if s.pattern == pattern]
     why = of_it[0].reason if of_it else "not recognised"
     listed = [
-        dict(pattern=s.pattern, fused=s.fused, reason=s.reason, forward=s.forward, backward=s.backward) for s in found
+        dict(
+            pattern=s.pattern,
+            fused=s.fused,
+            reason=s.reason,
+            forward=s.forward,
+            backward=s.backward,
+        )
+        for s in found
     ]
     return listed, "" if any(s.fused for s in of_it) else why
 
@@ -210,7 +242,9 @@ def sites(pattern: str) -> tuple[list[dict], str]:
 def nothing_declined(mine: Contender | None, pattern: str) -> bool:
     """Has the default gate taken whatever fusion.gate=always can take?"""
     of_it = [site for site in mine.sites if site["pattern"] == pattern] if mine else []
-    return bool(of_it) and all(site["fused"] and site["forward"] in ("kernel", "library") for site in of_it)
+    return bool(of_it) and all(
+        site["fused"] and site["forward"] in ("kernel", "library") for site in of_it
+    )
 
 
 def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
@@ -225,8 +259,12 @@ def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
     outs = results_of(next(iter(fns.values())), args)
     dys = [torch.randn_like(out) for out in outs] if work.train else None
     del outs
-    turns = {name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys)) for name, fn in steps.items()}
-    whole = whole_calls({name: functools.partial(turn, args) for name, turn in turns.items()}, clock.device,
+    turns = {
+        name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys))
+        for name, fn in steps.items()
+    }
+    whole = whole_calls({name: functools.partial(turn, args) for name, turn in turns.items()},
+        clock.device,
                         bench.rounds)  # fmt: skip
     del args
     exposed = clock.exposed
@@ -236,11 +274,15 @@ def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
             continue
         name = mine.name
         mine.kernel, mine.call = Spread.of(kernel[name]), Spread.of(whole[name])
-        mine.rate_bytes, mine.rate_flops = (n / mine.kernel.median * 1e3 for n in (row.bytes, row.flops))
+        mine.rate_bytes, mine.rate_flops = (
+            n / mine.kernel.median * 1e3 for n in (row.bytes, row.flops)
+        )
         mine.of_copy = mine.rate_bytes / bench.copy_bytes_s
         mine.of_matrix = mine.rate_flops / bench.matrix_flops_s
     if clock.exposed > exposed:
-        row.note = f"{row.note}; the GPU waited for the host in {clock.exposed - exposed} samples".removeprefix("; ")
+        row.note = f"{row.note}; the GPU waited for the host in {clock.exposed - exposed} samples".removeprefix(
+            "; "
+        )
     if (base := row.of("inductor")) and base.kernel:
         row.noise = noise(base.kernel, row.of(TWIN).kernel) if row.of(TWIN).kernel else None
         for mine in row.contenders:

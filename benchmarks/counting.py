@@ -1,9 +1,10 @@
 """Operations and bytes of a pattern, counted from its reference on tensors without data.
 
-A matrix product is 2·m·n·k operations (convolutions and attention as torch.utils.flop_counter has them). Elsewhere it
-is one an element: of the result of a pointwise operator, exp, division and comparison alike, and of what a reduction
-reads. Casts, copies, selections and views are none. What is counted is the reference's arithmetic, forward and, when
-training, autograd's backward: a kernel that computes something twice, or less, gets no other number.
+A matrix product is 2·m·n·k operations (convolutions and attention as torch.utils.flop_counter has
+them). Elsewhere it is one an element: of the result of a pointwise operator, exp, division and
+comparison alike, and of what a reduction reads. Casts, copies, selections and views are none. What
+is counted is the reference's arithmetic, forward and, when training, autograd's backward: a kernel
+that computes something twice, or less, gets no other number.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def draws(fn: Callable, args: list) -> bool:
 
 
 def size_of(fn: Callable, args: list, train: bool) -> int:
-    """Bytes of arguments and results, and with `train` of their gradients: every implementation moves these."""
+    """Bytes of arguments and results, and with `train` of their gradients: every implementation
+    moves these.
+    """
     with torch.set_grad_enabled(train):
         outs, grads = gradients(fn, args) if train else (results(fn(*args)), ())
     moved = [a for a in args if isinstance(a, Tensor)] + outs + [g for g in grads if g is not None]
@@ -82,4 +85,6 @@ def gradients(fn: Callable, args: list) -> tuple[list[Tensor], tuple]:
     outs = results(fn(*args))
     reached = [out for out in outs if out.requires_grad]
     wanted = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    return outs, torch.autograd.grad(reached, wanted, [torch.empty_like(o) for o in reached], allow_unused=True)
+    return outs, torch.autograd.grad(
+        reached, wanted, [torch.empty_like(o) for o in reached], allow_unused=True
+    )

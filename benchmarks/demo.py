@@ -1,10 +1,12 @@
-"""The backend at work: a pretrained transformer on real sentences, a Llama-like model, a gated layer, the kernels.
+"""The backend at work: a pretrained transformer on real sentences, a Llama-like model, a gated
+layer, the kernels.
 
     python -m benchmarks.demo [--only sentences llama gated kernels] [--model DIR] [--json FILE]
 
-For each model: the report of the backend, the error of outputs and gradients against fp64 beside eager's and plain
-Inductor's, and step times (on a GPU peak memory too) of the three measured in turns. Exit status: 0 when everything
-held, 1 when a result was worse than twice eager's error, 2 when something has to be installed first.
+For each model: the report of the backend, the error of outputs and gradients against fp64 beside
+eager's and plain Inductor's, and step times (on a GPU peak memory too) of the three measured in
+turns. Exit status: 0 when everything held, 1 when a result was worse than twice eager's error, 2
+when something has to be installed first.
 """
 
 from __future__ import annotations
@@ -51,12 +53,19 @@ def missing(parts: list[str], model: Path | None = None) -> str | None:
 
 @contextlib.contextmanager
 def progress(what: str):
-    """One line on stderr: seconds ticking on a terminal; elsewhere the line is written once, at the end."""
+    """One line on stderr: seconds ticking on a terminal; elsewhere the line is written once, at the
+    end.
+    """
     start, done = time.perf_counter(), threading.Event()
 
     def tick():
         while not done.wait(0.5):
-            print(f"\r  {what} ... {time.perf_counter() - start:.0f} s", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r  {what} ... {time.perf_counter() - start:.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     ticker = threading.Thread(target=tick, daemon=True)
     if sys.stderr.isatty():
@@ -68,7 +77,9 @@ def progress(what: str):
         if ticker.ident:
             ticker.join()
         begin = "\r" if sys.stderr.isatty() else ""
-        print(f"{begin}  {what} ... {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        print(
+            f"{begin}  {what} ... {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True
+        )
 
 
 def infer(model, subject):
@@ -84,29 +95,45 @@ def train(model, subject):
     model.zero_grad(set_to_none=True)
     output = model(**subject.inputs)
     subject.loss(output).backward()
-    gradients = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name.removeprefix("_orig_mod."): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return subject.result(output).detach(), gradients
 
 
 def exact(subject):
     """The same model and inputs in fp64."""
-    inputs = {name: x.double() if x.is_floating_point() else x for name, x in subject.inputs.items()}
-    return type(subject)(subject.title, copy.deepcopy(subject.model).double(), inputs, subject.result, subject.loss)
+    inputs = {
+        name: x.double() if x.is_floating_point() else x for name, x in subject.inputs.items()
+    }
+    return type(subject)(
+        subject.title, copy.deepcopy(subject.model).double(), inputs, subject.result, subject.loss
+    )
 
 
 def short(text: str, lines: int = REPORT_LINES) -> str:
-    """The summary of a report and its first lines, fused sites before the others; paths without site-packages."""
+    """The summary of a report and its first lines, fused sites before the others; paths without
+    site-packages.
+    """
     text = re.sub(r"\S+/site-packages/", "", text).replace(f"{Path.cwd()}/", "")
     first, *rows = text.splitlines()
     order = ("fused", "not fused", "near miss")
-    rows.sort(key=lambda row: next((i for i, word in enumerate(order) if row.strip().startswith(word)), -1))
+    rows.sort(
+        key=lambda row: next(
+            (i for i, word in enumerate(order) if row.strip().startswith(word)), -1
+        )
+    )
     if len(rows) >= lines:
         rows[lines - 2 :] = [f"  ... and {len(rows) - lines + 2} lines more"]
     return "\n".join(f"  {row}" for row in (first, *rows))
 
 
 def errors(models: dict, subject) -> dict[str, dict[str, float]]:
-    """The distance of every model's result (and gradients) from fp64, and of the backend's from eager's."""
+    """The distance of every model's result (and gradients) from fp64, and of the backend's from
+    eager's.
+    """
     from benchmarks.measure import distance, joint_distance
 
     truth = exact(subject)
@@ -116,7 +143,10 @@ def errors(models: dict, subject) -> dict[str, dict[str, float]]:
         found["gradients"] = joint_distance, lambda model, s: train(model, s)[1]
     table = {}
     for row, (measure, run) in found.items():
-        want, results = run(truth.model, truth), {name: run(model, subject) for name, model in models.items()}
+        want, results = (
+            run(truth.model, truth),
+            {name: run(model, subject) for name, model in models.items()},
+        )
         table[row] = {name: measure(got, want) for name, got in results.items()}
         table[row]["fusion to eager"] = measure(results["fusion"], results["eager"])
     subject.model.zero_grad(set_to_none=True)
@@ -135,7 +165,8 @@ def times(models: dict, subject) -> dict[str, dict[str, float]]:
         if device.type == "cuda":
             table[f"{kind} MB"] = {}
             for name, run in steps.items():
-                subject.model.zero_grad(set_to_none=True)  # the last step's gradients are not this one's
+                # the last step's gradients are not this one's
+                subject.model.zero_grad(set_to_none=True)
                 table[f"{kind} MB"][name] = peak_bytes(run, device) / 1e6
     return table
 
@@ -149,7 +180,9 @@ def show(table: dict[str, dict[str, float]], head: str, form: str) -> None:
 
 
 def study(subject, options: dict, also=lambda models, subject: True) -> dict:
-    """Compile a subject with the backend and with plain Inductor; print report, errors, times. Return the figures."""
+    """Compile a subject with the backend and with plain Inductor; print report, errors, times.
+    Return the figures.
+    """
     import torch
 
     import fusion_backend
@@ -171,17 +204,23 @@ def study(subject, options: dict, also=lambda models, subject: True) -> dict:
     show(found, "error against fp64", ".1e")
     measured = times(compiled, subject)
     show(measured, "a step", ".3f")
-    worse = [row for row, e in found.items() if e["fusion"] > 2 * max(e["eager"], e["inductor"]) + 1e-7]
+    worse = [
+        row for row, e in found.items() if e["fusion"] > 2 * max(e["eager"], e["inductor"]) + 1e-7
+    ]
     for row in worse:
         print(f"  FAILED: {row}: the error is more than twice that of eager and of plain Inductor")
     ok = also(compiled, subject) and not worse
     sites = fusion_backend.report().sites
     fused = sum(site.fused for site in sites)
-    return dict(title=subject.title, sites=len(sites), fused=fused, errors=found, steps=measured, ok=ok)
+    return dict(
+        title=subject.title, sites=len(sites), fused=fused, errors=found, steps=measured, ok=ok
+    )
 
 
 def similar(models: dict, subject) -> bool:
-    """Print the two most similar sentences as the backend sees them; for eager they must be so too, to two digits."""
+    """Print the two most similar sentences as the backend sees them; for eager they must be so too,
+    to two digits.
+    """
     from benchmarks.subjects import SENTENCES
 
     scores = {}
@@ -190,7 +229,9 @@ def similar(models: dict, subject) -> bool:
         scores[name] = (embeddings @ embeddings.T).fill_diagonal_(-1)
     first, second = divmod(scores["fusion"].argmax().item(), len(SENTENCES))
     fusion, eager = scores["fusion"][first, second].item(), scores["eager"][first, second].item()
-    print(f"  most similar of the {len(SENTENCES)} sentences ({fusion:.3f} with fusion, {eager:.3f} eager):")
+    print(
+        f"  most similar of the {len(SENTENCES)} sentences ({fusion:.3f} with fusion, {eager:.3f} eager):"
+    )
     print(f"    {SENTENCES[first]}\n    {SENTENCES[second]}")
     same = scores["eager"].max().item() - eager < 0.01
     if not same:
@@ -199,11 +240,15 @@ def similar(models: dict, subject) -> bool:
 
 
 def kernels() -> dict:
-    """Run every pattern's Triton kernel on small CPU tensors in a process of its own, in Triton's interpreter."""
+    """Run every pattern's Triton kernel on small CPU tensors in a process of its own, in Triton's
+    interpreter.
+    """
     print("\nThe Triton kernels themselves, in Triton's interpreter on small CPU tensors")
     command = [sys.executable, "-m", "benchmarks.interpreted"]
     with progress("interpreting"):
-        done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+        )
     print(done.stdout, end="")
     if done.returncode:
         print(f"  FAILED: {' '.join(command)}\n{done.stderr[-2000:]}")
@@ -211,9 +256,13 @@ def kernels() -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to run")
-    parser.add_argument("--model", type=Path, help="directory of another sentence encoder in transformers' format")
+    parser.add_argument(
+        "--model", type=Path, help="directory of another sentence encoder in transformers' format"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args(argv)
     if problem := missing(arguments.only, arguments.model):
@@ -227,7 +276,11 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks import subjects
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     print(f"torch {torch.__version__}, triton {triton.__version__}, {name}")
     options = {"fusion.gate": "auto"}
     if device.type == "cpu":
@@ -246,9 +299,13 @@ def main(argv: list[str] | None = None) -> int:
     if "kernels" in arguments.only and device.type == "cpu":
         results.append(kernels())
     if arguments.json:
-        arguments.json.write_text(json.dumps(dict(device=name, torch=torch.__version__, results=results), indent=1))
+        arguments.json.write_text(
+            json.dumps(dict(device=name, torch=torch.__version__, results=results), indent=1)
+        )
     ok = all(result["ok"] for result in results)
-    print(f"\n{'Everything agreed' if ok else 'Something FAILED, see above'}; {time.perf_counter() - start:.0f} s.")
+    print(
+        f"\n{'Everything agreed' if ok else 'Something FAILED, see above'}; {time.perf_counter() - start:.0f} s."
+    )
     print(NEXT)
     return not ok
 

@@ -1,6 +1,7 @@
 """What the pictures of benchmarks.plots share: colours, names, PNG, panels and bars.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart; markers and hatches differ, too.
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart; markers and hatches
+differ, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from benchmarks.results import FAILED, Run
 from benchmarks.trace import KINDS
 
 ORDER = ("eager", "inductor", "max-autotune", "fusion", "fusion-always")
-COLOURS = {"eager": "#999999", "inductor": "#0072B2", "max-autotune": "#56B4E9", "fusion": "#D55E00",
+COLOURS = {"eager": "#999999", "inductor": "#0072B2", "max-autotune": "#56B4E9",
+    "fusion": "#D55E00",
            "fusion-always": "#E69F00"}  # fmt: skip
 MARKERS = {"eager": "s", "inductor": "o", "max-autotune": "D", "fusion": "^", "fusion-always": "v"}
-CLASS_COLOURS = dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#999999"),
+CLASS_COLOURS = dict(zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7",
+    "#999999"),
                          strict=True))  # fmt: skip
 CEILING = "#000000"
 DPI = 130
@@ -36,7 +39,8 @@ def pyplot():
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({
-        "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+        "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3,
+        "axes.axisbelow": True,
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
         "figure.constrained_layout.use": True,
     })  # fmt: skip
@@ -57,7 +61,9 @@ def png(figure) -> bytes:
 
 def where(run: Run) -> str:
     """The machine in a title."""
-    return f"{run.about.get('gpu') or 'CPU: times mean nothing'}, torch {run.about.get('torch', '?')}"
+    return (
+        f"{run.about.get('gpu') or 'CPU: times mean nothing'}, torch {run.about.get('torch', '?')}"
+    )
 
 
 def names(rows: list) -> list[str]:
@@ -87,7 +93,9 @@ def byte_words(n: float, _=None) -> str:
 def panels(plt, count: int, width: float, height: float, columns: int = 3):
     columns = min(columns, count)
     lines = -(-count // columns)
-    figure, grid = plt.subplots(lines, columns, figsize=(width * columns, height * lines + 0.8), squeeze=False)
+    figure, grid = plt.subplots(
+        lines, columns, figsize=(width * columns, height * lines + 0.8), squeeze=False
+    )
     flat = list(grid.flat)
     for axes in flat[count:]:
         axes.set_visible(False)
@@ -95,18 +103,26 @@ def panels(plt, count: int, width: float, height: float, columns: int = 3):
 
 
 def bars(axes, rows: list, value: Callable, title: Callable, form: Callable | None = None) -> None:
-    """Horizontal bars: a group a row, the first at the top, in it a bar a contender that was timed."""
+    """Horizontal bars: a group a row, the first at the top, in it a bar a contender
+    that was timed.
+    """
     shown = names(rows)
     height = 0.84 / len(shown)
     for i, name in enumerate(shown):
-        found = [(k, row.of(name)) for k, row in enumerate(rows) if row.of(name) and timed(row.of(name))]
+        found = [
+            (k, row.of(name)) for k, row in enumerate(rows) if row.of(name) and timed(row.of(name))
+        ]
         places = [k + (i - (len(shown) - 1) / 2) * height for k, _ in found]
-        drawn = axes.barh(places, [value(one) for _, one in found], height * 0.92, color=colour(name), label=name)
+        drawn = axes.barh(
+            places, [value(one) for _, one in found], height * 0.92, color=colour(name), label=name
+        )
         if form:
             axes.bar_label(drawn, [form(rows[k], one) for k, one in found], **LABEL)
         for k, row in enumerate(rows):
             if row.of(name) and row.of(name).status == FAILED:
-                axes.text(0, k + (i - (len(shown) - 1) / 2) * height, " failed", va="center", fontsize=7.5)
+                axes.text(
+                    0, k + (i - (len(shown) - 1) / 2) * height, " failed", va="center", fontsize=7.5
+                )
     axes.set_yticks(range(len(rows)), [title(row) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)

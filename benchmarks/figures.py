@@ -1,6 +1,8 @@
-"""Results as Markdown: the tables and paragraphs that benchmarks.readme writes into README.md and docs/.
+"""Results as Markdown: the tables and paragraphs that benchmarks.readme writes into README.md and
+docs/.
 
-A figure takes a run and the names that the page gave after the file; without names it is about all rows.
+A figure takes a run and the names that the page gave after the file; without names it is about all
+rows.
 """
 
 from __future__ import annotations
@@ -44,20 +46,29 @@ def number(value: float | None, form: str) -> str:
 
 
 def verdict(row: Row | ModelRow, name: str = "fusion", to: str = "inductor") -> str:
-    """ "faster" or "slower" than another, or "same", as plain Inductor's own code is where the gate declined; "" where
-    one of them has no time, or was wrong."""
+    """ "faster" or "slower" than another, or "same", as plain Inductor's own code is where the gate
+    declined; "" where one of them has no time, or was wrong.
+    """
     pair = row.of(name), row.of(to)
     if not all(one and one.status == OK for one in pair) or row.ratio(name, to) is None:
         return ""
     model = isinstance(row, ModelRow)
-    if to == "inductor" and not model and pair[0].declined and not (name == "fusion" and row.instead()):
+    if (
+        to == "inductor"
+        and not model
+        and pair[0].declined
+        and not (name == "fusion" and row.instead())
+    ):
         return "same"
     mine, other = (one.step if model else one.kernel for one in pair)
     return timing.verdict(mine, other, row.noise) or "same"
 
 
 def counted(rows: list, to: str = "inductor") -> dict[str, list]:
-    return {kind: [row for row in rows if verdict(row, to=to) == kind] for kind in ("faster", "same", "slower")}
+    return {
+        kind: [row for row in rows if verdict(row, to=to) == kind]
+        for kind in ("faster", "same", "slower")
+    }
 
 
 def where(run: Run) -> str:
@@ -107,9 +118,17 @@ def summary(run: Run, _: list[str]) -> str:
             f"{noise['rows']} rows of {LONG_MS * 1e3:.0f} µs and more."
         )
     if kinds["slower"]:
-        slower = (f"{row.name} ({ms(row, 'fusion')} ms, Inductor {ms(row, 'inductor')})" for row in kinds["slower"])
+        slower = (
+            f"{row.name} ({ms(row, 'fusion')} ms, Inductor {ms(row, 'inductor')})"
+            for row in kinds["slower"]
+        )
         text += f" Slower than plain Inductor: {'; '.join(slower)}."
-    wrong = [f"{row.name}: {one.name} {one.status}" for row in rows for one in row.contenders if one.status != OK]
+    wrong = [
+        f"{row.name}: {one.name} {one.status}"
+        for row in rows
+        for one in row.contenders
+        if one.status != OK
+    ]
     wrong += [f"{row.name}: {row.note}" for row in rows if not row.contenders]
     if wrong:
         text += f" Not compared, for one of the two is wrong or failed: {'; '.join(wrong)}."
@@ -136,7 +155,17 @@ def by_pattern(run: Run, _: list[str]) -> str:
         to = number(statistics.median(tuned) if tuned else None, ".2f")
         lines.append([pattern, *counts, str(sum(map(declined, rows))), f"{ratios[0]:.2f}",
                       f"{statistics.median(ratios):.2f}", f"{ratios[-1]:.2f}", to])  # fmt: skip
-    heads = ("pattern", "faster", "as fast", "slower", "declined", "worst ratio", "median", "best", "to max-autotune")
+    heads = (
+        "pattern",
+        "faster",
+        "as fast",
+        "slower",
+        "declined",
+        "worst ratio",
+        "median",
+        "best",
+        "to max-autotune",
+    )
     return table(heads, lines)
 
 
@@ -148,18 +177,25 @@ def of_names(rows: list, names: list[str], name: Callable[[object], str]) -> lis
 
 
 def rows_table(rows: list[Row]) -> str:
-    """Columns of eager, max-autotune and of the kernels that the gate declines where there are any."""
-    others = [name for name in ("eager", "inductor", AUTOTUNE) if any(row.ratio(name) for row in rows)]
+    """Columns of eager, max-autotune and of the kernels that the gate declines where
+    there are any.
+    """
+    others = [
+        name for name in ("eager", "inductor", AUTOTUNE) if any(row.ratio(name) for row in rows)
+    ]
     tuned = AUTOTUNE in others
     left = [bool(declined(row) or row.instead()) for row in rows]
     forced = any(row.ratio(FORCED) and own for row, own in zip(rows, left, strict=True))
-    heads = ["site", *(TITLES.get(name, name) for name in others), "fusion", "ratio", *["to max-autotune"] * tuned,
+    heads = ["site", *(TITLES.get(name, name) for name in others), "fusion", "ratio",
+        *["to max-autotune"] * tuned,
              "of the floor", *["forced"] * forced]  # fmt: skip
     lines = []
     for row, own in zip(rows, left, strict=True):
         one, taken = row.of(ours(row)), f" (by {', '.join(row.instead())})" if row.instead() else ""
         line = [row.name, *(ms(row, name) for name in others), ms(row, ours(row))]
-        line.append(number(row.ratio(ours(row)), ".2f") + (" (declined)" if declined(row) else taken))
+        line.append(
+            number(row.ratio(ours(row)), ".2f") + (" (declined)" if declined(row) else taken)
+        )
         line += [number(row.ratio(ours(row), AUTOTUNE), ".2f")] * tuned
         line.append(f"{row.floor_ms / one.kernel.median:.0%}" if one and one.kernel else "–")
         lines.append(line + [number(row.ratio(FORCED) if own else None, ".2f")] * forced)
@@ -171,15 +207,30 @@ def named_rows(run: Run, names: list[str]) -> str:
 
 
 def memory(run: Run, names: list[str]) -> str:
-    """The most that a step allocates, and what forward keeps for backward, where fusion's differs by 2% and 50 MB."""
+    """The most that a step allocates, and what forward keeps for backward, where fusion's differs
+    by 2% and 50 MB.
+    """
     lines = []
     for row in of_names(run.rows, names, lambda row: row.name):
         base, found = row.of("inductor"), [row.of(name) for name in ("fusion", FORCED)]
         pairs = [(getattr(base, kind, None), [getattr(c, kind, None) for c in found])
                  for kind in ("peak_bytes", "saved_bytes")]  # fmt: skip
-        if names or any(was and now and abs(now - was) > max(SAME * was, LARGE) for was, all in pairs for now in all):
-            lines.append([row.name, *(number(n and n / 1e6, ".0f") for was, all in pairs for n in (was, *all))])
-    heads = [f"{what}, {who}" for what in ("peak MB", "kept MB") for who in ("plain Inductor", "fusion", "forced")]
+        if names or any(
+            was and now and abs(now - was) > max(SAME * was, LARGE)
+            for was, all in pairs
+            for now in all
+        ):
+            lines.append(
+                [
+                    row.name,
+                    *(number(n and n / 1e6, ".0f") for was, all in pairs for n in (was, *all)),
+                ]
+            )
+    heads = [
+        f"{what}, {who}"
+        for what in ("peak MB", "kept MB")
+        for who in ("plain Inductor", "fusion", "forced")
+    ]
     return table(["site", *heads], lines)
 
 
@@ -188,7 +239,11 @@ def losses(run: Run, _: list[str]) -> str:
     if run.kind == "models":
         rows = [row for row in run.rows if "slower" in (verdict(row), verdict(row, to=AUTOTUNE))]
         return models_table(rows) if rows else "None.\n"
-    rows = [row for row in run.rows if "slower" in (verdict(row, ours(row)), verdict(row, ours(row), AUTOTUNE))]
+    rows = [
+        row
+        for row in run.rows
+        if "slower" in (verdict(row, ours(row)), verdict(row, ours(row), AUTOTUNE))
+    ]
     return rows_table(rows) if rows else "None.\n"
 
 
@@ -207,9 +262,16 @@ def models_table(rows: list[ModelRow]) -> str:
             lines.append([model_name(row), "; ".join(row.notes), *["–"] * (len(names) + 3)])
             continue
         one, two = row.of("inductor"), row.of("fusion")
-        times = [f"{c.step.median:.2f}" if (c := row.of(name)) and c.step else c.status if c else "–" for name in names]
+        times = [
+            f"{c.step.median:.2f}" if (c := row.of(name)) and c.step else c.status if c else "–"
+            for name in names
+        ]
         ratio = number(row.ratio("fusion"), ".2f")
-        ratio += f", to {AUTOTUNE} {row.ratio('fusion', AUTOTUNE):.2f}" if row.ratio("fusion", AUTOTUNE) else ""
+        ratio += (
+            f", to {AUTOTUNE} {row.ratio('fusion', AUTOTUNE):.2f}"
+            if row.ratio("fusion", AUTOTUNE)
+            else ""
+        )
         peaks = [number(c and c.peak_bytes and c.peak_bytes / 1e9, ".1f") for c in (one, two)]
         fused = str(sum(two.fused.values())) if two else "–"
         lines.append([row.title, *times, ratio, number(row.noise, ".1%"), " → ".join(peaks), fused])
@@ -232,7 +294,13 @@ def shares(run: Run, names: list[str]) -> str:
         parts = [[c.shares.get(kind, 0.0) * c.device_ms for c in pair] for kind in kinds]
         cells = [" → ".join(f"{part:.2f}" for part in two) if any(two) else "–" for two in parts]
         how = [word for word in ("attention eager", "dropout on") if word in row.title]
-        lines.append([", ".join([model_name(row), *how]), " → ".join(f"{c.device_ms:.2f}" for c in pair), *cells])
+        lines.append(
+            [
+                ", ".join([model_name(row), *how]),
+                " → ".join(f"{c.device_ms:.2f}" for c in pair),
+                *cells,
+            ]
+        )
     return table(["model", "all kernels", *kinds], lines)
 
 
@@ -256,7 +324,9 @@ def compared(run: Run, _: list[str]) -> str:
 
 
 def block_sizes(run: Run, _: list[str]) -> str:
-    """GB/s of a kernel: what the launcher takes, and the best of the sweep, beside eager and plain Inductor."""
+    """GB/s of a kernel: what the launcher takes, and the best of the sweep, beside eager and plain
+    Inductor.
+    """
     lines = []
     for work in dict.fromkeys(row.work for row in run.rows):
         rows = [row for row in run.rows if row.work == work and row.rate_bytes]
@@ -264,19 +334,31 @@ def block_sizes(run: Run, _: list[str]) -> str:
         if not kernel:
             continue
         base = {row.who: row.rate_bytes / 1e9 for row in rows if row.who != "kernel"}
-        taken, best = next((row for row in kernel if row.chosen), None), max(kernel, key=lambda row: row.rate_bytes)
-        cells = [number(row and row.rate_bytes / 1e9, ".0f") + (f" ({row.block}, {row.warps})" if row else "")
+        taken, best = (
+            next((row for row in kernel if row.chosen), None),
+            max(kernel, key=lambda row: row.rate_bytes),
+        )
+        cells = [number(row and row.rate_bytes / 1e9,
+            ".0f") + (f" ({row.block}, {row.warps})" if row else "")
                  for row in (taken, best)]  # fmt: skip
-        lines.append([work, *(number(base.get(who), ".0f") for who in ("eager", "inductor")), *cells])
-    return table(("GB/s", "eager", "plain Inductor", "the launcher's (BLOCK, warps)", "the best"), lines)
+        lines.append(
+            [work, *(number(base.get(who), ".0f") for who in ("eager", "inductor")), *cells]
+        )
+    return table(
+        ("GB/s", "eager", "plain Inductor", "the launcher's (BLOCK, warps)", "the best"), lines
+    )
 
 
 def swept(run: Run, _: list[str]) -> str:
-    """The fastest configuration of each piece of work of benchmarks.sweep, and the library's time where it has one."""
+    """The fastest configuration of each piece of work of benchmarks.sweep, and the library's time
+    where it has one.
+    """
     lines = []
     for work in dict.fromkeys(row["work"] for row in run.rows):
         rows = [row for row in run.rows if row["work"] == work]
-        best = min((row for row in rows if "=" in row["config"]), key=lambda row: row["ms"], default=None)
+        best = min(
+            (row for row in rows if "=" in row["config"]), key=lambda row: row["ms"], default=None
+        )
         library = next((row for row in rows if "=" not in row["config"]), None)
         if best:
             base = f"{library['config']} {library['ms']:.4f}" if library else "–"
@@ -291,10 +373,20 @@ def compiled(run: Run, _: list[str]) -> str:
     words = {"registers": "registers", "spilled": "bytes spilled", "shared": "shared memory"}
     lines = []
     for kernel in dict.fromkeys(row["kernel"] for row in run.rows):
-        by = {v: [row for row in run.rows if (row["kernel"], row["triton"]) == (kernel, v)] for v in versions}
-        most = [number(max((row[what] for row in by[v]), default=None), "d") for what in words for v in versions]
+        by = {
+            v: [row for row in run.rows if (row["kernel"], row["triton"]) == (kernel, v)]
+            for v in versions
+        }
+        most = [
+            number(max((row[what] for row in by[v]), default=None), "d")
+            for what in words
+            for v in versions
+        ]
         lines.append([kernel, str(max(map(len, by.values()))), *most])
-    return table(["kernel", "launches", *(f"{word}, {v}" for word in words.values() for v in versions)], lines)
+    return table(
+        ["kernel", "launches", *(f"{word}, {v}" for word in words.values() for v in versions)],
+        lines,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

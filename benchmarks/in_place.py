@@ -1,11 +1,13 @@
-"""Small models around one recognised site: what a kernel is worth in its place, where one that wins alone may lose.
+"""Small models around one recognised site: what a kernel is worth in its place, where one that wins
+alone may lose.
 
     python -m benchmarks.models --once --exact none --no-profile --mode infer \\
         --module $(python -m benchmarks.in_place infer) --out FILE.json
     (--mode train with `train`, and --gate always for what the default gate leaves to Inductor)
 
-They are written after operators and networks that were not made for this project, where sites were slower than under
-plain Inductor. Each function takes nothing and returns (model, inputs), as `benchmarks.models --module` wants it.
+They are written after operators and networks that were not made for this project, where sites were
+slower than under plain Inductor. Each function takes nothing and returns (model, inputs), as
+`benchmarks.models --module` wants it.
 """
 
 from __future__ import annotations
@@ -38,14 +40,23 @@ def batch_norm_in_a_residual_block():
 
 
 def batch_norm_between_convolutions():
-    layers = [nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 128, 3, 2, 1), nn.BatchNorm2d(128)]
+    layers = [
+        nn.Conv2d(3, 64, 7, 2, 3),
+        nn.BatchNorm2d(64),
+        nn.Conv2d(64, 128, 3, 2, 1),
+        nn.BatchNorm2d(128),
+    ]
     return nn.Sequential(*layers, nn.Conv2d(128, 128, 1)).eval(), torch.randn(32, 3, 224, 224)
 
 
 def batch_norm_depthwise():
     blocks = []
     for _ in range(3):
-        blocks += [nn.Conv2d(96, 96, 3, padding=1, groups=96, bias=False), nn.BatchNorm2d(96), nn.ReLU6()]
+        blocks += [
+            nn.Conv2d(96, 96, 3, padding=1, groups=96, bias=False),
+            nn.BatchNorm2d(96),
+            nn.ReLU6(),
+        ]
         blocks += [nn.Conv2d(96, 96, 1, bias=False), nn.BatchNorm2d(96)]
     return nn.Sequential(*blocks).eval(), torch.randn(32, 96, 56, 56)
 
@@ -61,7 +72,12 @@ def gelu_before_group_norm():
 
 
 def gelu_around_transposed_convolutions():
-    layers = nn.ConvTranspose2d(64, 128, 4, stride=2), nn.GELU(), nn.ConvTranspose2d(128, 64, 4, stride=2), nn.GELU()
+    layers = (
+        nn.ConvTranspose2d(64, 128, 4, stride=2),
+        nn.GELU(),
+        nn.ConvTranspose2d(128, 64, 4, stride=2),
+        nn.GELU(),
+    )
     return nn.Sequential(*layers).to(BF16), torch.randn(64, 64, 32, 32, dtype=BF16)
 
 
@@ -93,7 +109,9 @@ def softmax_of_long_rows():
 
 
 def layer_norm_small():
-    return nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256)), torch.randn(65536, 256)
+    return nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256)), torch.randn(
+        65536, 256
+    )
 
 
 def l2_norm_in_fp32():
@@ -107,7 +125,9 @@ def rms_norm_before_swiglu():
 
     sizes = {"gate": (1024, 2816), "up": (1024, 2816), "down": (2816, 1024)}
     parts = {name: nn.Linear(*size, bias=False) for name, size in sizes.items()}
-    return Called(block, norm=nn.RMSNorm(1024, eps=1e-6), **parts).to(BF16), torch.randn(16, 1024, 1024, dtype=BF16)
+    return Called(block, norm=nn.RMSNorm(1024, eps=1e-6), **parts).to(BF16), torch.randn(
+        16, 1024, 1024, dtype=BF16
+    )
 
 
 def rotated(x, cos, sin):
@@ -118,10 +138,14 @@ def rotated(x, cos, sin):
 def rms_norm_before_rotary_attention():
     def block(m, x, cos, sin):
         q, k, v = (y.unflatten(-1, (16, 64)).transpose(1, 2) for y in m.qkv(m.norm(x)).chunk(3, -1))
-        a = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+        a = F.scaled_dot_product_attention(
+            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True
+        )
         return x + m.out(a.transpose(1, 2).flatten(2))
 
-    parts = dict(norm=nn.RMSNorm(1024, eps=1e-6), qkv=nn.Linear(1024, 3072), out=nn.Linear(1024, 1024))
+    parts = dict(
+        norm=nn.RMSNorm(1024, eps=1e-6), qkv=nn.Linear(1024, 3072), out=nn.Linear(1024, 1024)
+    )
     angles = torch.outer(torch.arange(1024.0), 10000 ** -(torch.arange(32.0) / 32))
     cos, sin = (f(torch.cat((angles, angles), -1)).to(BF16) for f in (torch.cos, torch.sin))
     return Called(block, **parts).to(BF16), (torch.randn(16, 1024, 1024, dtype=BF16), cos, sin)
@@ -136,15 +160,28 @@ def summed(build):
     return with_loss
 
 
-TRAINED = [layer_norm_of_a_sum_read_once, rms_norm_of_a_sum_read_once, layer_norm_small, gelu_before_pooling]
+TRAINED = [
+    layer_norm_of_a_sum_read_once,
+    rms_norm_of_a_sum_read_once,
+    layer_norm_small,
+    gelu_before_pooling,
+]
 TRAINED += [gelu_before_group_norm, gelu_around_transposed_convolutions, rms_norm_before_swiglu]
 TRAINED += [rms_norm_before_rotary_attention]
 for fn in TRAINED:
     globals()[f"train_{fn.__name__}"] = summed(fn)
 
-INFERRED = [batch_norm_in_a_residual_block, batch_norm_between_convolutions, batch_norm_depthwise, *TRAINED]
+INFERRED = [
+    batch_norm_in_a_residual_block,
+    batch_norm_between_convolutions,
+    batch_norm_depthwise,
+    *TRAINED,
+]
 INFERRED += [softmax_of_long_rows, l2_norm_in_fp32]
 
 if __name__ == "__main__":
-    modes = {"infer": [f.__name__ for f in INFERRED], "train": [f"train_{f.__name__}" for f in TRAINED]}
+    modes = {
+        "infer": [f.__name__ for f in INFERRED],
+        "train": [f"train_{f.__name__}" for f in TRAINED],
+    }
     print(*(f"benchmarks.in_place:{name}" for name in modes[sys.argv[1]]))

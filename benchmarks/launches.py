@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from fusion_backend.compat.torch import TorchDispatchMode, storage_id
-from fusion_backend.kernels.launch import trial
-from fusion_backend.pattern import REGISTRY, UNMATCHED, Pattern
-from fusion_backend.template import with_kinds
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.match.templates import with_kinds
+from fusion_backend.ops.pattern import REGISTRY, UNMATCHED, Pattern
 from fusion_backend.testing import supported_forms
 
 HALF, FULL = torch.bfloat16, torch.float32
 TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.bool: "i1",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
+    torch.bool: "i1",
     torch.int64: "i64", torch.int32: "i32",
 }  # fmt: skip
-SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}  # programs wait for one another
+# programs wait for one another
+SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
 
 MASKS = dict(padded=1), dict(bias=1)
 # Pattern, case, dtype, does a backward follow?
@@ -103,7 +105,10 @@ SITES = [
     ("masked_attention", dict(b=4, h=16, n=4096, d=128, causal=1), HALF, True),
     ("masked_attention", dict(b=4, h=32, n=2048, d=64, causal=1), HALF, True),
     ("masked_attention", dict(b=4, h=32, n=2048, d=64, window=256), torch.float16, True),
-    *(("masked_attention", dict(b=4, h=32, n=64, d=d, bias=1), HALF, False) for d in (64, 128, 256)),
+    *(
+        ("masked_attention", dict(b=4, h=32, n=64, d=d, bias=1), HALF, False)
+        for d in (64, 128, 256)
+    ),
     ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), HALF, True),
     ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1), HALF, True),
     ("masked_attention", dict(b=32, h=16, n=512, d=64, padded=1), HALF, True),
@@ -114,10 +119,22 @@ SITES = [
     ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), FULL, True),
     ("masked_attention", dict(b=4, h=16, n=2048, d=128, causal=1), FULL, True),
     ("masked_attention", dict(b=4, h=16, n=2048, d=256, bias=1), HALF, True),
-    *(("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, HALF, True) for mask in MASKS),
-    *(("masked_attention", dict(b=8, h=16, n=2048, d=128, drop=1) | mask, HALF, True) for mask in MASKS),
-    *(("masked_attention", dict(b=4, h=8, n=2048, d=256, drop=1) | mask, HALF, True) for mask in MASKS),
-    *(("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, FULL, True) for mask in MASKS),
+    *(
+        ("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=8, h=16, n=2048, d=128, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=4, h=8, n=2048, d=256, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, FULL, True)
+        for mask in MASKS
+    ),
     ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1, drop=1), HALF, True),
     ("masked_attention", dict(b=4, h=8, n=2048, d=128, padded=1, drop=1), FULL, True),
     ("masked_attention", dict(b=8, h=16, n=2048, d=128, window=512), HALF, True),
@@ -153,7 +170,9 @@ class Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and not any(name in func.__name__ for name in ("empty", "zeros", "transpose")):
+        if isinstance(out, Tensor) and not any(
+            name in func.__name__ for name in ("empty", "zeros", "transpose")
+        ):
             self.seen.append(out)
         return out
 
@@ -164,7 +183,9 @@ def arguments(kernel, args: tuple, options: dict) -> dict[str, object]:
 
 
 def describe(kernel, grid: tuple, args: tuple, options: dict, given: set[int]) -> Launch:
-    """What Triton would specialise on for these arguments, launched by Inductor (floats are fp64 then)."""
+    """What Triton would specialise on for these arguments, launched by Inductor (floats are fp64
+    then).
+    """
     values = arguments(kernel, args, options)
     signature, constants, aligned = [], [], []
     for i, param in enumerate(kernel.params):
@@ -182,17 +203,29 @@ def describe(kernel, grid: tuple, args: tuple, options: dict, given: set[int]) -
         if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
             aligned.append(i)
     rest = {name: value for name, value in options.items() if name not in kernel.arg_names}
-    inputs = [name for name, value in values.items() if isinstance(value, Tensor) and storage_id(value) in given]
+    inputs = [
+        name
+        for name, value in values.items()
+        if isinstance(value, Tensor) and storage_id(value) in given
+    ]
     programs = math.prod(grid) if kernel.fn.__name__ in SHARED else 0
-    return Launch(kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)), programs)
+    return Launch(
+        kernel, *map(tuple, (signature, constants, aligned, rest.items(), inputs)), programs
+    )
 
 
 def launches(
-    pattern: Pattern, case: dict, dtype: torch.dtype, backward: bool, transposed: bool = False, form: int = 0
+    pattern: Pattern,
+    case: dict,
+    dtype: torch.dtype,
+    backward: bool,
+    transposed: bool = False,
+    form: int = 0,
 ) -> list[Launch]:
     """Run the launchers of a pattern on tensors without data and collect what they launch."""
     found: list[Launch] = []
-    seen: list[Tensor] = []  # what a kernel was given or left behind; held, so that no address is used twice
+    # what a kernel was given or left behind; held, so that no address is used twice
+    seen: list[Tensor] = []
 
     def record(kernel, grid, values, options):
         found.append(describe(kernel, grid, values, options, {storage_id(t) for t in seen}))
@@ -202,9 +235,15 @@ def launches(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     args = list(pattern.inputs_fn(tensor, **case))
-    args = with_kinds(pattern, supported_forms(pattern)[form], args) if pattern.name in REGISTRY else args
+    args = (
+        with_kinds(pattern, supported_forms(pattern)[form], args)
+        if pattern.name in REGISTRY
+        else args
+    )
     if transposed:  # the weight of a linear layer, seen from x @ w
-        args = [a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)]
+        args = [
+            a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)
+        ]
     drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
     seen.extend(a for a in (*args, *drawn.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
@@ -230,7 +269,13 @@ def sites(only: list[str]):
         if only and name not in only:
             continue
         pattern = (REGISTRY | UNMATCHED)[name]
-        ways = [dict(transposed=True)] if name == "gated_linear" else [dict(form=-1)] if name == "softmax" else []
+        ways = (
+            [dict(transposed=True)]
+            if name == "gated_linear"
+            else [dict(form=-1)]
+            if name == "softmax"
+            else []
+        )
         for way in ({}, *ways):
             for launch in launches(pattern, case, dtype, backward, **way):
                 if launch not in seen:

@@ -1,9 +1,11 @@
-"""What matching costs with the full catalogue: milliseconds for graphs of decoder layers, and for chains of one call.
+"""What matching costs with the full catalogue: milliseconds for graphs of decoder layers, and for
+chains of one call.
 
     python -m benchmarks.match_cost [--nodes 1000 3000 10000] [--runs 5]
 
-Read: the graph into canonical expressions. Match: all patterns at all nodes. Decide: the gate, for what was matched.
-The least CPU time of several runs; capture, which comes before, is measured by benchmarks.capture_cost.
+Read: the graph into canonical expressions. Match: all patterns at all nodes. Decide: the gate, for
+what was matched. The least CPU time of several runs; capture, which comes before, is measured by
+benchmarks.capture_cost.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.synthetic import chain, decoder
-from fusion_backend import autocast
-from fusion_backend.backend import nearest, patterns, usable
-from fusion_backend.canonical import Canon
-from fusion_backend.capture import capture
-from fusion_backend.functional import functionalize_locals
-from fusion_backend.gate import Gate
-from fusion_backend.matcher import Matcher
+from fusion_backend.capture import autocast
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import capture
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends.dynamo import nearest, patterns, usable
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.match.matcher import Matcher
 from fusion_backend.options import parse
 
 GRAPHS = {
@@ -74,18 +76,25 @@ def least(fn: Callable, runs: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.match_cost", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.match_cost", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 3000, 10000])
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     cost(decoder(2), 1)
-    print(f"{'ms':<14}{'nodes':>8}{'read':>9}{'match':>9}{'decide':>9}{'read + match':>14}{'sites':>8}")
+    print(
+        f"{'ms':<14}{'nodes':>8}{'read':>9}{'match':>9}{'decide':>9}{'read + match':>14}{'sites':>8}"
+    )
     for name, make in GRAPHS.items():
         for nodes in arguments.nodes:
             c = cost(make(nodes), arguments.runs)
             ms = {k: 1e3 * c[k] for k in ("read", "match", "decide")}
             times = "".join(f"{v:>9.1f}" for v in ms.values())
-            print(f"{name:<14}{c['nodes']:>8}{times}{ms['read'] + ms['match']:>14.1f}{c['sites']:>8}", flush=True)
+            print(
+                f"{name:<14}{c['nodes']:>8}{times}{ms['read'] + ms['match']:>14.1f}{c['sites']:>8}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""How the benchmarks measure: interleaved step times, peak memory, and the distance from an fp64 result."""
+"""How the benchmarks measure: interleaved step times, peak memory, and the distance from an fp64
+result.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def whole_calls(
-    calls: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7, least_ms: float = 10
+    calls: dict[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int = 7,
+    least_ms: float = 10,
 ) -> dict[str, list[float]]:
-    """Wall milliseconds a call, host and device, one sample a turn: what a model that makes this call waits.
+    """Wall milliseconds a call, host and device, one sample a turn: what a model that makes this
+    call waits.
 
-    Clock frequency and neighbours drift slowly, so only times from the same rounds compare: in each of them every call
-    has its turn, in rotating order, and repeats until `least_ms` have passed. All have run before.
+    Clock frequency and neighbours drift slowly, so only times from the same rounds compare: in each
+    of them every call has its turn, in rotating order, and repeats until `least_ms` have passed.
+    All have run before.
     """
     names, repeat = list(calls), {}
     for name, call in calls.items():
@@ -40,10 +47,14 @@ def whole_calls(
 
 
 def interleaved(steps: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """The median milliseconds a call of each step, all in turn; the first call, which compiles, is not counted."""
+    """The median milliseconds a call of each step, all in turn; the first call, which compiles, is
+    not counted.
+    """
     for step in steps.values():
         step()
-    return {name: statistics.median(ms) for name, ms in whole_calls(steps, device, least_ms=20).items()}
+    return {
+        name: statistics.median(ms) for name, ms in whole_calls(steps, device, least_ms=20).items()
+    }
 
 
 def said(error: BaseException) -> str:
@@ -56,7 +67,9 @@ def said(error: BaseException) -> str:
 
 
 def until_it_fails(one, call: Callable) -> Callable:
-    """The call; once it raises, the contender `one` has failed, and its turns are empty: the others go on."""
+    """The call; once it raises, the contender `one` has failed, and its turns are empty: the others
+    go on.
+    """
 
     def run(*args):
         if one.status != FAILED:
@@ -96,14 +109,18 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def joint_distance(got: dict[object, Tensor], exact: dict[object, Tensor]) -> float:
-    """The distance of several tensors taken as one long vector (all the gradients of a model). ValueError where there
-    are others, or of other shapes. Summed up a piece at a time: logits are large."""
+    """The distance of several tensors taken as one long vector (all the gradients of a model).
+    ValueError where there are others, or of other shapes. Summed up a piece at a time: logits are
+    large.
+    """
     if got.keys() != exact.keys():
         raise ValueError(f"different tensors: {sorted(got.keys() ^ exact.keys())[:4]} ...")
     off = norm = 0.0
     for g, e in ((got[name], exact[name]) for name in exact):
         if g.shape != e.shape:
-            raise ValueError(f"a tensor of shape {tuple(g.shape)}, in the exact run {tuple(e.shape)}")
+            raise ValueError(
+                f"a tensor of shape {tuple(g.shape)}, in the exact run {tuple(e.shape)}"
+            )
         for part, true in zip(g.reshape(-1).split(PIECE), e.reshape(-1).split(PIECE), strict=True):
             off += (part.double() - true.double()).square().sum().item()
             norm += true.double().square().sum().item()

@@ -1,6 +1,8 @@
-"""Measure a whole model under several contenders: compile time, errors, step time in turns, memory, kernels.
+"""Measure a whole model under several contenders: compile time, errors, step time in turns, memory,
+kernels.
 
-All contenders run the same weights on the same inputs in one process. One that fails is reported; the others go on.
+All contenders run the same weights on the same inputs in one process. One that fails is reported;
+the others go on.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ import torch
 from torch import Tensor
 
 import fusion_backend
-from benchmarks.measure import joint_distance, milliseconds, peak_bytes, said, until_it_fails, whole_calls
+from benchmarks.measure import (
+    joint_distance,
+    milliseconds,
+    peak_bytes,
+    said,
+    until_it_fails,
+    whole_calls,
+)
 from benchmarks.model_zoo import Subject
 from benchmarks.results import FAILED, OK, WRONG, ModelContender, ModelRow, Spread
 from benchmarks.timing import noise, verdict
@@ -29,9 +38,11 @@ from benchmarks.trace import profile
 from fusion_backend.compat.torch import clear_caches, many_recompiles, pytree
 
 AGAIN = "-again"
-SUMS = 16  # fp32 sums of millions of terms, in another order, are that many eps apart; a loss is one of them
+# fp32 sums of millions of terms, in another order, are that many eps apart; a loss is one of them
+SUMS = 16
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
-STARTED: set[tuple[str, bool]] = set()  # contenders that have compiled something in this process, and for training
+# contenders that have compiled something in this process, and for training
+STARTED: set[tuple[str, bool]] = set()
 Compile = Callable[[Callable], Callable]  # what a contender makes of a function
 
 
@@ -47,10 +58,12 @@ def contenders(gate: str = "auto", max_autotune: bool = False) -> dict[str, Comp
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: compile with an empty cache,
-    forget, and compile again with the filled one; otherwise once, with an empty one. exact: the dtype of the run that
-    errors are against, None for none. rounds: turns of each contender, of at least least_ms each. profile: look at
-    kernels; trace: the folder of their traces."""
+    """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: compile
+    with an empty cache, forget, and compile again with the filled one; otherwise once, with an
+    empty one. exact: the dtype of the run that errors are against, None for none. rounds: turns of
+    each contender, of at least least_ms each. profile: look at kernels; trace: the folder of their
+    traces.
+    """
 
     train: bool = False
     optimizer: str | None = None
@@ -74,7 +87,9 @@ class Step:
 
         self.forward = make(forward)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = optimizer(plan.optimizer, self.parameters) if plan.train and plan.optimizer else None
+        self.optimizer = (
+            optimizer(plan.optimizer, self.parameters) if plan.train and plan.optimizer else None
+        )
 
     def __call__(self) -> object:
         """The output; a training step leaves the gradients in the parameters."""
@@ -92,22 +107,32 @@ class Step:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.subject.model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad for name, p in self.subject.model.named_parameters() if p.grad is not None
+        }
 
 
 def optimizer(kind: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """With a learning rate of zero it does its work and leaves the weights, so that all contenders see the same."""
+    """With a learning rate of zero it does its work and leaves the weights, so that all contenders
+    see the same.
+    """
     fused = parameters[0].device.type == "cuda" or None
-    make = {"sgd": functools.partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}[kind]
+    make = {"sgd": functools.partial(torch.optim.SGD, momentum=0.9), "adamw": torch.optim.AdamW}[
+        kind
+    ]
     return make(parameters, lr=0.0, fused=fused)
 
 
 @contextlib.contextmanager
 def failing(one: ModelContender) -> Iterator[None]:
-    """What is raised inside becomes the contender's failure, and the memory it held is given back."""
+    """What is raised inside becomes the contender's failure, and the memory it held is
+    given back.
+    """
     try:
         yield
-    except Exception as error:  # of the model, the compiler or the device: the other contenders go on
+    except (
+        Exception
+    ) as error:  # of the model, the compiler or the device: the other contenders go on
         one.status, one.note, one.step = FAILED, said(error), None
     if one.status == FAILED:
         give_back()
@@ -144,12 +169,17 @@ def seconds_to_compile(step: Step, device: torch.device) -> float:
     return max(0.0, first - milliseconds(step, 1, device)) / 1e3
 
 
-def start_compilers(makes: dict[str, Compile], train: bool, device: torch.device, folder: str) -> None:
-    """What a process pays once, for imports, workers and our patterns, is no model's compile time."""
+def start_compilers(
+    makes: dict[str, Compile], train: bool, device: torch.device, folder: str
+) -> None:
+    """What a process pays once, for imports, workers and our patterns, is no model's
+    compile time.
+    """
     for name, make in makes.items():
         if (name, train) in STARTED:
             continue
-        with cache_in(folder), contextlib.suppress(Exception):  # one that cannot compile says so with the model
+        # one that cannot compile says so with the model
+        with cache_in(folder), contextlib.suppress(Exception):
             x = torch.ones(4, 8, device=device, requires_grad=train)
             y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + 1)(x)
             if train:
@@ -159,7 +189,12 @@ def start_compilers(makes: dict[str, Compile], train: bool, device: torch.device
 
 
 def compile_all(
-    steps: dict[str, Step], found: dict[str, ModelContender], plan: Plan, device: torch.device, folder: str, say
+    steps: dict[str, Step],
+    found: dict[str, ModelContender],
+    plan: Plan,
+    device: torch.device,
+    folder: str,
+    say,
 ) -> None:
     """Compile every contender, each in a cache of its own, and note how long it took."""
     for turn in ("cold", "warm") if plan.cold else ("cold",):
@@ -169,7 +204,8 @@ def compile_all(
                 continue
             if name != "eager":
                 say(f"{name}: compiling" + (" with a filled cache" if turn == "warm" else ""))
-            # Compiled code is kept by function, so a reset takes that of all contenders: only while none is to stay.
+            # Compiled code is kept by function, so a reset takes that of all contenders: only while
+            # none is to stay.
             if plan.cold and turn == "cold":
                 torch.compiler.reset()
             if name == "fusion":
@@ -187,8 +223,12 @@ def compile_all(
 def note_sites(one: ModelContender) -> None:
     report = fusion_backend.report()
     one.fused = dict(collections.Counter(site.pattern for site in report.fused))
-    left = collections.Counter((s.pattern, shortened(s.reason)) for s in report.sites if not s.fused and not s.covered)
-    one.declined = [dict(pattern=pattern, reason=why, count=n) for (pattern, why), n in left.most_common()]
+    left = collections.Counter(
+        (s.pattern, shortened(s.reason)) for s in report.sites if not s.fused and not s.covered
+    )
+    one.declined = [
+        dict(pattern=pattern, reason=why, count=n) for (pattern, why), n in left.most_common()
+    ]
     errors = [graph.error for graph in report.graphs if graph.error]
     one.declined += [dict(pattern="graph", reason=shortened(e), count=1) for e in errors]
 
@@ -220,21 +260,31 @@ def exact_results(subject: Subject, plan: Plan) -> tuple[dict[int, Tensor], dict
     return outputs, step.gradients() if plan.train else {}
 
 
-def compare(step: Step, one: ModelContender, exact: tuple, eager: ModelContender, dtype: torch.dtype) -> None:
-    """Note the errors. Wrong is what is above twice eager's own and an eps of the dtype, from fp32 on SUMS of them."""
+def compare(
+    step: Step, one: ModelContender, exact: tuple, eager: ModelContender, dtype: torch.dtype
+) -> None:
+    """Note the errors. Wrong is what is above twice eager's own and an eps of the dtype, from fp32
+    on SUMS of them.
+    """
     outputs, gradients = exact
     one.output_error = joint_distance(floats(step()), outputs)
     if step.plan.train:
         got = step.gradients()
         if got.keys() != gradients.keys():
-            one.status, one.note = WRONG, f"gradients of other parameters: {sorted(got.keys() ^ gradients.keys())[:3]}"
+            one.status, one.note = (
+                WRONG,
+                f"gradients of other parameters: {sorted(got.keys() ^ gradients.keys())[:3]}",
+            )
             return
         one.gradient_error = joint_distance(got, gradients)
     for what in ("output_error", "gradient_error"):
         mine, base = getattr(one, what), getattr(eager, what) or 0.0
         limit = 2 * base + torch.finfo(dtype).eps * (SUMS if dtype.itemsize >= 4 else 1)
         if mine is not None and not mine <= limit:  # NaN, too
-            one.status, one.note = WRONG, f"{what.replace('_', ' ')} {mine:.1e}, eager's is {base:.1e}"
+            one.status, one.note = (
+                WRONG,
+                f"{what.replace('_', ' ')} {mine:.1e}, eager's is {base:.1e}",
+            )
 
 
 # Times and kernels.
@@ -246,7 +296,12 @@ def clear_gradients(subject: Subject) -> None:
 
 
 def measure(
-    subject: Subject, makes: dict[str, Compile], plan: Plan, row: ModelRow, device: torch.device, say=print
+    subject: Subject,
+    makes: dict[str, Compile],
+    plan: Plan,
+    row: ModelRow,
+    device: torch.device,
+    say=print,
 ) -> ModelRow:
     """Fill the row. `say` is told what goes on."""
     found = {name: ModelContender(name) for name in makes}
@@ -330,7 +385,9 @@ def look_inside(step: Step, one: ModelContender, device: torch.device, row: Mode
         return
     trace = None
     if step.plan.trace is not None:
-        trace = step.plan.trace / (re.sub(r"[^\w.-]+", "_", f"{row.name}-{row.mode}-{one.name}") + ".json.gz")
+        trace = step.plan.trace / (
+            re.sub(r"[^\w.-]+", "_", f"{row.name}-{row.mode}-{one.name}") + ".json.gz"
+        )
     seen = profile(step, device, trace=trace)
     one.device_ms, one.shares = seen.ms, seen.shares()
     one.kernels = [dataclasses.asdict(kernel) for kernel in seen.kernels[:10]]

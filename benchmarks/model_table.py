@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from benchmarks.results import FAILED, OK, ModelContender, ModelRow
 
-HEADS = ("contender", "ms", "IQR", "ratio", "kernels", "peak GB", "cold s", "warm s", "err out", "err grad")
+HEADS = (
+    "contender",
+    "ms",
+    "IQR",
+    "ratio",
+    "kernels",
+    "peak GB",
+    "cold s",
+    "warm s",
+    "err out",
+    "err grad",
+)
 
 
 def cells(row: ModelRow, one: ModelContender) -> list[str]:
@@ -36,7 +47,11 @@ def text(row: ModelRow) -> str:
     for one in row.contenders:
         first, *rest = cells(row, one)
         why = "" if one.status == OK else f"  {one.status.upper()}: {one.note}"
-        lines.append(f"  {first:18}" + ("" if one.status == FAILED else "".join(f"{c:>10}" for c in rest)) + why)
+        lines.append(
+            f"  {first:18}"
+            + ("" if one.status == FAILED else "".join(f"{c:>10}" for c in rest))
+            + why
+        )
     if row.noise is not None:
         legend = "ratio: plain Inductor's time / this one's, + and - beyond noise"
         lines.append(f"  noise {row.noise:.1%} ({row.twin} timed twice); {legend}")
@@ -44,7 +59,10 @@ def text(row: ModelRow) -> str:
     lines += sites(row.of("fusion"))
     kinds = list(dict.fromkeys(kind for one in row.contenders for kind in one.shares))
     if kinds:
-        lines.append(f"  {'share of kernels':18}" + "".join(f"{kind:>{max(10, len(kind) + 2)}}" for kind in kinds))
+        lines.append(
+            f"  {'share of kernels':18}"
+            + "".join(f"{kind:>{max(10, len(kind) + 2)}}" for kind in kinds)
+        )
     for one in (c for c in row.contenders if c.shares):
         parts = "".join(f"{one.shares.get(kind, 0):>{max(10, len(kind) + 2)}.1%}" for kind in kinds)
         lines.append(f"  {one.name:18}{parts}")
@@ -56,4 +74,6 @@ def sites(one: ModelContender | None) -> list[str]:
     if one is None or one.status == FAILED:
         return []
     fused = ", ".join(f"{n} {pattern}" for pattern, n in sorted(one.fused.items())) or "nothing"
-    return [f"  fused: {fused}"] + [f"  not fused: {d['count']} {d['pattern']}: {d['reason']}" for d in one.declined]
+    return [f"  fused: {fused}"] + [
+        f"  not fused: {d['count']} {d['pattern']}: {d['reason']}" for d in one.declined
+    ]

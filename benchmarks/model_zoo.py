@@ -1,6 +1,8 @@
-"""What benchmarks.models measures: whole models with random weights, of realistic width with a few layers.
+"""What benchmarks.models measures: whole models with random weights, of realistic width with a few
+layers.
 
-`plain_*` are in this repository (plain_models.py); the others come from Hugging Face transformers, by their config.
+`plain_*` are in this repository (plain_models.py); the others come from Hugging Face transformers,
+by their config.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ class Problem(Exception):
 
 @dataclasses.dataclass
 class Subject:
-    """A model and its inputs. `result` takes from the output what is compared, in training the loss; `before` runs
-    before each step, outside of the compiled code."""
+    """A model and its inputs. `result` takes from the output what is compared, in training the
+    loss; `before` runs before each step, outside of the compiled code.
+    """
 
     name: str
     model: nn.Module
@@ -45,7 +48,8 @@ class Subject:
         if self.before:
             self.before()
         args, kwargs = cast((self.args, self.kwargs), dtype)
-        return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype), args=args, kwargs=kwargs,
+        return dataclasses.replace(self, model=copy.deepcopy(self.model).to(dtype), args=args,
+            kwargs=kwargs,
                                    before=cache_reset(kwargs))  # fmt: skip
 
 
@@ -58,7 +62,11 @@ def cast(values, dtype: torch.dtype):
         if hasattr(x, "layers"):
             x = copy.deepcopy(x)
             for layer in x.layers:
-                layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
+                layer.keys, layer.values, layer.dtype = (
+                    layer.keys.to(dtype),
+                    layer.values.to(dtype),
+                    dtype,
+                )
         return x
 
     return pytree.tree_map(one, values)
@@ -69,13 +77,18 @@ def cache_reset(kwargs: dict) -> Callable[[], object] | None:
     cache = kwargs.get("past_key_values")
     if cache is None:
         return None
-    lengths, start = [layer.cumulative_length for layer in cache.layers], cache.layers[0].cumulative_length.item()
+    lengths, start = (
+        [layer.cumulative_length for layer in cache.layers],
+        cache.layers[0].cumulative_length.item(),
+    )
     return lambda: [length.fill_(start) for length in lengths]
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """How to build a model: build(size, mode, attention, device) -> Subject; the sizes on a GPU and for tests."""
+    """How to build a model: build(size, mode, attention, device) -> Subject; the sizes on a GPU and
+    for tests.
+    """
 
     build: Callable[..., Subject]
     full: Size
@@ -119,7 +132,9 @@ def plain(kind: type[nn.Module]) -> Callable[..., Subject]:
         if mode == DECODE:
             args = (args[0][:, :1],)
             shape = (size.batch, size.kv, size.seq - 1, size.head)
-            kwargs["past"] = [tuple(torch.randn(2, *shape, device=device).to(dtype)) for _ in range(size.layers)]
+            kwargs["past"] = [
+                tuple(torch.randn(2, *shape, device=device).to(dtype)) for _ in range(size.layers)
+            ]
         return Subject("", model, args, kwargs | ({"labels": labels} if train else {}))
 
     return build
@@ -133,22 +148,29 @@ def import_transformers():
     try:
         import transformers
     except ImportError as error:
-        raise Problem(f"needs transformers ({error}): pip install -e '.[bench]', or take one of plain_*") from None
+        raise Problem(
+            f"needs transformers ({error}): pip install -e '.[bench]', or take one of plain_*"
+        ) from None
     return transformers
 
 
-def hugging_face(kind: str, config: str, inputs: Callable, options: Callable[[Size], dict]) -> Callable[..., Subject]:
+def hugging_face(
+    kind: str, config: str, inputs: Callable, options: Callable[[Size], dict]
+) -> Callable[..., Subject]:
     """`inputs(size, mode, device, dtype)` and the config's `options(size)`."""
 
     def build(size: Size, mode: str, attention: str, device, dtype) -> Subject:
         transformers = import_transformers()
-        settings = getattr(transformers, config)(**{"attn_implementation": attention, **options(size)})
+        settings = getattr(transformers, config)(
+            **{"attn_implementation": attention, **options(size)}
+        )
         with torch.device(device):
             model = getattr(transformers, kind)(settings).to(dtype).eval()
         kwargs = inputs(size, mode, device, dtype)
         if mode == DECODE:
             kwargs = dict(input_ids=kwargs["input_ids"][:, :1], use_cache=True,
-                          past_key_values=filled_cache(transformers, model, size, dtype))  # fmt: skip
+                          past_key_values=filled_cache(transformers, model, size,
+                          dtype))  # fmt: skip
         result = (lambda out: out.loss) if mode == TRAIN else (lambda out: out.logits)
         return Subject("", model, (), kwargs, result, cache_reset(kwargs))
 
@@ -159,9 +181,15 @@ def filled_cache(transformers, model: nn.Module, size: Size, dtype: torch.dtype)
     """Keys and values of seq - 1 tokens, random, in a static cache of seq."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=size.seq)
     with torch.no_grad():  # one step allocates it with the model's own shapes
-        model(torch.ones(size.batch, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        model(
+            torch.ones(size.batch, 1, dtype=torch.long, device=model.device),
+            past_key_values=cache,
+            use_cache=True,
+        )
     if not all(hasattr(layer, "cumulative_length") for layer in cache.layers):
-        raise Problem(f"decoding needs transformers >= 5.20 (here {transformers.__version__}), or plain_llama")
+        raise Problem(
+            f"decoding needs transformers >= 5.20 (here {transformers.__version__}), or plain_llama"
+        )
     for layer in cache.layers:
         for kept in (layer.keys, layer.values):
             kept.copy_(torch.randn(kept.shape, device=kept.device).to(dtype))
@@ -176,7 +204,9 @@ def causal_inputs(size: Size, mode: str, device, dtype) -> dict:
 
 def padded_inputs(size: Size, mode: str, device, dtype) -> dict:
     ids = tokens(size, device)
-    return dict(input_ids=ids, attention_mask=real_tokens(size, device)) | ({"labels": ids} if mode == TRAIN else {})
+    return dict(input_ids=ids, attention_mask=real_tokens(size, device)) | (
+        {"labels": ids} if mode == TRAIN else {}
+    )
 
 
 def pair_inputs(size: Size, mode: str, device, dtype) -> dict:
@@ -185,7 +215,11 @@ def pair_inputs(size: Size, mode: str, device, dtype) -> dict:
 
 
 def image_inputs(size: Size, mode: str, device, dtype) -> dict:
-    labels = {"labels": torch.randint(size.vocabulary, (size.batch,), device=device)} if mode == TRAIN else {}
+    labels = (
+        {"labels": torch.randint(size.vocabulary, (size.batch,), device=device)}
+        if mode == TRAIN
+        else {}
+    )
     return dict(pixel_values=pixels(size, device, dtype)) | labels
 
 
@@ -206,18 +240,21 @@ def encoder(size: Size) -> dict:
 
 
 def causal(size: Size) -> dict:
-    return encoder(size) | dict(num_key_value_heads=size.kv, vocab_size=size.vocabulary, pad_token_id=0,
+    return encoder(size) | dict(num_key_value_heads=size.kv, vocab_size=size.vocabulary,
+        pad_token_id=0,
                                 max_position_embeddings=size.seq)  # fmt: skip
 
 
 def decoder(name: str, **options) -> Callable[..., Subject]:
     """A causal language model; `options` may depend on the size."""
     return hugging_face(f"{name}ForCausalLM", f"{name}Config", causal_inputs,
-                        lambda s: causal(s) | {k: v(s) if callable(v) else v for k, v in options.items()})  # fmt: skip
+                        lambda s: causal(s) | {k: v(s) if callable(v) else v for k,
+                        v in options.items()})  # fmt: skip
 
 
 def gpt2(size: Size) -> dict:
-    return dict(n_embd=size.width, n_layer=size.layers, n_head=size.heads, n_inner=size.inner, n_positions=size.seq,
+    return dict(n_embd=size.width, n_layer=size.layers, n_head=size.heads, n_inner=size.inner,
+        n_positions=size.seq,
                 vocab_size=size.vocabulary, bos_token_id=0, eos_token_id=0)  # fmt: skip
 
 
@@ -226,20 +263,25 @@ def bert(size: Size) -> dict:
 
 
 def t5(size: Size) -> dict:
-    return dict(d_model=size.width, d_kv=size.head, d_ff=size.inner, num_layers=size.layers, num_heads=size.heads,
+    return dict(d_model=size.width, d_kv=size.head, d_ff=size.inner, num_layers=size.layers,
+        num_heads=size.heads,
                 vocab_size=size.vocabulary, decoder_start_token_id=0)  # fmt: skip
 
 
 def vit(size: Size) -> dict:
-    return encoder(size) | dict(image_size=size.image, patch_size=size.patch, num_labels=size.vocabulary,
+    return encoder(size) | dict(image_size=size.image, patch_size=size.patch,
+        num_labels=size.vocabulary,
                                 problem_type="single_label_classification")  # fmt: skip
 
 
 def whisper(size: Size) -> dict:
     each = dict(layers=size.layers, attention_heads=size.heads, ffn_dim=size.inner)
-    halves = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in each.items()}
+    halves = {
+        f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in each.items()
+    }
     return halves | dict(d_model=size.width, vocab_size=size.vocabulary, num_mel_bins=80,
-                         max_source_positions=sound_frames(size), max_target_positions=size.seq, pad_token_id=0,
+                         max_source_positions=sound_frames(size), max_target_positions=size.seq,
+                         pad_token_id=0,
                          bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)  # fmt: skip
 
 
@@ -264,7 +306,8 @@ ENTRIES = {
     "llama": Entry(decoder("Llama"), LLAMA, TINY, ALL),
     "qwen3": Entry(decoder("Qwen3", head_dim=lambda s: 128 if s.width > 512 else s.head),
                    Size(8, 1024, 12, 1024, 16, 3072, 151936, kv=8), TINY, ALL),
-    "gemma": Entry(decoder("Gemma", head_dim=head_dim), Size(4, 1024, 6, 2048, 8, 16384, 256000, kv=1), TINY, ALL),
+    "gemma": Entry(decoder("Gemma", head_dim=head_dim),
+    Size(4, 1024, 6, 2048, 8, 16384, 256000, kv=1), TINY, ALL),
     "gemma2": Entry(  # capped scores: transformers writes them out, whatever is asked for
         decoder("Gemma2", head_dim=head_dim, query_pre_attn_scalar=head_dim, sliding_window=window,
                 attn_implementation="eager"),
@@ -273,22 +316,31 @@ ENTRIES = {
                      Size(2, 8192, 4, 2048, 16, 7168, 32000, kv=4), TINY),
     "mixtral": Entry(decoder("Mixtral", num_local_experts=experts),
                      Size(4, 2048, 4, 2048, 16, 7168, 32000, kv=4), TINY, ALL),
-    "gpt2": Entry(hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM, TINY, ALL),
-    "bert": Entry(hugging_face("BertForMaskedLM", "BertConfig", padded_inputs, bert), BERT_LARGE, TINY),
+    "gpt2": Entry(hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM,
+    TINY, ALL),
+    "bert": Entry(hugging_face("BertForMaskedLM", "BertConfig", padded_inputs, bert), BERT_LARGE,
+    TINY),
     "t5": Entry(hugging_face("T5ForConditionalGeneration", "T5Config", pair_inputs, t5),
                 Size(16, 512, 6, 1024, 16, 4096, 32128), TINY),
-    "vit": Entry(hugging_face("ViTForImageClassification", "ViTConfig", image_inputs, vit), VIT_L, TINY),
-    "whisper": Entry(hugging_face("WhisperForConditionalGeneration", "WhisperConfig", sound_inputs, whisper),
+    "vit": Entry(hugging_face("ViTForImageClassification", "ViTConfig", image_inputs, vit), VIT_L,
+    TINY),
+    "whisper": Entry(hugging_face("WhisperForConditionalGeneration", "WhisperConfig", sound_inputs,
+    whisper),
                      Size(16, 448, 6, 1024, 16, 4096, 51865), TINY),
 }  # fmt: skip
 
 
-def build(name: str, mode: str, size: Size, attention: str, device: torch.device, dtype: torch.dtype) -> Subject:
+def build(
+    name: str, mode: str, size: Size, attention: str, device: torch.device, dtype: torch.dtype
+) -> Subject:
     """A model of ENTRIES with random weights, the same at every call."""
     entry = ENTRIES[name]
     if mode not in entry.modes:
         raise Problem(f"{name} has no mode {mode}; it has {', '.join(entry.modes)}")
     torch.manual_seed(0)
     subject = entry.build(size, mode, attention, device, dtype)
-    about = {f: getattr(size, f) for f in ("batch", "seq", "layers", "width", "heads", "inner", "vocabulary")}
+    about = {
+        f: getattr(size, f)
+        for f in ("batch", "seq", "layers", "width", "heads", "inner", "vocabulary")
+    }
     return dataclasses.replace(subject, name=name, about=about)

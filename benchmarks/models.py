@@ -1,14 +1,16 @@
-"""Whole models under eager, plain Inductor and this backend: step time, compile time, memory, errors, kernels.
+"""Whole models under eager, plain Inductor and this backend: step time, compile time, memory,
+errors, kernels.
 
     python -m benchmarks.models --model plain_llama llama bert --mode infer train [--out FILE.json] [--trace DIR]
     python -m benchmarks.models --module path/to/file.py:build --mode train       # your own model
     python -m benchmarks.models --timm resnet50
 
-Random weights, the same for all contenders, which take turns in one process. A training step is forward (with the loss,
-compiled together), backward, and with --optimizer its step. Errors are against the same weights in --exact. Sizes are
-realistic on a GPU and tiny on a CPU, where times mean nothing and every site that can be is rewritten (--gate always):
---size full overrides. Exit status: 0, or 1 when a contender failed or was wrong, 2 when the arguments make no sense,
-130 after Ctrl-C; what was measured is kept.
+Random weights, the same for all contenders, which take turns in one process. A training step is
+forward (with the loss, compiled together), backward, and with --optimizer its step. Errors are
+against the same weights in --exact. Sizes are realistic on a GPU and tiny on a CPU, where times
+mean nothing and every site that can be is rewritten (--gate always): --size full overrides. Exit
+status: 0, or 1 when a contender failed or was wrong, 2 when the arguments make no sense, 130 after
+Ctrl-C; what was measured is kept.
 """
 
 from __future__ import annotations
@@ -38,33 +40,89 @@ SIZES = ("batch", "seq", "layers")
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(ENTRIES)}")
-    parser.add_argument("--module", nargs="+", default=[], metavar="MODULE:BUILD", help="your own; see own_model.py")
-    parser.add_argument("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
-    parser.add_argument("--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=[INFER], help="decode: one token, seq - 1 cached")
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="instead of the model's own (not --module)")
-    parser.add_argument("--size", choices=("full", "tiny"), help="default: full on a GPU, tiny on a CPU")
     parser.add_argument(
-        "--dtype", choices=NAMES, help="default: bf16 on a GPU, fp32 on a CPU; --module: as it is built"
+        "--model", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(ENTRIES)}"
     )
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="by torch, or written out")
-    parser.add_argument("--gate", choices=("auto", "always", "never"), help="fusion.gate (default: auto; CPU: always)")
-    parser.add_argument("--max-autotune", action="store_true", help="a contender more; slow to compile")
+    parser.add_argument(
+        "--module", nargs="+", default=[], metavar="MODULE:BUILD", help="your own; see own_model.py"
+    )
+    parser.add_argument("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
+    parser.add_argument(
+        "--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives"
+    )
+    parser.add_argument(
+        "--mode",
+        nargs="+",
+        choices=MODES,
+        default=[INFER],
+        help="decode: one token, seq - 1 cached",
+    )
+    for name in SIZES:
+        parser.add_argument(
+            f"--{name}",
+            type=positive,
+            metavar="N",
+            help="instead of the model's own (not --module)",
+        )
+    parser.add_argument(
+        "--size", choices=("full", "tiny"), help="default: full on a GPU, tiny on a CPU"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=NAMES,
+        help="default: bf16 on a GPU, fp32 on a CPU; --module: as it is built",
+    )
+    parser.add_argument(
+        "--attention", choices=("sdpa", "eager"), default="sdpa", help="by torch, or written out"
+    )
+    parser.add_argument(
+        "--gate",
+        choices=("auto", "always", "never"),
+        help="fusion.gate (default: auto; CPU: always)",
+    )
+    parser.add_argument(
+        "--max-autotune", action="store_true", help="a contender more; slow to compile"
+    )
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), help="part of a training step")
-    parser.add_argument("--dropout", action="store_true", help="train with the model's own (no errors: it is random)")
-    parser.add_argument("--exact", choices=EXACT, help="dtype that errors are against (default: fp32, of fp32: fp64)")
-    parser.add_argument("--once", action="store_true", help="compile once, with an empty cache: no warm compile time")
+    parser.add_argument(
+        "--dropout",
+        action="store_true",
+        help="train with the model's own (no errors: it is random)",
+    )
+    parser.add_argument(
+        "--exact",
+        choices=EXACT,
+        help="dtype that errors are against (default: fp32, of fp32: fp64)",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="compile once, with an empty cache: no warm compile time",
+    )
     parser.add_argument("--rounds", type=positive, default=11, metavar="N")
-    parser.add_argument("--least-ms", type=float, default=50, metavar="MS", help="of a contender's turn in a round")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="write a Chrome trace a contender; show top kernels")
-    parser.add_argument("--no-profile", action="store_true", help="no kernels: for a run under nsys or ncu")
+    parser.add_argument(
+        "--least-ms", type=float, default=50, metavar="MS", help="of a contender's turn in a round"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write a Chrome trace a contender; show top kernels",
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", help="no kernels: for a run under nsys or ncu"
+    )
     parser.add_argument("--minutes", type=duration, help="begin no model that would take longer")
-    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON, after each model")
-    parser.add_argument("--add", action="store_true", help="keep what FILE has of other models: a run in parts")
+    parser.add_argument(
+        "--out", type=output, metavar="FILE", help="write the results as JSON, after each model"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep what FILE has of other models: a run in parts"
+    )
     args = parser.parse_args(argv)
     try:
         args.jobs = asked(args)
@@ -79,14 +137,20 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.optimizer and all(mode != TRAIN for _, _, mode in args.jobs):
         parser.error("--optimizer is part of a training step: give --mode train")
     if args.dropout and (args.module or any(mode != TRAIN for _, _, mode in args.jobs)):
-        parser.error("--dropout is for --mode train of --model and --timm; one of --module has its own mode")
+        parser.error(
+            "--dropout is for --mode train of --model and --timm; one of --module has its own mode"
+        )
     if args.dropout and args.exact not in (None, "none"):
-        parser.error("--dropout draws other numbers in every contender: there are no errors to show, --exact none")
+        parser.error(
+            "--dropout draws other numbers in every contender: there are no errors to show, --exact none"
+        )
     return args
 
 
 def asked(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """What is to be measured: whose model, its name, the mode. ValueError where there is no such model."""
+    """What is to be measured: whose model, its name, the mode. ValueError where there is no such
+    model.
+    """
     pairs = quoted_names(args.quoted, "models") if args.quoted else []
     jobs = [("model", *pair.split(" ", 1)) for pair in pairs]
     names = [(kind, name) for kind in ("model", "module", "timm") for name in getattr(args, kind)]
@@ -96,21 +160,35 @@ def asked(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     return jobs
 
 
-def subject_of(kind: str, name: str, mode: str, args: argparse.Namespace, device: torch.device) -> Subject:
-    dtype = NAMES[args.dtype] if args.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+def subject_of(
+    kind: str, name: str, mode: str, args: argparse.Namespace, device: torch.device
+) -> Subject:
+    dtype = (
+        NAMES[args.dtype]
+        if args.dtype
+        else torch.bfloat16
+        if device.type == "cuda"
+        else torch.float32
+    )
     if mode not in (INFER, TRAIN) and kind != "model":
         raise Problem(f"{name}: there is no mode {mode} for --{kind}")
     if kind == "module":
         return own_model.own(name, mode, device, NAMES[args.dtype] if args.dtype else None)
     if kind == "timm":
-        return own_model.timm(name, mode, device, dtype, args.batch or (2 if device.type == "cpu" else 64))
+        return own_model.timm(
+            name, mode, device, dtype, args.batch or (2 if device.type == "cpu" else 64)
+        )
     full = args.size == "full" or (args.size is None and device.type == "cuda")
     size = ENTRIES[name].full if full else ENTRIES[name].tiny
-    size = dataclasses.replace(size, **{key: getattr(args, key) for key in SIZES if getattr(args, key)})
+    size = dataclasses.replace(
+        size, **{key: getattr(args, key) for key in SIZES if getattr(args, key)}
+    )
     return build(name, mode, size, args.attention, device, dtype)
 
 
-def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: torch.device, say) -> ModelRow:
+def measured(
+    kind: str, name: str, mode: str, args: argparse.Namespace, device: torch.device, say
+) -> ModelRow:
     """The row of a model in a mode; without contenders where it cannot be built, and a note why."""
     row = ModelRow(name, mode, "", {}, None, [])
     say("building")
@@ -125,7 +203,9 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
     row.name = subject.name
     if args.dropout:
         subject.model.train()
-    kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [torch.float32]
+    kinds = [x.dtype for x in subject.model.parameters() if x.is_floating_point()] or [
+        torch.float32
+    ]
     row.dtype = next(word for word, dtype in DTYPES.items() if dtype == kinds[0])
     gate = args.gate or ("auto" if device.type == "cuda" else "always")
     row.about = subject.about | dict(
@@ -135,10 +215,17 @@ def measured(kind: str, name: str, mode: str, args: argparse.Namespace, device: 
         gate=gate,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
-    exact = EXACT[args.exact] if args.exact else torch.float32 if kinds[0].itemsize < 4 else torch.float64
+    exact = (
+        EXACT[args.exact]
+        if args.exact
+        else torch.float32
+        if kinds[0].itemsize < 4
+        else torch.float64
+    )
     exact = None if args.dropout else exact
     plan = Plan(
-        train=mode == TRAIN, optimizer=row.about["optimizer"], cold=not args.once, exact=exact, rounds=args.rounds,
+        train=mode == TRAIN, optimizer=row.about["optimizer"], cold=not args.once, exact=exact,
+        rounds=args.rounds,
         least_ms=args.least_ms, profile=not args.no_profile, trace=args.trace,
     )  # fmt: skip
     try:
@@ -156,7 +243,12 @@ class Status:
 
     def __call__(self, what: str) -> None:
         line = f"{time.perf_counter() - self.start:5.0f} s  {self.head}: {what}"
-        print(f"\r\033[K{line}" if self.live else line, end="" if self.live else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[K{line}" if self.live else line,
+            end="" if self.live else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def clear(self) -> None:
         if self.live:
@@ -165,7 +257,11 @@ class Status:
 
 def replaces(new: ModelRow, old: ModelRow) -> bool:
     """The same model with the same sizes, or one that could not be measured before."""
-    return old.title == new.title or not old.contenders and (old.name, old.mode) == (new.name, new.mode)
+    return (
+        old.title == new.title
+        or not old.contenders
+        and (old.name, old.mode) == (new.name, new.mode)
+    )
 
 
 def installed(package: str) -> str | None:
@@ -218,7 +314,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\nstopped: {stopped}; {len(mine)} of {len(jobs)} measured", file=sys.stderr)
     if "Ctrl-C" in (stopped or ""):
         return 130
-    fine = all(row.contenders and all(one.status == OK and one.step for one in row.contenders) for row in mine)
+    fine = all(
+        row.contenders and all(one.status == OK and one.step for one in row.contenders)
+        for row in mine
+    )
     return 0 if fine else 1
 
 
@@ -228,7 +327,9 @@ def show_kernels(row: ModelRow, folder: Path) -> None:
             print(f"  longest kernels of {one.name}")
         for kernel in one.kernels:
             share = kernel["ms"] / one.device_ms
-            print(f"  {kernel['ms']:10.4f} ms {share:6.1%}  {kernel['kind']:26}{kernel['name'][:80]}")
+            print(
+                f"  {kernel['ms']:10.4f} ms {share:6.1%}  {kernel['kind']:26}{kernel['name'][:80]}"
+            )
     print(f"  traces in {folder}: open them in https://ui.perfetto.dev or chrome://tracing")
 
 

@@ -1,4 +1,6 @@
-"""What the command lines of the benchmarks have in common: kinds of arguments, refused before anything is measured."""
+"""What the command lines of the benchmarks have in common: kinds of arguments, refused before
+anything is measured.
+"""
 
 from __future__ import annotations
 

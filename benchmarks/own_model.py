@@ -1,7 +1,8 @@
 """The user's own model, or timm's, as a subject of `benchmarks.models`.
 
---module package.module:build, or path/to/file.py:build. build() takes no arguments, makes its tensors on the GPU unless
-it says otherwise (it is the default device meanwhile), and returns (model, inputs) or (model, inputs, loss):
+--module package.module:build, or path/to/file.py:build. build() takes no arguments, makes its
+tensors on the GPU unless it says otherwise (it is the default device meanwhile), and returns
+(model, inputs) or (model, inputs, loss):
 
     model   an nn.Module, in the mode it is to be measured in: eval() switches dropout off
     inputs  a tensor, a tuple of positional arguments, or a dict of keyword arguments
@@ -80,11 +81,19 @@ def own(spec: str, mode: str, device: torch.device, dtype: torch.dtype | None) -
         raise Problem(f"{spec} returned {type(returned).__name__}; {RETURNS}")
     model, inputs, loss = (*returned, None)[:3]
     if not isinstance(model, nn.Module):
-        raise Problem(f"{spec} returned a model of type {type(model).__name__}, not an nn.Module; {RETURNS}")
+        raise Problem(
+            f"{spec} returned a model of type {type(model).__name__}, not an nn.Module; {RETURNS}"
+        )
     if loss is not None and not callable(loss):
-        raise Problem(f"{spec} returned a loss of type {type(loss).__name__}, which cannot be called; {RETURNS}")
+        raise Problem(
+            f"{spec} returned a loss of type {type(loss).__name__}, which cannot be called; {RETURNS}"
+        )
     model = model.to(device) if dtype is None else model.to(device, dtype)
-    spec = f"{Path(spec.rpartition(':')[0]).stem}:{spec.rpartition(':')[2]}" if ".py:" in spec else spec
+    spec = (
+        f"{Path(spec.rpartition(':')[0]).stem}:{spec.rpartition(':')[2]}"
+        if ".py:" in spec
+        else spec
+    )
     inputs = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
     inputs = inputs if dtype is None else cast(inputs, dtype)
     if isinstance(inputs, dict):
@@ -92,7 +101,9 @@ def own(spec: str, mode: str, device: torch.device, dtype: torch.dtype | None) -
     elif isinstance(inputs, (tuple, list, Tensor)):
         subject = Subject(spec, model, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs))
     else:
-        raise Problem(f"{spec} returned inputs of type {type(inputs).__name__}, not a tensor, a tuple or a dict")
+        raise Problem(
+            f"{spec} returned inputs of type {type(inputs).__name__}, not a tensor, a tuple or a dict"
+        )
     if mode == TRAIN:
         subject.result = loss or loss_of
     check(subject, mode)
@@ -111,22 +122,36 @@ def check(subject: Subject, mode: str) -> None:
     except torch.OutOfMemoryError:
         return  # a contender may need less
     except Exception as error:
-        raise Problem(f"{subject.name}: the model, run eagerly on its inputs, raised {where(error)}") from error
+        raise Problem(
+            f"{subject.name}: the model, run eagerly on its inputs, raised {where(error)}"
+        ) from error
     if mode != TRAIN:
         return
     if not isinstance(output, Tensor) or output.numel() != 1:
-        got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise Problem(f"{subject.name}: training needs a scalar loss, got {got}; return (model, inputs, loss)")
+        got = (
+            f"a tensor of shape {tuple(output.shape)}"
+            if isinstance(output, Tensor)
+            else type(output).__name__
+        )
+        raise Problem(
+            f"{subject.name}: training needs a scalar loss, got {got}; return (model, inputs, loss)"
+        )
     if not any(p.requires_grad for p in subject.model.parameters()):
-        raise Problem(f"{subject.name}: no parameter requires a gradient: there is nothing to train")
+        raise Problem(
+            f"{subject.name}: no parameter requires a gradient: there is nothing to train"
+        )
 
 
 def timm(name: str, mode: str, device: torch.device, dtype: torch.dtype, batch: int) -> Subject:
-    """A model of timm with random weights on random images, in training with cross-entropy over random classes."""
+    """A model of timm with random weights on random images, in training with cross-entropy over
+    random classes.
+    """
     try:
         import timm
     except ImportError as error:
-        raise Problem(f"--timm needs timm ({error}): pip install timm, torchvision comes with it") from None
+        raise Problem(
+            f"--timm needs timm ({error}): pip install timm, torchvision comes with it"
+        ) from None
     torch.manual_seed(0)
     try:
         model = timm.create_model(name, pretrained=False)

@@ -1,4 +1,5 @@
-"""The built-in patterns under eager, plain Inductor, Inductor max-autotune and fusion, kernel by kernel.
+"""The built-in patterns under eager, plain Inductor, Inductor max-autotune and fusion, kernel by
+kernel.
 
     python -m benchmarks.patterns [--out FILE.json]          # the whole table
     python -m benchmarks.patterns --minutes 10               # what there is time for: every pattern first
@@ -6,12 +7,13 @@
     python -m benchmarks.patterns --only rms_norm --sizes rows=4096,n=5120 --contenders inductor fusion
     python -m benchmarks.patterns --rows 'layer_norm bf16 rows=16384 n=4096 train' window=256
 
-For each piece of work: device time (CUDA events around a call, L2 flushed before it and the launch queued ahead, so
-that the host does not show), time of a whole call including the host, bytes and operations counted, the floor that
-they and the ceilings measured in the same run give, errors against fp64, peak memory and what is kept for backward.
-Contenders take turns in one process; Inductor's code is timed a second time under another name: that difference is the
-noise. docs/benchmarks.md says how to read the table. Exit code: 0, 1 if a contender failed or was wrong, 2 for a
-request that makes no sense, 130 after Ctrl-C, which keeps what was measured.
+For each piece of work: device time (CUDA events around a call, L2 flushed before it and the launch
+queued ahead, so that the host does not show), time of a whole call including the host, bytes and
+operations counted, the floor that they and the ceilings measured in the same run give, errors
+against fp64, peak memory and what is kept for backward. Contenders take turns in one process;
+Inductor's code is timed a second time under another name: that difference is the noise.
+docs/benchmarks.md says how to read the table. Exit code: 0, 1 if a contender failed or was wrong, 2
+for a request that makes no sense, 130 after Ctrl-C, which keeps what was measured.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from benchmarks.selection import add_arguments, selected, spread
 from benchmarks.table import heading, honest, noise_of, summary, text
 from benchmarks.warm import compile_ahead
 from benchmarks.work import NAMES, Work
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 
 AUTOTUNE = "max-autotune"
 Plan = list[tuple[Work, dict[str, Maker]]]  # each row and its contenders, in order
-# Of the time given with --minutes, compiling ahead has what starting and measuring leave, and at least this part.
+# Of the time given with --minutes, compiling ahead has what starting and measuring leave, and at
+# least this part.
 WARM_SHARE, SECONDS_TO_START, SECONDS_A_CONTENDER = 0.3, 20.0, 0.6  # on an H200
 
 
@@ -63,7 +66,11 @@ def main(argv: list[str] | None = None) -> int:
         if jobs:
             run.about["compiled_ahead"] = ahead(plan, jobs, args.minutes)
         bench = Bench.of(device, args.rounds)._replace(trace=args.trace)
-        run.about |= dict(copy_bytes_s=bench.copy_bytes_s, matrix_flops_s=bench.matrix_flops_s, rounds=bench.rounds)
+        run.about |= dict(
+            copy_bytes_s=bench.copy_bytes_s,
+            matrix_flops_s=bench.matrix_flops_s,
+            rounds=bench.rounds,
+        )
         print(heading(run), flush=True)
         measure_all(plan, bench, run, mine, args.out, deadline)
     except KeyboardInterrupt:
@@ -85,12 +92,18 @@ def planned(args: argparse.Namespace, on_gpu: bool) -> Plan:
         return [(work, dict(makers)) for work in works]
     quoted = quoted_names(args.quoted, "rows")
     works.sort(key=lambda work: work.name not in quoted)
-    counted = {name: make for name, make in makers.items() if name in ("inductor", "fusion")} or makers
+    counted = {
+        name: make for name, make in makers.items() if name in ("inductor", "fusion")
+    } or makers
     return [(work, dict(makers if work.name in quoted else counted)) for work in works]
 
 
-def measure_all(plan: Plan, bench: Bench, run: Run, mine: list[Row], out: Path | None, deadline: float) -> None:
-    """Append a row for each piece of work to `mine` and `run`, print it and write the file, until the deadline."""
+def measure_all(
+    plan: Plan, bench: Bench, run: Run, mine: list[Row], out: Path | None, deadline: float
+) -> None:
+    """Append a row for each piece of work to `mine` and `run`, print it and write the file, until
+    the deadline.
+    """
     begun = time.monotonic()
     with progress(len(plan), "patterns") as begin:
         for i, (work, makers) in enumerate(plan):
@@ -114,7 +127,19 @@ def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
             torch.cuda.empty_cache()
         return measure(work, bench, makers)
     except Exception as error:
-        row = Row(work.name, work.pattern, work.case, NAMES[work.dtype], work.train, work.linear, 0, 0, 0.0, 0.0, [])
+        row = Row(
+            work.name,
+            work.pattern,
+            work.case,
+            NAMES[work.dtype],
+            work.train,
+            work.linear,
+            0,
+            0,
+            0.0,
+            0.0,
+            [],
+        )
         row.note = said(error)
         return row
 
@@ -122,12 +147,16 @@ def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
 def ahead(plan: Plan, jobs: int, minutes: float | None) -> dict:
     """Compile first, in many processes. What was done.
 
-    Max-autotune takes longest. Without a limit matrix products come first, of which that is most true. With one,
-    max-autotune comes last, but for rows that have it while others have not; what was not in time is taken out of the
-    plan, for its compilation would take the time of all that follows. Anything else compiles when its turn comes.
+    Max-autotune takes longest. Without a limit matrix products come first, of which that is most
+    true. With one, max-autotune comes last, but for rows that have it while others have not; what
+    was not in time is taken out of the plan, for its compilation would take the time of all that
+    follows. Anything else compiles when its turn comes.
     """
     start, seconds = time.monotonic(), None
-    fast = [(work, [name for name in HOW if name in makers and name != AUTOTUNE]) for work, makers in plan]
+    fast = [
+        (work, [name for name in HOW if name in makers and name != AUTOTUNE])
+        for work, makers in plan
+    ]
     slow = [(work, [AUTOTUNE]) for work, makers in plan if AUTOTUNE in makers]
     tasks = fast + slow if len(slow) == len(plan) else fast[: len(slow)] + slow + fast[len(slow) :]
     tasks = [task for task in tasks if task[1]]
@@ -142,7 +171,9 @@ def ahead(plan: Plan, jobs: int, minutes: float | None) -> dict:
     for work, makers in plan:
         if minutes and (work, [AUTOTUNE]) in late:
             del makers[AUTOTUNE]
-    found = dict(done=told.count("done"), failed=told.count("failed"), late=len(late), processes=jobs)
+    found = dict(
+        done=told.count("done"), failed=told.count("failed"), late=len(late), processes=jobs
+    )
     found["seconds"] = round(time.monotonic() - start, 1)
     if left_out := sum(minutes is not None and names == [AUTOTUNE] for _, names in late):
         found["without_max_autotune"] = left_out
@@ -162,20 +193,39 @@ def named(names: list[str] | None) -> dict[str, Maker]:
 
 def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.patterns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.patterns",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)}")
-    parser.add_argument("--rounds", type=positive, help="turns of every contender (default: 7, without a GPU 3)")
     parser.add_argument(
-        "--minutes", type=duration, help="stop before this time is up; every pattern has its turn first"
+        "--contenders", nargs="+", metavar="NAME", help=f"some of {', '.join(CONTENDERS)}"
     )
-    parser.add_argument("--quoted", type=Path, metavar="PAGE.md", help="the rows whose figures a page gives first, "
+    parser.add_argument(
+        "--rounds", type=positive, help="turns of every contender (default: 7, without a GPU 3)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=duration,
+        help="stop before this time is up; every pattern has its turn first",
+    )
+    parser.add_argument("--quoted", type=Path, metavar="PAGE.md",
+        help="the rows whose figures a page gives first, "
                         "of the others inductor and fusion alone")  # fmt: skip
-    parser.add_argument("--jobs", type=int, help="processes that compile ahead (default: one a core; 0 without a GPU)")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="a Chrome trace a contender; show its kernels")
-    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON, anew after each row")
-    parser.add_argument("--add", action="store_true", help="keep what FILE has of other rows: a run in parts")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="processes that compile ahead (default: one a core; 0 without a GPU)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="DIR", help="a Chrome trace a contender; show its kernels"
+    )
+    parser.add_argument(
+        "--out", type=output, metavar="FILE", help="write the results as JSON, anew after each row"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep what FILE has of other rows: a run in parts"
+    )
     args = parser.parse_args(argv)
     if args.add and not args.out:
         parser.error("--add keeps what the file has: give --out")

@@ -1,8 +1,9 @@
-"""The plain_* of model_zoo.py: four architectures in plain torch, written the way model libraries write them.
+"""The plain_* of model_zoo.py: four architectures in plain torch, written the way model libraries
+write them.
 
-The decoders build their mask in the graph, from positions and comparisons; keys and values are repeated over the
-queries of their group; `attention="eager"` writes attention out with its softmax in fp32, "sdpa" calls torch's. Given
-labels, a model returns its loss, otherwise logits. No dropout.
+The decoders build their mask in the graph, from positions and comparisons; keys and values are
+repeated over the queries of their group; `attention="eager"` writes attention out with its softmax
+in fp32, "sdpa" calls torch's. Given labels, a model returns its loss, otherwise logits. No dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ IGNORED = -100  # a label that does not count
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """batch and seq are those of the inputs; kv heads, inner (of the MLP) and vocabulary (or classes) of the model."""
+    """batch and seq are those of the inputs; kv heads, inner (of the MLP) and vocabulary (or
+    classes) of the model.
+    """
 
     batch: int
     seq: int
@@ -62,7 +65,9 @@ def repeat_kv(x: Tensor, times: int) -> Tensor:
 
 
 def attend(how: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √d) v with a boolean mask (True: may look), heads side by side: [batch, seq, heads · d]."""
+    """softmax(q kᵀ / √d) v with a boolean mask (True: may look), heads side by side: [batch, seq,
+    heads · d].
+    """
     if how == "eager":
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         if mask is not None:
@@ -89,7 +94,9 @@ def causal_mask(positions: Tensor, keys: int) -> Tensor:
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of each token's logits and the next token, in fp32."""
     labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
+    return F.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED
+    )
 
 
 # A Llama-like decoder.
@@ -140,14 +147,19 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """forward(ids [batch, seq], labels, past): past holds keys and values [batch, kv, before, d] of each layer."""
+    """forward(ids [batch, seq], labels, past): past holds keys and values [batch, kv, before, d] of
+    each layer.
+    """
 
     def __init__(self, size: Size, attention: str = "sdpa"):
         super().__init__()
         self.size = size
         self.embedding = nn.Embedding(size.vocabulary, size.width)
         self.layers = nn.ModuleList(LlamaLayer(size, attention) for _ in range(size.layers))
-        self.norm, self.head = RMSNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
+        self.norm, self.head = (
+            RMSNorm(size.width),
+            nn.Linear(size.width, size.vocabulary, bias=False),
+        )
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [batch, 1, seq, d], in fp32 until they are done."""
@@ -156,7 +168,9 @@ class Llama(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, past: list | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, past: list | None = None
+    ) -> Tensor:
         before = past[0][0].shape[2] if past else 0
         positions = torch.arange(before, before + ids.shape[1], device=ids.device).expand(ids.shape)
         mask = causal_mask(positions, before + ids.shape[1])
@@ -176,14 +190,19 @@ class Conv1D(nn.Module):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs) * 0.02), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) * 0.02),
+            nn.Parameter(torch.zeros(outputs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    return (
+        0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    )
 
 
 class GPT2Layer(nn.Module):
@@ -195,7 +214,10 @@ class GPT2Layer(nn.Module):
         self.up, self.down = Conv1D(size.width, size.inner), Conv1D(size.inner, size.width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (split_heads(part, self.size.heads) for part in self.qkv(self.norm1(x)).split(self.size.width, -1))
+        q, k, v = (
+            split_heads(part, self.size.heads)
+            for part in self.qkv(self.norm1(x)).split(self.size.width, -1)
+        )
         x = x + self.o(attend(self.how, q, k, v, mask))
         return x + self.down(gelu_by_tanh(self.up(self.norm2(x))))
 
@@ -205,7 +227,10 @@ class GPT2(nn.Module):
 
     def __init__(self, size: Size, attention: str = "sdpa"):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.seq, size.width)
+        self.embedding, self.positions = (
+            nn.Embedding(size.vocabulary, size.width),
+            nn.Embedding(size.seq, size.width),
+        )
         self.layers = nn.ModuleList(GPT2Layer(size, attention) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
 
@@ -219,7 +244,8 @@ class GPT2(nn.Module):
         return logits if labels is None else next_token_loss(logits, labels)
 
 
-# Encoders: BERT-like with a padding mask (norms after the residual sums), ViT-like (norms before, no mask).
+# Encoders: BERT-like with a padding mask (norms after the residual sums), ViT-like (norms before,
+# no mask).
 
 
 class EncoderLayer(nn.Module):
@@ -250,20 +276,32 @@ class Bert(nn.Module):
 
     def __init__(self, size: Size, attention: str = "sdpa"):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.seq, size.width)
-        self.layers = nn.ModuleList(EncoderLayer(size, attention, norm_first=False) for _ in range(size.layers))
+        self.embedding, self.positions = (
+            nn.Embedding(size.vocabulary, size.width),
+            nn.Embedding(size.seq, size.width),
+        )
+        self.layers = nn.ModuleList(
+            EncoderLayer(size, attention, norm_first=False) for _ in range(size.layers)
+        )
         self.norm, self.head_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.head, self.bias = nn.Linear(size.width, size.width), nn.Parameter(torch.zeros(size.vocabulary))
+        self.head, self.bias = (
+            nn.Linear(size.width, size.width),
+            nn.Parameter(torch.zeros(size.vocabulary)),
+        )
 
     def forward(self, ids: Tensor, real: Tensor, labels: Tensor | None = None) -> Tensor:
         mask = (real != 0)[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
-        x = self.norm(self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)))
+        x = self.norm(
+            self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        )
         for layer in self.layers:
             x = layer(x, mask)
         logits = F.linear(self.head_norm(F.gelu(self.head(x))), self.embedding.weight, self.bias)
         if labels is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=IGNORED)
+        return F.cross_entropy(
+            logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=IGNORED
+        )
 
 
 class ViT(nn.Module):
@@ -275,7 +313,9 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, size.width, kernel_size=size.patch, stride=size.patch)
         self.first = nn.Parameter(torch.zeros(1, 1, size.width))
         self.positions = nn.Parameter(torch.randn(1, patches + 1, size.width) * 0.02)
-        self.layers = nn.ModuleList(EncoderLayer(size, attention, norm_first=True) for _ in range(size.layers))
+        self.layers = nn.ModuleList(
+            EncoderLayer(size, attention, norm_first=True) for _ in range(size.layers)
+        )
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary)
 
     def forward(self, pixels: Tensor, labels: Tensor | None = None) -> Tensor:

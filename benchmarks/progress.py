@@ -1,4 +1,6 @@
-"""Progress of a long run, on stderr: a bar by rich where it is installed, else a line a step; nothing in a pipe."""
+"""Progress of a long run, on stderr: a bar by rich where it is installed, else a line a step;
+nothing in a pipe.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,24 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
     except ImportError:
         yield plain(total, what)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # A table that goes to a file must not be drawn into the terminal with the bar. A bar that redraws itself in a
-    # thread would take the host's time from what is measured.
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # A table that goes to a file must not be drawn into the terminal with the bar. A bar that
+    # redraws itself in a thread would take the host's time from what is measured.
     how = dict(transient=True, redirect_stdout=sys.stdout.isatty(), auto_refresh=False)
     with Progress(*columns, console=Console(stderr=True), **how) as bar:
         task, begun = bar.add_task(what, total=total), 0

@@ -1,4 +1,6 @@
-"""Which code a number belongs to: the commit it was measured at, and whether the repository's history has it."""
+"""Which code a number belongs to: the commit it was measured at, and whether the repository's
+history has it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CODE = ("fusion_backend", "patterns", "benchmarks", ":!benchmarks/results")  # what a number depends on
+# what a number depends on
+CODE = ("fusion_backend", "patterns", "benchmarks", ":!benchmarks/results")
 TOLD = "FUSION_REVISION"
 
 
@@ -22,27 +25,35 @@ def git(root: Path, *arguments: str) -> str | None:
 
 
 def history(root: Path = ROOT) -> list[str] | None:
-    """The commits that HEAD goes back to; None where they are not at hand: no git, or a shallow clone."""
+    """The commits that HEAD goes back to; None where they are not at hand: no git, or a shallow
+    clone.
+    """
     if git(root, "rev-parse", "--is-shallow-repository") != "false":
         return None
     return (git(root, "rev-list", "HEAD") or "").split() or None
 
 
 def missing(revisions: str | None, root: Path = ROOT) -> list[str]:
-    """Of revisions as results name them, "abc1234; def5678", those that the history lacks; none where there is none."""
+    """Of revisions as results name them, "abc1234; def5678", those that the history lacks; none
+    where there is none.
+    """
     known = history(root)
     if known is None or not revisions:
         return []
     names = [name.removesuffix(" (told)") for name in revisions.split("; ")]
-    found = {name for name in names if re.fullmatch("[0-9a-f]{7,40}", name) and any(c.startswith(name) for c in known)}
+    found = {
+        name
+        for name in names
+        if re.fullmatch("[0-9a-f]{7,40}", name) and any(c.startswith(name) for c in known)
+    }
     return [name for name in names if name not in found]
 
 
 def revision(root: Path = ROOT) -> str | None:
     """The commit of the checkout, with "+changes" where code differs from it; None outside of git.
 
-    A copy of the files that has no git is told by FUSION_REVISION, which nothing can check there: "... (told)". Raises
-    ValueError where there is git, and it says something else.
+    A copy of the files that has no git is told by FUSION_REVISION, which nothing can check there:
+    "... (told)". Raises ValueError where there is git, and it says something else.
     """
     head, told = git(root, "rev-parse", "HEAD"), os.environ.get(TOLD, "")
     if head is None:

@@ -8,7 +8,8 @@ A page asks for figures with a comment, and what follows it up to the closing on
     <!-- figures: summary benchmarks/results/h200.json -->
     <!-- end of figures -->
 
-The words after "figures:" are one of these, a file, and after a colon names where only some rows are meant:
+The words after "figures:" are one of these, a file, and after a colon names where only some rows
+are meant:
 
     source FILE             a paragraph: the machine, the command
     summary FILE            a paragraph: wins and losses of a run of benchmarks.patterns
@@ -53,11 +54,15 @@ def figures(kind: str, file: str, names: str | None, root: Path) -> str:
     except (OSError, ValueError) as error:
         raise Wrong(f"{file}: {error}") from None
     if lost := missing(run.about.get("revision"), root):
-        raise Wrong(f"{file} names {' and '.join(lost)}, which is no commit of this repository's history")
+        raise Wrong(
+            f"{file} names {' and '.join(lost)}, which is no commit of this repository's history"
+        )
     figure = FIGURES[kind]
     if figure.kinds and run.kind not in figure.kinds:
         wanted = " or ".join(figure.kinds)
-        raise Wrong(f"{kind} needs a run of benchmarks.{wanted}; {file} is one of benchmarks.{run.kind}")
+        raise Wrong(
+            f"{kind} needs a run of benchmarks.{wanted}; {file} is one of benchmarks.{run.kind}"
+        )
     return figure.write(run, split(names))
 
 
@@ -70,7 +75,9 @@ NAMES = {"rows": lambda run: [row.name for row in run.rows],
 
 
 def quoted(page: Path, kind: str) -> dict[str, list[str]]:
-    """File -> names of its rows in the figures that a page has of a kind. ValueError where it has none."""
+    """File -> names of its rows in the figures that a page has of a kind. ValueError where it has
+    none.
+    """
     found: dict[str, list[str]] = {}
     for block in BLOCK.finditer(page.read_text()) if page.exists() else ():
         if block["kind"] == kind:
@@ -88,7 +95,9 @@ def quoted_names(page: Path, kind: str) -> list[str]:
 def written(text: str, root: Path = ROOT) -> str:
     """The page with its figures written anew."""
     if text.count("<!-- figures:") != len(BLOCK.findall(text)):
-        raise Wrong("a comment <!-- figures: ... --> is not of the form that benchmarks/readme.py knows, or not closed")
+        raise Wrong(
+            "a comment <!-- figures: ... --> is not of the form that benchmarks/readme.py knows, or not closed"
+        )
 
     def block(found: re.Match) -> str:
         new = figures(found["kind"], found["file"], found["names"], root)
@@ -98,15 +107,23 @@ def written(text: str, root: Path = ROOT) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    return [page for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if page.exists()]
+    return [
+        page
+        for page in (root / "README.md", *sorted((root / "docs").glob("*.md")))
+        if page.exists()
+    ]
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.readme", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.readme",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 where something would change"
+        "--check",
+        action="store_true",
+        help="write nothing; exit status 1 where something would change",
     )
     args = parser.parse_args(argv)
     status = 0
@@ -121,7 +138,9 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
             continue
         if args.check:
             status = 1
-            lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(name), "from the results", n=0)
+            lines = difflib.unified_diff(
+                before.splitlines(), after.splitlines(), str(name), "from the results", n=0
+            )
             print("\n".join([*lines, "run `python -m benchmarks.readme`"]))
         else:
             page.write_text(after)

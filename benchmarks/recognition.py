@@ -1,10 +1,12 @@
-"""What is recognised in whole models, against what their sources hold (random weights; needs transformers).
+"""What is recognised in whole models, against what their sources hold (random weights; needs
+transformers).
 
     python -m benchmarks.recognition [model ...] [--out docs/recognition.md]
 
-Expected is layers × count a layer, counted in the models' sources. Found is every place where one of the patterns of a
-kind stands, fused or not: a value counts once, whatever larger pattern it is part of, and once for every call of its
-graph. --out writes what was found into the section of the installed transformers and leaves the others.
+Expected is layers × count a layer, counted in the models' sources. Found is every place where one
+of the patterns of a kind stands, fused or not: a value counts once, whatever larger pattern it is
+part of, and once for every call of its graph. --out writes what was found into the section of the
+installed transformers and leaves the others.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from torch import nn
 
 from benchmarks.tiny_models import LAYERS
 from benchmarks.whole_models import SUBJECTS, Subject
-from fusion_backend.collect import Collector
 from fusion_backend.compat.torch import many_recompiles
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ops.pattern import REGISTRY
 
 KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
@@ -37,13 +39,19 @@ KINDS = {
     "rotary": ("rotary",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
-# A norm and the linear after it are one site of norm_linear: left out, so that norms are counted as norms.
+# A norm and the linear after it are one site of norm_linear: left out, so that norms are counted as
+# norms.
 OPTIONS = {"fusion.gate": "always", "fusion.skip": "norm_linear"}
 
 
 def norms(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of the norms."""
-    return {p for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
+    return {
+        p
+        for m in model.modules()
+        if "norm" in type(m).__name__.lower()
+        for p in m.parameters(recurse=False)
+    }
 
 
 def above_the_first(model: nn.Module) -> set[nn.Parameter]:
@@ -74,7 +82,9 @@ class Setting:
                 if hasattr(m, "config"):
                     m.config._attn_implementation = "eager"
         if self.checkpoint:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         if self.trained is not None:
             kept = self.trained(model)
             for p in model.parameters():
@@ -147,7 +157,8 @@ def found(subject: Subject, setting: Setting) -> dict[str, int]:
     for i, graph in enumerate(collector.report.graphs):
         for site in (s for s in graph.sites if not s.covered):
             for kind in (k for k, patterns in KINDS.items() if site.pattern in patterns):
-                places[kind].add((i, site.nodes[-REGISTRY[site.pattern].outputs]))  # the first result
+                # the first result
+                places[kind].add((i, site.nodes[-REGISTRY[site.pattern].outputs]))
     return {kind: sum(collector.calls[i] for i, _ in where) for kind, where in places.items()}
 
 
@@ -199,17 +210,25 @@ def section(counts: dict[tuple[str, str], dict[str, int]]) -> str:
 
 def page(sections: dict[str, str]) -> str:
     tables = {"In the sources": sources(), **dict(sorted(sections.items()))}
-    return ABOUT.format(layers=LAYERS) + "".join(f"\n## {title}\n\n{table}" for title, table in tables.items())
+    return ABOUT.format(layers=LAYERS) + "".join(
+        f"\n## {title}\n\n{table}" for title, table in tables.items()
+    )
 
 
 def sections_of(text: str) -> dict[str, str]:
     """Release -> table, of a page."""
     parts = [part.split("\n\n", 1) for part in text.split("\n## ")[1:]]
-    return {title: table.rstrip("\n") + "\n" for title, table in parts if title.startswith("transformers")}
+    return {
+        title: table.rstrip("\n") + "\n"
+        for title, table in parts
+        if title.startswith("transformers")
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", help=f"of {', '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()

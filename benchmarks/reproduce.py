@@ -5,10 +5,11 @@
     python -m benchmarks.reproduce --out DIR --part patterns    # a half at a time, where a command may not take longer
     python -m benchmarks.reproduce --out DIR --part models
 
-Runs benchmarks.patterns, the rows that the README quotes first and then what there is time for, and benchmarks.models
-on the models that it quotes; each in a process of its own, with its part of the time. DIR gets patterns.json and
-models.json, and a page of each. Then prints the README's ratios and those found, which on another machine are others.
-Exit code: the largest of the commands', 130 after Ctrl-C.
+Runs benchmarks.patterns, the rows that the README quotes first and then what there is time for, and
+benchmarks.models on the models that it quotes; each in a process of its own, with its part of the
+time. DIR gets patterns.json and models.json, and a page of each. Then prints the README's ratios
+and those found, which on another machine are others. Exit code: the largest of the commands', 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from benchmarks.readme import ROOT, quoted
 from benchmarks.results import Run
 
 PAGE = ROOT / "README.md"
-PARTS = {"patterns": ("rows", 0.25), "models": ("models", 0.75)}  # figures of the page, and share of the time
+# figures of the page, and share of the time
+PARTS = {"patterns": ("rows", 0.25), "models": ("models", 0.75)}
 OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "none"]}
 
 
 def run(argv: list[str]) -> int:
-    """A command of ours; after Ctrl-C, which it gets as well, what it still writes is waited for."""
+    """A command of ours; after Ctrl-C, which it gets as well, what it still writes is
+    waited for.
+    """
     print(f"\npython -m {' '.join(argv)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *argv], cwd=ROOT)
     try:
@@ -63,10 +67,14 @@ def beside(page: Path, kind: str, file: Path) -> list[str]:
 
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--minutes", type=duration, default=10.0, help="for everything (default: 10)")
+    parser.add_argument(
+        "--minutes", type=duration, default=10.0, help="for everything (default: 10)"
+    )
     parser.add_argument("--part", choices=PARTS, help="one of the two alone, with all the time")
     args = parser.parse_args(argv)
     parts = [args.part] if args.part else list(PARTS)
@@ -89,9 +97,14 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     for part, file in files.items():
         lines = beside(page, PARTS[part][0], file)
         print("\n".join(lines))
-        if torch.cuda.is_available() and (missing := [line for line in lines if line.endswith("-")]):
+        if torch.cuda.is_available() and (
+            missing := [line for line in lines if line.endswith("-")]
+        ):
             stopped = Run.load(file).about.get("stopped") if file.exists() else None
-            print(f"  {len(missing)} of {len(lines)} {part} have no ratio here" + (f": {stopped}" if stopped else ""))
+            print(
+                f"  {len(missing)} of {len(lines)} {part} have no ratio here"
+                + (f": {stopped}" if stopped else "")
+            )
             status = max(status, 1)
     return status
 

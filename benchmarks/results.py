@@ -1,4 +1,5 @@
-"""The form in which benchmarks keep what they found: a JSON file with the machine, the run and a line a row.
+"""The form in which benchmarks keep what they found: a JSON file with the machine, the run and a
+line a row.
 
     run = Run("patterns", machine(device, "benchmarks.patterns"))
     run.rows.append(Row(...)); run.save(path)  # after each row: a lost machine loses one row
@@ -6,8 +7,9 @@
 
 `about` of a patterns run also has copy_bytes_s and matrix_flops_s (measured in the same run),
 `noise` {"median", "max", "rows"} over its rows' noise, and `stopped`, why it did not reach its end.
-Kinds of run and their rows: "patterns" Row, "models" ModelRow, "block_size" BlockRow, "compare" CompareRow; of any
-other kind, plain dicts. Times are milliseconds, sizes bytes, rates bytes or operations a second.
+Kinds of run and their rows: "patterns" Row, "models" ModelRow, "block_size" BlockRow, "compare"
+CompareRow; of any other kind, plain dicts. Times are milliseconds, sizes bytes, rates bytes or
+operations a second.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch
 import triton
 
 from benchmarks.provenance import revision
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 
 OK, WRONG, FAILED = "ok", "wrong", "failed"  # status of a contender
 
@@ -49,7 +51,9 @@ class Spread:
     @classmethod
     def of(cls, samples: Iterable[float]) -> Spread:
         found = sorted(samples)
-        low, _, high = statistics.quantiles(found, method="inclusive") if len(found) > 1 else found * 3
+        low, _, high = (
+            statistics.quantiles(found, method="inclusive") if len(found) > 1 else found * 3
+        )
         return cls(
             n=len(found),
             median=statistics.median(found),
@@ -68,10 +72,11 @@ class Spread:
 
 @dataclasses.dataclass
 class Errors:
-    """Distance of all results (and gradients, when training) from fp64, element by element: the 50th, 99th and 99.9th
-    percentile and the maximum of |got - exact|, and of the same over |exact|; `distance` is |got - exact| / |exact| in
-    Euclidean norms, the largest of the results'. Of integers, `distance` is the share that differs. None where a
-    number is not finite."""
+    """Distance of all results (and gradients, when training) from fp64, element by element: the
+    50th, 99th and 99.9th percentile and the maximum of |got - exact|, and of the same over |exact|;
+    `distance` is |got - exact| / |exact| in Euclidean norms, the largest of the results'. Of
+    integers, `distance` is the share that differs. None where a number is not finite.
+    """
 
     absolute: dict[str, float | None]  # "50", "99", "99.9", "max"
     relative: dict[str, float | None]
@@ -80,15 +85,16 @@ class Errors:
 
 @dataclasses.dataclass
 class Contender:
-    """What one way to compute a piece of work did. Without `kernel` it has not been timed; `note` says why.
+    """What one way to compute a piece of work did. Without `kernel` it has not been timed; `note`
+    says why.
 
-    status    ok, wrong (its results are too far from fp64) or failed (it raised)
-    verdict   against plain Inductor: "faster", "slower", "" within noise (or not comparable)
-    declined  why the gate left the site to Inductor, "" where it did not
-    kernel    device time of a call, L2 flushed before it;   call   wall time of a call, host included
-    rate_bytes, rate_flops   the work's counted bytes and operations over the median kernel time
-    of_copy, of_matrix       these as fractions of the copy bandwidth and the bf16 matrix rate of the same run
-    peak_bytes   the most a step allocates beyond its arguments (CUDA);   saved_bytes  kept from forward to backward,
+    status    ok, wrong (its results are too far from fp64) or failed (it raised) verdict   against
+    plain Inductor: "faster", "slower", "" within noise (or not comparable) declined  why the gate
+    left the site to Inductor, "" where it did not kernel    device time of a call, L2 flushed
+    before it;   call   wall time of a call, host included rate_bytes, rate_flops   the work's
+    counted bytes and operations over the median kernel time of_copy, of_matrix       these as
+    fractions of the copy bandwidth and the bf16 matrix rate of the same run peak_bytes   the most a
+    step allocates beyond its arguments (CUDA);   saved_bytes  kept from forward to backward,
                  arguments included, each storage once (training)
     compile_s    seconds of the first call
     sites        what fusion reports: pattern, fused, reason, forward, backward
@@ -114,11 +120,12 @@ class Contender:
 
 @dataclasses.dataclass
 class Row:
-    """One piece of work under all contenders: "eager", "inductor", "max-autotune", "fusion" with its default gate,
-    "fusion-always", and "inductor-again", the twin that shows the noise.
+    """One piece of work under all contenders: "eager", "inductor", "max-autotune", "fusion" with
+    its default gate, "fusion-always", and "inductor-again", the twin that shows the noise.
 
-    `intensity` is flops / bytes; `floor_ms` the larger of bytes over the copy bandwidth and flops over the matrix rate,
-    both of this run; `noise` is |a - b| / b of the medians of plain Inductor and its twin, None without both.
+    `intensity` is flops / bytes; `floor_ms` the larger of bytes over the copy bandwidth and flops
+    over the matrix rate, both of this run; `noise` is |a - b| / b of the medians of plain Inductor
+    and its twin, None without both.
     """
 
     name: str
@@ -139,9 +146,15 @@ class Row:
         return next((c for c in self.contenders if c.name == name), None)
 
     def instead(self) -> list[str]:
-        """Patterns that the default gate took where it left the row's own: users get their kernels, not Inductor's."""
+        """Patterns that the default gate took where it left the row's own: users get their kernels,
+        not Inductor's.
+        """
         mine = self.of("fusion")
-        return sorted({s["pattern"] for s in mine.sites if s["fused"]}) if mine and mine.declined else []
+        return (
+            sorted({s["pattern"] for s in mine.sites if s["fused"]})
+            if mine and mine.declined
+            else []
+        )
 
     def ratio(self, name: str, to: str = "inductor") -> float | None:
         """How often faster `name` is than `to`, by median kernel time."""
@@ -155,14 +168,15 @@ class Row:
 class ModelContender:
     """One way to run the model. Without `step` it has not been timed; `note` says why.
 
-    status    ok, wrong (its error is far above eager's) or failed (it raised)
-    verdict   against plain Inductor: "faster", "slower", "" within noise (or not comparable)
-    step      wall time of a step;   device_ms  time of its kernels (CPU: of torch's operators), by torch.profiler
-    cold_s, warm_s  seconds to compile: the first step less a later one, with an empty cache and with a filled one
-    peak_bytes      the most a step allocates beyond weights and inputs (CUDA)
+    status    ok, wrong (its error is far above eager's) or failed (it raised) verdict   against
+    plain Inductor: "faster", "slower", "" within noise (or not comparable) step      wall time of a
+    step;   device_ms  time of its kernels (CPU: of torch's operators), by torch.profiler cold_s,
+    warm_s  seconds to compile: the first step less a later one, with an empty cache and with a
+    filled one peak_bytes      the most a step allocates beyond weights and inputs (CUDA)
     output_error, gradient_error   |got - exact| / |exact| in Euclidean norms, all tensors together
-    shares    part of device_ms by class of kernel;   kernels  the longest: name, kind, calls and ms a step
-    fused     sites by pattern;   declined  pattern, reason and count of the sites left to Inductor
+    shares    part of device_ms by class of kernel;   kernels  the longest: name, kind, calls and ms
+    a step fused     sites by pattern;   declined  pattern, reason and count of the sites left to
+    Inductor
     """
 
     name: str
@@ -184,8 +198,10 @@ class ModelContender:
 
 @dataclasses.dataclass
 class ModelRow:
-    """`about` has the sizes, attention, gate, optimizer and number of parameters; `exact` is the dtype that errors are
-    against; `noise` how much the medians of a contender and of the same code timed again (`twin`) differ."""
+    """`about` has the sizes, attention, gate, optimizer and number of parameters; `exact` is the
+    dtype that errors are against; `noise` how much the medians of a contender and of the same code
+    timed again (`twin`) differ.
+    """
 
     name: str
     mode: str
@@ -203,18 +219,34 @@ class ModelRow:
     def ratio(self, name: str, to: str = "inductor") -> float | None:
         """How often faster a step of `name` is than of `to`, by medians."""
         mine, other = self.of(name), self.of(to)
-        return other.step.median / mine.step.median if mine and other and mine.step and other.step else None
+        return (
+            other.step.median / mine.step.median
+            if mine and other and mine.step and other.step
+            else None
+        )
 
     @property
     def title(self) -> str:
-        sizes = [f"{key} {self.about[key]}" for key in ("layers", "width", "batch", "seq") if key in self.about]
-        options = [f"{key} {self.about[key]}" for key in ("attention", "optimizer", "dropout") if self.about.get(key)]
-        return f"{self.name} {self.mode} {self.dtype} ({', '.join(sizes + options)})".replace(" ()", "")
+        sizes = [
+            f"{key} {self.about[key]}"
+            for key in ("layers", "width", "batch", "seq")
+            if key in self.about
+        ]
+        options = [
+            f"{key} {self.about[key]}"
+            for key in ("attention", "optimizer", "dropout")
+            if self.about.get(key)
+        ]
+        return f"{self.name} {self.mode} {self.dtype} ({', '.join(sizes + options)})".replace(
+            " ()", ""
+        )
 
 
 @dataclasses.dataclass
 class BlockRow:
-    """One configuration of a pattern's kernel, or (`who` = eager, inductor) what it is compared with."""
+    """One configuration of a pattern's kernel, or (`who` = eager, inductor) what it is compared
+    with.
+    """
 
     work: str
     who: str  # "kernel", "eager", "inductor"
@@ -229,8 +261,10 @@ class BlockRow:
 
 @dataclasses.dataclass
 class CompareRow:
-    """One piece of work in two revisions. `ratio` is new / base of the median kernel times, [low, high] its bounds;
-    `verdict`: "slower", "faster", "same", "new" (the base lacks it), "failed" or "base failed" (note)."""
+    """One piece of work in two revisions. `ratio` is new / base of the median kernel times, [low,
+    high] its bounds; `verdict`: "slower", "faster", "same", "new" (the base lacks it), "failed" or
+    "base failed" (note).
+    """
 
     work: str
     verdict: str
@@ -253,21 +287,29 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Write everything so far; the file is whole at any moment."""
-        rows = [dataclasses.asdict(row) if dataclasses.is_dataclass(row) else row for row in self.rows]
+        rows = [
+            dataclasses.asdict(row) if dataclasses.is_dataclass(row) else row for row in self.rows
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(table_json({"kind": self.kind} | self.about, "rows", rows))
         partial.replace(path)
 
     def go_on_from(self, path: Path) -> None:
-        """Begin with the rows of a file, where there is one. ValueError where kind or machine differ."""
+        """Begin with the rows of a file, where there is one. ValueError where kind or machine
+        differ.
+        """
         if not path.exists():
             return
         before = Run.load(path)
         if before.kind != self.kind:
             raise ValueError(f"{path} holds a run of benchmarks.{before.kind}")
-        if other := [key for key in ("gpu", "torch", "triton") if before.about.get(key) != self.about[key]]:
-            raise ValueError(f"{path} was measured with another {' and '.join(other)}: its rows cannot be kept")
+        if other := [
+            key for key in ("gpu", "torch", "triton") if before.about.get(key) != self.about[key]
+        ]:
+            raise ValueError(
+                f"{path} was measured with another {' and '.join(other)}: its rows cannot be kept"
+            )
         self.rows = before.rows
         for key in ("command", "revision", "transformers"):
             said = dict.fromkeys(filter(None, (before.about.get(key), self.about.get(key))))
@@ -278,12 +320,18 @@ class Run:
     def load(cls, path: Path) -> Run:
         about = json.loads(Path(path).read_text())
         if "kind" not in about or "rows" not in about:
-            raise ValueError(f"{path} holds no run of benchmarks.patterns, models, block_size or compare")
+            raise ValueError(
+                f"{path} holds no run of benchmarks.patterns, models, block_size or compare"
+            )
         kind, rows = about.pop("kind"), about.pop("rows")
         try:
-            return cls(kind, about, [read(KINDS[kind], row) if kind in KINDS else row for row in rows])
+            return cls(
+                kind, about, [read(KINDS[kind], row) if kind in KINDS else row for row in rows]
+            )
         except TypeError as error:
-            raise ValueError(f"{path} was written by another version of benchmarks.{kind}: {error}") from None
+            raise ValueError(
+                f"{path} was written by another version of benchmarks.{kind}: {error}"
+            ) from None
 
 
 def read(kind: type, row: dict):
@@ -295,7 +343,9 @@ def read(kind: type, row: dict):
     if isinstance(row.get("errors"), dict):
         row["errors"] = Errors(**row["errors"])
     if "contenders" in row:
-        row["contenders"] = [read(Contender if kind is Row else ModelContender, c) for c in row["contenders"]]
+        row["contenders"] = [
+            read(Contender if kind is Row else ModelContender, c) for c in row["contenders"]
+        ]
     return kind(**row)
 
 
@@ -318,8 +368,11 @@ def rounded(value):
 
 def machine(device: torch.device, command: str) -> dict:
     """What a number depends on besides the code: `command` is the module, sys.argv is added."""
-    if not patterns():  # in a checkout beside an installed copy, say: nothing would be fused, and nobody would know why
-        raise SystemExit("fusion_backend has no patterns here; install it from this checkout: pip install -e .")
+    # in a checkout beside an installed copy, say: nothing would be fused, and nobody would know why
+    if not patterns():
+        raise SystemExit(
+            "fusion_backend has no patterns here; install it from this checkout: pip install -e ."
+        )
     try:
         at = revision()
     except ValueError as error:

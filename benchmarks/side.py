@@ -1,7 +1,8 @@
-"""One of the two processes of benchmarks.compare: holds a piece of work of its revision and times it when told.
+"""One of the two processes of benchmarks.compare: holds a piece of work of its revision and times
+it when told.
 
-Reads requests from stdin and answers on stdout, a JSON line each: {"do": "prepare", "work": ...} compiles,
-{"do": "time", "calls": n} times. An answer with "error" says why not.
+Reads requests from stdin and answers on stdout, a JSON line each: {"do": "prepare", "work": ...}
+compiles, {"do": "time", "calls": n} times. An answer with "error" says why not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from benchmarks.contenders import HOW, compiled, results_of, step
 from benchmarks.measure import said
 from benchmarks.timing import Clock
 from benchmarks.work import Work
-from fusion_backend.backend import patterns
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.ops.pattern import REGISTRY
 
 
 class Side:
@@ -38,7 +39,11 @@ class Side:
             outs = results_of(self.fn, args)
             self.dys = [torch.randn_like(out) for out in outs] if work.train else None
             step(self.fn, args, self.dys)
-            return dict(ms=statistics.median(self.clock(lambda: step(self.fn, args, self.dys)) for _ in range(5)))
+            return dict(
+                ms=statistics.median(
+                    self.clock(lambda: step(self.fn, args, self.dys)) for _ in range(5)
+                )
+            )
 
     def time(self, calls: int) -> dict:
         """Fresh arguments; the first call is not counted, for the GPU was the other side's."""

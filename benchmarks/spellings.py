@@ -1,9 +1,11 @@
-"""How many generated spellings of each pattern are recognised, and that nothing generated comes out wrong.
+"""How many generated spellings of each pattern are recognised, and that nothing generated comes out
+wrong.
 
-python -m benchmarks.spellings [--only NAME ...] [--count 40] [--seed 0] [--verbose] [--out results.json]
+python -m benchmarks.spellings [--only NAME ...] [--count 40] [--seed 0] [--verbose] [--out
+results.json]
 
-Every other function runs under no_grad, the others with gradients where eager can differentiate them. The table in
-docs/catalogue.md is made of benchmarks/results/spellings.json.
+Every other function runs under no_grad, the others with gradients where eager can differentiate
+them. The table in docs/catalogue.md is made of benchmarks/results/spellings.json.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import table_json
-from fusion_backend.backend import patterns, usable
-from fusion_backend.spelling.recall import Recall, recall
+from fusion_backend.frontends.dynamo import patterns, usable
+from fusion_backend.testing.spelling.recall import Recall, recall
 
 HEADER = (
     f"{'pattern':24}{'training':>10}{'found':>8}{'inference':>11}{'found':>8}{'not one':>9}{'near misses':>13}"
@@ -41,20 +43,36 @@ def share(part: int, whole: int) -> str:
 
 def told(found: Recall) -> str:
     """Everything that is not as it should be, with its source."""
-    groups = {"not recognised": found.unrecognised, "wrong": found.wrong, "not a spelling": found.faults}
+    groups = {
+        "not recognised": found.unrecognised,
+        "wrong": found.wrong,
+        "not a spelling": found.faults,
+    }
     lines = [f"    {w}: {k} of {n} not recognised" for w, k, n in found.to_blame()[:8]]
     for title, outcomes in groups.items():
         for o in outcomes:
-            lines += [f"--- {title} {o.spelling.kinds} {o.spelling.words} {o.wrong}", o.spelling.source, o.reason]
+            lines += [
+                f"--- {title} {o.spelling.kinds} {o.spelling.words} {o.wrong}",
+                o.spelling.source,
+                o.reason,
+            ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="patterns to generate for (default: all)")
-    parser.add_argument("--count", type=int, default=40, help="spellings, and as many near misses, a pattern")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="patterns to generate for (default: all)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=40, help="spellings, and as many near misses, a pattern"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true", help="print the source of what is not as it should be")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the source of what is not as it should be"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)

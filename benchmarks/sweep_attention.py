@@ -1,8 +1,10 @@
-"""The configurations of the flash attention kernels that are worth timing, and SDPA beside them. For benchmarks.sweep.
+"""The configurations of the flash attention kernels that are worth timing, and SDPA beside them.
+For benchmarks.sweep.
 
-A piece of work says how many operations it is: 4·b·h·n·m·d forward, 2.5 times as many backward, of those scores alone
-that the mask leaves: half of them where it is causal or half of the keys are padding. GFLOP / ms are TFLOP/s. SDPA has
-the same mask: as an argument of it where it is causal, else dense, as models make it.
+A piece of work says how many operations it is: 4·b·h·n·m·d forward, 2.5 times as many backward, of
+those scores alone that the mask leaves: half of them where it is causal or half of the keys are
+padding. GFLOP / ms are TFLOP/s. SDPA has the same mask: as an argument of it where it is causal,
+else dense, as models make it.
 """
 
 from __future__ import annotations
@@ -15,18 +17,31 @@ import torch.nn.functional as F
 from fusion_backend.patterns.attention import masked_attention, masking_of
 
 from benchmarks.work import attended
-from fusion_backend.kernels import flash, flash_backward
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
 
-LONG_128, LONG_64, MIDDLE_128, SHORT_64 = (4, 16, 4096, 128), (4, 32, 2048, 64), (8, 16, 2048, 128), (32, 16, 512, 64)
+LONG_128, LONG_64, MIDDLE_128, SHORT_64 = (
+    (4, 16, 4096, 128),
+    (4, 32, 2048, 64),
+    (8, 16, 2048, 128),
+    (32, 16, 512, 64),
+)
 # b, h, n, d, and what is masked.
 WORK = [
-    (LONG_128, dict(causal=1)), (LONG_64, dict(causal=1)), (SHORT_64, dict(bias=1)), (SHORT_64, dict(padded=1))
+    (LONG_128, dict(causal=1)), (LONG_64, dict(causal=1)), (SHORT_64, dict(bias=1)),
+    (SHORT_64, dict(padded=1))
 ]  # fmt: skip
 WIDE = [
-    (LONG_128, dict(window=1024)), (LONG_64, dict(window=256)), (MIDDLE_128, dict(bias=1)), (MIDDLE_128, dict(padded=1))
+    (LONG_128, dict(window=1024)), (LONG_64, dict(window=256)), (MIDDLE_128, dict(bias=1)),
+    (MIDDLE_128, dict(padded=1))
 ]  # fmt: skip
-DROPOUT = [(size, mask | dict(drop=1)) for size in (SHORT_64, MIDDLE_128) for mask in (dict(padded=1), dict(bias=1))]
-# Queries and keys a block, warps and stages, for heads of 64 and of 128, to be timed beside the kernels' own choice.
+DROPOUT = [
+    (size, mask | dict(drop=1))
+    for size in (SHORT_64, MIDDLE_128)
+    for mask in (dict(padded=1), dict(bias=1))
+]
+# Queries and keys a block, warps and stages, for heads of 64 and of 128, to be timed beside the
+# kernels' own choice.
 FORWARD = {
     64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)],
     128: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3)],
@@ -48,7 +63,9 @@ def words(config: dict) -> str:
 
 
 def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as they are chosen."""
+    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as
+    they are chosen.
+    """
 
     def tensor(*shape):
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -65,7 +82,11 @@ def calls(work: list, device) -> Iterator[tuple[str, str, Callable[[], object]]]
         run, leaves = library(q, k, v, masking)
         back = functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
         # The library drops other probabilities: then all must agree with what comes first.
-        want = {} if masking.dropout else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
+        want = (
+            {}
+            if masking.dropout
+            else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
+        )
         title = f"flash forward {name} ({gflop:.1f} GFLOP)"
         for config in candidates(flash.chosen(q, masking), FORWARD, d):
             call = functools.partial(forward, q, k, v, masking, config)
@@ -92,15 +113,20 @@ def forward(q, k, v, masking: flash.Masking, config: dict) -> dict[str, torch.Te
     return dict(out=flash.forward(q, k, v, masking, True, config)[0])
 
 
-def backward(args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]) -> dict[str, torch.Tensor]:
+def backward(
+    args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]
+) -> dict[str, torch.Tensor]:
     asked = {name: name in needs for name in ("q", "k", "v", "bias")}
     grads = zip(asked, flash_backward.backward(*args, asked, configs), strict=True)
     return {name: grad for name, grad in grads if grad is not None}
 
 
-def checked(call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]) -> Callable[[], object]:
-    """The call, which the first time says so if a result is not what is wanted: a fast wrong kernel is none. A result
-    that is not known yet becomes wanted."""
+def checked(
+    call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]
+) -> Callable[[], object]:
+    """The call, which the first time says so if a result is not what is wanted: a fast wrong kernel
+    is none. A result that is not known yet becomes wanted.
+    """
     before: list[bool] = []
 
     def run():
@@ -117,7 +143,9 @@ def checked(call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]) 
     return run
 
 
-def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+def library(
+    q, k, v, masking: flash.Masking
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
     """SDPA with the same mask, and what has a gradient."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v, masking.bias) if t is not None]
     mask = None if masking.keys is None else masking.keys[:, None, None]
@@ -125,7 +153,9 @@ def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], torch.Tensor]
         mask = leaves[3]
     causal = masking.low is not None and masking.high is None
     if masking.high is not None:
-        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+            k.shape[2], device=q.device
+        )
         mask = (apart >= masking.low) & (apart <= masking.high)
     p = 0.0 if masking.dropout is None else masking.dropout.p
     return functools.partial(

@@ -1,4 +1,6 @@
-"""What benchmarks.match_cost matches: graphs of any size, as Dynamo hands them over, without the time that it takes."""
+"""What benchmarks.match_cost matches: graphs of any size, as Dynamo hands them over, without the
+time that it takes.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ def norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 def block(x, w, wq, wk, wv, wo, wg, wu, wd) -> Tensor:
-    """A decoder layer by hand: 36 calls, of which RMS norms, attention and a gated MLP can be recognised."""
+    """A decoder layer by hand: 36 calls, of which RMS norms, attention and a gated MLP can be
+    recognised.
+    """
     h = norm(x, w)
-    q, k, v = (F.linear(h, p).view(2, 16, HEADS, WIDTH // HEADS).transpose(1, 2) for p in (wq, wk, wv))
+    q, k, v = (
+        F.linear(h, p).view(2, 16, HEADS, WIDTH // HEADS).transpose(1, 2) for p in (wq, wk, wv)
+    )
     a = torch.softmax(q @ k.transpose(-1, -2) * 0.25, -1) @ v
     x = x + F.linear(a.transpose(1, 2).reshape(2, 16, WIDTH), wo)
     h = norm(x, w)

@@ -41,7 +41,9 @@ def heading(run: Run) -> str:
 def text(row: Row) -> str:
     """The work with its counts, and a line a contender."""
     notes = [amount(row.bytes, "B"), amount(row.flops, "FLOP"), f"{row.intensity:.3g} FLOP/B"]
-    notes += [f"floor {row.floor_ms:.4f} ms"] + ([f"noise {row.noise:.1%}"] if row.noise is not None else [])
+    notes += [f"floor {row.floor_ms:.4f} ms"] + (
+        [f"noise {row.noise:.1%}"] if row.noise is not None else []
+    )
     head = ", ".join(notes + ([row.note] if row.note else []))
     return "\n".join([f"{row.name}: {head}", *(line(row, c) for c in row.contenders)])
 
@@ -50,9 +52,7 @@ def line(row: Row, mine: Contender) -> str:
     words = f"  {mine.name:14}"
     if mine.kernel:
         k = mine.kernel
-        words += (
-            f"{k.median:10.4f}{k.iqr / k.median:7.1%}{k.mean:10.4f}{k.std:9.4f}{k.min:10.4f}{mine.call.median:10.4f}"
-        )
+        words += f"{k.median:10.4f}{k.iqr / k.median:7.1%}{k.mean:10.4f}{k.std:9.4f}{k.min:10.4f}{mine.call.median:10.4f}"
         words += f"{mine.rate_bytes / 1e9:7.0f}{mine.rate_flops / 1e12:9.2f}{row.floor_ms / k.median:9.0%}"
         ratio = row.ratio(mine.name)
         mark = {"faster": "+", "slower": "-"}.get(mine.verdict, " ")
@@ -68,18 +68,24 @@ def line(row: Row, mine: Contender) -> str:
     if mine.status != OK:
         words += f"  {mine.status.upper()}: {mine.note}"
     elif mine.declined:
-        words += f"  DECLINED: {mine.declined}" + "".join(f"; {name} taken" for name in row.instead())
+        words += f"  DECLINED: {mine.declined}" + "".join(
+            f"; {name} taken" for name in row.instead()
+        )
     elif site := next((s for s in mine.sites if s["pattern"] == row.pattern and s["fused"]), None):
         words += f"  {site['forward']}" + (f", backward {site['backward']}" if row.train else "")
     return words.rstrip()
 
 
 def noise_of(rows: list[Row]) -> dict:
-    """How much twins differ: over the rows whose kernels take 20 µs, or over all where none does."""
+    """How much twins differ: over the rows whose kernels take 20 µs, or over all where
+    none does.
+    """
     found = [r for r in rows if r.noise is not None]
     long = [r for r in found if r.of("inductor").kernel.median >= LONG_MS] or found
     values = [r.noise for r in long]
-    return dict(median=statistics.median(values), max=max(values), rows=len(values)) if values else {}
+    return (
+        dict(median=statistics.median(values), max=max(values), rows=len(values)) if values else {}
+    )
 
 
 def summary(run: Run) -> str:
@@ -100,7 +106,11 @@ def summary(run: Run) -> str:
                 f"{counts['slower']}" + (f"; declined in {declined}" if declined else "")
             )
     for row in run.rows:
-        lines += [f"{c.status.upper()} {row.name}, {c.name}: {c.note}" for c in row.contenders if c.status != OK]
+        lines += [
+            f"{c.status.upper()} {row.name}, {c.name}: {c.note}"
+            for c in row.contenders
+            if c.status != OK
+        ]
         lines += [f"FAILED {row.name}: {row.note}"] if not row.contenders else []
     if stopped := run.about.get("stopped"):
         lines.append(f"stopped: {stopped}")

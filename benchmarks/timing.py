@@ -1,8 +1,8 @@
 """Device time of a call, contenders in turn, and the ceilings of the machine.
 
-Clock frequency and neighbours drift slowly, so only times of the same rounds compare: in each round every contender has
-its turn, in rotating order, on fresh arguments. A twin, the same code timed again under another name, shows what is
-left: differences smaller than the twin's are noise.
+Clock frequency and neighbours drift slowly, so only times of the same rounds compare: in each round
+every contender has its turn, in rotating order, on fresh arguments. A twin, the same code timed
+again under another name, shows what is left: differences smaller than the twin's are noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SMALLEST = 0.01  # a difference of 1 % is never called one
 
 
 class Clock:
-    """Device time of a call in milliseconds, with a cold L2 and the host out of sight. On CPU, its wall time."""
+    """Device time of a call in milliseconds, with a cold L2 and the host out of sight. On CPU, its
+    wall time.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -39,7 +41,8 @@ class Clock:
             return milliseconds(call, 1, self.device)
         while True:
             ms, exposed = self.once(call)
-            # The GPU reached the call before the host had queued all of it: it may have waited for the host.
+            # The GPU reached the call before the host had queued all of it: it may have waited for
+            # the host.
             if not exposed:
                 return ms
             if self.prime >= 16 * PRIME:
@@ -48,7 +51,8 @@ class Clock:
             self.prime *= 2
 
     def once(self, call: Callable[[], object]) -> tuple[float, bool]:
-        # It ends with reading: lines of the L2 that wait to be written back would be charged to the call.
+        # It ends with reading: lines of the L2 that wait to be written back would be charged to the
+        # call.
         for _ in range(self.prime):
             self.buffer.fill_(1.0)
             self.buffer.sum()
@@ -83,9 +87,14 @@ def typical(clock: Clock, call: Callable[[], object], calls: int = 20) -> float:
 
 
 def in_turn(
-    calls: dict[str, Callable[[list], object]], fresh: Callable[[], list], clock: Clock, rounds: int = ROUNDS
+    calls: dict[str, Callable[[list], object]],
+    fresh: Callable[[], list],
+    clock: Clock,
+    rounds: int = ROUNDS,
 ) -> dict[str, list[float]]:
-    """Device times of `calls[name](fresh())`, which have all run before. A long call gets fewer calls a turn."""
+    """Device times of `calls[name](fresh())`, which have all run before. A long call gets fewer
+    calls a turn.
+    """
     names, args = list(calls), fresh()
     turn_calls, clock.prime = {}, PRIME
     for name, call in calls.items():
@@ -111,8 +120,8 @@ def noise(one: Spread, twin: Spread) -> float:
 def verdict(mine: Spread, other: Spread, twins: float | None) -> str:
     """Is `mine` "faster" or "slower" than `other`, or neither ("")?
 
-    The medians must differ by more than 1 %, than twins of the same row do, and than three standard errors of their
-    difference (of a median, 1.25 IQR / 1.35 / sqrt(n)).
+    The medians must differ by more than 1 %, than twins of the same row do, and than three standard
+    errors of their difference (of a median, 1.25 IQR / 1.35 / sqrt(n)).
     """
     errors = [1.25 * s.iqr / 1.35 / s.n**0.5 / s.median for s in (mine, other)]
     bound = max(SMALLEST, twins or 0.0, 3 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5)

@@ -1,10 +1,12 @@
-"""What compiling kernels on trial costs, without a GPU: seconds for a model's graph, and for every kernel, for sm_90.
+"""What compiling kernels on trial costs, without a GPU: seconds for a model's graph, and for every
+kernel, for sm_90.
 
     python -m benchmarks.trial_cost [MODEL ...] [--mode train] [--threads 1 2] [--tiny]
 
-The gate decides the model's sites, on CPU tensors that pass for CUDA's, and Triton compiles their kernels for an H100
-or H200, each distinct launch once, in so many threads; nothing runs and Triton's cache is not read. A kernel's seconds
-are those with the first number of threads. With --tiny: small models, and whatever the kernels can take.
+The gate decides the model's sites, on CPU tensors that pass for CUDA's, and Triton compiles their
+kernels for an H100 or H200, each distinct launch once, in so many threads; nothing runs and
+Triton's cache is not read. A kernel's seconds are those with the first number of threads. With
+--tiny: small models, and whatever the kernels can take.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import torch
 import triton
 
 from benchmarks.model_zoo import ENTRIES, build
-from fusion_backend import gate, op
-from fusion_backend.backend import fuse_graph, patterns, usable
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.compat.triton import SM_90, forget_compiled, set_driver
+from fusion_backend.decide import gate
+from fusion_backend.frontends.dynamo import fuse_graph, patterns, usable
+from fusion_backend.ops import operator as op
 from fusion_backend.options import Options
-from fusion_backend.reporting import GraphRecord
+from fusion_backend.reporting.report import GraphRecord
 
 
 class Driver:
@@ -58,7 +61,9 @@ class Compiled:
         self.kernels = set()
 
     def __call__(self, src, times, **_):
-        self.seconds[src.name].append((times.ir_initialization + sum(s for _, s in times.lowering_stages)) / 1e6)
+        self.seconds[src.name].append(
+            (times.ir_initialization + sum(s for _, s in times.lowering_stages)) / 1e6
+        )
         self.kernels.add(src.fn)
 
     def forget(self):
@@ -97,7 +102,9 @@ def show(name: str, gm: torch.fx.GraphModule, options: Options, threads: list[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trial_cost", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trial_cost", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("models", nargs="*", default=["t5", "bert", "vit"], metavar="MODEL")
     parser.add_argument("--mode", choices=("infer", "train"), default="train")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

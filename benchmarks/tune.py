@@ -1,10 +1,11 @@
 """The table of configurations that kernels look up, from the sweeps that measured them.
 
     python -m benchmarks.sweep softmax l2_norm ... --out FILE.json      # on a GPU
-    python -m benchmarks.tune FILE.json ...                             # writes fusion_backend/kernels/tuned.py
+    python -m benchmarks.tune FILE.json ...                             # writes fusion_backend/kernels/common/tuned.py
 
-Of each kernel that works on rows and each row length the fastest configuration is kept. `--check` writes nothing and
-exits with 1 where the table is not what the files give (default: the committed sweeps).
+Of each kernel that works on rows and each row length the fastest configuration is kept. `--check`
+writes nothing and exits with 1 where the table is not what the files give (default: the committed
+sweeps).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 import triton
 
 from benchmarks.results import Run
-from fusion_backend.kernels.norms_backward import MAX_HELD_BACKWARD
-from fusion_backend.kernels.rows import FEW
+from fusion_backend.kernels.common.rows import FEW
+from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "fusion_backend" / "kernels" / "tuned.py"
+TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
 SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
-WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")  # layer_norm backward 16384x4096: rows of 4096
+# layer_norm backward 16384x4096: rows of 4096
+WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
 HEAD = '''"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
 
 Written by `python -m benchmarks.tune {files}`.
@@ -37,11 +39,14 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {{
 
 
 def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
-    """Kernel -> row length -> configuration, from its words. Of several pieces of work the largest counts."""
+    """Kernel -> row length -> configuration, from its words. Of several pieces of work the largest
+    counts.
+    """
     best: dict[tuple[str, int], tuple[int, float, str]] = {}  # -> elements, milliseconds
     for row in (row for run in runs for row in run.rows):
         work = WORK.fullmatch(row["work"])
-        if work and "rows=" in row["config"].lower():  # a configuration of a kernel that works on rows
+        # a configuration of a kernel that works on rows
+        if work and "rows=" in row["config"].lower():
             rows, n = int(work["rows"]), int(work["n"])
             if work["kernel"].endswith("by columns") and n <= MAX_HELD_BACKWARD:
                 continue  # the launcher takes the other kernel
@@ -64,7 +69,10 @@ def named(file: Path) -> str:
 
 
 def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files: list[Path]) -> str:
-    about = {name: ", ".join(sorted({str(run.about[name]) for run in runs})) for name in ("gpu", "torch", "triton")}
+    about = {
+        name: ", ".join(sorted({str(run.about[name]) for run in runs}))
+        for name in ("gpu", "torch", "triton")
+    }
     lines = [HEAD.format(files=" ".join(map(named, files)), **about)]
     for kernel, configs in table.items():
         lines.append(f'    "{kernel}": {{\n')
@@ -75,7 +83,9 @@ def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, default=[SWEEPS], metavar="FILE.json")
     parser.add_argument("--check", action="store_true", help="compare, do not write")

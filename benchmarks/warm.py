@@ -1,8 +1,10 @@
-"""Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and Triton's caches.
+"""Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and
+Triton's caches.
 
-`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work and names of contenders from stdin, a JSON
-line each, and writes "done" or "failed" for each. Processes compile side by side, but only one at a time may time
-candidates for max-autotune, whose choices are kept in the cache too.
+`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work and names of
+contenders from stdin, a JSON line each, and writes "done" or "failed" for each. Processes compile
+side by side, but only one at a time may time candidates for max-autotune, whose choices are kept in
+the cache too.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from benchmarks.contenders import ALWAYS, CONTENDERS, nothing_declined, results_
 from benchmarks.measure import synchronize
 from benchmarks.results import Contender
 from benchmarks.work import Work
-from fusion_backend.backend import patterns
 from fusion_backend.compat.torch import benchmarker
+from fusion_backend.frontends.dynamo import patterns
 
 LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
 Task = tuple[Work, list[str]]  # what is compiled, and for which contenders
 
 
 def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) -> list[str]:
-    """Hand the tasks out to `jobs` processes, in order: "done" or "failed" of each, "" where the time was up before."""
+    """Hand the tasks out to `jobs` processes, in order: "done" or "failed" of each, "" where the
+    time was up before.
+    """
     told = [""] * len(tasks)
     with tempfile.NamedTemporaryFile() as lock:
         environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
@@ -40,7 +44,8 @@ def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) ->
         workers = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.warm"], cwd=root, env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
             for _ in range(min(jobs, len(tasks)))
         ]  # fmt: skip
@@ -70,7 +75,9 @@ def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) ->
 
 
 def one_at_a_time() -> None:
-    """From here on Inductor times its candidates, of kernels and of matrix products, while no other process does."""
+    """From here on Inductor times its candidates, of kernels and of matrix products, while no other
+    process does.
+    """
     lock, measure = open(os.environ[LOCK], "w"), benchmarker.benchmark_gpu
 
     def alone(*args, **kwargs):

@@ -1,7 +1,9 @@
-"""The pieces of work that `benchmarks.patterns` measures: a pattern, sizes and a dtype, and the floor of each.
+"""The pieces of work that `benchmarks.patterns` measures: a pattern, sizes and a dtype, and the
+floor of each.
 
-A new kernel adds its sizes to WORK, one small one to SMALL, and how often it must move its tensor to PASSES.
-Operations are counted from the reference (benchmarks/counting.py), bytes too where PASSES has no line.
+A new kernel adds its sizes to WORK, one small one to SMALL, and how often it must move its tensor
+to PASSES. Operations are counted from the reference (benchmarks/counting.py), bytes too where
+PASSES has no line.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.counting import operations, size_of
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.ops.pattern import REGISTRY
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -42,7 +44,9 @@ class Work(NamedTuple):
     @property
     def name(self) -> str:
         words = " ".join(f"{k}={v}" for k, v in self.case.items())
-        notes = " train" * self.train + " linear" * self.linear + f" {self.mask} mask" * bool(self.mask)
+        notes = (
+            " train" * self.train + " linear" * self.linear + f" {self.mask} mask" * bool(self.mask)
+        )
         return f"{self.pattern} {NAMES[self.dtype]} {words}{notes}"
 
     def arguments(self, device: torch.device) -> list:
@@ -54,7 +58,9 @@ class Work(NamedTuple):
         if self.mask:
             b, h, n = (self.case[name] for name in "bhn")
             x, mask = tensor(b, h, n, n).requires_grad_(self.train), tensor(b, 1, n, n)
-            masks = (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
+            masks = (
+                (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
+            )
             return [x, 0.125, *masks]
         args = list(REGISTRY[self.pattern].inputs_fn(tensor, **self.case))
         if self.pattern == "gated_linear":
@@ -65,11 +71,16 @@ class Work(NamedTuple):
                 args[i] = args[i].t().contiguous().t()
         for i, value in PLAIN.get(self.pattern, {}).items():
             args[i] = value
-        return [a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a for a in args]
+        return [
+            a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
+        ]
 
     @property
     def function(self) -> Callable:
-        """What is measured: the reference, or what surrounds it in a model, where masks and indices are made."""
+        """What is measured: the reference, or what surrounds it in a model, where masks and indices
+        are made.
+        """
         if self.pattern == "relative_bias":
             return of_t5
         return windowed(**self.case) if "window" in self.case else REGISTRY[self.pattern].reference
@@ -90,7 +101,8 @@ class Work(NamedTuple):
             return (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
         if self.mask:
             b, h, n = (self.case[name] for name in "bhn")
-            once = b * n * n * (item if self.mask == "additive" else 1 + self.train)  # one that drops, in backward too
+            # one that drops, in backward too
+            once = b * n * n * (item if self.mask == "additive" else 1 + self.train)
             return b * h * n * n * item * PASSES[self.pattern][self.train] + once
         if self.pattern in ("quantize_int8", "quantize_per_token", "rms_norm_quantize"):
             return self.size * (item + 1)
@@ -122,7 +134,9 @@ class Work(NamedTuple):
 
 
 def of_t5(index: Tensor, weight: Tensor) -> Tensor:
-    """A relative bias with T5's own index, of the same shape, computed in the graph; laid out as attention reads it."""
+    """A relative bias with T5's own index, of the same shape, computed in the graph; laid out as
+    attention reads it.
+    """
     n, m = index.shape
     apart = torch.arange(m, device=index.device) - torch.arange(n, device=index.device)[:, None]
     half = weight.shape[0] // 2
@@ -133,12 +147,18 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
 
 
 def windowed(window: int, **case) -> Callable:
-    """Attention to the `window` keys up to the query's own that are no padding, by a mask made in the graph."""
+    """Attention to the `window` keys up to the query's own that are no padding, by a mask made in
+    the graph.
+    """
 
     def attention(q, k, v, mask, bias, keep, *rest):
-        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+            k.shape[2], device=q.device
+        )
         band = (apart >= 0) & (apart < window)
-        return REGISTRY["attention"].reference(q, k, v, mask, bias, band if keep is None else band & keep, *rest)
+        return REGISTRY["attention"].reference(
+            q, k, v, mask, bias, band if keep is None else band & keep, *rest
+        )
 
     return attention
 
@@ -155,10 +175,12 @@ def attended(case: dict) -> float:
 
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
-    "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5), "softmax": (2, 5),
+    "add_mul": (4, 4), "add_mul_exp": (3, 3), "layer_norm": (2, 5), "rms_norm": (2, 5),
+    "softmax": (2, 5),
     "add_rms_norm": (4, 8), "add_layer_norm": (4, 8), "cross_entropy": (1, 3),
     "l2_norm": (2, 5), "batch_norm": (2, 4), "group_norm": (2, 5), "bias_act": (2, 5),
-    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9), "relative_bias": (1, 2), "gelu": (2, 5),
+    "dropout_add": (3, 5), "dropout_add_layer_norm": (4, 9), "relative_bias": (1, 2),
+    "gelu": (2, 5),
 }  # fmt: skip
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
 PLAIN = {
@@ -167,7 +189,8 @@ PLAIN = {
 }  # fmt: skip
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
-WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]  # of models, and the longest that is shared
+# of models, and the longest that is shared
+WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -185,14 +208,22 @@ WORK = [
     Work("quantize_int8", dict(size=64_000_000), BF16),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
     *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
-    *(Work("softmax", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(
+        Work("softmax", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
     *(
         Work("softmax", dict(b=b, h=h, n=n), BF16, train, mask=mask)
         for train in (False, True)
         for mask in ("additive", "boolean")
         for b, h, n in ((4, 32, 2048), (32, 16, 512))
     ),
-    *(Work("add_rms_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(
+        Work("add_rms_norm", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
     *(
         Work(name, dict(rows=16384, n=4096), BF16, train)
         for train in (False, True)
@@ -204,7 +235,11 @@ WORK = [
         for rows, n in FEW
         for name in ("layer_norm", "softmax", "add_rms_norm")
     ),
-    *(Work("l2_norm", dict(rows=rows, n=n), BF16, train) for train in (False, True) for rows, n in ROWS[:3]),
+    *(
+        Work("l2_norm", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
     *(Work("batch_norm", dict(b=b, c=c, n=n), BF16) for b, c, n in ((64, 256, 56), (256, 2048, 7))),
     *(
         Work("group_norm", dict(b=b, c=c, n=n, groups=32), BF16, train)
@@ -217,7 +252,10 @@ WORK = [
         for train in (False, True)
         for form in ({}, dict(tanh=1))
     ),
-    *(Work("dropout_add_layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in (*ROWS[:3], *FEW[::2])),
+    *(
+        Work("dropout_add_layer_norm", dict(rows=rows, n=n), BF16, train=True)
+        for rows, n in (*ROWS[:3], *FEW[::2])
+    ),
     *(Work("dropout_add", dict(rows=rows, n=n), BF16, train=True) for rows, n in (ROWS[0], FEW[2])),
     *(
         Work(name, dict(rows=rows, n=n), BF16)
@@ -231,8 +269,14 @@ WORK = [
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
-    *(Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train) for train in (False, True)),
-    *(Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train) for train in (False, True)),
+    *(
+        Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train)
+        for train in (False, True)
+    ),
+    *(
+        Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train)
+        for train in (False, True)
+    ),
     *(
         Work("attention", dict(b=b, h=h, n=n, d=d) | mask, BF16, train)
         for train in (False, True)
@@ -251,7 +295,11 @@ WORK = [
             (8, 16, 2048, 128, dict(bias=1, drop=1)),
         )
     ),
-    *(Work("relative_bias", dict(n=n, m=n, h=16), BF16, train) for train in (False, True) for n in (512, 2048)),
+    *(
+        Work("relative_bias", dict(n=n, m=n, h=16), BF16, train)
+        for train in (False, True)
+        for n in (512, 2048)
+    ),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
     Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
@@ -269,7 +317,10 @@ WORK = [
         )
     ),
     Work("batch_norm", dict(b=256, c=512, n=14), BF16),
-    *(Work("group_norm", dict(b=1, c=512, n=128, groups=32), BF16, train) for train in (False, True)),
+    *(
+        Work("group_norm", dict(b=1, c=512, n=128, groups=32), BF16, train)
+        for train in (False, True)
+    ),
     *(
         Work(name, case, dtype, train)
         for train in (False, True)
@@ -296,20 +347,32 @@ SMALL = [
     Work("quantize_int8", dict(size=10_000), F32),
     Work("layer_norm", dict(rows=64, n=256), BF16),
     Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
-    *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("softmax", "rms_norm", "add_rms_norm")),
-    *(Work("softmax", dict(b=2, h=3, n=64), BF16, train=True, mask=mask) for mask in ("additive", "boolean")),
+    *(
+        Work(name, dict(rows=64, n=256), BF16, train=True)
+        for name in ("softmax", "rms_norm", "add_rms_norm")
+    ),
+    *(
+        Work("softmax", dict(b=2, h=3, n=64), BF16, train=True, mask=mask)
+        for mask in ("additive", "boolean")
+    ),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
     Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
     Work("bias_act", dict(rows=64, n=256), BF16),
     Work("gelu", dict(rows=64, n=256), BF16, train=True),
-    *(Work(name, dict(rows=64, n=256), BF16, train=True) for name in ("dropout_add", "dropout_add_layer_norm")),
+    *(
+        Work(name, dict(rows=64, n=256), BF16, train=True)
+        for name in ("dropout_add", "dropout_add_layer_norm")
+    ),
     Work("quantize_per_token", dict(rows=64, n=256), F32),
     Work("rms_norm_quantize", dict(rows=64, n=256), F32),
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
-    *(Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True) for mask in ("bias", "padded")),
+    *(
+        Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)
+        for mask in ("bias", "padded")
+    ),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
     Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
     Work("patch_embedding", dict(b=2, c=3, n=11, p=4, o=10), F32, train=True),

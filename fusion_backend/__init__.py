@@ -5,21 +5,34 @@ import time
 LOADED_AT = time.time()  # before any other file of ours is read
 
 # ruff: noqa: E402 (the clock is read before any other file of ours)
+from fusion_backend.ops.pattern import LibraryCall, Pattern
 from fusion_backend.options import disable
-from fusion_backend.pattern import LibraryCall, Pattern, PatternError, Reject
-from fusion_backend.reporting import report, reset
+from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.reporting.report import report, reset
 
-__all__ = ["LibraryCall", "Pattern", "PatternError", "Reject", "disable", "explain", "fuse", "report", "reset"]
+__all__ = [
+    "LibraryCall",
+    "Pattern",
+    "PatternError",
+    "Reject",
+    "disable",
+    "explain",
+    "fuse",
+    "report",
+    "reset",
+]
 
 
 def __getattr__(name: str):
-    """explain and fuse pull in the compiler, the version reads files: each is looked up when it is used."""
+    """explain and fuse pull in the compiler, the version reads files: each is looked up when it is
+    used.
+    """
     if name == "explain":
-        from fusion_backend.collect import explain
+        from fusion_backend.frontends.explain import explain
 
         return explain
     if name == "fuse":
-        from fusion_backend.export import fuse
+        from fusion_backend.frontends.exported import fuse
 
         return fuse
     if name == "__version__":

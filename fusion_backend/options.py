@@ -12,9 +12,10 @@ DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong answer to one
-    rewrite); gate  auto: where it is known to pay, always: wherever it is possible, never: report only; exact_masks
-    no finite fill of a mask, such as -1e9, is taken for -inf."""
+    """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong
+    answer to one rewrite); gate  auto: where it is known to pay, always: wherever it is possible,
+    never: report only; exact_masks no finite fill of a mask, such as -1e9, is taken for -inf.
+    """
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
@@ -24,7 +25,9 @@ class Options:
 
 
 def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
-    """Split torch.compile's options into ours and Inductor's. Raises ValueError naming what is valid."""
+    """Split torch.compile's options into ours and Inductor's. Raises ValueError naming what is
+    valid.
+    """
     ours, theirs = {}, {}
     for key, value in (options or {}).items():
         if key.startswith("fusion."):
@@ -34,7 +37,9 @@ def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
     valid = [f.name for f in dataclasses.fields(Options)]
     for key in ours:
         if key not in valid:
-            raise ValueError(f"unknown option fusion.{key}; valid are {', '.join('fusion.' + v for v in valid)}")
+            raise ValueError(
+                f"unknown option fusion.{key}; valid are {', '.join('fusion.' + v for v in valid)}"
+            )
     for key in ("only", "skip"):
         if key in ours:
             ours[key] = names(key, ours[key], known)

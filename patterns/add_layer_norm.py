@@ -1,7 +1,9 @@
-"""Residual sum and its layer normalisation: h = x + residual, and (h - mean) / sqrt(var + eps) · weight + bias.
+"""Residual sum and its layer normalisation: h = x + residual, and (h - mean) / sqrt(var + eps) ·
+weight + bias.
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; weight and bias `[n]`,
-the bias may be missing. Returns the normalised value and h, both computed in fp32 and rounded once.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long;
+weight and bias `[n]`, the bias may be missing. Returns the normalised value and h, both computed in
+fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, not_forward, small_in_fp32
-from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import RESULTS, reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import RESULTS, reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
 
 @Pattern(inductor="reduction")
@@ -45,7 +47,9 @@ def _(x, residual, weight, bias, eps):
 @add_layer_norm.neighbours
 def _(around, training):
     if not training and 1 in around.unread:
-        return Reject("nobody reads the sum, which the kernel writes: timed at 0.82 of Inductor on an H200")
+        return Reject(
+            "nobody reads the sum, which the kernel writes: timed at 0.82 of Inductor on an H200"
+        )
 
 
 @add_layer_norm.worthwhile
@@ -53,7 +57,10 @@ def _(x, residual, weight, bias, eps, training):
     if no := small_in_fp32(x, training):
         return no
     if training:
-        return Reject(f"what Inductor's forward gives need not be kept for backward ({RESULTS})", forward_only=True)
+        return Reject(
+            f"what Inductor's forward gives need not be kept for backward ({RESULTS})",
+            forward_only=True,
+        )
     return not_forward(x, residual=True)
 
 

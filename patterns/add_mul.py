@@ -1,7 +1,7 @@
 """Add, then multiply: (x + y) · z, elementwise.
 
-x, y and z have one shape and one dense layout; z may be a number instead. fp32, bf16 or fp16, computed in fp32 and
-rounded once.
+x, y and z have one shape and one dense layout; z may be a number instead. fp32, bf16 or fp16,
+computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.blocks import block_of, blocks_of
-from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
-from fusion_backend.kernels.rows import RESULTS
+from fusion_backend.kernels.common.blocks import block_of, blocks_of
+from fusion_backend.kernels.common.inputs import (
+    in_layout,
+    reject_dtypes,
+    reject_dynamic,
+    reject_layouts,
+)
+from fusion_backend.kernels.common.rows import RESULTS
 
 
 @Pattern(inductor="pointwise")
@@ -50,7 +55,18 @@ def _(x, y, z):
     out = torch.empty_like(x)
     grid, last = blocks_of(out.numel(), 2048)
     x, y, z = (in_layout(out, t) if isinstance(t, Tensor) else t for t in (x, y, z))
-    launch(add_mul_kernel, grid, x, y, z, out, last, TENSOR=isinstance(z, Tensor), BLOCK=2048, num_warps=4)
+    launch(
+        add_mul_kernel,
+        grid,
+        x,
+        y,
+        z,
+        out,
+        last,
+        TENSOR=isinstance(z, Tensor),
+        BLOCK=2048,
+        num_warps=4,
+    )
     return out
 
 

@@ -1,6 +1,7 @@
 """The exponential of a scaled sum: exp((x + y) · s), elementwise.
 
-x and y have one shape and one dense layout, s is a number. fp32, bf16 or fp16, computed in fp32 and rounded once.
+x and y have one shape and one dense layout, s is a number. fp32, bf16 or fp16, computed in fp32 and
+rounded once.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.activations import exp
-from fusion_backend.kernels.blocks import block_of, blocks_of
-from fusion_backend.kernels.inputs import in_layout, reject_dtypes, reject_dynamic, reject_layouts
-from fusion_backend.kernels.rows import RESULTS
+from fusion_backend.kernels.common.activations import exp
+from fusion_backend.kernels.common.blocks import block_of, blocks_of
+from fusion_backend.kernels.common.inputs import (
+    in_layout,
+    reject_dtypes,
+    reject_dynamic,
+    reject_layouts,
+)
+from fusion_backend.kernels.common.rows import RESULTS
 
 
 @Pattern(reciprocal=True, inductor="pointwise")
@@ -49,7 +55,17 @@ def _(x, y, s, training):
 def _(x, y, s):
     out = torch.empty_like(x)
     grid, last = blocks_of(out.numel(), 2048)
-    launch(add_mul_exp_kernel, grid, in_layout(out, x), in_layout(out, y), out, last, s, BLOCK=2048, num_warps=4)
+    launch(
+        add_mul_exp_kernel,
+        grid,
+        in_layout(out, x),
+        in_layout(out, y),
+        out,
+        last,
+        s,
+        BLOCK=2048,
+        num_warps=4,
+    )
     return out
 
 

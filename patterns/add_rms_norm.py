@@ -1,7 +1,9 @@
-"""Residual sum and its RMS normalisation: h = x + residual, and h / sqrt(mean(h²) + eps) · (weight + offset).
+"""Residual sum and its RMS normalisation: h = x + residual, and h / sqrt(mean(h²) + eps) · (weight
++ offset).
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long, weight `[n]`; offset may
-be missing (Gemma: 1). Returns the normalised value and h, both computed in fp32 and rounded once.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long,
+weight `[n]`; offset may be missing (Gemma: 1). Returns the normalised value and h, both computed in
+fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, not_forward, small_in_fp32
-from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
 
 @Pattern(inductor="reduction")
@@ -47,7 +49,9 @@ def _(x, residual, weight, offset, eps):
 @add_rms_norm.neighbours
 def _(around, training):
     if not training and 1 in around.unread:
-        return Reject("nobody reads the sum, which the kernel writes: timed at 0.96 of Inductor on an H200")
+        return Reject(
+            "nobody reads the sum, which the kernel writes: timed at 0.96 of Inductor on an H200"
+        )
 
 
 @add_rms_norm.worthwhile
@@ -64,7 +68,9 @@ def _(x, residual, weight, offset, eps, save):
 @add_rms_norm.saved
 def _(x, residual, weight, offset, eps):
     """Operator for operator as in the forward, so that nothing is computed twice."""
-    return torch.rsqrt((x + residual).float().pow(2).mean(x.dim() - 1, keepdim=True) + eps).reshape(-1)
+    return torch.rsqrt((x + residual).float().pow(2).mean(x.dim() - 1, keepdim=True) + eps).reshape(
+        -1
+    )
 
 
 @add_rms_norm.backward(result=True, same={"residual": "x"})

@@ -1,8 +1,9 @@
-"""Batch normalisation in inference: act((x - mean) / sqrt(var + eps) · weight + bias), over dimension 1.
+"""Batch normalisation in inference: act((x - mean) / sqrt(var + eps) · weight + bias), over
+dimension 1.
 
-x is `[b, c, ...]`, dense or channels-last, in fp32, bf16 or fp16; mean and var `[c]`, which have no gradient, weight
-and bias `[c]`, which may be missing, may have another of these dtypes. act is relu or nothing. Computed in fp32.
-Source: Ioffe and Szegedy 2015, torch.nn.functional.batch_norm.
+x is `[b, c, ...]`, dense or channels-last, in fp32, bf16 or fp16; mean and var `[c]`, which have no
+gradient, weight and bias `[c]`, which may be missing, may have another of these dtypes. act is relu
+or nothing. Computed in fp32. Source: Ioffe and Szegedy 2015, torch.nn.functional.batch_norm.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.channels import Affine, forward, reject_channels
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.norm.channels import Affine, forward, reject_channels
 
 
 @Pattern(inductor="pointwise")
@@ -30,7 +31,9 @@ def batch_norm(
     eps: float,
     act: Literal["identity", "relu"],
 ) -> Tensor:
-    return activate(F.batch_norm(x, mean.detach(), var.detach(), weight, bias, False, 0.0, eps), act)
+    return activate(
+        F.batch_norm(x, mean.detach(), var.detach(), weight, bias, False, 0.0, eps), act
+    )
 
 
 @batch_norm.near_miss
@@ -56,7 +59,9 @@ def _(x, mean, var, weight, bias, eps, act):
 def _(around, training):
     if around.convolutions:
         beside = around.convolutions[0]
-        return Reject(f"it would decide the layout of {beside} beside it: timed at 0.78 to 0.98 of Inductor on an H200")
+        return Reject(
+            f"it would decide the layout of {beside} beside it: timed at 0.78 to 0.98 of Inductor on an H200"
+        )
 
 
 @batch_norm.worthwhile
@@ -72,4 +77,12 @@ def _(x, mean, var, weight, bias, eps, act):
 
 @batch_norm.inputs(dict(b=3, c=6, n=5), dict(b=64, c=256, n=56))
 def _(tensor, b, c, n):
-    return tensor(b, c, n, n), tensor(c), tensor(c).square() + 0.5, tensor(c), tensor(c), 1e-5, "identity"
+    return (
+        tensor(b, c, n, n),
+        tensor(c),
+        tensor(c).square() + 0.5,
+        tensor(c),
+        tensor(c),
+        1e-5,
+        "identity",
+    )

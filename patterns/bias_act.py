@@ -1,7 +1,8 @@
-"""Bias, then activation: act(x + b), elementwise, for relu, gelu (exact and tanh), silu, tanh and exp(relu).
+"""Bias, then activation: act(x + b), elementwise, for relu, gelu (exact and tanh), silu, tanh and
+exp(relu).
 
-x is `[..., n]`; b broadcasts to it, as a rule `[n]`. The kernel takes a b that runs along one dimension of x, `[n]` or
-`[c, 1, 1]`, in fp32, bf16 or fp16, and computes in fp32.
+x is `[..., n]`; b broadcasts to it, as a rule `[n]`. The kernel takes a b that runs along one
+dimension of x, `[n]` or `[c, 1, 1]`, in fp32, bf16 or fp16, and computes in fp32.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.channels import Affine, forward, reject_channels
-from fusion_backend.kernels.inputs import memory, reject_dtypes
-from fusion_backend.kernels.rows import UNMEASURED
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.inputs import memory, reject_dtypes
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.norm.channels import Affine, forward, reject_channels
 
 Act = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "exp_relu"]
 
@@ -38,9 +39,17 @@ def _(x, b, act):
 
 
 def dim_of(x, b) -> int | None:
-    """The dimension of x that b runs along, the last where b is a vector; None where there is no one such dimension."""
-    wide = [i - b.dim() for i, size in enumerate(b.shape) if not statically_known_true(size == 1)] or [-1]
-    if len(wide) > 1 or not 0 < b.dim() <= x.dim() or not statically_known_true(b.shape[wide[0]] == x.shape[wide[0]]):
+    """The dimension of x that b runs along, the last where b is a vector; None where there is no
+    one such dimension.
+    """
+    wide = [
+        i - b.dim() for i, size in enumerate(b.shape) if not statically_known_true(size == 1)
+    ] or [-1]
+    if (
+        len(wide) > 1
+        or not 0 < b.dim() <= x.dim()
+        or not statically_known_true(b.shape[wide[0]] == x.shape[wide[0]])
+    ):
         return None
     return x.dim() + wide[0]
 
@@ -49,14 +58,18 @@ def dim_of(x, b) -> int | None:
 def _(x, b, act):
     dim = dim_of(x, b)
     if dim is None or not statically_known_true(b.stride(dim - x.dim()) == 1):
-        return Reject(f"b with {memory(b)} is no vector along one dimension of x with shape {tuple(x.shape)}")
+        return Reject(
+            f"b with {memory(b)} is no vector along one dimension of x with shape {tuple(x.shape)}"
+        )
     return reject_dtypes(x=x, b=b) or reject_channels(x, dim)
 
 
 @bias_act.worthwhile
 def _(x, b, act, training):
     if act in ("gelu", "gelu_tanh") and x.element_size() == 2:
-        return Reject("Inductor adds the bias and computes the branchless gelu (patterns/gelu.py) in one kernel")
+        return Reject(
+            "Inductor adds the bias and computes the branchless gelu (patterns/gelu.py) in one kernel"
+        )
     return UNMEASURED
 
 

@@ -1,9 +1,10 @@
 """Cross entropy over rows of logits: the negative log of the target's softmax.
 
-logits is `[..., v]` in fp32, bf16 or fp16, target int64 with as many elements as there are rows; rows whose target is
-ignore_index do not count; any other target outside [0, v) is an assertion, as in torch. smoothing mixes the target with
-the uniform distribution. With upcast "fp32" the logits are cast first, and the loss is fp32. The sums are in fp32; the
-logarithm of each row's sum and its target's logit are kept for the backward. Source: torch.nn.functional.cross_entropy.
+logits is `[..., v]` in fp32, bf16 or fp16, target int64 with as many elements as there are rows;
+rows whose target is ignore_index do not count; any other target outside [0, v) is an assertion, as
+in torch. smoothing mixes the target with the uniform distribution. With upcast "fp32" the logits
+are cast first, and the loss is fp32. The sums are in fp32; the logarithm of each row's sum and its
+target's logit are kept for the backward. Source: torch.nn.functional.cross_entropy.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.cross_entropy import forward, reject_target, valid
-from fusion_backend.kernels.inputs import dynamic, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import UNMEASURED
+from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.loss.cross_entropy import forward, reject_target, valid
 
 
 @Pattern
 def cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, reduction: Literal["mean", "sum", "none"],
+    logits: Tensor, target: Tensor, ignore_index: int, smoothing: float,
+    reduction: Literal["mean", "sum", "none"],
     upcast: Literal["fp32", "none"],
 ) -> Tensor:  # fmt: skip
     # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
     logits = logits.reshape(-1, logits.shape[-1])
     logits = logits.float() if upcast == "fp32" else logits
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction)
+    return F.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction
+    )
 
 
 @cross_entropy.near_miss
@@ -42,7 +46,9 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast):
 @cross_entropy.near_miss
 def _(logits, target, ignore_index, smoothing, reduction, upcast):
     """with classes in another dimension"""
-    return F.cross_entropy(logits[None, :, :].mT, target[None], ignore_index=ignore_index, reduction=reduction)
+    return F.cross_entropy(
+        logits[None, :, :].mT, target[None], ignore_index=ignore_index, reduction=reduction
+    )
 
 
 @cross_entropy.guard
@@ -84,9 +90,10 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast):
 
 @cross_entropy.backward(plain=True)
 def _(saved, dloss):
-    """Of a row that counts (softmax - (1 - smoothing) onehot - smoothing / v) · scale, else 0. In plain torch: Inductor
-    writes it over the logits where nobody else needs them. Target and scale are left to a scatter afterwards: read for
-    every logit, they would take longer than the logits."""
+    """Of a row that counts (softmax - (1 - smoothing) onehot - smoothing / v) · scale, else 0. In
+    plain torch: Inductor writes it over the logits where nobody else needs them. Target and scale
+    are left to a scatter afterwards: read for every logit, they would take longer than the logits.
+    """
     logits = saved.logits.reshape(-1, saved.logits.shape[-1])
     lse, counts, uniform = (
         saved.lse[:, None],
@@ -95,7 +102,8 @@ def _(saved, dloss):
     )
     scale = dloss.float()
     if saved.reduction == "mean":
-        scale = scale / counts.sum().clamp(min=1)  # with no row that counts, the loss is NaN and the gradient 0
+        # with no row that counts, the loss is NaN and the gradient 0
+        scale = scale / counts.sum().clamp(min=1)
     elif saved.reduction == "none":
         scale = torch.where(counts, scale[:, None], 0.0)
     others = torch.exp(logits.float() - lse)
@@ -103,7 +111,11 @@ def _(saved, dloss):
         others = torch.where(lse == math.inf, others, others - uniform)
     at = torch.exp(saved.label[:, None] - lse) - uniform - (1.0 - saved.smoothing)
     at = torch.where(counts, at * scale, 0.0)
-    d = (others * scale).to(logits.dtype).scatter(1, torch.where(counts, saved.target[:, None], 0), at.to(logits.dtype))
+    d = (
+        (others * scale)
+        .to(logits.dtype)
+        .scatter(1, torch.where(counts, saved.target[:, None], 0), at.to(logits.dtype))
+    )
     return d.view(saved.logits.shape), None
 
 

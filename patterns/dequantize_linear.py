@@ -1,7 +1,8 @@
-"""int8 linear layer, its result scaled back: (q W) · scale · w_scale + b, the products summed in int32.
+"""int8 linear layer, its result scaled back: (q W) · scale · w_scale + b, the products summed in
+int32.
 
-q is `[m, k]` and W `[k, n]` in int8 (a linear layer holds its transpose), scale `[m, 1]` or a number, w_scale `[n]` or
-`[1]`, b `[n]` may be missing.
+q is `[m, k]` and W `[k, n]` in int8 (a linear layer holds its transpose), scale `[m, 1]` or a
+number, w_scale `[n]` or `[1]`, b `[n]` may be missing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from fusion_backend import Pattern
 
 
 @Pattern
-def dequantize_linear(q: Tensor, w: Tensor, scale: Tensor | float, w_scale: Tensor, b: Tensor | None) -> Tensor:
-    y = (q.double() @ w.double()).to(w_scale.dtype) * scale * w_scale  # exact, as int32 is, on every device
+def dequantize_linear(
+    q: Tensor, w: Tensor, scale: Tensor | float, w_scale: Tensor, b: Tensor | None
+) -> Tensor:
+    # exact, as int32 is, on every device
+    y = (q.double() @ w.double()).to(w_scale.dtype) * scale * w_scale
     return y if b is None else y + b
 
 

@@ -1,10 +1,10 @@
 """Dropout, then a residual sum: dropout(x, p) + residual, elementwise. In training only.
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; computed in fp32 and
-rounded once. The mask is a function of a seed that is drawn anew at each call (torch.manual_seed repeats it) and of the
-position: nothing but the seed is kept for the backward. It is not the mask that eager or plain Inductor draws; with
-Inductor's fallback_random, which asks for eager's, nothing is fused. Source: Srivastava et al. 2014,
-torch.nn.functional.dropout.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long;
+computed in fp32 and rounded once. The mask is a function of a seed that is drawn anew at each call
+(torch.manual_seed repeats it) and of the position: nothing but the seed is kept for the backward.
+It is not the mask that eager or plain Inductor draws; with Inductor's fallback_random, which asks
+for eager's, nothing is fused. Source: Srivastava et al. 2014, torch.nn.functional.dropout.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.blocks import block_of, blocks_of
-from fusion_backend.kernels.dropout import dropout_factors, dropped, scale, threshold
-from fusion_backend.kernels.inputs import as_rows, maybe_rows, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes
+from fusion_backend.kernels.common.blocks import block_of, blocks_of
+from fusion_backend.kernels.common.dropout import dropout_factors, dropped, scale, threshold
+from fusion_backend.kernels.common.inputs import (
+    as_rows,
+    maybe_rows,
+    number,
+    reject_dtypes,
+    reject_dynamic,
+)
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows, reject_shapes
 
 
 @Pattern(inductor="reduction")
@@ -73,7 +79,8 @@ def run(x, residual, p, seed, block=2048, warps=4):
     (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     launch(
         dropout_add_kernel, grid, x, residual, seed, out, last, N=n, STRIDE=stride,
-        RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block, num_warps=warps,
+        RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -89,7 +96,8 @@ def dropout_add_kernel(
     x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
     if R is not None:
         r = tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
-    tl.debug_barrier()  # x and the residual are asked for before the generator runs; ptxas would wait
+    # x and the residual are asked for before the generator runs; ptxas would wait
+    tl.debug_barrier()
     x *= dropout_factors(tl.load(SEED), first // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
     if R is not None:
         x += r

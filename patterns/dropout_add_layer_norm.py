@@ -1,8 +1,10 @@
-"""Dropout, residual sum, layer normalisation: h = dropout(x, p) + residual, and layer_norm(h) · weight + bias.
+"""Dropout, residual sum, layer normalisation: h = dropout(x, p) + residual, and layer_norm(h) ·
+weight + bias.
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; weight and bias `[n]`.
-Returns the normalised value and h, both computed in fp32 and rounded once. In training only. The mask is drawn as that
-of dropout_add is: of a new seed at each call, and not with the bits of eager or plain Inductor.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long;
+weight and bias `[n]`. Returns the normalised value and h, both computed in fp32 and rounded once.
+In training only. The mask is drawn as that of dropout_add is: of a new seed at each call, and not
+with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.dropout import Dropout, dropped
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward
-from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels.common.dropout import Dropout, dropped
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import (
+    UNMEASURED,
+    reject_rows,
+    reject_shapes,
+    reject_vectors,
+)
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.forward import Norm, forward
 
 
 @Pattern

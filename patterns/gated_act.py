@@ -1,8 +1,10 @@
-"""Gated activation of a packed tensor: act(one half of its last dimension) times the other half (SwiGLU, GLU, ...).
+"""Gated activation of a packed tensor: act(one half of its last dimension) times the other half
+(SwiGLU, GLU, ...).
 
-x is `[..., 2n]`, the result `[..., n]`; `gate` says which half goes through the activation. This is what is left of a
-gated linear layer whose projection is no linear layer: experts in groups, a convolution, a quantised product.
-Source: Dauphin et al. 2017, Shazeer 2020, torch.nn.functional.glu.
+x is `[..., 2n]`, the result `[..., n]`; `gate` says which half goes through the activation. This is
+what is left of a gated linear layer whose projection is no linear layer: experts in groups, a
+convolution, a quantised product. Source: Dauphin et al. 2017, Shazeer 2020,
+torch.nn.functional.glu.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ from typing import Literal
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.inputs import reject_dtypes
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.inputs import reject_dtypes
 
 
 @Pattern(inductor="pointwise")
 def gated_act(
-    x: Tensor, act: Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu"], gate: Literal["first", "second"]
+    x: Tensor,
+    act: Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu"],
+    gate: Literal["first", "second"],
 ) -> Tensor:
     first, second = x.chunk(2, -1)
     return activate(first, act) * second if gate == "first" else first * activate(second, act)

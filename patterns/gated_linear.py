@@ -1,8 +1,8 @@
 """Gated linear unit: act(x W1 + b1) · (x W2 + b2), both products in one pass over x.
 
-x is `[..., k]`, W1 and W2 `[k, n]` with any strides (nn.Linear holds their transposes), b1 and b2 `[n]` may be missing;
-the weights may be columns of one packed weight. bf16, fp16 or fp32, sums in fp32, rounded once. The kernel has
-act = sigmoid. Source: Dauphin et al. 2017, Shazeer 2020.
+x is `[..., k]`, W1 and W2 `[k, n]` with any strides (nn.Linear holds their transposes), b1 and b2
+`[n]` may be missing; the weights may be columns of one packed weight. bf16, fp16 or fp32, sums in
+fp32, rounded once. The kernel has act = sigmoid. Source: Dauphin et al. 2017, Shazeer 2020.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import interpreted, launch
-from fusion_backend.kernels.activations import activate, activation_gradient
-from fusion_backend.kernels.inputs import as_rows, dynamic, reject_dtypes
-from fusion_backend.kernels.rows import RESULTS
+from fusion_backend.kernels.common.activations import activate, activation_gradient
+from fusion_backend.kernels.common.inputs import as_rows, dynamic, reject_dtypes
+from fusion_backend.kernels.common.rows import RESULTS
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
 DECODE = 64  # rows up to which a step only streams the weights
 
 
 @Pattern
-def gated_linear(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, act: Act) -> Tensor:
+def gated_linear(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, act: Act
+) -> Tensor:
     gate, up = x @ w1, x @ w2
     gate = gate if b1 is None else gate + b1
     up = up if b2 is None else up + b2
@@ -52,17 +54,28 @@ def _(x, w1, b1, w2, b2, act):
     if act != "sigmoid":
         return Reject(f"no kernel yet for {act}")
     if x.dim() < 2 or w1.dim() != 2 or w2.dim() != 2:
-        return Reject(f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 are needed")
+        return Reject(
+            f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 are needed"
+        )
     sizes = (*w1.shape, *w2.shape, *w1.stride(), *w2.stride())
     if any(dynamic(size) for size in sizes):
         return Reject("a weight has a dynamic shape")
     if tuple(w1.shape) != tuple(w2.shape):
         return Reject(f"w1 has shape {tuple(w1.shape)} and w2 {tuple(w2.shape)}")
-    if max(size * stride for w in (w1, w2) for size, stride in zip(w.shape, w.stride(), strict=True)) >= 2**31:
+    if (
+        max(
+            size * stride
+            for w in (w1, w2)
+            for size, stride in zip(w.shape, w.stride(), strict=True)
+        )
+        >= 2**31
+    ):
         return Reject(f"weights of {tuple(w1.shape)} exceed offsets of 32 bits")
     for name, bias in dict(b1=b1, b2=b2).items():
         if bias is not None and not (tuple(bias.shape) == (w1.shape[1],) and bias.stride(0) == 1):
-            return Reject(f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector")
+            return Reject(
+                f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector"
+            )
     return reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
 
 
@@ -79,7 +92,9 @@ def _(x, w1, b1, w2, b2, act, training):
     if k % 8 or n % 8:
         return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
     if x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return Reject("fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')")
+        return Reject(
+            "fp32 without TF32 has no tensor cores: set torch.set_float32_matmul_precision('high')"
+        )
 
 
 @gated_linear.kernel(saves=("gate",))
@@ -98,7 +113,8 @@ def _(saved, dy):
     x, w1, w2 = saved.x, saved.w1, saved.w2
     dy, gate = dy.float(), saved.gate.float()
     d_up = dy * activate(gate, saved.act)
-    if saved.act == "sigmoid":  # its derivative times the other half: 1 - sigmoid(gate) without cancellation
+    # its derivative times the other half: 1 - sigmoid(gate) without cancellation
+    if saved.act == "sigmoid":
         d_gate = dy * saved.result.float() * torch.sigmoid(-gate)
     else:  # the other half, computed again
         up = (x @ w2).float() if saved.b2 is None else (x @ w2 + saved.b2).float()
@@ -128,17 +144,23 @@ def gradient_of_x(d_gate, d_up, w1, w2):
 
 
 def weight_gradient(x, d, weight):
-    """xᵀ d, laid out in memory as the weight is: the view of a linear layer's weight gets a gradient it can keep."""
+    """xᵀ d, laid out in memory as the weight is: the view of a linear layer's weight gets a
+    gradient it can keep.
+    """
     found = (d.mT @ x).mT if weight.stride(-2) == 1 else x.mT @ d
     return found.sum_to_size(weight.shape)
 
 
 def config(x) -> dict:
-    """Tiles whose two accumulators fill the registers; for fp32 smaller ones, as a stage takes twice the memory."""
+    """Tiles whose two accumulators fill the registers; for fp32 smaller ones, as a stage takes
+    twice the memory.
+    """
     if x.dtype == torch.float32:
         return dict(BM=64, BN=64, BK=32, GROUP=8, num_warps=4, num_stages=3)
     short = statically_known_true(math.prod(x.shape[:-1]) <= 64)
-    return dict(BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4)
+    return dict(
+        BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4
+    )
 
 
 def forward(x, w1, b1, w2, b2, save, config):
@@ -160,19 +182,22 @@ def forward(x, w1, b1, w2, b2, save, config):
 # Operations: 4 m n k. Bytes: x, w1, w2 and the output once, gate where saved.
 @triton.jit
 def gated_linear_kernel(
-    X, W1, B1, W2, B2, OUT, GATE, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W1_ROW: tl.constexpr,
-    W1_COL: tl.constexpr, W2_ROW: tl.constexpr, W2_COL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    X, W1, B1, W2, B2, OUT, GATE, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr,
+    W1_ROW: tl.constexpr,
+    W1_COL: tl.constexpr, W2_ROW: tl.constexpr, W2_COL: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    # Programs that run together share rows of x and columns of the weights: GROUP tiles down, then one to the right.
+    # Programs that run together share rows of x and columns of the weights: GROUP tiles down, then
+    # one to the right.
     down = tl.cdiv(m, BM)
     across: tl.constexpr = (N + BN - 1) // BN
     group = tl.program_id(0) // (GROUP * across)
     height = min(down - group * GROUP, GROUP)
     top = (group * GROUP + (tl.program_id(0) % (GROUP * across)) % height) * BM
     left = (tl.program_id(0) % (GROUP * across)) // height * BN
-    # Scalar pointers in 64 bits, offsets within a tile in 32. Rows and columns beyond the edge repeat others inside it,
-    # so that the loop needs no mask for them.
+    # Scalar pointers in 64 bits, offsets within a tile in 32. Rows and columns beyond the edge
+    # repeat others inside it, so that the loop needs no mask for them.
     row = tl.arange(0, BM)
     col = (left + tl.arange(0, BN)) % N
     step = tl.arange(0, BK)

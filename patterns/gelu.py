@@ -1,12 +1,14 @@
-"""GELU, x · Φ(x), in bf16 and fp16: exact, and with approximate="tanh", x · σ(2 √(2/π) (x + 0.044715 x³)).
+"""GELU, x · Φ(x), in bf16 and fp16: exact, and with approximate="tanh", x · σ(2 √(2/π) (x +
+0.044715 x³)).
 
-x of any shape and strides. erf and tanh of fp32 have two branches each, of which 32 lanes mostly take both, one element
-after another: Inductor's gelu is bound by instructions, not by memory. Here the same functions are plain torch code
-without a branch, which Inductor fuses with its neighbours as before. With h = Φ(-|x|) the exact one is
-exp(-x²/2) · t · P(t), t = 1 / (1 + 0.295 |x|), P of degree 5: to |x| = 6.5 within 1e-6, far below the rounding of the
-result (after Abramowitz and Stegun 1964, 7.1.26; coefficients fitted for this range); the derivative has the same
-exponential. 1 / y is computed as rsqrt(y²): an instruction where a division is five.
-In fp32 such an error would be seen, and Inductor is closer to the memory limit. Source: Hendrycks and Gimpel 2016.
+x of any shape and strides. erf and tanh of fp32 have two branches each, of which 32 lanes mostly
+take both, one element after another: Inductor's gelu is bound by instructions, not by memory. Here
+the same functions are plain torch code without a branch, which Inductor fuses with its neighbours
+as before. With h = Φ(-|x|) the exact one is exp(-x²/2) · t · P(t), t = 1 / (1 + 0.295 |x|), P of
+degree 5: to |x| = 6.5 within 1e-6, far below the rounding of the result (after Abramowitz and
+Stegun 1964, 7.1.26; coefficients fitted for this range); the derivative has the same exponential. 1
+/ y is computed as rsqrt(y²): an instruction where a division is five. In fp32 such an error would
+be seen, and Inductor is closer to the memory limit. Source: Hendrycks and Gimpel 2016.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from fusion_backend import LibraryCall, Pattern, Reject
 
 LOG2E = 1.4426950408889634
 NEAR = 0.295
-COEFFICIENTS = -0.0874210231, 0.26418225, -0.0721303569, 0.172581036, 0.103912945, 0.118875099  # of t⁶, ..., t
+# of t⁶, ..., t
+COEFFICIENTS = -0.0874210231, 0.26418225, -0.0721303569, 0.172581036, 0.103912945, 0.118875099
 LOST = "timed at 0.82 to 0.93 of Inductor on an H200"
 SLOPE, CUBIC = 1.5957691216057308, 0.07135481282553557  # 2 √(2/π), and that times 0.044715
 
@@ -60,7 +63,9 @@ def _(around, training):
 @gelu.library()
 def _(x, approximate, masks, training):
     why = "computed without the branches of " + ("erf" if approximate == "none" else "tanh")
-    return LibraryCall(branchless_gelu, ("x",), dict(approximate=approximate), why, stays="gelu stays")
+    return LibraryCall(
+        branchless_gelu, ("x",), dict(approximate=approximate), why, stays="gelu stays"
+    )
 
 
 def normal_distribution(x: Tensor, bell: Tensor, sign: int) -> Tensor:
@@ -94,10 +99,13 @@ def branchless_gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
 @branchless_gelu.guard
 def _(x, approximate):
     if x.dtype not in (torch.bfloat16, torch.float16):
-        return Reject(f"x is {str(x.dtype).removeprefix('torch.')}: the error of the formula, 1e-6, would be seen")
+        return Reject(
+            f"x is {str(x.dtype).removeprefix('torch.')}: the error of the formula, 1e-6, would be seen"
+        )
 
 
-# Not written as the forward is: of what is, AOTAutograd makes one node, and may keep it for backward, in fp32.
+# Not written as the forward is: of what is, AOTAutograd makes one node, and may keep it for
+# backward, in fp32.
 @branchless_gelu.backward(plain=True)
 def _(saved, dy):
     x = saved.x.float()

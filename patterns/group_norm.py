@@ -1,8 +1,9 @@
-"""Group normalisation: act(group_norm(x, groups) · weight + bias) over groups of channels in dimension 1.
+"""Group normalisation: act(group_norm(x, groups) · weight + bias) over groups of channels in
+dimension 1.
 
-x is `[b, c, ...]`, dense, in fp32, bf16 or fp16, a group of it up to 1048576 elements long; weight and bias `[c]` may
-be missing. act is silu or nothing. Computed in fp32; backward keeps x and the mean and rstd of each group.
-Source: Wu and He 2018, torch.nn.functional.group_norm.
+x is `[b, c, ...]`, dense, in fp32, bf16 or fp16, a group of it up to 1048576 elements long; weight
+and bias `[c]` may be missing. act is silu or nothing. Computed in fp32; backward keeps x and the
+mean and rstd of each group. Source: Wu and He 2018, torch.nn.functional.group_norm.
 """
 
 from __future__ import annotations
@@ -15,18 +16,29 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.groups import forward, size_of
-from fusion_backend.kernels.groups_backward import backward
-from fusion_backend.kernels.inputs import dense, dynamic, memory, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.inputs import (
+    dense,
+    dynamic,
+    memory,
+    reject_dtypes,
+    reject_dynamic,
+)
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.norm.group_norm import forward, size_of
+from fusion_backend.kernels.norm.group_norm_backward import backward
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted
 
 
 @Pattern(inductor="reduction")
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: Literal["identity", "silu"]
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: Literal["identity", "silu"],
 ) -> Tensor:
     alone = weight is None and bias is not None  # torch has no gradient then
     y = F.group_norm(x, groups, weight, None if alone else bias, eps)
@@ -54,7 +66,9 @@ def _(x, groups, weight, bias, eps, act):
 @group_norm.neighbours
 def _(around, training):
     if training and "gelu" in around.makers:
-        return Reject("Inductor computes the gelu in front of it in the same kernels: timed at 0.84 of it on an H200")
+        return Reject(
+            "Inductor computes the gelu in front of it in the same kernels: timed at 0.84 of it on an H200"
+        )
 
 
 @group_norm.worthwhile

@@ -1,7 +1,7 @@
 """Rows of unit length: x / max(‖x‖, eps), over the last dimension; without eps, x / ‖x‖.
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; the sum of squares is taken in fp32. Backward keeps
-x alone. Source: torch.nn.functional.normalize.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; the sum of squares is taken in
+fp32. Backward keeps x alone. Source: torch.nn.functional.normalize.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic, rows_as_in
-from fusion_backend.kernels.rows import RESULTS, UNMEASURED, reject_rows, row_config, tuned
+from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic, rows_as_in
+from fusion_backend.kernels.common.rows import RESULTS, UNMEASURED, reject_rows, row_config, tuned
 
 
 @Pattern(inductor="reduction")
@@ -35,7 +35,9 @@ def _(x, eps):
 @l2_norm.near_miss
 def _(x, eps):
     """the norm of another order"""
-    return x / torch.linalg.vector_norm(x, 1, dim=-1, keepdim=True).clamp_min(0.0 if eps is None else eps)
+    return x / torch.linalg.vector_norm(x, 1, dim=-1, keepdim=True).clamp_min(
+        0.0 if eps is None else eps
+    )
 
 
 @l2_norm.guard
@@ -65,7 +67,8 @@ def forward(x, eps, config=None):
     rule = row_config(n, x.element_size())
     block, rows_each, warps, *_ = config or tuned("l2_norm", rows, n, x.element_size(), rule)
     launch(
-        l2_norm_kernel, ((rows + rows_each - 1) // rows_each,), x, y, rows, eps, STRIDE=stride, N=n, BLOCK=block,
+        l2_norm_kernel, ((rows + rows_each - 1) // rows_each,), x, y, rows, eps, STRIDE=stride, N=n,
+        BLOCK=block,
         ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
     return y
@@ -77,20 +80,25 @@ def _(saved, dy):
 
 
 def backward(dy, x, eps, config=None):
-    """dx = (dy - y sum(y dy)) / ‖x‖; of a row that eps holds up, dy / eps. Grid: rows / rows_each."""
+    """dx = (dy - y sum(y dy)) / ‖x‖; of a row that eps holds up, dy / eps. Grid: rows /
+    rows_each.
+    """
     n, dx = number(x.shape[-1]), torch.empty_like(x)
     (dy, _, dy_stride), (x, rows, stride) = rows_as_in(dx, dy), rows_as_in(dx, x)
     rule = row_config(n, 2 * x.element_size())
-    block, rows_each, warps, *_ = config or tuned("l2_norm backward", rows, n, x.element_size(), rule)
+    block, rows_each, warps, *_ = config or tuned(
+        "l2_norm backward", rows, n, x.element_size(), rule
+    )
     launch(
-        l2_norm_backward_kernel, ((rows + rows_each - 1) // rows_each,), dy, x, dx, rows, eps, DY_STRIDE=dy_stride,
+        l2_norm_backward_kernel, ((rows + rows_each - 1) // rows_each,), dy, x, dx, rows, eps,
+        DY_STRIDE=dy_stride,
         STRIDE=stride, N=n, BLOCK=block, ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
     return dx
 
 
-# Bytes: x once, y once. A row of one block is read once: the compiler joins the two loads. Of others the second reading
-# comes from L2.
+# Bytes: x once, y once. A row of one block is read once: the compiler joins the two loads. Of
+# others the second reading comes from L2.
 @triton.jit
 def l2_norm_kernel(
     X, Y, rows, eps, STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -111,7 +119,8 @@ def l2_norm_kernel(
 # Bytes: dy and x once, dx once; second readings as above.
 @triton.jit
 def l2_norm_backward_kernel(
-    DY, X, DX, rows, eps, DY_STRIDE: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    DY, X, DX, rows, eps, DY_STRIDE: tl.constexpr, STRIDE: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)

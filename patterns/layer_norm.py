@@ -1,7 +1,7 @@
 """Layer normalisation over the last dimension: (x - mean) / sqrt(var + eps) · weight + bias.
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight and bias `[n]` may be missing. Sums are taken
-in fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight and bias `[n]` may be
+missing. Sums are taken in fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, small_in_fp32
-from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import FEW, RESULTS, UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.forward import Norm, forward, small_in_fp32
 
 
 @Pattern(inductor="reduction")
@@ -64,11 +64,14 @@ def _(x, weight, bias, eps, training):
         return UNMEASURED
     if no := small_in_fp32(x, training):
         return no
-    if x.element_size() == 4 and not training:  # in training Inductor's before our backward was slower
+    # in training Inductor's before our backward was slower
+    if x.element_size() == 4 and not training:
         return Reject(f"Inductor's forward is as fast in fp32 ({RESULTS})")
     few = statically_known_true(x.numel() < FEW * number(x.shape[-1]))
     if x.element_size() == 2 and 12288 < number(x.shape[-1]) <= 16384 and not few:
-        return Reject(f"Inductor's forward is faster for rows of 24 to 32 KB ({RESULTS})", forward_only=True)
+        return Reject(
+            f"Inductor's forward is faster for rows of 24 to 32 KB ({RESULTS})", forward_only=True
+        )
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))

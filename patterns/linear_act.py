@@ -1,6 +1,8 @@
-"""Linear layer, then activation: act(x W + b), for relu, gelu (exact, tanh and quick), silu and tanh.
+"""Linear layer, then activation: act(x W + b), for relu, gelu (exact, tanh and quick), silu and
+tanh.
 
-x is `[..., k]`, W `[k, n]` with any strides (nn.Linear holds its transpose), b `[n]` may be missing.
+x is `[..., k]`, W `[k, n]` with any strides (nn.Linear holds its transpose), b `[n]` may be
+missing.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from typing import Literal
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.inputs import reject_dtypes
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.inputs import reject_dtypes
 
 Act = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
 

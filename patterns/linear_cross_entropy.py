@@ -1,15 +1,17 @@
 """The last linear layer and its loss: cross entropy of x W + b, without the logits in memory.
 
-x is `[..., k]`, W `[k, v]` with any strides, b `[v]` may be missing, target int64 with as many elements as x has rows.
-The loss has the dtype of the logits, or is float32, as under autocast and where the logits are upcast.
+x is `[..., k]`, W `[k, v]` with any strides, b `[v]` may be missing, target int64 with as many
+elements as x has rows. The loss has the dtype of the logits, or is float32, as under autocast and
+where the logits are upcast.
 
-A quarter of the rows at a time: their logits, by the library's matrix product; the loss of each row; and, where
-somebody will differentiate, the gradient of the logits in their place, and the products that make of it the gradients
-of x, W and b. That of W is rounded to its dtype after every quarter: in bf16 its error is up to 1.4 times that of one
-product. The loss is differentiated before its own gradient is known, which scales the results in the backward: one
-rounding more, none for powers of two. Where each row's loss has a gradient of its own (reduction "none"), or small
-numbers would be lost (fp16 needs the scale of the loss), the backward starts from the logits instead, which a compiled
-graph then keeps.
+A quarter of the rows at a time: their logits, by the library's matrix product; the loss of each
+row; and, where somebody will differentiate, the gradient of the logits in their place, and the
+products that make of it the gradients of x, W and b. That of W is rounded to its dtype after every
+quarter: in bf16 its error is up to 1.4 times that of one product. The loss is differentiated before
+its own gradient is known, which scales the results in the backward: one rounding more, none for
+powers of two. Where each row's loss has a gradient of its own (reduction "none"), or small numbers
+would be lost (fp16 needs the scale of the loss), the backward starts from the logits instead, which
+a compiled graph then keeps.
 """
 
 from __future__ import annotations
@@ -23,12 +25,19 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.cross_entropy import forward, gradient_in_place, reject_target, valid
-from fusion_backend.kernels.inputs import dynamic, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.products import add_product
-from fusion_backend.kernels.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels.gemm.products import add_product
+from fusion_backend.kernels.loss.cross_entropy import (
+    forward,
+    gradient_in_place,
+    reject_target,
+    valid,
+)
 
-CHUNKS = 4  # a quarter of the logits in memory at a time; each chunk more is one rounding of the gradient of W more
+# a quarter of the logits in memory at a time; each chunk more is one rounding of the gradient of W
+# more
+CHUNKS = 4
 TILE = 128  # rows of a tile of the library's products
 
 
@@ -46,7 +55,9 @@ def linear_cross_entropy(
     logits = x @ w if b is None else x @ w + b
     logits = logits.float() if loss == "float32" else logits
     logits = logits.reshape(-1, logits.shape[-1])
-    return F.cross_entropy(logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction)
+    return F.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction
+    )
 
 
 @linear_cross_entropy.near_miss
@@ -59,9 +70,15 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
     if w.dim() != 2:
         return Reject(f"w has {w.dim()} dimensions")
-    for name, size in (("rows", x.numel() // number(x.shape[-1])), ("columns", x.shape[-1]), ("classes", w.shape[1])):
+    for name, size in (
+        ("rows", x.numel() // number(x.shape[-1])),
+        ("columns", x.shape[-1]),
+        ("classes", w.shape[1]),
+    ):
         if dynamic(size):
-            return Reject(f"the number of {name} is dynamic: the chunks are cut when the graph is compiled")
+            return Reject(
+                f"the number of {name} is dynamic: the chunks are cut when the graph is compiled"
+            )
     if b is not None and b.shape != w.shape[1:]:
         return Reject(f"b has shape {tuple(b.shape)}")
     return (
@@ -77,7 +94,9 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
     if statically_known_true(target.numel() * w.shape[1] < 1 << 29) or x.dtype != torch.bfloat16:
         return UNMEASURED
     if training:
-        return Reject("the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves the logits")
+        return Reject(
+            "the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves the logits"
+        )
 
 
 @linear_cross_entropy.kernel(saves=("dx", "dw", "db"))
@@ -89,7 +108,9 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, save):
         losses, *found = gradients(x, w, b, target, scale, ignore_index, smoothing, wanted(x, w, b))
     else:
         parts = zip(in_chunks(x), in_chunks(target), strict=True)
-        losses = torch.cat([forward(logits_of(part, w, b), t, ignore_index, smoothing)[0] for part, t in parts])
+        losses = torch.cat(
+            [forward(logits_of(part, w, b), t, ignore_index, smoothing)[0] for part, t in parts]
+        )
     if reduction != "none":
         losses = losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
     found = (x.new_empty(0) if d is None else d for d in found)
@@ -102,9 +123,16 @@ def _(saved, dloss):
     needs = [saved.needs[name] and getattr(saved, name) is not None for name in ("x", "w", "b")]
     kept = [d if d.numel() else None for d in (saved.dx, saved.dw, saved.db)]
     if all(d is not None for d, need in zip(kept, needs, strict=True) if need):
-        dx, dw, db = ((d.float() * dloss).to(d.dtype) if need else None for d, need in zip(kept, needs, strict=True))
+        dx, dw, db = (
+            (d.float() * dloss).to(d.dtype) if need else None
+            for d, need in zip(kept, needs, strict=True)
+        )
     else:
-        scale = dloss / (saved.target != saved.ignore_index).sum() if saved.reduction == "mean" else dloss
+        scale = (
+            dloss / (saved.target != saved.ignore_index).sum()
+            if saved.reduction == "mean"
+            else dloss
+        )
         numbers = saved.ignore_index, saved.smoothing
         _, dx, dw, db = gradients(saved.x, saved.w, saved.b, saved.target, scale, *numbers, needs)
     return dx, dw.t() if needs[1] and by_columns(saved.w) else dw, db, None
@@ -116,7 +144,9 @@ def later(dtype, reduction) -> bool:
 
 
 def wanted(*tensors: Tensor | None) -> list[bool]:
-    """Whose gradient autograd will ask for. Nobody's: it is not autograd that asks, and all are wanted."""
+    """Whose gradient autograd will ask for. Nobody's: it is not autograd that asks, and all are
+    wanted.
+    """
     needs = [t is not None and t.requires_grad for t in tensors]
     return needs if any(needs) else [t is not None for t in tensors]
 
@@ -127,7 +157,9 @@ def by_columns(w: Tensor) -> bool:
 
 
 def in_chunks(t: Tensor) -> tuple[Tensor, ...]:
-    """`[..., k]` or `[rows]`: a quarter of the rows each, in multiples of a tile's 128, so there may be fewer."""
+    """`[..., k]` or `[rows]`: a quarter of the rows each, in multiples of a tile's 128, so there
+    may be fewer.
+    """
     rows = t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t
     quarter = -(-number(rows.shape[0]) // CHUNKS)
     return rows.split(-(-quarter // TILE) * TILE)
@@ -138,9 +170,11 @@ def logits_of(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
 
 
 def gradients(x, w, b, target, scale, ignore_index, smoothing, needs):
-    """The loss of each row, where it has the gradient `scale` (one number, or one a row), and those of x, w and b.
+    """The loss of each row, where it has the gradient `scale` (one number, or one a row), and those
+    of x, w and b.
 
-    That of w as it lies in memory, transposed where w is: Inductor scales it in place only in the order of its memory.
+    That of w as it lies in memory, transposed where w is: Inductor scales it in place only in the
+    order of its memory.
     """
     scales = in_chunks(scale) if scale.dim() else itertools.repeat(scale)
     losses, dx, dw, db = [], [], None, None

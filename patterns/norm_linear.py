@@ -1,6 +1,8 @@
-"""Normalisation, then one linear layer: norm(x) W + b, where norm is layer normalisation or RMS normalisation.
+"""Normalisation, then one linear layer: norm(x) W + b, where norm is layer normalisation or RMS
+normalisation.
 
-x is `[..., k]`, weight and bias `[k]`, W `[k, n]` with any strides, b `[n]`; both biases may be missing.
+x is `[..., k]`, weight and bias `[k]`, W `[k, n]` with any strides, b `[n]`; both biases may be
+missing.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
 
 
 @Pattern
@@ -27,7 +29,11 @@ def norm_linear(
     if norm == "rms" and bias is not None:
         raise ValueError("RMS normalisation has no bias")
     shape = x.shape[-1:]
-    y = F.layer_norm(x, shape, weight, bias, eps) if norm == "layer" else F.rms_norm(x, shape, weight, eps)
+    y = (
+        F.layer_norm(x, shape, weight, bias, eps)
+        if norm == "layer"
+        else F.rms_norm(x, shape, weight, eps)
+    )
     y = y.to(w.dtype)  # autocast normalises in fp32 and multiplies in bf16
     return y @ w if b is None else y @ w + b
 

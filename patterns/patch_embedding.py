@@ -1,10 +1,12 @@
-"""Patch embedding: a convolution whose stride is the size of its kernel, so that no two windows overlap.
+"""Patch embedding: a convolution whose stride is the size of its kernel, so that no two windows
+overlap.
 
-x is `[b, c, ...]` with one to three spatial dimensions, weight `[o, c, ...]`, bias `[o]` or missing; no padding, no
-dilation, no groups; what does not fill a window at the end of a dimension is left out. With x cut into windows,
-`[windows, c · p · q]`, it is one matrix product, y = windows · weightᵀ + bias, and each of its gradients is another.
-cuDNN computes it as a convolution of few channels with large windows, at a tenth of the product's speed for ViT-L's (an
-H200, bf16). Taken in bf16 and fp16. Source: Dosovitskiy et al. 2021.
+x is `[b, c, ...]` with one to three spatial dimensions, weight `[o, c, ...]`, bias `[o]` or
+missing; no padding, no dilation, no groups; what does not fill a window at the end of a dimension
+is left out. With x cut into windows, `[windows, c · p · q]`, it is one matrix product, y = windows
+· weightᵀ + bias, and each of its gradients is another. cuDNN computes it as a convolution of few
+channels with large windows, at a tenth of the product's speed for ViT-L's (an H200, bf16). Taken in
+bf16 and fp16. Source: Dosovitskiy et al. 2021.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
-from fusion_backend.kernels.inputs import dynamic
-from fusion_backend.kernels.rows import UNMEASURED
+from fusion_backend.kernels.common.inputs import dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED
 
 CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of x
 
@@ -48,7 +50,9 @@ def _(x, weight, bias):
 @patch_embedding.library()
 def _(x, weight, bias, masks, training):
     why = "one matrix product: its windows do not overlap"
-    return LibraryCall(windows_times_weight, ("x", "weight", "bias"), {}, why, stays="the convolution stays")
+    return LibraryCall(
+        windows_times_weight, ("x", "weight", "bias"), {}, why, stays="the convolution stays"
+    )
 
 
 @Pattern(matched=False)
@@ -73,7 +77,8 @@ def windows_of(x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
 
 @windows_times_weight.guard
 def _(x, weight, bias):
-    if any(dynamic(n) for n in (*x.shape[1:], *weight.shape)):  # cutting it would guard on what divides what
+    # cutting it would guard on what divides what
+    if any(dynamic(n) for n in (*x.shape[1:], *weight.shape)):
         return Reject("a size other than that of the batch is dynamic")
     if 0 in (*x.shape[1:], *weight.shape):
         return Reject("x or weight is empty")

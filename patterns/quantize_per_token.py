@@ -1,8 +1,9 @@
-"""Quantise to int8, symmetric, a scale for each row: scale = max(abs(x)) / 127, q = clamp(round(x / scale), -128, 127).
+"""Quantise to int8, symmetric, a scale for each row: scale = max(abs(x)) / 127, q = clamp(round(x /
+scale), -128, 127).
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long. The scale is not below eps, where that is given.
-Returns q and scale `[..., 1]`. Computed in fp32; q is that of the scale as returned, in the dtype of x. A row with NaN
-has NaN for its scale and 0 for q. Not differentiable.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long. The scale is not below eps, where
+that is given. Returns q and scale `[..., 1]`. Computed in fp32; q is that of the scale as returned,
+in the dtype of x. A row with NaN has NaN for its scale and 0 for q. Not differentiable.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.quantize import forward
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows
+from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows
+from fusion_backend.kernels.quantize.quantize import forward
 
 
 @Pattern(inductor="reduction")

@@ -1,10 +1,12 @@
-"""Relative position bias: rows of a weight by an index, `[h, n, m]` as attention adds it to its scores.
+"""Relative position bias: rows of a weight by an index, `[h, n, m]` as attention adds it to its
+scores.
 
-index is int64 `[n, m]`, or with dimensions of size 1 in front; weight `[rows, h]`. Where the index is proven to be a
-function of i - j alone, as the buckets of T5 are, only its first row and column are read, and the gradient is first
-added up along the diagonals, n + m - 1 sums a head, and these by row of the weight. The gradient of the gather adds
-n · m · h numbers to rows · h addresses, one after another. The sums are in fp32, and the same bits every time.
-Source: Shaw et al. 2018; Raffel et al. 2020.
+index is int64 `[n, m]`, or with dimensions of size 1 in front; weight `[rows, h]`. Where the index
+is proven to be a function of i - j alone, as the buckets of T5 are, only its first row and column
+are read, and the gradient is first added up along the diagonals, n + m - 1 sums a head, and these
+by row of the weight. The gradient of the gather adds n · m · h numbers to rows · h addresses, one
+after another. The sums are in fp32, and the same bits every time. Source: Shaw et al. 2018; Raffel
+et al. 2020.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import LibraryCall, Pattern, Reject
-from fusion_backend.kernels.inputs import reject_dtypes
+from fusion_backend.kernels.common.inputs import reject_dtypes
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -47,7 +49,9 @@ def _(index, weight):
 
 @relative_bias.library(masks=("index",))
 def _(index, weight, masks, training):
-    """The gradient by diagonals, where the index allows it; the forward is Inductor's either way."""
+    """The gradient by diagonals, where the index allows it; the forward is Inductor's
+    either way.
+    """
     found = masks["index"]
     if not found.diagonal:
         return Reject(found.text)
@@ -60,7 +64,9 @@ def diagonal_bias(index: Tensor, weight: Tensor) -> Tensor:
     n, m = index.shape[-2:]
     i, j = torch.arange(n, device=index.device), torch.arange(m, device=index.device)
     table = weight[along(index)]
-    return heads_first(table[j - i[:, None] + (n - 1)]).view(*index.shape[:-2], weight.shape[1], n, m)
+    return heads_first(table[j - i[:, None] + (n - 1)]).view(
+        *index.shape[:-2], weight.shape[1], n, m
+    )
 
 
 def along(index: Tensor) -> Tensor:
@@ -82,7 +88,9 @@ def _(index, weight, training):
         return Reject("without a gradient Inductor's code is the same")
     few = statically_known_true(index.numel() < 1 << 16)
     if few or not statically_known_true(weight.shape[0] <= 4096):
-        return Reject("the sum along diagonals has not been timed for so short an index, or so many rows of the weight")
+        return Reject(
+            "the sum along diagonals has not been timed for so short an index, or so many rows of the weight"
+        )
 
 
 # Bytes: d once. Operations: rows · h · (n + m - 1) for the weight.

@@ -1,8 +1,8 @@
 """RMS normalisation over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be missing (Gemma: offset
-1). The mean is taken in fp32.
-Source: Zhang and Sennrich 2019, torch.nn.functional.rms_norm.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be
+missing (Gemma: offset 1). The mean is taken in fp32. Source: Zhang and Sennrich 2019,
+torch.nn.functional.rms_norm.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.norms import Norm, forward, not_forward, small_in_fp32
-from fusion_backend.kernels.norms_backward import backward
-from fusion_backend.kernels.rows import reject_rows, reject_vectors
+from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import reject_rows, reject_vectors
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
 
 @Pattern(inductor="reduction")

@@ -1,9 +1,10 @@
-"""RMS normalisation and its int8, a scale for each row: y = x / sqrt(mean(x²) + norm_eps) · (weight + offset);
-scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
+"""RMS normalisation and its int8, a scale for each row: y = x / sqrt(mean(x²) + norm_eps) · (weight
++ offset); scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be missing. The scale is
-not below eps, where that is given. Returns q and scale `[..., 1]`, not y. Computed in fp32; q is that of the scale as
-returned, in the dtype of x. Its gradient, that of the scale, is the reference's.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be
+missing. The scale is not below eps, where that is given. Returns q and scale `[..., 1]`, not y.
+Computed in fp32; q is that of the scale as returned, in the dtype of x. Its gradient, that of the
+scale, is the reference's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.quantize import forward
-from fusion_backend.kernels.rows import UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels.quantize.quantize import forward
 
 
 @Pattern(inductor="reduction")

@@ -1,8 +1,8 @@
 """Rotary position embedding: x · cos + rotate(x) · sin.
 
-x is `[..., d]`, cos and sin broadcast to it. style says what rotate does with the halves (x1, x2) of the last
-dimension: half gives (-x2, x1); interleaved takes pairs of neighbours instead; split is half with cos and sin of d/2.
-Source: Su et al. 2021.
+x is `[..., d]`, cos and sin broadcast to it. style says what rotate does with the halves (x1, x2)
+of the last dimension: half gives (-x2, x1); interleaved takes pairs of neighbours instead; split is
+half with cos and sin of d/2. Source: Su et al. 2021.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.inputs import reject_dtypes
+from fusion_backend.kernels.common.inputs import reject_dtypes
 
 
 @Pattern
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, style: Literal["half", "interleaved", "split"]) -> Tensor:
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, style: Literal["half", "interleaved", "split"]
+) -> Tensor:
     if style == "interleaved":
         return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
     x1, x2 = x.chunk(2, -1)

@@ -1,7 +1,8 @@
 """Softmax over the last dimension: softmax(x · scale + mask), or with `fill` where `drop` is set.
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; scale, the additive mask, and the boolean `drop` with
-its number `fill` may be missing. Masks broadcast. Computed in fp32; a row of -inf alone is NaN, as in torch.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; scale, the additive mask, and the
+boolean `drop` with its number `fill` may be missing. Masks broadcast. Computed in fp32; a row of
+-inf alone is NaN, as in torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.inputs import as_rows, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.rows import (
+from fusion_backend.kernels.common.cooperative_rows import (
+    LANES,
+    exchange,
+    groups_of,
+    hear,
+    shareable,
+    tell,
+    turn,
+)
+from fusion_backend.kernels.common.inputs import as_rows, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import (
     FEW,
     MAX_HELD,
     RESULTS,
@@ -28,14 +38,16 @@ from fusion_backend.kernels.rows import (
     row_config,
     tuned,
 )
-from fusion_backend.kernels.shared_rows import LANES, exchange, groups_of, hear, shareable, tell, turn
 
-HELD = 8192  # elements of the longest row that a program of its own is the fastest for, but for twice as many
+# elements of the longest row that a program of its own is the fastest for, but for twice as many
+HELD = 8192
 SHARED = Config(2048, 1, 2, 16, 3)
 
 
 @Pattern(reciprocal=True, inductor="recomputed")
-def softmax(x: Tensor, scale: float | None, mask: Tensor | None, drop: Tensor | None, fill: float | None) -> Tensor:
+def softmax(
+    x: Tensor, scale: float | None, mask: Tensor | None, drop: Tensor | None, fill: float | None
+) -> Tensor:
     if (drop is None) != (fill is None) or (mask is not None and drop is not None):
         raise ValueError("one mask at most; drop and fill belong together")
     x = x if scale is None else x * scale
@@ -71,12 +83,16 @@ def _(x, scale, mask, drop, fill):
 def _(x, scale, mask, drop, fill, training):
     n, masked = number(x.shape[-1]), mask is not None or drop is not None
     if n * x.element_size() > MAX_HELD and (masked or not shareable(x, SHARED)):
-        return Reject("rows of more than 64 KB are read twice: 131072 in fp32 timed at 0.90 of Inductor on an H200")
+        return Reject(
+            "rows of more than 64 KB are read twice: 131072 in fp32 timed at 0.90 of Inductor on an H200"
+        )
     if n < 512 or (masked and statically_known_true(x.numel() < 1 << 26)):
         return UNMEASURED
     many = statically_known_true(x.numel() // n >= FEW)
     if training and many and statically_known_true(x.numel() < 1 << 24):
-        return Reject(f"Inductor's training step is as fast for small tensors of {FEW} rows and more ({RESULTS})")
+        return Reject(
+            f"Inductor's training step is as fast for small tensors of {FEW} rows and more ({RESULTS})"
+        )
 
 
 @softmax.kernel
@@ -97,22 +113,27 @@ def forward_shared(x, scale, config):
     x, rows, stride = as_rows(x)
     launch(
         softmax_shared_kernel, (groups_of(rows, pieces, programs, x.device) * pieces,), x, y,
-        exchange(rows, pieces, x.device), rows, 1.0 if scale is None else scale, STRIDE=stride, N=n, COLS=cols,
+        exchange(rows, pieces, x.device), rows, 1.0 if scale is None else scale, STRIDE=stride, N=n,
+        COLS=cols,
         PIECES=pieces, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return y
 
 
 def forward(x, scale, mask, drop, fill, block, rows_each, warps, programs=0, stages=0):
-    """Grid: rows / rows_each. With `programs`, so many a multiprocessor walk through the rows, the next on its way."""
+    """Grid: rows / rows_each. With `programs`, so many a multiprocessor walk through the rows, the
+    next on its way.
+    """
     n, y = number(x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other = Broadcast(x, drop if mask is None else mask)
     x, rows, stride = as_rows(x)
     held = dict(ROWS=rows_each, STAGES=stages)
     kernel, rest = (softmax_kernel, held) if block >= n else (softmax_long_kernel, {})
     launch(
-        kernel, (grid(rows, rows_each, programs, x.device),), x, other.tensor, y, rows, *other.sizes, *other.strides,
-        1.0 if scale is None else scale, 0.0 if fill is None else fill, STRIDE=stride, N=n, DROP=drop is not None,
+        kernel, (grid(rows, rows_each, programs, x.device),), x, other.tensor, y, rows,
+        *other.sizes, *other.strides,
+        1.0 if scale is None else scale, 0.0 if fill is None else fill, STRIDE=stride, N=n,
+        DROP=drop is not None,
         BLOCK=block, num_warps=warps, **rest,
     )  # fmt: skip
     return y
@@ -126,16 +147,28 @@ def _(saved, dy):
 
 
 def backward(dy, y, x, scale, drop, needs, config=None):
-    """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; dx is ds · scale, 0 where dropped."""
+    """ds = y (dy - sum(y dy)) is the gradient of what is exponentiated; dx is ds · scale, 0 where
+    dropped.
+    """
     n, other = number(x.shape[-1]), Broadcast(x, drop)
-    dx, ds = (torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None for need in needs)
+    dx, ds = (
+        torch.empty(y.shape, dtype=y.dtype, device=y.device) if need else None for need in needs
+    )
     (dy, _, dy_stride), (y, rows, y_stride) = as_rows(dy), as_rows(y)
     rule = row_config(n, 2 * y.element_size())
-    block, rows_each, warps, *_ = config or tuned("softmax backward", rows, n, y.element_size(), rule)
-    kernel, rest = (softmax_backward_kernel, dict(ROWS=rows_each)) if block >= n else (softmax_backward_long_kernel, {})
+    block, rows_each, warps, *_ = config or tuned(
+        "softmax backward", rows, n, y.element_size(), rule
+    )
+    kernel, rest = (
+        (softmax_backward_kernel, dict(ROWS=rows_each))
+        if block >= n
+        else (softmax_backward_long_kernel, {})
+    )
     launch(
-        kernel, ((rows + rows_each - 1) // rows_each,), dy, y, other.tensor, dx, ds, rows, *other.sizes, *other.strides,
-        1.0 if scale is None else scale, DY_STRIDE=dy_stride, Y_STRIDE=y_stride, N=n, BLOCK=block, num_warps=warps,
+        kernel, ((rows + rows_each - 1) // rows_each,), dy, y, other.tensor, dx, ds, rows,
+        *other.sizes, *other.strides,
+        1.0 if scale is None else scale, DY_STRIDE=dy_stride, Y_STRIDE=y_stride, N=n, BLOCK=block,
+        num_warps=warps,
         **rest,
     )  # fmt: skip
     return dx, ds
@@ -155,7 +188,8 @@ def masked(x, MASK, row, col, keep, heads, length, m0, m1, m2, m3, fill, DROP: t
 # Bytes: x once, y once, and the mask.
 @triton.jit
 def softmax_kernel(
-    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr, N: tl.constexpr,
+    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr,
+    N: tl.constexpr,
     DROP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     top, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
@@ -174,38 +208,49 @@ def softmax_kernel(
 # Bytes: as above; the second reading of a row comes from L2.
 @triton.jit
 def softmax_long_kernel(
-    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr, N: tl.constexpr,
+    X, MASK, Y, rows, heads, length, m0, m1, m2, m3, scale, fill, STRIDE: tl.constexpr,
+    N: tl.constexpr,
     DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)  # the largest value of each lane, and its sum of e^(x - top)
+    # the largest value of each lane, and its sum of e^(x - top)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
-        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(
+            scale, tl.float32
+        )
         if MASK is not None:
             x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
         x = tl.where(keep, x, float("-inf"))
         top = tl.maximum(tops, x)
         shift = tl.where(top == float("-inf"), 0.0, top)
-        sums = sums * tl.exp2((tops - shift) * 1.4426950408889634) + tl.exp2((x - shift) * 1.4426950408889634)
+        sums = sums * tl.exp2((tops - shift) * 1.4426950408889634) + tl.exp2(
+            (x - shift) * 1.4426950408889634
+        )
         tops = top
     top = tl.max(tops)
     sums *= tl.exp2((tops - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
     inverse = 1.0 / tl.sum(sums)
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
-        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32) * tl.cast(
+            scale, tl.float32
+        )
         if MASK is not None:
             x = masked(x, MASK, row, start + lane, keep, heads, length, m0, m1, m2, m3, fill, DROP)
-        tl.store(Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) * inverse, keep)
+        tl.store(
+            Y + row * N + start + lane, tl.exp2((x - top) * 1.4426950408889634) * inverse, keep
+        )
 
 
 # Bytes: x once, y once, 8 a row and piece.
 @triton.jit
 def softmax_shared_kernel(
-    X, Y, WORDS, rows, scale, STRIDE: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr,
+    X, Y, WORDS, rows, scale, STRIDE: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
+    PIECES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     started = turn(WORDS, rows, PIECES)
@@ -213,7 +258,9 @@ def softmax_shared_kernel(
     col = piece * COLS + tl.arange(0, COLS)
     for i in tl.range(group, rows, groups, num_stages=STAGES):
         row = tl.cast(i, tl.int64)
-        x = tl.load(X + row * STRIDE + col, col < N, 0.0).to(tl.float32) * tl.cast(scale, tl.float32)
+        x = tl.load(X + row * STRIDE + col, col < N, 0.0).to(tl.float32) * tl.cast(
+            scale, tl.float32
+        )
         x = tl.where(col < N, x, float("-inf"))
         top = tl.max(x)
         e = tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
@@ -222,7 +269,9 @@ def softmax_shared_kernel(
         tops = tl.where(tl.arange(0, LANES) < PIECES, tops, float("-inf"))
         most = tl.max(tops)
         total = tl.sum(sums * tl.exp2((tops - most) * 1.4426950408889634))
-        tl.store(Y + row * N + col, e * (tl.exp2((top - most) * 1.4426950408889634) / total), col < N)
+        tl.store(
+            Y + row * N + col, e * (tl.exp2((top - most) * 1.4426950408889634) / total), col < N
+        )
 
 
 # Bytes: dy and y once, dx once.
@@ -267,7 +316,9 @@ def softmax_backward_long_kernel(
             tl.store(DS + row * N + col, ds, col < N)
         if DX is not None:
             if DROPPED is not None:
-                ds = masked(ds, DROPPED, row, col, col < N, heads, length, m0, m1, m2, m3, 0.0, True)
+                ds = masked(
+                    ds, DROPPED, row, col, col < N, heads, length, m0, m1, m2, m3, 0.0, True
+                )
             tl.store(DX + row * N + col, ds * tl.cast(scale, tl.float32), col < N)
 
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 ROOT = 1 / math.sqrt(8)
-R, M, V, W, B, Q = (4, 6), (6, 6), (6,), (5, 6), (5,), (2, 4, 6, 8)  # rows, matrix, vectors, weight, its bias, heads
+# rows, matrix, vectors, weight, its bias, heads
+R, M, V, W, B, Q = (4, 6), (6, 6), (6,), (5, 6), (5,), (2, 4, 6, 8)
 MASK, INTS, LABELS, BYTES = "mask", "ints", "labels", "bytes"
 
 
@@ -57,7 +58,12 @@ SAME = {
         lambda x, y: torch.subtract(x, y),
         lambda x, y: torch.add(x, y, alpha=-1),
     ),
-    "scaled sum": ((M, M), lambda x, y: torch.add(x, y, alpha=3), lambda x, y: x + 3 * y, lambda x, y: y * 3 + x),
+    "scaled sum": (
+        (M, M),
+        lambda x, y: torch.add(x, y, alpha=3),
+        lambda x, y: x + 3 * y,
+        lambda x, y: y * 3 + x,
+    ),
     "product": (
         (M, M),
         lambda x, y: x * y,
@@ -66,7 +72,11 @@ SAME = {
         lambda x, y: 1.0 * x * y,
     ),
     "product of numbers": ((M,), lambda x: x * 2 * 3, lambda x: 6 * x),
-    "sum of a product": ((M, M, M), lambda x, y, z: x + y * z, lambda x, y, z: torch.addcmul(x, z, y)),
+    "sum of a product": (
+        (M, M, M),
+        lambda x, y, z: x + y * z,
+        lambda x, y, z: torch.addcmul(x, z, y),
+    ),
     "in place": (
         (M, M),
         in_place,
@@ -88,8 +98,17 @@ SAME = {
     ),
     "division by a root": ((M, M), lambda x, y: x / y.sqrt(), lambda x, y: x * torch.rsqrt(y)),
     "exponential": ((M,), torch.exp, lambda x: x.exp(), lambda x: x.clone().exp_()),
-    "sigmoid": ((M,), torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x)), lambda x: (1 + (-x).exp()).reciprocal()),
-    "sigmoid of a multiple": ((M,), lambda x: torch.sigmoid(1.702 * x), lambda x: 1 / (1 + torch.exp(x * -1.702))),
+    "sigmoid": (
+        (M,),
+        torch.sigmoid,
+        lambda x: 1 / (1 + torch.exp(-x)),
+        lambda x: (1 + (-x).exp()).reciprocal(),
+    ),
+    "sigmoid of a multiple": (
+        (M,),
+        lambda x: torch.sigmoid(1.702 * x),
+        lambda x: 1 / (1 + torch.exp(x * -1.702)),
+    ),
     "silu": (
         (M,),
         F.silu,
@@ -99,7 +118,13 @@ SAME = {
     ),
     "tanh": ((M,), torch.tanh, F.tanh),
     "softplus": ((R,), F.softplus, torch.nn.Softplus(), lambda x: F.softplus(x, 1, threshold=20.0)),
-    "mish": ((R,), F.mish, torch.nn.Mish(), lambda x: x * F.softplus(x).tanh(), lambda x: F.softplus(x).tanh() * x),
+    "mish": (
+        (R,),
+        F.mish,
+        torch.nn.Mish(),
+        lambda x: x * F.softplus(x).tanh(),
+        lambda x: F.softplus(x).tanh() * x,
+    ),
     "defaults written out": ((R,), F.elu, lambda x: F.elu(x, 1.0), lambda x: F.elu(x, alpha=1.0)),
     "gelu": (
         (M,),
@@ -129,15 +154,28 @@ SAME = {
         lambda x: x.clamp_max(1).clamp_min(-1),
         lambda x: torch.minimum(x.clamp_min(-1), torch.ones_like(x)),
     ),
-    "abs and round": ((M,), lambda x: torch.abs(x).round(), lambda x: torch.round(x.abs(), decimals=0)),
+    "abs and round": (
+        (M,),
+        lambda x: torch.abs(x).round(),
+        lambda x: torch.round(x.abs(), decimals=0),
+    ),
     "where": (
         (MASK, R, R),
         lambda m, x, y: torch.where(m, x, y),
         lambda m, x, y: torch.where(~m, y, x),
         lambda m, x, y: torch.where(torch.logical_not(m), y, x),
     ),
-    "masked fill": ((MASK, R), lambda m, x: x.masked_fill(m, -1.5), lambda m, x: torch.where(m, -1.5, x)),
-    "mean": ((R,), lambda x: x.mean(-1), lambda x: x.sum(1) / 6, lambda x: x.mean(1, keepdim=True).squeeze(-1)),
+    "masked fill": (
+        (MASK, R),
+        lambda m, x: x.masked_fill(m, -1.5),
+        lambda m, x: torch.where(m, -1.5, x),
+    ),
+    "mean": (
+        (R,),
+        lambda x: x.mean(-1),
+        lambda x: x.sum(1) / 6,
+        lambda x: x.mean(1, keepdim=True).squeeze(-1),
+    ),
     "mean, kept": (
         (R,),
         lambda x: x.mean(-1, keepdim=True),
@@ -151,7 +189,11 @@ SAME = {
         lambda x: (x - x.mean(-1, keepdim=True)).square().mean(-1),
         lambda x: torch.var_mean(x, -1, correction=0)[0],
     ),
-    "deviation": ((R,), lambda x: x.std(-1, unbiased=False), lambda x: x.var(-1, correction=0).sqrt()),
+    "deviation": (
+        (R,),
+        lambda x: x.std(-1, unbiased=False),
+        lambda x: x.var(-1, correction=0).sqrt(),
+    ),
     "largest": (
         (R,),
         lambda x: x.amax(-1),
@@ -169,7 +211,9 @@ SAME = {
         (R, V, V),
         lambda x, w, b: F.layer_norm(x, (6,), w, b),
         lambda x, w, b: centred(x, torch.rsqrt) * w + b,
-        lambda x, w, b: b + w * ((x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()),
+        lambda x, w, b: (
+            b + w * ((x - x.mean(-1, True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt())
+        ),
     ),
     "rms norm": (
         (R, V),
@@ -234,7 +278,11 @@ SAME = {
     ),
     "batch of products": (((2, 4, 6), (2, 6, 5)), torch.bmm, torch.matmul),
     "batch of sums": (((2, 4, 5), (2, 4, 6), (2, 6, 5)), torch.baddbmm, lambda c, a, b: a @ b + c),
-    "product of integers": ((BYTES, BYTES), torch.ops.aten._int_mm, lambda q, w: torch.ops.aten._int_mm(q.clone(), w)),
+    "product of integers": (
+        (BYTES, BYTES),
+        torch.ops.aten._int_mm,
+        lambda q, w: torch.ops.aten._int_mm(q.clone(), w),
+    ),
     "two transpositions": (
         (R,),
         lambda x: x.t().exp().t(),
@@ -263,7 +311,12 @@ SAME = {
         lambda x: x.exp().view(2, 12).view(8, 3).reshape(4, 6),
     ),
     "flat": ((R,), lambda x: x.view(24), lambda x: x.flatten(), lambda x: x.reshape(-1)),
-    "rows": (((24,),), lambda x: x.view(2, 12), lambda x: x.unflatten(0, (2, 12)), lambda x: x.reshape(2, -1)),
+    "rows": (
+        ((24,),),
+        lambda x: x.view(2, 12),
+        lambda x: x.unflatten(0, (2, 12)),
+        lambda x: x.reshape(2, -1),
+    ),
     "attention": (
         (Q, Q, Q),
         F.scaled_dot_product_attention,
@@ -293,7 +346,11 @@ SAME = {
         lambda x: (lambda p: p[0] * p[1].exp())(x.reshape(4, -1, 2).unbind(-1)),
         lambda x: x.view(4, 3, 2)[..., -2] * x.view(4, 3, 2).select(2, -1).exp(),
     ),
-    "side by side": ((R, R), lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.concat((x, y), 1)),
+    "side by side": (
+        (R, R),
+        lambda x, y: torch.cat([x, y], -1),
+        lambda x, y: torch.concat((x, y), 1),
+    ),
     "halves": (
         (R,),
         lambda x: x[:, :3] * x[:, 3:],
@@ -330,7 +387,11 @@ SAME = {
 
 # what must stay two expressions, and why
 OTHER = {
-    "division is no product with the reciprocal": ((R, R), lambda x, y: x / y, lambda x, y: x * y.reciprocal()),
+    "division is no product with the reciprocal": (
+        (R, R),
+        lambda x, y: x / y,
+        lambda x, y: x * y.reciprocal(),
+    ),
     "nor is division by a number": ((R,), lambda x: x / 3, lambda x: x * (1 / 3)),
     "division that rounds": (
         (R,),
@@ -339,7 +400,14 @@ OTHER = {
         lambda x: torch.div(x, 3, rounding_mode="trunc"),
     ),
     "operands of a difference": ((R, R), lambda x, y: x - y, lambda x, y: y - x),
-    "rounding modes": ((R,), torch.round, torch.floor, torch.ceil, torch.trunc, lambda x: torch.round(x, decimals=1)),
+    "rounding modes": (
+        (R,),
+        torch.round,
+        torch.floor,
+        torch.ceil,
+        torch.trunc,
+        lambda x: torch.round(x, decimals=1),
+    ),
     "integers are not looked through": (
         (R,),
         lambda x: x,
@@ -347,16 +415,28 @@ OTHER = {
         lambda x: x.to(torch.int8).float(),
     ),
     "nor fp64": ((R,), lambda x: x.exp(), lambda x: x.double().exp().float()),
-    "lower above upper": ((R,), lambda x: x.clamp_min(1).clamp_max(-1), lambda x: x.clamp_max(-1).clamp_min(1)),
+    "lower above upper": (
+        (R,),
+        lambda x: x.clamp_min(1).clamp_max(-1),
+        lambda x: x.clamp_max(-1).clamp_min(1),
+    ),
     "biased and unbiased": (
         (R,),
         lambda x: x.var(-1),
         lambda x: x.var(-1, correction=0),
         lambda x: x.var(-1, correction=2),
     ),
-    "eps inside and outside": ((R,), lambda x: 1 / (x.var(-1) + 1e-5).sqrt(), lambda x: 1 / (x.var(-1).sqrt() + 1e-5)),
+    "eps inside and outside": (
+        (R,),
+        lambda x: 1 / (x.var(-1) + 1e-5).sqrt(),
+        lambda x: 1 / (x.var(-1).sqrt() + 1e-5),
+    ),
     "axes": ((M,), lambda x: x.sum(0), lambda x: x.sum(1), lambda x: x.sum()),
-    "a count that is not the number of terms": ((R,), lambda x: x.mean(-1), lambda x: x.sum(-1) / 5),
+    "a count that is not the number of terms": (
+        (R,),
+        lambda x: x.mean(-1),
+        lambda x: x.sum(-1) / 5,
+    ),
     "gelu and its neighbours": (
         (R,),
         F.gelu,
@@ -365,7 +445,12 @@ OTHER = {
         lambda x: 0.5 * x * (1 + torch.erf(x)),
         lambda x: 0.5 * x * (2 + torch.erf(x / 2**0.5)),
     ),
-    "softplus and its neighbours": ((R,), F.softplus, lambda x: F.softplus(x, 2.0), lambda x: F.softplus(x, 1, 1.0)),
+    "softplus and its neighbours": (
+        (R,),
+        F.softplus,
+        lambda x: F.softplus(x, 2.0),
+        lambda x: F.softplus(x, 1, 1.0),
+    ),
     "elu and its neighbours": ((R,), F.elu, lambda x: F.elu(x, 0.5), F.selu, F.celu),
     "sigmoid and its neighbours": (
         (R,),
@@ -374,7 +459,11 @@ OTHER = {
         lambda x: 1 / (2 + torch.exp(-x)),
         lambda x: 2 / (1 + torch.exp(-x)),
     ),
-    "the mask and its complement": ((MASK, R, R), torch.where, lambda m, x, y: torch.where(m, y, x)),
+    "the mask and its complement": (
+        (MASK, R, R),
+        torch.where,
+        lambda m, x, y: torch.where(m, y, x),
+    ),
     "attention masked by booleans": (
         (Q, Q, Q, (6, 6)),
         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m > 0),
@@ -397,8 +486,18 @@ OTHER = {
         lambda x: x.repeat(1, 3, 1, 1),
         lambda x: x.repeat_interleave(3, 2),
     ),
-    "the order of parts": ((R, R), lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.cat([y, x], -1)),
-    "the two halves": ((R,), lambda x: x[:, :3], lambda x: x[:, 3:], lambda x: x[:, 1:4], lambda x: x[:, ::2]),
+    "the order of parts": (
+        (R, R),
+        lambda x, y: torch.cat([x, y], -1),
+        lambda x, y: torch.cat([y, x], -1),
+    ),
+    "the two halves": (
+        (R,),
+        lambda x: x[:, :3],
+        lambda x: x[:, 3:],
+        lambda x: x[:, 1:4],
+        lambda x: x[:, ::2],
+    ),
     "a transposition": ((M,), lambda x: x @ x, lambda x: x @ x.t(), lambda x: x.t() @ x),
     "weights of addmm": (
         (R, W, B),

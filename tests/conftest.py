@@ -7,7 +7,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of workers, here and in what tests start
+    # no pool of workers, here and in what tests start
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch._inductor.config
@@ -18,7 +19,9 @@ from .sizes import watched
 
 
 def pytest_collection_finish():
-    """What PyTorch and the modules of tests hold is not looked through at every collection of garbage."""
+    """What PyTorch and the modules of tests hold is not looked through at every collection of
+    garbage.
+    """
     gc.freeze()
 
 
@@ -54,8 +57,8 @@ def scalar_code():
 @pytest.fixture
 def scratch():
     """Forget patterns that a test defines."""
-    from fusion_backend.backend import patterns
-    from fusion_backend.pattern import unregister
+    from fusion_backend.frontends.dynamo import patterns
+    from fusion_backend.ops.pattern import unregister
 
     before = {p.name for p in patterns()}
     yield

@@ -1,8 +1,10 @@
-"""Faults planted in the pass, each with the test that must catch it: `python -m tests.mutations [NAME ...]`.
+"""Faults planted in the pass, each with the test that must catch it: `python -m tests.mutations
+[NAME ...]`.
 
-A mutation replaces one piece of text, which must stand exactly once in its file, in a copy of the repository, and runs
-the named tests there. It is caught where a test fails; a test that errors before it starts catches nothing. Run the
-command after a change to the pass or to these tests: it is no part of the suite.
+A mutation replaces one piece of text, which must stand exactly once in its file, in a copy of the
+repository, and runs the named tests there. It is caught where a test fails; a test that errors
+before it starts catches nothing. Run the command after a change to the pass or to these tests: it
+is no part of the suite.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("fusion_backend", "patterns", "tests", "benchmarks", "docs", "pyproject.toml", "README.md")
+COPIED = (
+    "fusion_backend",
+    "patterns",
+    "tests",
+    "benchmarks",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+)
 
 
 class Mutation(NamedTuple):
@@ -31,19 +41,19 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "matcher: the dtype of the result is not compared": Mutation(
-        "fusion_backend/matcher.py",
+        "fusion_backend/match/matcher.py",
         "            if dtype != want.dtype:\n",
         "            if False:\n",
         "tests/test_rewrite.py",
     ),
     "matcher: the shape of the result is not compared": Mutation(
-        "fusion_backend/matcher.py",
+        "fusion_backend/match/matcher.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
         "tests/test_every_pattern.py tests/test_bodies.py",
     ),
     "fingerprint: what a function closes over is left out": Mutation(
-        "fusion_backend/fingerprint.py",
+        "fusion_backend/cache/fingerprint.py",
         "dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))",
         "{}",
         "tests/test_fingerprint.py",
@@ -55,128 +65,129 @@ MUTATIONS = {
         "tests/test_guards.py",
     ),
     "unify: an argument may be two different values": Mutation(
-        "fusion_backend/unify.py",
-        "as_written(peel(before)) is not as_written(peel(now)) or (had.pinned and pinned and before is not now)",
+        "fusion_backend/match/unify.py",
+        "as_written(peel(before)) is not as_written(peel(now)) or ("
+        "\n            had.pinned and pinned and before is not now\n        )",
         "False",
         "tests/test_canonical.py tests/graphs",
     ),
     "unify: one operator may stand for two of the pattern": Mutation(
-        "fusion_backend/unify.py",
+        "fusion_backend/match/unify.py",
         "        if env.get(g, p) is not p:",
         "        if False:",
         "tests/test_canonical.py tests/graphs",
     ),
     "unify: every reciprocal counts as exact": Mutation(
-        "fusion_backend/unify.py",
+        "fusion_backend/match/unify.py",
         "or not (self.reciprocal or abs(math.frexp(c.attr)[0]) == 0.5)",
         "or False",
         "tests/graphs",
     ),
     "gate: a value inside may be used elsewhere": Mutation(
-        "fusion_backend/gate.py",
-        "                if u not in inside and (u.users",
-        "                if False and (u.users",
+        "fusion_backend/decide/gate.py",
+        "                    u not in inside\n",
+        "                    False\n",
         "tests/graphs",
     ),
     "gate: an argument may be changed in between": Mutation(
-        "fusion_backend/gate.py",
+        "fusion_backend/decide/gate.py",
         "                if storage in held and first < self.order[m] < last_root:\n",
         "                if False:\n",
         "tests/test_rewrite.py",
     ),
     "gate: what backward reads may be changed afterwards": Mutation(
-        "fusion_backend/gate.py",
+        "fusion_backend/decide/gate.py",
         "                if later and kept and storage in storages(m.args[0]) and self.training(match):\n",
         "                if False:\n",
         "tests/test_rewrite.py tests/test_backend.py",
     ),
     "gate: a match may cross a change of grad mode": Mutation(
-        "fusion_backend/gate.py",
+        "fusion_backend/decide/gate.py",
         "        return len(whole) > 1 or len(without_autocast) > 1\n",
         "        return False\n",
         "tests/test_capture.py tests/test_canonical.py",
     ),
     "gate: integer and fp64 tensors are taken": Mutation(
-        "fusion_backend/gate.py",
+        "fusion_backend/decide/gate.py",
         "            if v.dtype not in FLOATS if exact is None else v.dtype != exact:\n",
         "            if False:\n",
         "tests/test_every_pattern.py",
     ),
     "gate: the strides of the result are not compared": Mutation(
-        "fusion_backend/gate.py",
+        "fusion_backend/decide/gate.py",
         "        if not library.laid_out_as(out, want):\n",
         "        if False:\n",
         "tests/test_every_pattern.py",
     ),
     "rewrite: two results of an op change places": Mutation(
-        "fusion_backend/rewrite.py",
-        "call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots)}",
-        "call(operator.getitem, (result, i), {}, d.value[i]) for i, root in enumerate(match.roots[::-1])}",
+        "fusion_backend/rewrite/writer.py",
+        "            for i, root in enumerate(match.roots)\n",
+        "            for i, root in enumerate(match.roots[::-1])\n",
         "tests/test_every_pattern.py",
     ),
     "rewrite: older names of a converted in-place chain keep the old value": Mutation(
-        "fusion_backend/rewrite.py",
+        "fusion_backend/rewrite/writer.py",
         "            self.repoint(d, dynamo, atens)\n",
         "",
         "tests/test_rewrite.py tests/oracle/test_inplace.py",
     ),
     "functional: code of two regions becomes one chain": Mutation(
-        "fusion_backend/functional.py",
+        "fusion_backend/capture/functionalize.py",
         "    if view.region.get(root) != view.region.get(n):\n",
         "    if False:\n",
         "tests/test_rewrite.py tests/oracle/test_inplace.py",
     ),
     "autocast: the casts are not written": Mutation(
-        "fusion_backend/autocast.py",
+        "fusion_backend/capture/autocast.py",
         "            write_casts(view, n, leaves, spec, values, casts)\n",
         "            pass\n",
         "tests/test_capture.py",
     ),
     "autocast: an operator that it changes is no fence": Mutation(
-        "fusion_backend/autocast.py",
+        "fusion_backend/capture/autocast.py",
         "            fences.add(n)\n",
         "            pass\n",
         "tests/test_capture.py",
     ),
     "expressions: x - y is read as x + y": Mutation(
-        "fusion_backend/expressions.py",
+        "fusion_backend/ir/expr.py",
         "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)\n",
         "        return x\n",
         "tests/graphs",
     ),
     "composites: where(not m, x, y) keeps x and y": Mutation(
-        "fusion_backend/composites.py",
+        "fusion_backend/ir/rules_norm.py",
         "        mask, x, y = mask.args[0], y, x\n",
         "        mask, x, y = mask.args[0], x, y\n",
         "tests/test_canonical.py tests/test_attention_forms.py",
     ),
     "template: a scalar is not traced twice": Mutation(
-        "fusion_backend/template.py",
+        "fusion_backend/match/templates.py",
         "    if repr(roots) != repr(second[0]):\n",
         "    if False:\n",
         "tests/test_user_pattern.py",
     ),
     "op: the gradient of the reference ignores the incoming one": Mutation(
-        "fusion_backend/op.py",
-        "wanted, [g for _, g in pairs], allow_unused=True",
-        "wanted, [torch.ones_like(g) for _, g in pairs], allow_unused=True",
+        "fusion_backend/ops/operator.py",
+        "[g for _, g in pairs],\n                    allow_unused",
+        "[torch.ones_like(g) for _, g in pairs],\n                    allow_unused",
         "tests/test_backend.py",
     ),
     "op: a seed of its own in the backward": Mutation(
-        "fusion_backend/op.py",
+        "fusion_backend/ops/operator.py",
         "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n",
         "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n"
         "            inputs[-1:] = [draw(i.device) if self.pattern.drawn else i for i in inputs[-1:]]\n",
         "tests/test_dropout.py",
     ),
     "masks: every mask counts as square": Mutation(
-        "fusion_backend/masks.py",
+        "fusion_backend/masks/analysis.py",
         "found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])",
         "found.square = True",
         "tests/test_masks.py tests/test_attention.py",
     ),
     "cache: the patterns are not in the key": Mutation(
-        "fusion_backend/cache.py",
+        "fusion_backend/cache/identity.py",
         "repr((sources, [f.digest for f in prints], decisions))",
         "repr((sources, decisions))",
         "tests/oracle/test_second_process_cache.py",
@@ -188,7 +199,9 @@ def copy_of_repository(folder: Path) -> Path:
     for name in COPIED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
-            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(source, target)
     (folder / "fusion_backend" / "patterns").symlink_to("../patterns")
@@ -197,12 +210,28 @@ def copy_of_repository(folder: Path) -> Path:
 
 def tests_fail(folder: Path, tests: str) -> tuple[bool, str]:
     """Does one of the tests fail in the copy, and which?"""
-    environment = os.environ | {"PYTHONPATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests.split()]
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        *tests.split(),
+    ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):
-        raise SystemExit(f"{' '.join(command)} could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)  # ERROR: conftest.py looks after a test
+        raise SystemExit(
+            f"{' '.join(command)} could not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+    # ERROR: conftest.py looks after a test
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     failed = [] if "ERROR at setup of" in done.stdout else failed
     return bool(failed), failed[0] if failed else ""
 
@@ -213,7 +242,9 @@ def plant(mutation: Mutation) -> tuple[bool, str]:
         file = copy_of_repository(Path(folder)) / mutation.file
         text = file.read_text()
         if text.count(mutation.old) != 1:
-            raise SystemExit(f"{mutation.old!r} stands {text.count(mutation.old)} times in {mutation.file}")
+            raise SystemExit(
+                f"{mutation.old!r} stands {text.count(mutation.old)} times in {mutation.file}"
+            )
         file.write_text(text.replace(mutation.old, mutation.new))
         return tests_fail(Path(folder), mutation.tests)
 
@@ -223,7 +254,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="how many at a time (default: 1)")
     options = parser.parse_args()
-    chosen = {n: m for n, m in MUTATIONS.items() if not options.names or any(word in n for word in options.names)}
+    chosen = {
+        n: m
+        for n, m in MUTATIONS.items()
+        if not options.names or any(word in n for word in options.names)
+    }
     survived = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         planted = {pool.submit(plant, mutation): name for name, mutation in chosen.items()}

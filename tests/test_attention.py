@@ -1,4 +1,6 @@
-"""Attention goes to the library without its dense mask: graphs, values and gradients against fp64."""
+"""Attention goes to the library without its dense mask: graphs, values and gradients
+against fp64.
+"""
 
 import pytest
 import torch
@@ -7,9 +9,9 @@ from fusion_backend.patterns.attention import attention
 
 import fusion_backend
 from benchmarks.measure import distance
-from fusion_backend.collect import Collector
 from fusion_backend.compat.torch import FakeTensorMode
-from fusion_backend.pattern import LibraryCall
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ops.pattern import LibraryCall
 from fusion_backend.testing import collect, graph_text
 
 B, H, S, D = 2, 4, 24, 16
@@ -23,7 +25,9 @@ def keep(n=S, m=S, device=None):
 def by_hand(q, k, v, mask=None, scale=D**-0.5, upcast=False):
     scores = q @ k.transpose(-1, -2) * scale
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        )
     return torch.softmax(scores, -1, torch.float32 if upcast else None).to(q.dtype) @ v
 
 
@@ -52,8 +56,10 @@ CAUSAL_FORMS = {
         torch.where(keep(), q @ k.mT * 0.25, float("-inf")), -1
     ) @ v,
     "by hand, added": lambda q, k, v: by_hand(q, k, v, additive(torch.finfo(torch.float32).min)),
-    "by hand, chosen from tensors of one number": lambda q, k, v: by_hand(  # transformers before 5.18 makes it so
-        q, k, v, torch.where(keep(), torch.tensor(0.0, dtype=q.dtype), q.new_tensor(torch.finfo(q.dtype).min))
+    "by hand, chosen from tensors of one number": lambda q, k,
+    v: by_hand(  # transformers before 5.18 makes it so
+        q, k, v, torch.where(keep(), torch.tensor(0.0, dtype=q.dtype),
+        q.new_tensor(torch.finfo(q.dtype).min))
     ),
     "by hand, in fp32": lambda q, k, v: by_hand(q, k, v, keep(), upcast=True),
     "by hand, divided": lambda q, k, v: torch.softmax(
@@ -79,7 +85,9 @@ def run(fn, inputs):
 
 
 def assert_right(fn, inputs, backend=None):
-    """Value and gradients at most twice as far from fp64 as eager: of the rewritten graph, or through Inductor."""
+    """Value and gradients at most twice as far from fp64 as eager: of the rewritten graph, or
+    through Inductor.
+    """
     torch.compiler.reset()
     compiled = torch.compile(fn, backend=backend or Collector({}))
     exact = run(fn, [x.detach().double().requires_grad_(x.requires_grad) for x in inputs])
@@ -107,7 +115,9 @@ def test_a_causal_mask_is_dropped(name, dtype):
     assert site.fused and site.forward == "library" and site.backward == "autograd", site
     assert site.reason.startswith("causal, proven from test_attention.py:"), site
     text = graph_text(graph)
-    assert "is_causal=True" in text and not any(w in text for w in ("arange", "tril", "where", "masked_fill", " le("))
+    assert "is_causal=True" in text and not any(
+        w in text for w in ("arange", "tril", "where", "masked_fill", " le(")
+    )
     assert_right(fn, inputs)
 
 
@@ -118,10 +128,16 @@ def test_through_inductor(name):
 
 def test_the_graph():
     """The mask's nodes are gone, the inputs are all there."""
-    _, graph = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep()) + 1, *tensors(grad=False))
+    _, graph = site_of(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep()) + 1, *tensors(grad=False)
+    )
     names = [str(n.target) for n in graph.graph.nodes]
     assert sum(n.op == "placeholder" for n in graph.graph.nodes) == 3
-    assert [n for n in names if "L_" not in n] == ["aten.scaled_dot_product_attention.default", names[-2], "output"]
+    assert [n for n in names if "L_" not in n] == [
+        "aten.scaled_dot_product_attention.default",
+        names[-2],
+        "output",
+    ]
 
 
 def test_a_mask_that_is_also_returned_stays_in_the_graph():
@@ -143,7 +159,9 @@ def test_grouped_heads_are_not_repeated():
 
     inputs = tensors(kv_heads=2)
     site, graph = site_of(fn, *inputs)
-    assert site.fused and "enable_gqa=True" in graph_text(graph) and "expand" not in graph_text(graph)
+    assert (
+        site.fused and "enable_gqa=True" in graph_text(graph) and "expand" not in graph_text(graph)
+    )
     assert_right(fn, inputs)
 
 
@@ -163,7 +181,9 @@ def test_followed_by_the_projection_no_copy_is_made():
 
 
 def test_a_mask_of_queries_that_is_expanded_over_the_keys():
-    """Its last stride is 0, which no fused kernel of CUDA takes: SDPA would compute the scores, in fp32."""
+    """Its last stride is 0, which no fused kernel of CUDA takes: SDPA would compute the scores, in
+    fp32.
+    """
 
     def fn(q, k, v):
         mask = (torch.arange(S)[:, None] >= 0).expand(B, 1, S, S)
@@ -181,7 +201,9 @@ def test_heads_whose_numbers_are_apart(device, taken):
     """On CUDA SDPA would fall to its formula in fp32."""
     with FakeTensorMode():
         q, k, v = (torch.empty(B, H, S, D, device=device, dtype=torch.bfloat16) for _ in "qkv")
-        apart = torch.empty_strided((B, H, S, D), (H * S * D * 3, S * D * 3, D * 3, 3), device=device, dtype=q.dtype)
+        apart = torch.empty_strided(
+            (B, H, S, D), (H * S * D * 3, S * D * 3, D * 3, 3), device=device, dtype=q.dtype
+        )
         options = dict.fromkeys(("mask", "bias", "keep", "fill", "cap", "p")) | dict(
             scale=0.25, heads="same", causal="full"
         )
@@ -192,16 +214,24 @@ def test_heads_whose_numbers_are_apart(device, taken):
         assert isinstance(answer(q, k, v), LibraryCall)
         for given in ((apart, k, v), (q, apart, v), (q, k, apart)):
             found = answer(*given)
-            assert isinstance(found, LibraryCall) == taken and (taken or "are 3 apart" in found.reason)
+            assert isinstance(found, LibraryCall) == taken and (
+                taken or "are 3 apart" in found.reason
+            )
 
 
 def test_a_query_against_a_cache_needs_no_mask():
     def fn(q, k, v):
         positions = torch.arange(S - 1, S)
-        return F.scaled_dot_product_attention(q[:, :, :1], k, v, torch.arange(S)[None, :] <= positions[:, None])
+        return F.scaled_dot_product_attention(
+            q[:, :, :1], k, v, torch.arange(S)[None, :] <= positions[:, None]
+        )
 
     site, graph = site_of(fn, *tensors())
-    assert site.fused and site.reason.startswith("nothing is masked") and "is_causal=False" in graph_text(graph)
+    assert (
+        site.fused
+        and site.reason.startswith("nothing is masked")
+        and "is_causal=False" in graph_text(graph)
+    )
     assert_right(fn, tensors())
 
 
@@ -210,7 +240,11 @@ def test_dynamic_lengths(form):
     def fn(x):
         q, k, v = x.unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = keep(x.shape[1], x.shape[1])
-        return F.scaled_dot_product_attention(q, k, v, mask) if form == "sdpa" else by_hand(q, k, v, mask)
+        return (
+            F.scaled_dot_product_attention(q, k, v, mask)
+            if form == "sdpa"
+            else by_hand(q, k, v, mask)
+        )
 
     torch.compiler.reset()
     fusion_backend.reset()
@@ -255,11 +289,15 @@ def test_a_scale_that_only_a_run_knows(divided):
 
 
 def test_lengths_that_are_not_known_to_be_equal():
-    """is_causal of a rectangle is aligned at the top left too, but the kernels behind it are not asked for that."""
+    """is_causal of a rectangle is aligned at the top left too, but the kernels behind it are not
+    asked for that.
+    """
     q, k, v = tensors(grad=False)
     for x in (k, v):
         torch._dynamo.mark_dynamic(x, 2)
-    site, _ = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(m=k.shape[2])), q, k, v)
+    site, _ = site_of(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(m=k.shape[2])), q, k, v
+    )
     assert not site.fused and "its mask stays: causal" in site.reason
 
 
@@ -275,13 +313,17 @@ def cut(q):
 
 # What stays, and why. The third input is what the mask depends on.
 STAYS = {
-    "one further": (lambda x: torch.arange(S)[None] <= torch.arange(S)[:, None] + 1, IDS, "causal with offset 1"),
-    "without the diagonal": (lambda x: torch.arange(S)[None] < torch.arange(S)[:, None], IDS, "causal with offset -1"),
-    "anti-causal": (lambda x: torch.arange(S)[None] >= torch.arange(S)[:, None], IDS, "window of 1 keys"),
+    "one further": (lambda x: torch.arange(S)[None] <= torch.arange(S)[:, None] + 1, IDS,
+    "causal with offset 1"),
+    "without the diagonal": (lambda x: torch.arange(S)[None] < torch.arange(S)[:, None], IDS,
+    "causal with offset -1"),
+    "anti-causal": (lambda x: torch.arange(S)[None] >= torch.arange(S)[:, None], IDS,
+    "window of 1 keys"),
     "a window": (lambda x: keep() & (torch.arange(S)[None] > torch.arange(S)[:, None] - 8), IDS,
                  "causal and window of 8 keys"),
     "padding": (lambda x: x[:, None, None, :].bool(), LEFT_PADDED, "padding from x"),
-    "left padding, causal": (lambda x: keep() & x[:, None, None, :].bool(), LEFT_PADDED, "causal, proven from"),
+    "left padding, causal": (lambda x: keep() & x[:, None, None, :].bool(), LEFT_PADDED,
+    "causal, proven from"),
     "documents": (lambda x: (x[:, None, :, None] == x[:, None, None, :]) & keep(), IDS,
                   "documents by x"),
     "written to": (cut, IDS, "a mask from test_attention.py:"),
@@ -289,9 +331,12 @@ STAYS = {
                        "a mask from x"),
     "ones and zeros are added": (lambda x: keep().float(), IDS, "additive"),
     "a small fill": (lambda x: torch.where(keep(), 0.0, -1e4), IDS, "additive"),
-    "a small fill in a tensor": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e4)), IDS, "additive"),
-    "a fill that is written to": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e9).mul_(1e-5)), IDS, "additive"),
-    "an additive bias of data": (lambda x: additive(float("-inf")) + x[:, None, None, :] * 0.1, IDS, "additive"),
+    "a small fill in a tensor": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e4)), IDS,
+    "additive"),
+    "a fill that is written to": (lambda x: torch.where(keep(), 0.0, torch.tensor(-1e9).mul_(1e-5)),
+    IDS, "additive"),
+    "an additive bias of data": (lambda x: additive(float("-inf")) + x[:, None, None, :] * 0.1, IDS,
+    "additive"),
 }  # fmt: skip
 
 
@@ -302,15 +347,23 @@ def test_what_stays(name, form):
 
     def fn(q, k, v, x):
         mask = make(x)
-        return F.scaled_dot_product_attention(q, k, v, mask) if form == "sdpa" else by_hand(q, k, v, mask)
+        return (
+            F.scaled_dot_product_attention(q, k, v, mask)
+            if form == "sdpa"
+            else by_hand(q, k, v, mask)
+        )
 
     inputs = tensors(grad=False)
     site, _ = site_of(fn, *inputs, x)
-    assert not site.fused and site.reason.startswith("its mask stays: ") and why in site.reason, site
+    assert not site.fused and site.reason.startswith("its mask stays: ") and why in site.reason, (
+        site
+    )
 
 
 def test_rows_that_see_nothing_have_the_gradient_of_the_code():
-    """All scores of such a row are the number that was added: its keys weigh the same. SDPA on CPU forgets that."""
+    """All scores of such a row are the number that was added: its keys weigh the same. SDPA on CPU
+    forgets that.
+    """
 
     def fn(q, k, v):
         hidden = keep() & LEFT_PADDED[:, None, None, :].bool()
@@ -325,7 +378,9 @@ def test_rows_that_see_nothing_have_the_gradient_of_the_code():
 
 
 def test_a_finite_fill_that_scores_may_reach_stays():
-    site, _ = site_of(lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(~keep(), -1e4), -1) @ v, *tensors())
+    site, _ = site_of(
+        lambda q, k, v: torch.softmax((q @ k.mT).masked_fill(~keep(), -1e4), -1) @ v, *tensors()
+    )
     assert not site.fused and "-10000" in site.reason
 
 
@@ -362,7 +417,9 @@ def test_shapes_that_fused_kernels_do_not_take(shapes, why):
 
 def test_dropout_keeps_its_distribution():
     """On CPU no fused kernel takes it: nothing changes."""
-    site, _ = site_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(), 0.5), *tensors())
+    site, _ = site_of(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, keep(), 0.5), *tensors()
+    )
     assert not site.fused and "dropout" in site.reason
 
 

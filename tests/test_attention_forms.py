@@ -1,5 +1,7 @@
-"""Forms of attention that masked_attention takes: capped scores, a bias under a mask, added padding. The graph that the
-gate decides on as on a GPU, its kernels interpreted, against fp64; and what comes close and stays."""
+"""Forms of attention that masked_attention takes: capped scores, a bias under a mask, added
+padding. The graph that the gate decides on as on a GPU, its kernels interpreted, against fp64; and
+what comes close and stays.
+"""
 
 import math
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fusion_backend.gate
+import fusion_backend.decide.gate
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_flash import gradients
 from tests.test_kernels import DEVICE, distance, randn
@@ -44,37 +46,49 @@ def padded(real):
     return hidden(real[:, None, None, :].bool()).expand(-1, 1, S, -1)
 
 
-# name -> the function of q, k, v and a bias; what masked_attention is told; its operands besides q, k and v.
+# name -> the function of q, k, v and a bias; what masked_attention is told; its operands besides q,
+# k and v.
 TAKEN = {
-    "capped": (lambda q, k, v, x: attend(scores(q, k, 2.0), v), dict(cap=2.0, scale=0.25, low=None), ()),
+    "capped": (lambda q, k, v, x: attend(scores(q, k, 2.0), v), dict(cap=2.0, scale=0.25, low=None),
+    ()),
     "capped, the scale in q": (
         lambda q, k, v, x: attend(scores(q * 0.25, k, 2.0, 1.0), v), dict(cap=2.0, scale=0.25), ()),
     "capped, one number for both": (
-        lambda q, k, v, x: attend(3.0 * torch.tanh(q @ k.mT * 0.125), v), dict(cap=3.0, scale=0.375), ()),
-    "capped at 1": (lambda q, k, v, x: attend(torch.tanh(q @ k.mT / 4), v), dict(cap=1.0, scale=0.25), ()),
+        lambda q, k, v, x: attend(3.0 * torch.tanh(q @ k.mT * 0.125), v),
+        dict(cap=3.0, scale=0.375), ()),
+    "capped at 1": (lambda q, k, v, x: attend(torch.tanh(q @ k.mT / 4), v),
+    dict(cap=1.0, scale=0.25), ()),
     "capped by a negative number": (
         lambda q, k, v, x: attend(scores(q, k, -2.0), v), dict(cap=2.0, scale=0.25), ()),
     "capped, causal": (
-        lambda q, k, v, x: attend(scores(q, k, 2.0) + hidden(causal()), v), dict(cap=2.0, low=0, hidden="zero"), ()),
+        lambda q, k, v, x: attend(scores(q, k, 2.0) + hidden(causal()), v),
+        dict(cap=2.0, low=0, hidden="zero"), ()),
     "capped, filled": (
         lambda q, k, v, x: attend(scores(q, k, 2.0).masked_fill(~causal(), -math.inf), v),
         dict(cap=2.0, low=0, hidden="zero"), ()),
-    "capped, with a bias": (lambda q, k, v, x: attend(scores(q, k, 2.0) + x, v), dict(cap=2.0), ("bias",)),
+    "capped, with a bias": (lambda q, k, v, x: attend(scores(q, k, 2.0) + x, v), dict(cap=2.0),
+    ("bias",)),
     "capped, a window": (
         lambda q, k, v, x: attend(scores(q, k, 2.0) + hidden(causal() & ~causal().tril(-7)), v),
         dict(cap=2.0, low=0, high=6), ()),
     "a bias and a causal mask, added": (
-        lambda q, k, v, x: attend(scores(q, k) + x + hidden(causal()), v), dict(low=0, hidden="zero"), ("bias",)),
+        lambda q, k, v, x: attend(scores(q, k) + x + hidden(causal()), v),
+        dict(low=0, hidden="zero"), ("bias",)),
     "a causal mask and a bias, added": (
-        lambda q, k, v, x: attend(hidden(causal()) + (scores(q, k) + x), v), dict(low=0, hidden="zero"), ("bias",)),
+        lambda q, k, v, x: attend(hidden(causal()) + (scores(q, k) + x), v),
+        dict(low=0, hidden="zero"), ("bias",)),
     "a sum of a bias and a causal mask": (
-        lambda q, k, v, x: sdpa(q, k, v, (x + hidden(causal())).contiguous()), dict(low=0, hidden="zero"), ("bias",)),
+        lambda q, k, v, x: sdpa(q, k, v, (x + hidden(causal())).contiguous()),
+        dict(low=0, hidden="zero"), ("bias",)),
     "a bias where causal": (
-        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), x, LEAST).contiguous()), dict(low=0), ("bias",)),
+        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), x, LEAST).contiguous()), dict(low=0),
+        ("bias",)),
     "a bias filled where not causal": (
-        lambda q, k, v, x: sdpa(q, k, v, x.masked_fill(~causal(), -math.inf)), dict(low=0), ("bias",)),
+        lambda q, k, v, x: sdpa(q, k, v, x.masked_fill(~causal(), -math.inf)), dict(low=0),
+        ("bias",)),
     "a bias under a filled mask": (
-        lambda q, k, v, x: attend((scores(q, k) + x).masked_fill(~causal(), -1e9), v), dict(low=0), ("bias",)),
+        lambda q, k, v, x: attend((scores(q, k) + x).masked_fill(~causal(), -1e9), v), dict(low=0),
+        ("bias",)),
     # What a row that sees nothing becomes does not fit: the mask is added as it is.
     "padding by -1e9": (
         lambda q, k, v, x: attend(scores(q, k) + hidden(PADDING[:, None, None, :].bool(), -1e9), v),
@@ -83,12 +97,15 @@ TAKEN = {
         lambda q, k, v, x: sdpa(q, k, v, x + hidden(PADDING[:, None, None, :].bool(), -1e9)),
         dict(hidden="zero"), ("bias",)),
     "two numbers that hide": (
-        lambda q, k, v, x: attend(scores(q, k) + (hidden(causal()) + hidden(PADDING[:, None, None].bool(), -1e30)), v),
+        lambda q, k, v, x: attend(scores(q,
+        k) + (hidden(causal()) + hidden(PADDING[:, None, None].bool(), -1e30)), v),
         dict(hidden="zero", low=None), ("bias",)),
     "a bias where the causal part is small": (
-        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), x, -3.0)), dict(low=None), ("bias",)),
+        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), x, -3.0)), dict(low=None),
+        ("bias",)),
     "the bias where not causal": (
-        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), LEAST, x).tril(-1) + x), dict(low=None), ("bias",)),
+        lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), LEAST, x).tril(-1) + x),
+        dict(low=None), ("bias",)),
 }  # fmt: skip
 
 # Without gradients: those of a row that sees nothing are others than under a fill.
@@ -96,18 +113,21 @@ INFERENCE = {
     "a bias and padding, added": (
         lambda q, k, v, x: attend(scores(q, k) + x + padded(PADDING), v), ("bias", "keys")),
     "added padding": (lambda q, k, v, x: attend(scores(q, k) + padded(PADDING), v), ("keys",)),
-    "added padding of everything": (lambda q, k, v, x: attend(scores(q, k) + padded(EMPTY), v), ("keys",)),
+    "added padding of everything": (lambda q, k, v, x: attend(scores(q, k) + padded(EMPTY), v),
+    ("keys",)),
     "padding and causal, added as one": (
-        lambda q, k, v, x: attend(scores(q, k) + hidden(causal() & EMPTY[:, None, None, :].bool()), v), ("keys",)),
+        lambda q, k, v, x: attend(scores(q, k) + hidden(causal() & EMPTY[:, None, None, :].bool()),
+        v), ("keys",)),
     "zeros and padding, added": (
-        lambda q, k, v, x: attend(scores(q, k) + torch.zeros(1, 1, S, S) + padded(PADDING), v), ("keys",)),
+        lambda q, k, v, x: attend(scores(q, k) + torch.zeros(1, 1, S, S) + padded(PADDING), v),
+        ("keys",)),
 }  # fmt: skip
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
-    monkeypatch.setattr(fusion_backend.gate, "on_gpu", lambda t: True)
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
 
 
 def inputs_of(h=H):
@@ -129,7 +149,10 @@ def test_taken_without_gradients(name, on_gpu):
     fn, operands = INFERENCE[name]
     inputs = inputs_of()
     node, given, collector = taken(fn, inputs)
-    assert node.kwargs.items() >= dict(hidden="fill", fill=LEAST, low=0 if "causal" in name else None).items()
+    assert (
+        node.kwargs.items()
+        >= dict(hidden="fill", fill=LEAST, low=0 if "causal" in name else None).items()
+    )
     assert given == {*operands}
     exactly = fn(*[t.double() for t in inputs])
     assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) < 2e-5
@@ -144,7 +167,9 @@ def test_taken(name, on_gpu):
     fn, options, operands = TAKEN[name]
     inputs = inputs_of()
     node, given, collector = taken(fn, [t.requires_grad_() for t in inputs])
-    assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items(), collector.report
+    assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items(), (
+        collector.report
+    )
     assert given == {*operands}
     exactly = gradients(fn, [t.double() for t in inputs])
     got = gradients(torch.compile(fn, backend=collector), inputs)
@@ -156,15 +181,25 @@ def test_taken(name, on_gpu):
 
 # What is another function, or cannot be told: no attention is fused.
 CLOSE = {
-    "the cap after the mask": lambda q, k, v, x: attend(torch.tanh((scores(q, k) + hidden(causal())) / 2) * 2, v),
+    "the cap after the mask": lambda q, k, v, x: attend(
+        torch.tanh((scores(q, k) + hidden(causal())) / 2) * 2, v
+    ),
     "the cap of another tensor": lambda q, k, v, x: attend(torch.tanh(scores(q, k) / 2) * x, v),
     "a cap that is a tensor": lambda q, k, v, x: attend(scores(q, k, x[0, 0, 0, 0]), v),
     "the cap of a sum": lambda q, k, v, x: attend(torch.tanh(scores(q, k) + 1.0), v),
-    "the tanh of half the scores": lambda q, k, v, x: attend(torch.tanh(scores(q, k) / 2) + scores(q, k) / 2, v),
+    "the tanh of half the scores": lambda q, k, v, x: attend(
+        torch.tanh(scores(q, k) / 2) + scores(q, k) / 2, v
+    ),
     "a sigmoid": lambda q, k, v, x: attend(torch.sigmoid(scores(q, k) / 2) * 2, v),
-    "capped scores that are returned": lambda q, k, v, x: (lambda s: (attend(s, v), s))(scores(q, k, 2.0)),
-    "weights that are returned": lambda q, k, v, x: (lambda p: (p @ v, p))(torch.softmax(scores(q, k, 2.0), -1)),
-    "weights that are used again": lambda q, k, v, x: (lambda p: p @ v + p.sum())(torch.softmax(scores(q, k) + x, -1)),
+    "capped scores that are returned": lambda q, k, v, x: (lambda s: (attend(s, v), s))(
+        scores(q, k, 2.0)
+    ),
+    "weights that are returned": lambda q, k, v, x: (lambda p: (p @ v, p))(
+        torch.softmax(scores(q, k, 2.0), -1)
+    ),
+    "weights that are used again": lambda q, k, v, x: (lambda p: p @ v + p.sum())(
+        torch.softmax(scores(q, k) + x, -1)
+    ),
     "two biases": lambda q, k, v, x: attend(scores(q, k) + x + x.mT, v),
     "heads of v of another size": lambda q, k, v, x: attend(scores(q, k, 2.0), v[..., :8]),
 }
@@ -181,7 +216,9 @@ def test_what_comes_close(name, on_gpu):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_a_mask_of_another_dtype(dtype):
-    """Scores in fp32 because the mask is, weights cast back: the mask is dropped, and nothing is worse."""
+    """Scores in fp32 because the mask is, weights cast back: the mask is dropped, and nothing is
+    worse.
+    """
 
     def fn(q, k, v):
         return torch.softmax(scores(q, k) + hidden(causal()), -1).to(v.dtype) @ v
@@ -192,7 +229,9 @@ def test_a_mask_of_another_dtype(dtype):
     (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
     assert site.forward == "library" and site.reason.startswith("causal"), site
     exactly = fn(*(t.double() for t in inputs))
-    assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) <= 2 * distance(fn(*inputs), exactly)
+    assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) <= 2 * distance(
+        fn(*inputs), exactly
+    )
 
 
 def test_a_bias_that_gets_no_gradient(on_gpu):
@@ -215,7 +254,9 @@ def test_a_bias_that_gets_no_gradient(on_gpu):
     node, given, collector = taken(direct, inputs)
     assert node.kwargs["low"] is None and given == {"bias"}
     got, want = (gradients(f, inputs) for f in (torch.compile(direct, backend=collector), direct))
-    assert got[-1] is want[-1] is None and all(distance(g, w) < 2e-5 for g, w in zip(got[:4], want[:4], strict=True))
+    assert got[-1] is want[-1] is None and all(
+        distance(g, w) < 2e-5 for g, w in zip(got[:4], want[:4], strict=True)
+    )
 
 
 def test_a_bias_that_is_written_to(on_gpu):
@@ -247,4 +288,7 @@ def test_a_mask_that_is_also_returned(on_gpu):
     node, given, collector = taken(fn, inputs)
     assert node.kwargs["low"] == 0 and given == {"bias"}
     out, mask = torch.compile(fn, backend=collector)(*inputs)
-    assert torch.equal(mask, fn(*inputs)[1]) and distance(out, fn(*(t.double() for t in inputs))[0]) < 2e-5
+    assert (
+        torch.equal(mask, fn(*inputs)[1])
+        and distance(out, fn(*(t.double() for t in inputs))[0]) < 2e-5
+    )

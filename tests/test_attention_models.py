@@ -1,4 +1,6 @@
-"""Whole models of transformers: what becomes of their attention, with SDPA and by hand. test_models.py has Inductor."""
+"""Whole models of transformers: what becomes of their attention, with SDPA and by hand.
+test_models.py has Inductor.
+"""
 
 import contextlib
 import copy
@@ -11,13 +13,19 @@ import torch
 
 from benchmarks.measure import distance, joint_distance
 from benchmarks.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 
 FACTOR, FLOOR = 2.0, 1.2e-7  # as in test_models
 
 LONG, SHORT = dict(CAUSAL, sliding_window=64), dict(CAUSAL, sliding_window=8)
-DROPPED, WINDOW = "causal, proven from masking_utils.py:", "its mask stays: causal and window of 8 keys"
-PADDED, WRITTEN = "its mask stays: padding from attention_mask", "it is written as this call already"
+DROPPED, WINDOW = (
+    "causal, proven from masking_utils.py:",
+    "its mask stays: causal and window of 8 keys",
+)
+PADDED, WRITTEN = (
+    "its mask stays: padding from attention_mask",
+    "it is written as this call already",
+)
 BIAS, NOTHING = "its mask stays: a", "nothing is masked, proven at "
 CAUSAL_STAYS = "its mask stays: causal, proven from "
 
@@ -42,7 +50,8 @@ def older_than(*release: int) -> bool:
 # model -> how to build it; reasons with sdpa; reasons by hand
 WHOLE = {
     "llama": (MODELS["llama"], [DROPPED], [DROPPED]),
-    "llama, left padding": (Tiny(MODELS["llama"].build, left_padded, 0), ["its mask stays: causal, proven from"],
+    "llama, left padding": (Tiny(MODELS["llama"].build, left_padded, 0),
+    ["its mask stays: causal, proven from"],
                             ["its mask stays: causal, proven from"]),
     "qwen3": (MODELS["qwen3"], [DROPPED], [DROPPED]),
     "gpt2": (MODELS["gpt2"], [DROPPED], [DROPPED]),
@@ -52,10 +61,12 @@ WHOLE = {
     "bert, no padding": (Tiny(MODELS["bert"].build, unpadded, 0), [WRITTEN], ["one call"]),
     "vit": (MODELS["vit"], [WRITTEN], ["one call"]),
     "t5": (MODELS["t5"], [BIAS, NOTHING, CAUSAL_STAYS], [BIAS, NOTHING]),
-    "gemma2": (Tiny(hugging_face("Gemma2ForCausalLM", "Gemma2Config", **SHORT, head_dim=16), tokens, 0), None,
+    "gemma2": (Tiny(hugging_face("Gemma2ForCausalLM", "Gemma2Config", **SHORT, head_dim=16), tokens,
+    0), None,
                ["its mask stays: causal, proven from", WINDOW]),
 }  # fmt: skip
-if importlib.util.find_spec("transformers") and older_than(5, 18):  # where nothing is masked it hands over a mask
+# where nothing is masked it hands over a mask
+if importlib.util.find_spec("transformers") and older_than(5, 18):
     T5 = [NOTHING, CAUSAL_STAYS, "its mask stays: nothing is masked"]
     for name, reasons in {"bert, no padding": [NOTHING], "vit": [NOTHING], "t5": T5}.items():
         WHOLE[name] = (WHOLE[name][0], reasons, reasons)
@@ -63,7 +74,9 @@ if importlib.util.find_spec("transformers") and older_than(5, 18):  # where noth
 
 @functools.cache
 def model_of(name, by_hand):
-    pytest.importorskip("transformers", reason="the models come from transformers: pip install -e '.[bench]'")
+    pytest.importorskip(
+        "transformers", reason="the models come from transformers: pip install -e '.[bench]'"
+    )
     model = WHOLE[name][0].model()
     model.set_attn_implementation("eager" if by_hand else "sdpa")
     return model, copy.deepcopy(model).double()
@@ -76,10 +89,13 @@ def step(model, inputs, train):
     if not train:
         return result(output), {}
     loss(output).backward()
-    return result(output).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return result(output).detach(), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
-# Either way to write attention in inference and in training, with static sizes or with dynamic ones.
+# Either way to write attention in inference and in training, with static sizes or with dynamic
+# ones.
 WAYS = {
     "sdpa-inference-dynamic": (False, False, True),
     "sdpa-training-static": (False, True, False),
@@ -97,18 +113,26 @@ def test_whole_model(name, hand, train, dynamic):
     model, exact = model_of(name, hand)
     torch.compiler.reset()
     collector = Collector({"fusion.only": "attention"})
-    compiled = torch.compile(model, backend=collector, dynamic=dynamic)  # test_models goes through Inductor
+    # test_models goes through Inductor
+    compiled = torch.compile(model, backend=collector, dynamic=dynamic)
     for example in [tiny.example(2, 16)] + [tiny.example(3, 20)] * dynamic:
         double = {key: x.double() if x.is_floating_point() else x for key, x in example.items()}
-        have, eager, want = step(compiled, example, train), step(model, example, train), step(exact, double, train)
-        if name == "llama, left padding":  # a query that keeps nothing is NaN by hand in fp64, and has no gradient
+        have, eager, want = (
+            step(compiled, example, train),
+            step(model, example, train),
+            step(exact, double, train),
+        )
+        # a query that keeps nothing is NaN by hand in fp64, and has no gradient
+        if name == "llama, left padding":
             assert torch.equal(have[0].isnan(), eager[0].isnan())
             assert torch.allclose(have[0], eager[0], atol=1e-5, equal_nan=True)
             continue
         assert distance(have[0], want[0]) <= FACTOR * distance(eager[0], want[0]) + FLOOR
         if train:
             have = {n.removeprefix("_orig_mod."): g for n, g in have[1].items()}
-            assert joint_distance(have, want[1]) <= FACTOR * joint_distance(eager[1], want[1]) + FLOOR
+            assert (
+                joint_distance(have, want[1]) <= FACTOR * joint_distance(eager[1], want[1]) + FLOOR
+            )
     report = collector.report
     assert not any(g.error for g in report.graphs), report
     sites = [s for s in report.sites if s.pattern == "attention" and not s.covered]

@@ -1,4 +1,6 @@
-"""What a user sees: options, reports, logging, switching off, and what happens to broken patterns and bad input."""
+"""What a user sees: options, reports, logging, switching off, and what happens to broken patterns
+and bad input.
+"""
 
 import json
 import warnings
@@ -10,8 +12,8 @@ from torch import Tensor
 
 import fusion_backend
 from fusion_backend import Pattern, explain
-from fusion_backend.backend import FusionBackend
-from fusion_backend.pattern import PatternError
+from fusion_backend.frontends.dynamo import FusionBackend
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, check_pattern, rewritten
 
 
@@ -25,7 +27,9 @@ def xy():
 
 
 def compiled(fn, **options):
-    return torch.compile(fn, backend="fusion", options={f"fusion.{k}": v for k, v in options.items()})
+    return torch.compile(
+        fn, backend="fusion", options={f"fusion.{k}": v for k, v in options.items()}
+    )
 
 
 def fused():
@@ -49,7 +53,9 @@ def test_backend_is_found_by_name():
     ],
 )
 def test_options(xy, options, want):
-    report = explain(both, *xy, options={f"fusion.{k}": v for k, v in {"gate": "always", **options}.items()})
+    report = explain(
+        both, *xy, options={f"fusion.{k}": v for k, v in {"gate": "always", **options}.items()}
+    )
     assert sorted(s.pattern for s in report.fused) == want
     assert report.sites and all(s.reason for s in report.sites if not s.fused)
 
@@ -72,7 +78,9 @@ def test_wrong_options_name_the_right_ones(xy, options, words):
 
 
 def test_inductor_options_pass_through_and_are_checked(xy):
-    torch.compile(both, backend="fusion", options={"max_autotune": False, "fusion.gate": "always"})(*xy)
+    torch.compile(both, backend="fusion", options={"max_autotune": False, "fusion.gate": "always"})(
+        *xy
+    )
     assert fused() == ["add_mul_exp", "layer_norm"]
     with pytest.raises(Exception, match="no_such_option"):
         torch.compile(both, backend="fusion", options={"no_such_option": 1})(*xy)
@@ -80,7 +88,9 @@ def test_inductor_options_pass_through_and_are_checked(xy):
 
 def test_mode_and_options_together_are_torchs_own_error(xy):
     with pytest.raises(RuntimeError, match="mode.*options"):
-        torch.compile(both, backend="fusion", mode="max-autotune", options={"fusion.gate": "always"})
+        torch.compile(
+            both, backend="fusion", mode="max-autotune", options={"fusion.gate": "always"}
+        )
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
@@ -89,7 +99,9 @@ def test_modes(xy, mode):
 
 
 def test_fullgraph_and_no_cpu_fusion_by_default(xy):
-    torch.testing.assert_close(torch.compile(both, backend="fusion", fullgraph=True)(*xy), both(*xy))
+    torch.testing.assert_close(
+        torch.compile(both, backend="fusion", fullgraph=True)(*xy), both(*xy)
+    )
     report = fusion_backend.report()
     assert not report.fused and {s.pattern for s in report.sites} >= {"add_mul_exp", "layer_norm"}
     assert all("CUDA" in s.reason for s in report.sites)
@@ -101,7 +113,7 @@ def test_nothing_accepted_is_the_same_object(xy):
     class Watching(FusionBackend):
         pass
 
-    import fusion_backend.backend as module
+    import fusion_backend.frontends.dynamo as module
 
     def plain(mode, options):
         def compile(gm, inputs):
@@ -136,13 +148,16 @@ def test_report_text_and_json(xy):
     assert "2 of 2 recognised sites fused in 1 graph" in text and __file__ in text
     data = json.loads(report.to_json())
     assert data["graphs"][0]["sites"][0]["where"].startswith(__file__)
-    assert {s["pattern"]: s["bytes_saved"] for s in data["graphs"][0]["sites"]}["add_mul_exp"] == 2 * 2 * 4 * 8 * 4
+    assert {s["pattern"]: s["bytes_saved"] for s in data["graphs"][0]["sites"]}[
+        "add_mul_exp"
+    ] == 2 * 2 * 4 * 8 * 4
 
 
 def test_nearest_miss_names_the_node_and_line():
     def almost(x, w):
         centred = x - x.mean(-1, keepdim=True)
-        return centred / torch.sqrt(centred.abs().mean(-1, keepdim=True) + 1e-5) * w  # abs, not pow(2)
+        # abs, not pow(2)
+        return centred / torch.sqrt(centred.abs().mean(-1, keepdim=True) + 1e-5) * w
 
     report = explain(almost, torch.randn(4, 8), torch.randn(8))
     (miss,) = [m for m in report.misses if m.pattern == "layer_norm"]
@@ -157,7 +172,7 @@ def test_log_variable(xy, capfd, monkeypatch):
 
 
 def test_failure_of_ours_falls_back_and_says_so(xy, monkeypatch):
-    import fusion_backend.backend as module
+    import fusion_backend.frontends.dynamo as module
 
     def broken(*args):
         raise RuntimeError("a bug of ours")
@@ -185,7 +200,8 @@ def test_user_pattern_trains_through_the_default_vjp(scratch):
     x, w = torch.randn(3, 5, requires_grad=True), torch.randn(5, requires_grad=True)
     f = compiled(lambda x, w: 1.5 * torch.tanh(w * x), gate="always", only=["scaled_tanh"])
     torch.testing.assert_close(
-        torch.autograd.grad(f(x, w).sum(), (x, w)), torch.autograd.grad((1.5 * torch.tanh(w * x)).sum(), (x, w))
+        torch.autograd.grad(f(x, w).sum(), (x, w)),
+        torch.autograd.grad((1.5 * torch.tanh(w * x)).sum(), (x, w)),
     )
     assert fused() == ["scaled_tanh"]
 
@@ -212,7 +228,9 @@ def test_two_results(scratch):
         )
 
 
-@pytest.mark.parametrize("kind", ["data", "unused", "no tensor", "disagree", "annotation", "arguments", "scalar"])
+@pytest.mark.parametrize(
+    "kind", ["data", "unused", "no tensor", "disagree", "annotation", "arguments", "scalar"]
+)
 def test_broken_patterns_name_pattern_and_line(scratch, kind):
     def define():
         if kind == "data":
@@ -291,7 +309,7 @@ def test_two_patterns_of_one_name():
             "    return x.sin()",
         )
     )
-    from fusion_backend.backend import patterns
+    from fusion_backend.frontends.dynamo import patterns
 
     patterns()
     with pytest.raises(PatternError, match="layer_norm.*taken by pattern layer_norm"):
@@ -373,7 +391,11 @@ def test_exported_program_has_the_same_sites(xy):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.a, self.b = torch.nn.LayerNorm(8), torch.nn.Linear(8, 6), torch.nn.Linear(8, 6)
+            self.norm, self.a, self.b = (
+                torch.nn.LayerNorm(8),
+                torch.nn.Linear(8, 6),
+                torch.nn.Linear(8, 6),
+            )
 
         def forward(self, x, y):
             h = self.norm(torch.exp((x + y) * 2))
@@ -387,7 +409,9 @@ def test_exported_program_has_the_same_sites(xy):
     fusion_backend.reset()
     new = fusion_backend.fuse(program, gate="always")
     exported = sorted((s.pattern, s.where) for s in fusion_backend.report().fused)
-    with_compile = sorted((s.pattern, s.where) for s in explain(model, *xy, options={"fusion.gate": "always"}).fused)
+    with_compile = sorted(
+        (s.pattern, s.where) for s in explain(model, *xy, options={"fusion.gate": "always"}).fused
+    )
     assert [p for p, _ in exported] == ["add_mul_exp", "gated_linear", "layer_norm", "layer_norm"]
     assert exported == with_compile
     torch.testing.assert_close(new.module()(*xy), model(*xy))
@@ -412,4 +436,6 @@ def test_result_written_to_in_place_while_training():
         warnings.simplefilter("error", RuntimeWarning)
         out = compiled(f, gate="always", only=["layer_norm"])(x)
     assert fused() == ["layer_norm"]
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), x), torch.autograd.grad(f(x).sum(), x))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), x), torch.autograd.grad(f(x).sum(), x)
+    )

@@ -1,4 +1,6 @@
-"""The command benchmarks.models: the user's own model and what can be wrong with it, timm, files, exit codes."""
+"""The command benchmarks.models: the user's own model and what can be wrong with it, timm, files,
+exit codes.
+"""
 
 import dataclasses
 import gzip
@@ -50,8 +52,16 @@ def own(tmp_path):
     [
         ("{0}", INFER, "is not package.module:function or file.py:function"),
         ("{0}.nothere.py:build", INFER, "there is no file"),
-        ("no_such_module:build", INFER, "there is no module no_such_module .* a file works too: path/to/file.py:build"),
-        ("{1}/broken.py:build", INFER, "importing .*broken.py raised ModuleNotFoundError.*broken.py:1"),
+        (
+            "no_such_module:build",
+            INFER,
+            "there is no module no_such_module .* a file works too: path/to/file.py:build",
+        ),
+        (
+            "{1}/broken.py:build",
+            INFER,
+            "importing .*broken.py raised ModuleNotFoundError.*broken.py:1",
+        ),
         ("{1}/syntax.py:build", INFER, "importing .*syntax.py raised SyntaxError"),
         ("{0}:missing", INFER, "has no function missing"),
         ("{0}:raises", INFER, r"raised ZeroDivisionError: division by zero \(.*mine.py:\d+\)"),
@@ -79,18 +89,35 @@ def test_the_users_model_in_its_forms(own, monkeypatch):
 
 def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
     """Inductor and fusion for real: compiled cold and warm, timed, traced, kept."""
-    monkeypatch.setattr(model_run, "STARTED", {("inductor", True), ("fusion", True)})  # saves a compilation of each
+    # saves a compilation of each
+    monkeypatch.setattr(model_run, "STARTED", {("inductor", True), ("fusion", True)})
     out, traces = tmp_path / "results.json", tmp_path / "traces"
-    argv = ["--module", f"{own}:build", f"{own}:raises", "--mode", "train", "--optimizer", "sgd", "--rounds", "2"]
-    assert models.main([*argv, "--least-ms", "1", "--out", str(out), "--trace", str(traces)]) == 1  # of :raises
+    argv = [
+        "--module",
+        f"{own}:build",
+        f"{own}:raises",
+        "--mode",
+        "train",
+        "--optimizer",
+        "sgd",
+        "--rounds",
+        "2",
+    ]
+    # of :raises
+    assert models.main([*argv, "--least-ms", "1", "--out", str(out), "--trace", str(traces)]) == 1
     run = Run.load(out)
     good, bad = run.rows
     assert [one.name for one in good.contenders] == ["eager", "inductor", "fusion"]
-    assert all(one.status == OK and one.step.median > 0 and one.gradient_error < 1e-5 for one in good.contenders)
+    assert all(
+        one.status == OK and one.step.median > 0 and one.gradient_error < 1e-5
+        for one in good.contenders
+    )
     assert good.of("fusion").fused, good
     for name in ("inductor", "fusion"):
         assert good.of(name).cold_s > good.of(name).warm_s >= 0
-        assert json.loads(gzip.open(traces / f"mine_build-train-{name}.json.gz").read())["traceEvents"]
+        assert json.loads(gzip.open(traces / f"mine_build-train-{name}.json.gz").read())[
+            "traceEvents"
+        ]
     assert sum(good.of("eager").shares.values()) == pytest.approx(1, abs=1e-4)
     assert bad.contenders == [] and "ZeroDivisionError" in bad.notes[0]
     assert run.about["command"].startswith("python -m benchmarks.models --module")
@@ -110,9 +137,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "measured", stub)
     out = tmp_path / "results.json"
-    assert models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
+    assert (
+        models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
+    )
     run = Run.load(out)
-    assert [row.name for row in run.rows] == ["plain_llama"] and "plain_bert infer" in run.about["stopped"]
+    assert [row.name for row in run.rows] == ["plain_llama"] and "plain_bert infer" in run.about[
+        "stopped"
+    ]
 
 
 def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
@@ -120,7 +151,10 @@ def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
 
     def stub(kind, name, mode, args, device, say):
         clock()
-        ones = [ModelContender(who, step=Spread.of([ms])) for who, ms in (("inductor", ratio), ("fusion", 1.0))]
+        ones = [
+            ModelContender(who, step=Spread.of([ms]))
+            for who, ms in (("inductor", ratio), ("fusion", 1.0))
+        ]
         return ModelRow(name, mode, "f32", dict(layers=args.layers or 2), None, ones)
 
     monkeypatch.setattr(models, "measured", stub)
@@ -131,11 +165,25 @@ def test_no_model_is_begun_that_the_time_does_not_suffice_for(tmp_path, monkeypa
     monkeypatch.setattr(models.time, "monotonic", lambda: now[0])
     measured_as(monkeypatch, clock=lambda: now.__setitem__(0, now[0] + 40))
     out = tmp_path / "results.json"
-    argv = ["--model", "plain_llama", "plain_bert", "plain_vit", "--minutes", "1.5", "--out", str(out)]
+    argv = [
+        "--model",
+        "plain_llama",
+        "plain_bert",
+        "plain_vit",
+        "--minutes",
+        "1.5",
+        "--out",
+        str(out),
+    ]
     assert models.main(argv) == 0
     run = Run.load(out)
-    assert [row.name for row in run.rows] == ["plain_llama", "plain_bert"] and run.about["seconds"] == 80
-    assert run.about["stopped"] == "time is up after 2 of 3 models" and "2 of 3" in capsys.readouterr().err
+    assert [row.name for row in run.rows] == ["plain_llama", "plain_bert"] and run.about[
+        "seconds"
+    ] == 80
+    assert (
+        run.about["stopped"] == "time is up after 2 of 3 models"
+        and "2 of 3" in capsys.readouterr().err
+    )
 
 
 def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
@@ -144,10 +192,16 @@ def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
     assert models.main(["--model", "plain_llama", "plain_bert", *add]) == 0  # no file yet
     measured_as(monkeypatch, ratio=3.0)
     assert models.main(["--model", "plain_llama", "plain_vit", *add]) == 0
-    assert models.main(["--model", "plain_llama", "--layers", "3", *add]) == 0  # another size is another row
+    # another size is another row
+    assert models.main(["--model", "plain_llama", "--layers", "3", *add]) == 0
     run = Run.load(out)
     found = {(row.name, row.about["layers"]): row.ratio("fusion") for row in run.rows}
-    assert found == {("plain_bert", 2): 2, ("plain_llama", 2): 3, ("plain_vit", 2): 3, ("plain_llama", 3): 3}
+    assert found == {
+        ("plain_bert", 2): 2,
+        ("plain_llama", 2): 3,
+        ("plain_vit", 2): 3,
+        ("plain_llama", 3): 3,
+    }
     assert run.about["command"].count("python -m benchmarks.models --model") == 3
     run.about["torch"] = "1.0"
     run.save(out)
@@ -166,8 +220,14 @@ def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
         (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
         (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),
         (["--model", "plain_vit", "--dropout"], "--dropout is for --mode train"),
-        (["--module", "mine:build", "--mode", "train", "--dropout"], "one of --module has its own mode"),
-        (["--model", "plain_vit", "--mode", "train", "--dropout", "--exact", "fp32"], "there are no errors to show"),
+        (
+            ["--module", "mine:build", "--mode", "train", "--dropout"],
+            "one of --module has its own mode",
+        ),
+        (
+            ["--model", "plain_vit", "--mode", "train", "--dropout", "--exact", "fp32"],
+            "there are no errors to show",
+        ),
         (["--model", "plain_vit", "--trace", "x", "--no-profile"], "--no-profile leaves out"),
     ],
 )
@@ -196,7 +256,9 @@ def test_a_model_that_cannot_be_built_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "timm", None)
     assert models.main(["--timm", "resnet50", "--mode", "train", "decode"]) == 1
     shown = capsys.readouterr().out
-    assert "not measured: --timm needs timm" in shown and "there is no mode decode for --timm" in shown
+    assert (
+        "not measured: --timm needs timm" in shown and "there is no mode decode for --timm" in shown
+    )
 
 
 def test_the_other_models_go_on(tmp_path, monkeypatch, capsys):
@@ -237,6 +299,12 @@ def test_timm(monkeypatch):
 
 
 def test_sizes_from_the_command_line():
-    args = models.arguments(["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"])
+    args = models.arguments(
+        ["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"]
+    )
     subject = models.subject_of("model", "plain_llama", INFER, args, CPU)
-    assert subject().shape == (3, 5, 128) and subject.about["layers"] == 1 and len(subject.model.layers) == 1
+    assert (
+        subject().shape == (3, 5, 128)
+        and subject.about["layers"] == 1
+        and len(subject.model.layers) == 1
+    )

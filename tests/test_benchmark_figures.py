@@ -1,4 +1,6 @@
-"""What the README and docs quote: written from results, and the command that measures them again."""
+"""What the README and docs quote: written from results, and the command that measures
+them again.
+"""
 
 import re
 from pathlib import Path
@@ -14,14 +16,23 @@ PAGE_BYTES = 1_500_000
 
 
 def compare_run() -> Run:
-    rows = [CompareRow(f"w{i}", "same", spread(ms), spread(ms * ratio), ratio, ratio - 0.01, ratio + 0.01)
-            for i, (ms, ratio) in enumerate(((0.005, 1.08), (0.03, 0.996), (0.3, 1.002), (3, 1.04)))]  # fmt: skip
-    return Run("compare", dict(ABOUT), [*rows, CompareRow("late", "new", note="the base has no such pattern")])
+    rows = [CompareRow(f"w{i}", "same", spread(ms), spread(ms * ratio), ratio, ratio - 0.01,
+        ratio + 0.01)
+            for i, (ms, ratio) in enumerate(((0.005, 1.08), (0.03, 0.996), (0.3, 1.002),
+            (3, 1.04)))]  # fmt: skip
+    return Run(
+        "compare",
+        dict(ABOUT),
+        [*rows, CompareRow("late", "new", note="the base has no such pattern")],
+    )
 
 
 def sweep_run() -> Run:
     works = (("flash", "SDPA", 0.5), ("flash", "BM=128 BN=64", 0.4), ("flash", "BM=64 BN=64", 0.6))
-    rows = [dict(work=work, config=config, ms=ms) for work, config, ms in (*works, ("other", "rows=1 warps=4", 0.1))]
+    rows = [
+        dict(work=work, config=config, ms=ms)
+        for work, config, ms in (*works, ("other", "rows=1 warps=4", 0.1))
+    ]
     return Run("sweep", dict(ABOUT), rows)
 
 
@@ -30,8 +41,10 @@ def test_figures_are_those_of_the_committed_results(capsys):
 
 
 def compiled_run() -> Run:
-    rows = [dict(kernel=kernel, dtype="bf16", work="", warps=4, triton=triton, registers=n, spilled=0, shared=16,
-                 tensor_core="") for kernel, triton, n in (("a", "3.9.0", 40), ("a", "3.6.0", 32), ("a", "3.9.0", 41),
+    rows = [dict(kernel=kernel, dtype="bf16", work="", warps=4, triton=triton, registers=n,
+        spilled=0, shared=16,
+                 tensor_core="") for kernel, triton,
+                 n in (("a", "3.9.0", 40), ("a", "3.6.0", 32), ("a", "3.9.0", 41),
                                                            ("b", "3.9.0", 8))]  # fmt: skip
     return Run("compile_kernels", dict(ABOUT), rows)
 
@@ -40,12 +53,21 @@ def compiled_run() -> Run:
 def pages(tmp_path):
     """A repository with a page, and results of each kind."""
     (tmp_path / "docs").mkdir()
-    runs = dict(p=pattern_run(), m=model_run(), b=block_run(), c=compare_run(), s=sweep_run(), k=compiled_run())
+    runs = dict(
+        p=pattern_run(),
+        m=model_run(),
+        b=block_run(),
+        c=compare_run(),
+        s=sweep_run(),
+        k=compiled_run(),
+    )
     for name, run in runs.items():
         run.save(tmp_path / f"{name}.json")
 
     def write(asked, inside=""):
-        (tmp_path / "README.md").write_text(f"# A\n\n<!-- figures: {asked} -->\n{inside}<!-- end of figures -->\n\nB\n")
+        (tmp_path / "README.md").write_text(
+            f"# A\n\n<!-- figures: {asked} -->\n{inside}<!-- end of figures -->\n\nB\n"
+        )
         return tmp_path
 
     return write
@@ -60,28 +82,51 @@ def asked_for(pages, asked) -> str:
 
 def test_summary(pages):
     found = asked_for(pages, "summary p.json").replace("\n", " ")
-    assert "In 9 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
+    assert (
+        "In 9 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
+    )
     assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
-    assert "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower" in found
-    assert "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found and "0.3% (median)" in found
+    assert (
+        "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower"
+        in found
+    )
+    assert (
+        "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found
+        and "0.3% (median)" in found
+    )
 
 
 def test_versions_of_triton_stand_side_by_side(pages):
     found = asked_for(pages, "compiled k.json")
-    assert "| kernel | launches | registers, 3.6.0 | registers, 3.9.0 | bytes spilled, 3.6.0 | " in found
-    assert "| a | 2 | 32 | 41 | 0 | 0 | 16 | 16 |" in found and "| b | 1 | – | 8 | – | 0 | – | 16 |" in found
+    assert (
+        "| kernel | launches | registers, 3.6.0 | registers, 3.9.0 | bytes spilled, 3.6.0 | "
+        in found
+    )
+    assert (
+        "| a | 2 | 32 | 41 | 0 | 0 | 16 | 16 |" in found
+        and "| b | 1 | – | 8 | – | 0 | – | 16 |" in found
+    )
 
 
 def test_by_pattern(pages):
     found = asked_for(pages, "by-pattern p.json")
-    assert "| add_mul | 1 | 1 | 0 | 1 | 1.45 | 1.45 | 1.45 | 1.18 |" in found  # declined: the same code
+    # declined: the same code
+    assert "| add_mul | 1 | 1 | 0 | 1 | 1.45 | 1.45 | 1.45 | 1.18 |" in found
     assert "| softmax | 2 | 0 | 1 | 0 | 0.67 | 1.45 | 1.45 | 1.18 |" in found
 
 
 def test_named_rows(pages):
-    found = asked_for(pages, "rows p.json: softmax bf16 n=100000000 train;\nadd_mul bf16  n=1000000")
-    assert "| site | eager | plain Inductor | max-autotune | fusion | ratio | to max-autotune | of the floor |" in found
-    assert "| softmax bf16 n=100000000 train | 0.0698 | 0.0372 | 0.0302 | 0.0256 | 1.45 | 1.18 | 91% |" in found
+    found = asked_for(
+        pages, "rows p.json: softmax bf16 n=100000000 train;\nadd_mul bf16  n=1000000"
+    )
+    assert (
+        "| site | eager | plain Inductor | max-autotune | fusion | ratio | to max-autotune | of the floor |"
+        in found
+    )
+    assert (
+        "| softmax bf16 n=100000000 train | 0.0698 | 0.0372 | 0.0302 | 0.0256 | 1.45 | 1.18 | 91% |"
+        in found
+    )
     assert "| add_mul bf16 n=1000000 | 0.0007 | 0.0004 | 0.0003 | – | – | – | – |" in found
 
 
@@ -92,17 +137,26 @@ def test_all_rows(pages):
         "| add_mul bf16 n=100000000 | 0.0698 | 0.0372 | 0.0302 | 0.0256 | 1.45 (declined) | 1.18 | 91% | 0.80 |"
         in found
     )
-    assert "| add_mul bf16 n=100000000 train | 0.0698 | 0.0372 | – | 0.0256 | 1.45 | – | 91% | – |" in found
+    assert (
+        "| add_mul bf16 n=100000000 train | 0.0698 | 0.0372 | – | 0.0256 | 1.45 | – | 91% | – |"
+        in found
+    )
 
 
 def test_what_was_taken_instead():
     """Users get another pattern's kernel: the row is neither declined nor "the same"."""
     run = pattern_run()
     row = next(row for row in run.rows if row.name == "add_mul bf16 n=100000000")
-    row.of("fusion").sites = [dict(pattern="add_mul", fused=False), dict(pattern="gelu", fused=True)]
+    row.of("fusion").sites = [
+        dict(pattern="add_mul", fused=False),
+        dict(pattern="gelu", fused=True),
+    ]
     assert "| 1.45 (by gelu) | 1.18 | 91% | 0.80 |" in figures.named_rows(run, [row.name])
     assert "| add_mul | 2 | 0 | 0 | 0 | 1.45 | 1.45 | 1.45 | 1.18 |" in figures.by_pattern(run, [])
-    assert "faster than plain Inductor" in figures.summary(run, []).replace("\n", " ").split("10 of 11 rows")[1]
+    assert (
+        "faster than plain Inductor"
+        in figures.summary(run, []).replace("\n", " ").split("10 of 11 rows")[1]
+    )
 
 
 def test_no_committed_row_is_declined_and_faster():
@@ -114,7 +168,9 @@ def test_columns_that_nobody_measured_are_left_out():
     run = pattern_run()
     for row in run.rows:
         row.contenders = [c for c in row.contenders if c.name in ("inductor", "fusion")]
-    assert figures.named_rows(run, []).startswith("| site | plain Inductor | fusion | ratio | of the floor |\n")
+    assert figures.named_rows(run, []).startswith(
+        "| site | plain Inductor | fusion | ratio | of the floor |\n"
+    )
 
 
 def test_memory_that_differs(pages):
@@ -128,14 +184,20 @@ def test_memory_that_differs(pages):
 
 def test_losses_are_found(pages):
     found = asked_for(pages, "losses p.json")
-    assert len(re.findall("^\\| ", found, re.M)) == 1 + 2 and "| softmax bf16 n=100000000 | 0.0698 | 0.0372 |" in found
+    assert (
+        len(re.findall("^\\| ", found, re.M)) == 1 + 2
+        and "| softmax bf16 n=100000000 | 0.0698 | 0.0372 |" in found
+    )
     assert "None." in asked_for(pages, "losses m.json")
 
 
 def test_a_slower_model_is_a_loss():
     run = model_run()
     run.rows[0].of("fusion").step = spread(25.0)
-    assert "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 25.00 | 0.80 |" in figures.losses(run, [])
+    assert (
+        "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 25.00 | 0.80 |"
+        in figures.losses(run, [])
+    )
 
 
 def test_models_table(pages):
@@ -149,18 +211,29 @@ def test_models_table(pages):
 def test_where_the_time_of_models_goes(pages):
     found = asked_for(pages, "shares m.json")
     assert "| model | all kernels | matmul | pointwise | ours |" in found
-    assert "| plain_llama train | 18.00 → 14.40 | 10.80 → 8.64 | 7.20 → 0.00 | 0.00 → 5.76 |" in found
+    assert (
+        "| plain_llama train | 18.00 → 14.40 | 10.80 → 8.64 | 7.20 → 0.00 | 0.00 → 5.76 |" in found
+    )
 
 
 def test_two_sides_of_one_revision(pages):
     found = asked_for(pages, "compared c.json").replace("\n", " ")
-    assert "Of the 3 kernels that take at least 20 µs, 2 differ by at most 3%; median 0.4%, largest 4.0%." in found
-    assert "Of the 4 kernels that were timed, 2 differ" in found and "Not compared: late (new)." in found
+    assert (
+        "Of the 3 kernels that take at least 20 µs, 2 differ by at most 3%; median 0.4%, largest 4.0%."
+        in found
+    )
+    assert (
+        "Of the 4 kernels that were timed, 2 differ" in found
+        and "Not compared: late (new)." in found
+    )
 
 
 def test_block_sizes(pages):
     found = asked_for(pages, "block-sizes b.json")
-    assert "| add_mul f32 | 3000 | 3000 | 512 (256, 2) | 4096 (1024, 4) |" in found and "softmax" not in found
+    assert (
+        "| add_mul f32 | 3000 | 3000 | 512 (256, 2) | 4096 (1024, 4) |" in found
+        and "softmax" not in found
+    )
 
 
 def test_sweeps(pages):
@@ -173,7 +246,9 @@ def test_check_finds_a_change(pages, capsys):
     root = pages("by-pattern p.json", "by hand: 9.99\n")
     before = (root / "README.md").read_text()
     assert readme.main(["--check"], root) == 1
-    assert "-by hand: 9.99" in capsys.readouterr().out and (root / "README.md").read_text() == before
+    assert (
+        "-by hand: 9.99" in capsys.readouterr().out and (root / "README.md").read_text() == before
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,7 +256,10 @@ def test_check_finds_a_change(pages, capsys):
     [
         ("numbers p.json", "no figures of kind 'numbers'; there are source, summary, by-pattern"),
         ("summary nothere.json", "nothere.json"),
-        ("summary m.json", "summary needs a run of benchmarks.patterns; m.json is one of benchmarks.models"),
+        (
+            "summary m.json",
+            "summary needs a run of benchmarks.patterns; m.json is one of benchmarks.models",
+        ),
         ("rows p.json: conv2d n=1", "no row conv2d n=1"),
         ("summary", "is not of the form"),
     ],
@@ -191,23 +269,36 @@ def test_figures_that_there_are_not(pages, asked, message, capsys):
     assert message in capsys.readouterr().err
 
 
-# A measured time, rate, ratio or share. Prose may give one where its paragraph names a committed results file.
+# A measured time, rate, ratio or share. Prose may give one where its paragraph names a committed
+# results file.
 FIGURE = re.compile(r"\d\s?(ms|µs|TB/s|GB/s|TFLOP/s|times (as )?fast)\b|\d\s?%|\d\.\d+\s?×(?!\d)")
 
 
 def unsourced(text: str) -> list[str]:
     text = re.sub(r"```.*?```", "", readme.BLOCK.sub("", text), flags=re.DOTALL)
-    return [part for part in text.split("\n\n") if FIGURE.search(part) and "benchmarks/results/" not in part]
+    return [
+        part
+        for part in text.split("\n\n")
+        if FIGURE.search(part) and "benchmarks/results/" not in part
+    ]
 
 
 def test_no_measured_figure_without_a_source():
     assert unsourced((ROOT / "README.md").read_text()) == []
-    for path in (ROOT / "docs").glob("*.md"):  # prose in docs explains limits and options; tables hold measurements
-        lines = [line for part in unsourced(path.read_text()) for line in part.splitlines() if line.startswith("|")]
+    # prose in docs explains limits and options; tables hold measurements
+    for path in (ROOT / "docs").glob("*.md"):
+        lines = [
+            line
+            for part in unsourced(path.read_text())
+            for line in part.splitlines()
+            if line.startswith("|")
+        ]
         assert not [line for line in lines if FIGURE.search(line)], path.name
 
 
-@pytest.mark.parametrize("figure", ["0.094 ms", "1.5×", "96%", "3 %", "6.6 µs", "4.3 TB/s", "2 times as fast"])
+@pytest.mark.parametrize(
+    "figure", ["0.094 ms", "1.5×", "96%", "3 %", "6.6 µs", "4.3 TB/s", "2 times as fast"]
+)
 def test_a_figure_by_hand_is_found(figure):
     block = f"<!-- figures: summary x.json -->\nit takes {figure}\n<!-- end of figures -->\n"
     assert unsourced(f"A\n\nit takes {figure}\n\n{block}") == [f"it takes {figure}"]
@@ -235,17 +326,27 @@ def page(tmp_path):
     pattern_run().save(tmp_path / "p.json")
     model_run().save(tmp_path / "m.json")
     text = ""
-    for asked in ("rows p.json: softmax bf16 n=1000000;\nadd_mul bf16 n=100000000", "models m.json: plain_llama train"):
+    for asked in (
+        "rows p.json: softmax bf16 n=1000000;\nadd_mul bf16 n=100000000",
+        "models m.json: plain_llama train",
+    ):
         text += f"<!-- figures: {asked} -->\n<!-- end of figures -->\n"
     (tmp_path / "README.md").write_text(text)
     return tmp_path / "README.md"
 
 
 def test_what_a_page_quotes(page):
-    assert readme.quoted_names(page, "rows") == ["softmax bf16 n=1000000", "add_mul bf16 n=100000000"]
+    assert readme.quoted_names(page, "rows") == [
+        "softmax bf16 n=1000000",
+        "add_mul bf16 n=100000000",
+    ]
     assert readme.quoted_names(page, "models") == ["plain_llama train"]
     page.write_text("<!-- figures: models m.json -->\n<!-- end of figures -->\n")
-    assert readme.quoted_names(page, "models") == ["plain_llama train", "mine:build train", "bert train"]
+    assert readme.quoted_names(page, "models") == [
+        "plain_llama train",
+        "mine:build train",
+        "bert train",
+    ]
     with pytest.raises(ValueError, match="no figures of kind swept"):
         readme.quoted_names(page, "swept")
     with pytest.raises(ValueError, match="no figures"):
@@ -268,7 +369,8 @@ def test_the_readme_is_measured_again(page, tmp_path, monkeypatch, capsys):
     first, second, last = told
     assert first[:3] == ["benchmarks.patterns", "--quoted", str(page)] and "--once" in second
     minutes = [float(argv[argv.index("--minutes") + 1]) for argv in (first, second)]
-    assert minutes == [pytest.approx(2.5, abs=0.1), pytest.approx(10, abs=0.1)]  # the first took no time
+    # the first took no time
+    assert minutes == [pytest.approx(2.5, abs=0.1), pytest.approx(10, abs=0.1)]
     assert last[0] == "benchmarks.page" and len(last) == 2  # there are results of models alone
     shown = capsys.readouterr().out
     assert re.search(r"softmax bf16 n=1000000 +1\.45 +-\n", shown)

@@ -1,4 +1,6 @@
-"""benchmarks.models on a CPU: every model runs; contenders that fail, lie or dawdle are told; so are user errors."""
+"""benchmarks.models on a CPU: every model runs; contenders that fail, lie or dawdle are told; so
+are user errors.
+"""
 
 import dataclasses
 import sys
@@ -47,7 +49,9 @@ def test_plain_model(name, attention):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_both_attentions_of_a_plain_model_agree(name):
-    torch.testing.assert_close(tiny(name, INFER)(), tiny(name, INFER, "eager")(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        tiny(name, INFER)(), tiny(name, INFER, "eager")(), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -65,16 +69,27 @@ def test_transformers_model(name):
 @pytest.mark.parametrize(
     "name, each, once",
     [
-        ("plain_llama", dict(add_rms_norm=2, rotary=2, attention=1, gated_linear=1), dict(linear_cross_entropy=1)),
+        (
+            "plain_llama",
+            dict(add_rms_norm=2, rotary=2, attention=1, gated_linear=1),
+            dict(linear_cross_entropy=1),
+        ),
         ("plain_gpt2", dict(attention=1), dict(linear_cross_entropy=1)),
-        ("plain_bert", dict(add_layer_norm=2, attention=1), dict(add_layer_norm=1, linear_cross_entropy=1)),
+        (
+            "plain_bert",
+            dict(add_layer_norm=2, attention=1),
+            dict(add_layer_norm=1, linear_cross_entropy=1),
+        ),
         ("plain_vit", dict(attention=1), dict(linear_cross_entropy=1)),
     ],
 )
 def test_plain_models_hold_what_library_models_hold(name, each, once):
     subject, layers = tiny(name, TRAIN), ENTRIES[name].tiny.layers
     report = fusion_backend.explain(
-        subject.model, *subject.args, options={"fusion.gate": "always", "fusion.skip": "norm_linear"}, **subject.kwargs
+        subject.model,
+        *subject.args,
+        options={"fusion.gate": "always", "fusion.skip": "norm_linear"},
+        **subject.kwargs,
     )
     fused = [site.pattern for site in report.fused]
     for pattern in each.keys() | once.keys():
@@ -145,12 +160,15 @@ def test_wrong_slow_and_failing_contenders_are_told_apart():
         "memory": changed(exhaust),
     }
     said = []
-    for _ in range(3):  # a machine that stands still between two samples makes noise, and then nothing is slower
+    # a machine that stands still between two samples makes noise, and then nothing is slower
+    for _ in range(3):
         row = measure(subject, makes, QUICK, row, CPU, said.append)
         if row.of("slow").verdict:
             break
     status = {one.name: one.status for one in row.contenders}
-    assert status == dict(eager=OK, inductor=OK, wrong=WRONG, nan=WRONG, slow=OK, failing=FAILED, memory=FAILED)
+    assert status == dict(
+        eager=OK, inductor=OK, wrong=WRONG, nan=WRONG, slow=OK, failing=FAILED, memory=FAILED
+    )
     assert row.of("wrong").output_error == pytest.approx(0.01, rel=1e-2)
     assert row.of("failing").note == "ValueError: no such kernel"
     assert row.of("memory").note.startswith("out of memory (OutOfMemoryError: CUDA out of memory")
@@ -175,11 +193,27 @@ def test_wrong_gradients():
             return 2 * dy
 
     subject, row = subject_of(train=True)
-    makes = {"eager": lambda step: step, "doubled": changed(Doubled.apply), "detached": changed(detached(subject))}
-    row = measure(subject, makes, dataclasses.replace(QUICK, train=True, optimizer="adamw"), row, CPU, lambda _: None)
+    makes = {
+        "eager": lambda step: step,
+        "doubled": changed(Doubled.apply),
+        "detached": changed(detached(subject)),
+    }
+    row = measure(
+        subject,
+        makes,
+        dataclasses.replace(QUICK, train=True, optimizer="adamw"),
+        row,
+        CPU,
+        lambda _: None,
+    )
     assert row.of("eager").status == OK and row.of("eager").gradient_error < 1e-5
-    assert row.of("doubled").status == WRONG and row.of("doubled").gradient_error == pytest.approx(1, rel=1e-3)
-    assert row.of("detached").status == WRONG and "gradients of other parameters" in row.of("detached").note
+    assert row.of("doubled").status == WRONG and row.of("doubled").gradient_error == pytest.approx(
+        1, rel=1e-3
+    )
+    assert (
+        row.of("detached").status == WRONG
+        and "gradients of other parameters" in row.of("detached").note
+    )
 
 
 def detached(subject):
@@ -206,7 +240,9 @@ def test_an_exact_run_that_fails_is_a_note(monkeypatch):
 
     monkeypatch.setattr(model_run, "exact_results", fail)
     row = measure(subject, {"eager": lambda step: step}, QUICK, row, CPU, lambda _: None)
-    assert row.notes == ["no errors: the run in torch.float64 failed, out of memory (OutOfMemoryError: out of memory)"]
+    assert row.notes == [
+        "no errors: the run in torch.float64 failed, out of memory (OutOfMemoryError: out of memory)"
+    ]
     assert row.of("eager").step and row.of("eager").output_error is None
 
 
@@ -228,7 +264,11 @@ def test_a_run_that_only_fails_in_turns_is_not_timed(monkeypatch):
         CPU,
         lambda _: None,
     )
-    assert row.notes[0].startswith("not timed: out of memory") and row.of("eager").step is None and row.noise is None
+    assert (
+        row.notes[0].startswith("not timed: out of memory")
+        and row.of("eager").step is None
+        and row.noise is None
+    )
     assert row.of("eager").kernels == []
 
 
@@ -240,11 +280,19 @@ def test_a_contender_that_fails_in_its_turn_leaves_the_others_alone():
         calls.append(1)
         return y if len(calls) < 6 else exhaust(y)
 
-    makes = {"eager": lambda step: step, "inductor": backend("aot_eager"), "late": changed(exhausted_later)}
+    makes = {
+        "eager": lambda step: step,
+        "inductor": backend("aot_eager"),
+        "late": changed(exhausted_later),
+    }
     row = measure(subject, makes, QUICK, row, CPU, lambda _: None)
     assert [one.status for one in row.contenders] == [OK, OK, FAILED], row
-    assert row.of("late").note.startswith("in its turn: out of memory") and row.of("late").step is None
-    assert row.of("eager").step and row.of("eager").kernels and row.noise is not None and not row.notes
+    assert (
+        row.of("late").note.startswith("in its turn: out of memory") and row.of("late").step is None
+    )
+    assert (
+        row.of("eager").step and row.of("eager").kernels and row.noise is not None and not row.notes
+    )
 
 
 @dataclasses.dataclass
@@ -255,18 +303,23 @@ class Output:
 
 def test_outputs_are_found_in_a_dataclass():
     y = torch.ones(3)
-    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7)).values()] == [True] * 3
+    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7)).values()] == [
+        True
+    ] * 3
     with pytest.raises(ValueError, match="no floating tensor to compare: Output"):
         model_run.floats(Output(torch.ones(3, dtype=torch.long)))
 
 
-@pytest.mark.parametrize("dtype, error, status", [("f32", 1e-6, OK), ("f32", 5e-6, WRONG), ("bf16", 5e-3, OK)])
+@pytest.mark.parametrize(
+    "dtype, error, status", [("f32", 1e-6, OK), ("f32", 5e-6, WRONG), ("bf16", 5e-3, OK)]
+)
 def test_a_loss_is_a_sum_in_another_order(dtype, error, status):
     """A scalar's error is a sample: eager's own may be 0 by chance."""
     subject, row = subject_of()
     one, exact = model_run.ModelContender("mine"), subject().sum().detach()
     step = Step(subject, changed(lambda y: y.sum() * (1 + error)), Plan())
-    model_run.compare(step, one, ({0: exact.double()}, {}), model_run.ModelContender("eager", output_error=0.0),
+    model_run.compare(step, one, ({0: exact.double()}, {}),
+        model_run.ModelContender("eager", output_error=0.0),
                       model_run.DTYPES[dtype])  # fmt: skip
     assert one.status == status, one
 
@@ -278,4 +331,7 @@ def test_the_contenders():
 
 def test_reasons_are_one_line_and_counted_together():
     assert said(ValueError("")) == "ValueError: "
-    assert shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7") == "a value inside it is used elsewhere too"
+    assert (
+        shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7")
+        == "a value inside it is used elsewhere too"
+    )

@@ -27,7 +27,7 @@ from benchmarks.results import (
 )
 from benchmarks.timing import Clock
 from benchmarks.work import Work
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")
@@ -44,17 +44,32 @@ CPU = torch.device("cpu")
         ("triton_tem_fused_mm_3", "matmul"),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "matmul"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>", "attention"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>",
+            "attention",
+        ),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
         ("triton_poi_fused_add_layer_norm_mm_2", "pointwise"),
         ("triton_red_fused__scaled_dot_product_attention_0", "norm, softmax, reduction"),
         ("triton_per_fused_native_layer_norm_5", "norm, softmax, reduction"),
-        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>", "norm, softmax, reduction"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "norm, softmax, reduction"),
+        (
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>",
+            "norm, softmax, reduction",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+            "norm, softmax, reduction",
+        ),
         ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "copy"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+            "copy",
+        ),
         ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+            "pointwise",
+        ),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "other"),
         ("softmax_kernel", "ours"),
         ("softmax_kernel_0", "ours"),
@@ -68,16 +83,20 @@ def test_our_kernels_are_known_by_name():
     patterns()
     ours = trace.our_kernels()
     assert {"add_mul_exp_kernel", "quantize_int8_kernel"} <= ours
-    assert not any(trace.kind_of(name, set()) == "matmul" for name in ours if "linear" not in name), ours
+    assert not any(
+        trace.kind_of(name, set()) == "matmul" for name in ours if "linear" not in name
+    ), ours
 
 
 def test_a_trace_of_a_gpu_is_read(tmp_path):
     """Two steps; host events, and regions drawn on the device's line, are not kernels."""
     events = [
-        dict(cat="kernel", name="nvjet_x", dur=300.0), dict(cat="kernel", name="nvjet_x", dur=500.0),
+        dict(cat="kernel", name="nvjet_x", dur=300.0),
+        dict(cat="kernel", name="nvjet_x", dur=500.0),
         dict(cat="kernel", name="triton_poi_fused_add_0", dur=100.0),
         dict(cat="gpu_memcpy", name="Memcpy DtoD", dur=100.0),
-        dict(cat="cpu_op", name="aten::mm", dur=9000.0), dict(cat="gpu_user_annotation", name="step", dur=9000.0),
+        dict(cat="cpu_op", name="aten::mm", dur=9000.0),
+        dict(cat="gpu_user_annotation", name="step", dur=9000.0),
         dict(name="process_name", ph="M"),
     ]  # fmt: skip
     for path, opened in ((tmp_path / "t.json", open), (tmp_path / "t.json.gz", gzip.open)):
@@ -109,7 +128,9 @@ def test_traces_of_patterns(tmp_path, capsys):
     makes = {"eager": lambda reference: reference, "failing": lambda reference: refuse}
     row = measure(Work("softmax", dict(rows=8, n=16), torch.float32, train=True), bench, makes)
     assert [one.status for one in row.contenders] == ["ok", FAILED]
-    assert [path.name for path in tmp_path.iterdir()] == ["softmax-f32-rows=8-n=16-train-eager.json.gz"]
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "softmax-f32-rows=8-n=16-train-eager.json.gz"
+    ]
     assert "aten::_softmax_backward_data" in capsys.readouterr().out
 
 
@@ -120,27 +141,36 @@ def spread(ms) -> Spread:
     return Spread(9, ms, ms, ms / 50, ms * 0.97, ms * 1.1, ms * 0.99, ms * 1.02)
 
 
-ABOUT = dict(gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", date="2026-11-20", command="python -m benchmarks.x",
+ABOUT = dict(gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", date="2026-11-20",
+    command="python -m benchmarks.x",
              copy_bytes_s=4.3e12, matrix_flops_s=7e14, gpu_memory=150e9,
              noise=dict(median=0.003, max=0.01, rows=4))  # fmt: skip
 
 
 def pattern_run() -> Run:
     rows = []
-    for pattern, intensity in (("add_mul", 0.2), ("softmax", 1.1), ("gated_linear", 900.0), ("attention", 300.0)):
+    for pattern, intensity in (
+        ("add_mul", 0.2),
+        ("softmax", 1.1),
+        ("gated_linear", 900.0),
+        ("attention", 300.0),
+    ):
         for size, train in ((10**6, False), (10**8, False), (10**8, True)):
             least = max(size / 4.3e12, size * intensity / 7e14) * 1e3
             ones = []
-            for name, factor in (("eager", 3), ("inductor", 1.6), ("inductor-again", 1.6), ("max-autotune", 1.3),
+            for name, factor in (("eager", 3), ("inductor", 1.6), ("inductor-again", 1.6),
+                ("max-autotune", 1.3),
                                  ("fusion", 1.1)):  # fmt: skip
                 ms = least * factor
                 ones.append(Contender(
                     name, kernel=spread(ms), call=spread(ms * 1.2), rate_bytes=size / ms * 1e3,
-                    rate_flops=size * intensity / ms * 1e3, peak_bytes=2 * size * factor, saved_bytes=size * train,
+                    rate_flops=size * intensity / ms * 1e3, peak_bytes=2 * size * factor,
+                    saved_bytes=size * train,
                     errors=Errors({}, {}, 1e-3), compile_s=3.0,
                 ))  # fmt: skip
             work = f"{pattern} bf16 n={size}" + " train" * train
-            rows.append(Row(work, pattern, dict(n=size), "bf16", train, False, size, int(size * intensity), intensity,
+            rows.append(Row(work, pattern, dict(n=size), "bf16", train, False, size,
+                int(size * intensity), intensity,
                             least, ones, noise=0.004))  # fmt: skip
     rows[0].contenders[4] = Contender("fusion", status=FAILED, note="out of memory <7 GB>")
     rows[1].of("fusion").declined = "Inductor's kernel is as fast"
@@ -154,29 +184,47 @@ def model_run() -> Run:
     rows = []
     for name in ("plain_llama", "mine:build"):
         ones = [
-            ModelContender(who, step=spread(ms), device_ms=ms * 0.9, cold_s=30.0, warm_s=4.0, peak_bytes=int(1e9 * ms),
-                           output_error=1e-2, shares={"matmul": 0.6, "ours" if who == "fusion" else "pointwise": 0.4},
+            ModelContender(who, step=spread(ms), device_ms=ms * 0.9, cold_s=30.0, warm_s=4.0,
+            peak_bytes=int(1e9 * ms),
+                           output_error=1e-2,
+                           shares={"matmul": 0.6, "ours" if who == "fusion" else "pointwise": 0.4},
                            kernels=[dict(name="nvjet<a>", kind="matmul", calls=2, ms=ms / 2)])
             for who, ms in (("eager", 40.0), ("inductor", 20.0), ("fusion", 16.0))
         ]  # fmt: skip
         ones[2].verdict = "faster"
-        ones[2].fused, ones[2].declined = {"softmax": 8}, [dict(pattern="rotary", reason="no kernel yet", count=3)]
-        rows.append(ModelRow(name, "train", "bf16", dict(layers=8, batch=4), "float32", ones, 0.002, "inductor"))
+        ones[2].fused, ones[2].declined = (
+            {"softmax": 8},
+            [dict(pattern="rotary", reason="no kernel yet", count=3)],
+        )
+        rows.append(
+            ModelRow(
+                name, "train", "bf16", dict(layers=8, batch=4), "float32", ones, 0.002, "inductor"
+            )
+        )
     rows[1].contenders[1] = ModelContender("inductor", FAILED, "out of memory")
-    rows.append(ModelRow("bert", "train", "", {}, None, [], notes=["not measured: needs transformers"]))
+    rows.append(
+        ModelRow("bert", "train", "", {}, None, [], notes=["not measured: needs transformers"])
+    )
     return Run("models", dict(ABOUT), rows)
 
 
 def block_run() -> Run:
-    rows = [BlockRow("add_mul f32", "kernel", block, warps, spread(1), 1e9 * block * warps, chosen=block == warps * 128)
+    rows = [BlockRow("add_mul f32", "kernel", block, warps, spread(1), 1e9 * block * warps,
+        chosen=block == warps * 128)
             for block in (128, 256, 1024) for warps in (2, 4)]  # fmt: skip
-    rows += [BlockRow("add_mul f32", who, None, None, spread(2), 3e12) for who in ("eager", "inductor")]
+    rows += [
+        BlockRow("add_mul f32", who, None, None, spread(2), 3e12) for who in ("eager", "inductor")
+    ]
     rows += [BlockRow("softmax", "kernel", 128, 4, None, None, FAILED, "too large")]
     return Run("block_size", dict(ABOUT), rows)
 
 
 def compare_run() -> Run:
-    return Run("compare", dict(ABOUT), [CompareRow("add_mul", "slower", spread(1), spread(1.2), 1.2, 1.15, 1.25)])
+    return Run(
+        "compare",
+        dict(ABOUT),
+        [CompareRow("add_mul", "slower", spread(1), spread(1.2), 1.2, 1.15, 1.25)],
+    )
 
 
 RUNS = [pattern_run, model_run, block_run, compare_run]
@@ -198,7 +246,9 @@ class Balanced(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         for key in ("src", "href"):
-            assert attrs.get(key, "data:image/png;base64,").startswith("data:image/png;base64,"), attrs
+            assert attrs.get(key, "data:image/png;base64,").startswith("data:image/png;base64,"), (
+                attrs
+            )
         self.images += tag == "img"
         if tag not in ("meta", "img"):
             self.open.append(tag)
@@ -230,9 +280,16 @@ def test_page(make, tmp_path, capsys):
 
 def test_what_a_page_says(tmp_path):
     pattern = page.page(pattern_run(), [])
-    assert "out of memory &lt;7 GB&gt;" in pattern and "declined: Inductor&#x27;s kernel is as fast" in pattern
+    assert (
+        "out of memory &lt;7 GB&gt;" in pattern
+        and "declined: Inductor&#x27;s kernel is as fast" in pattern
+    )
     model = page.page(model_run(), [])
-    assert "not fused: 3 rotary: no kernel yet" in model and "nvjet&lt;a&gt;" in model and "needs transformers" in model
+    assert (
+        "not fused: 3 rotary: no kernel yet" in model
+        and "nvjet&lt;a&gt;" in model
+        and "needs transformers" in model
+    )
     assert "Measured on a CPU" in page.page(Run("compare", dict(gpu=None)), [])
 
 
@@ -243,7 +300,9 @@ def test_a_page_without_matplotlib(tmp_path, monkeypatch, capsys):
     assert page.main([str(path)]) == 1
     assert "plots need matplotlib" in capsys.readouterr().err
     written = path.with_suffix(".html").read_text()
-    assert "plots need matplotlib" in written and "<img" not in written and "softmax bf16" in written
+    assert (
+        "plots need matplotlib" in written and "<img" not in written and "softmax bf16" in written
+    )
 
 
 def test_files_that_hold_no_run(tmp_path, capsys):
@@ -261,7 +320,8 @@ def test_files_that_hold_no_run(tmp_path, capsys):
 def test_a_run_without_data_has_no_pictures():
     pytest.importorskip("matplotlib")
     row = Row("a", "a", {}, "f32", False, False, 0, 0, 0.0, 0.0, [], note="failed")
-    for run in (Run("patterns", {}, [row]), Run("models", {}, [ModelRow("m", "infer", "", {}, None, [])]),
+    for run in (Run("patterns", {}, [row]),
+        Run("models", {}, [ModelRow("m", "infer", "", {}, None, [])]),
                 Run("block_size", {}, [BlockRow("w", "kernel", 1, 1, None, None)])):  # fmt: skip
         assert plots.plots(run) == []
 
@@ -279,7 +339,9 @@ def test_labels_are_spread_apart():
 def test_model_table_as_text():
     run = model_run()
     first, second, third = (text(row) for row in run.rows)
-    assert re.search(r"fusion +16\.000 +0\.480 +1\.25\+ +14\.400 +16\.00 +30\.0 +4\.0 +1\.0e-02 +-", first), first
+    assert re.search(
+        r"fusion +16\.000 +0\.480 +1\.25\+ +14\.400 +16\.00 +30\.0 +4\.0 +1\.0e-02 +-", first
+    ), first
     assert "noise 0.2% (inductor timed twice)" in first and "fused: 8 softmax" in first
     assert "FAILED: out of memory" in second and "not measured: needs transformers" in third
 

@@ -1,4 +1,6 @@
-"""The command benchmarks.patterns: its table and file, what it is asked for, and compiling ahead."""
+"""The command benchmarks.patterns: its table and file, what it is asked for, and
+compiling ahead.
+"""
 
 import fcntl
 import os
@@ -26,7 +28,9 @@ def bench():
 
 
 def run_patterns(*argv) -> int:
-    return patterns.main([*argv, "--jobs", "0", "--rounds", "1", "--contenders", "eager", "inductor"])
+    return patterns.main(
+        [*argv, "--jobs", "0", "--rounds", "1", "--contenders", "eager", "inductor"]
+    )
 
 
 SIZED = ["--only", "add_mul", "quantize_int8", "--sizes", "size=1000", "size=2000"]
@@ -36,7 +40,11 @@ def test_a_table_and_its_file(tmp_path, capsys):
     assert run_patterns(*SIZED, "--out", str(tmp_path / "run.json")) == 0
     run = Run.load(tmp_path / "run.json")
     assert len(run.rows) == 4 and all(r.of("inductor").kernel for r in run.rows)
-    assert run.about["noise"]["rows"] and run.about["copy_bytes_s"] > 0 and run.about["matrix_flops_s"] > 0
+    assert (
+        run.about["noise"]["rows"]
+        and run.about["copy_bytes_s"] > 0
+        and run.about["matrix_flops_s"] > 0
+    )
     assert run.about["command"].startswith("python -m benchmarks.patterns")
     printed = capsys.readouterr().out
     assert "noise: Inductor's code timed twice" in printed and "say nothing about a GPU" in printed
@@ -73,8 +81,14 @@ def test_work_that_cannot_be_done_is_a_line(bench):
         (["--only", "nothing"], "no pattern nothing; there is"),
         (["--only", "add_mul", "--dtype", "f8"], "no dtype f8; there is f32"),
         (["--only", "add_mul", "--sizes", "huge"], "'huge' is neither"),
-        (["--only", "add_mul", "--sizes", "rows=3"], "add_mul has no size rows and needs size too (all of size)"),
-        (["--only", "attention", "--sizes", "hand=1"], "attention needs b, h, n, d too (all of b, h, n, d; may be"),
+        (
+            ["--only", "add_mul", "--sizes", "rows=3"],
+            "add_mul has no size rows and needs size too (all of size)",
+        ),
+        (
+            ["--only", "attention", "--sizes", "hand=1"],
+            "attention needs b, h, n, d too (all of b, h, n, d; may be",
+        ),
         (["--only", "softmax", "--sizes", "rows=0,n=8"], "rows=0,n=8: sizes are 1 or more"),
         (["--rows", "softmax", "layer_norm bf16 rows=46"], "no row 'layer_norm bf16 rows=46'"),
         (["--sizes", "size=3"], "cases need --only"),
@@ -102,9 +116,20 @@ def test_selection():
     assert len(small) + len(large) == len(WORK) and all(w.bytes <= 48e6 for w in small)
     assert all(w.train for w in asked("--train")) and not any(w.train for w in asked("--infer"))
     assert asked("--train", "--infer") == WORK
-    both = asked("--only", "layer_norm", "--sizes", "rows=3,n=1_000", "--dtype", "f32,f16", "--train", "--infer")
+    both = asked(
+        "--only",
+        "layer_norm",
+        "--sizes",
+        "rows=3,n=1_000",
+        "--dtype",
+        "f32,f16",
+        "--train",
+        "--infer",
+    )
     assert [(w.case, str(w.dtype), w.train) for w in both] == [
-        (dict(rows=3, n=1000), f"torch.{dtype}", train) for dtype in ("float32", "float16") for train in (False, True)
+        (dict(rows=3, n=1000), f"torch.{dtype}", train)
+        for dtype in ("float32", "float16")
+        for train in (False, True)
     ]
     assert [w.pattern for w in asked("--only", "gated_act")] == ["gated_act"]  # no row of its own
     assert len(asked("--only", "add_mul", "--sizes", "size=3", "size=3")) == 1
@@ -114,7 +139,9 @@ def test_rows_by_name():
     name = "layer_norm bf16 rows=16384 n=4096"  # the beginning of others' names
     assert [w.name for w in asked("--rows", name)] == [name]
     found = asked("--rows", f"{name}  train", "hand=1")
-    assert len(found) == 3 and found == [w for w in WORK if w.name == f"{name} train" or "hand=1" in w.name]
+    assert len(found) == 3 and found == [
+        w for w in WORK if w.name == f"{name} train" or "hand=1" in w.name
+    ]
     tiny = asked("--rows", "bf16 rows=64", "--only", "softmax", on_gpu=False)
     assert [w.name for w in tiny] == ["softmax bf16 rows=64 n=256 train"]
 
@@ -143,7 +170,10 @@ def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
 
 def test_work_compiled_ahead_is_found_in_the_cache(bench):
     work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
-    assert warm.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == ["done", "failed"]
+    assert warm.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == [
+        "done",
+        "failed",
+    ]
     hits = torch._dynamo.utils.counters["aot_autograd"]
     before = hits["autograd_cache_hit"]
     measure(work, bench, EAGER)
@@ -163,7 +193,10 @@ def test_a_run_in_parts(tmp_path, capsys):
 
 def test_quoted_rows_come_first_and_others_are_counted():
     args, _ = patterns.arguments(["--quoted", str(ROOT / "README.md"), "--minutes", "10"])
-    plan, quoted = patterns.planned(args, on_gpu=True), readme.quoted_names(ROOT / "README.md", "rows")
+    plan, quoted = (
+        patterns.planned(args, on_gpu=True),
+        readme.quoted_names(ROOT / "README.md", "rows"),
+    )
     assert {work.name for work, _ in plan[: len(quoted)]} == set(quoted) and len(plan) == len(WORK)
     assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))
 

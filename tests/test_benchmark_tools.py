@@ -1,4 +1,6 @@
-"""The tools around the benchmark: progress, configurations of kernels, and two revisions side by side."""
+"""The tools around the benchmark: progress, configurations of kernels, and two revisions side by
+side.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,8 @@ from benchmarks.results import Run
 from benchmarks.timing import Clock
 from benchmarks.work import F32, Work
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on CPU, kernels run in the interpreter
+# on CPU, kernels run in the interpreter
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ADD_MUL = Work("add_mul", dict(size=1000), F32)
 REAL = torch.empty_like
 
@@ -50,13 +53,22 @@ def test_block_sizes(tmp_path, capsys):
     assert block_size.main([*argv, str(tmp_path / "run.json")]) == 0
     run = Run.load(tmp_path / "run.json")
     kernels = {(r.block, r.warps): r for r in run.rows if r.who == "kernel"}
-    assert set(kernels) == {(64, 2), (1024, 2), (1024, 4), (2048, 2), (2048, 4)}  # 64 elements, 4 warps: idle threads
+    # 64 elements, 4 warps: idle threads
+    assert set(kernels) == {(64, 2), (1024, 2), (1024, 4), (2048, 2), (2048, 4)}
     assert [key for key, r in kernels.items() if r.chosen] == [(2048, 4)]
-    assert all(r.rate_bytes == pytest.approx(48000 / r.kernel.median * 1e3, rel=1e-4) for r in run.rows)
-    assert {r.who for r in run.rows} == {"kernel", "eager", "inductor"} and "GB/s" in capsys.readouterr().out
+    assert all(
+        r.rate_bytes == pytest.approx(48000 / r.kernel.median * 1e3, rel=1e-4) for r in run.rows
+    )
+    assert {r.who for r in run.rows} == {
+        "kernel",
+        "eager",
+        "inductor",
+    } and "GB/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["add_mul", "quantize_int8", "softmax", "layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize(
+    "name", ["add_mul", "quantize_int8", "softmax", "layer_norm", "add_rms_norm"]
+)
 def test_every_block_computes_the_same(name, monkeypatch):
     """A grid that does not fit the BLOCK would leave elements out."""
     size = dict(size=1500) if name in ("add_mul", "quantize_int8") else dict(rows=3, n=300)
@@ -82,7 +94,10 @@ def test_every_block_computes_the_same(name, monkeypatch):
         (["--pattern", "nothing"], "no pattern nothing"),
         (["--pattern", "gated_linear"], "python -m benchmarks.sweep gated_linear"),
         (["--pattern", "rotary"], "rotary has no kernel"),
-        (["--pattern", "add_mul", "--size", "rows=3"], "add_mul has no size rows and needs size too"),
+        (
+            ["--pattern", "add_mul", "--size", "rows=3"],
+            "add_mul has no size rows and needs size too",
+        ),
         (["--pattern", "add_mul", "--block", "100"], "100 is no power of two"),
     ],
 )
@@ -97,10 +112,14 @@ def test_a_configuration_that_fails_is_named(capsys):
         raise RuntimeError("out of resource: shared memory")
 
     found = sweep.timed(iter([("w", "bad", fails), ("w", "good", lambda: None)]), Clock(DEVICE), 1)
-    assert [words for _, words in found["w"]] == ["good"] and "w: bad fails: RuntimeError" in capsys.readouterr().out
+    assert [words for _, words in found["w"]] == [
+        "good"
+    ] and "w: bad fails: RuntimeError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("configs", dict.fromkeys(sweep.SWEEPS.values()), ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "configs", dict.fromkeys(sweep.SWEEPS.values()), ids=lambda fn: fn.__name__
+)
 def test_every_sweep_has_a_configuration_that_runs(configs):
     found = sweep.timed([next(configs(DEVICE))], lambda call: 1.0, 1)
     assert len(found) == 1
@@ -164,11 +183,28 @@ def test_this_tree_against_its_commit(tmp_path, capsys):
     if subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True).returncode:
         pytest.skip("no git checkout")
     out = tmp_path / "run.json"
-    argv = ["--base", "HEAD", "--only", "add_mul", "--sizes", "size=1000", "--rounds", "2", "--tolerance", "99"]
+    argv = [
+        "--base",
+        "HEAD",
+        "--only",
+        "add_mul",
+        "--sizes",
+        "size=1000",
+        "--rounds",
+        "2",
+        "--tolerance",
+        "99",
+    ]
     assert compare.main([*argv, "--out", str(out)]) == 0, capsys.readouterr()
     (found,) = Run.load(out).rows
-    assert found.verdict == "same" and found.base.n == found.new.n and found.low <= found.ratio <= found.high
-    trees = subprocess.run(["git", "-C", root, "worktree", "list"], capture_output=True, text=True).stdout
+    assert (
+        found.verdict == "same"
+        and found.base.n == found.new.n
+        and found.low <= found.ratio <= found.high
+    )
+    trees = subprocess.run(
+        ["git", "-C", root, "worktree", "list"], capture_output=True, text=True
+    ).stdout
     assert "base-tree" not in trees
 
 
@@ -184,9 +220,15 @@ def test_a_revision_that_is_none(capsys):
 
 
 def test_the_kernels_of_the_demo_agree():
-    """Each with its gradient, in the interpreter, in a process of its own, as the demo starts it."""
+    """Each with its gradient, in the interpreter, in a process of its own, as the demo
+    starts it.
+    """
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.interpreted"], env=environment, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "benchmarks.interpreted"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.returncode == 0 and "dropout_add" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The benchmarks measure what they say, and tell a wrong, a slow and a broken contender from the others."""
+"""The benchmarks measure what they say, and tell a wrong, a slow and a broken contender from the
+others.
+"""
 
 import json
 import time
@@ -11,7 +13,18 @@ from benchmarks import contenders, results, table, timing
 from benchmarks.accuracy import errors, wrong
 from benchmarks.contenders import CONTENDERS, TWIN, Bench, measure
 from benchmarks.counting import draws
-from benchmarks.results import FAILED, OK, WRONG, BlockRow, CompareRow, Contender, Errors, Row, Run, Spread
+from benchmarks.results import (
+    FAILED,
+    OK,
+    WRONG,
+    BlockRow,
+    CompareRow,
+    Contender,
+    Errors,
+    Row,
+    Run,
+    Spread,
+)
 from benchmarks.timing import Clock, in_turn, verdict
 from benchmarks.work import BF16, F32, SMALL, WORK, Work
 
@@ -26,7 +39,15 @@ def bench():
 
 
 def row(name="add_mul f32 size=1", **fields) -> Row:
-    given = dict(pattern="add_mul", case=dict(size=1), dtype="f32", train=False, linear=False, bytes=16, flops=2)
+    given = dict(
+        pattern="add_mul",
+        case=dict(size=1),
+        dtype="f32",
+        train=False,
+        linear=False,
+        bytes=16,
+        flops=2,
+    )
     return Row(name, **given | dict(intensity=0.125, floor_ms=1e-3, contenders=[]) | fields)
 
 
@@ -38,8 +59,13 @@ def row(name="add_mul f32 size=1", **fields) -> Row:
     [
         (ADD_MUL, 4 * 4 * 1000, 2 * 1000),
         (Work("add_mul_exp", dict(size=1000), BF16), 3 * 2 * 1000, 3 * 1000),
-        (Work("gated_linear", dict(m=8, k=16, n=32), F32), 4 * (8 * 16 + 2 * 16 * 32 + 8 * 32), None),
-        (Work("gated_act", dict(rows=8, n=10), F32), 4 * (160 + 80), None),  # no line in PASSES: argument and result
+        (
+            Work("gated_linear", dict(m=8, k=16, n=32), F32),
+            4 * (8 * 16 + 2 * 16 * 32 + 8 * 32),
+            None,
+        ),
+        # no line in PASSES: argument and result
+        (Work("gated_act", dict(rows=8, n=10), F32), 4 * (160 + 80), None),
         (Work("gated_act", dict(rows=8, n=10), F32, True), 2 * 4 * (160 + 80), None),
     ],
 )
@@ -73,16 +99,23 @@ def test_every_row_can_be_counted(work):
 def test_spread():
     found = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (found.n, found.median, found.mean, found.min, found.max) == (5, 3, 3, 1, 5)
-    assert (found.q25, found.q75, found.iqr) == (2, 4, 2) and found.std == pytest.approx(1.58114, rel=1e-4)
+    assert (found.q25, found.q75, found.iqr) == (2, 4, 2) and found.std == pytest.approx(
+        1.58114, rel=1e-4
+    )
     assert Spread.of([2.0]).iqr == 0
 
 
 def test_a_run_survives_its_file(tmp_path):
-    mine = Contender("eager", kernel=Spread.of([1.0]), errors=Errors({"max": 0.5}, {"max": 2.0}, 0.25))
+    mine = Contender(
+        "eager", kernel=Spread.of([1.0]), errors=Errors({"max": 0.5}, {"max": 2.0}, 0.25)
+    )
     for kind, rows in (
         ("patterns", [row(contenders=[mine])]),
         ("block_size", [BlockRow("add_mul", "kernel", 128, 4, Spread.of([2.0, 2.0]), 1e9)]),
-        ("compare", [CompareRow("add_mul", "same", Spread.of([1.0]), Spread.of([2.0]), 2.0, 1.9, 2.1)]),
+        (
+            "compare",
+            [CompareRow("add_mul", "same", Spread.of([1.0]), Spread.of([2.0]), 2.0, 1.9, 2.1)],
+        ),
         ("other", [dict(a=1)]),
     ):
         run = Run(kind, dict(gpu=None), rows)
@@ -128,12 +161,17 @@ def test_percentiles_of_errors():
 def test_percentiles_of_a_sample_agree_with_those_of_all():
     exact = torch.arange(1, 6_000_001, dtype=torch.float64)
     found = errors([exact * 1.5], [exact])
-    assert found.absolute["99"] == pytest.approx(0.5 * 0.99 * 6e6, rel=1e-3) and found.absolute["max"] == 3e6
+    assert (
+        found.absolute["99"] == pytest.approx(0.5 * 0.99 * 6e6, rel=1e-3)
+        and found.absolute["max"] == 3e6
+    )
 
 
 def test_of_integers_the_share_that_differs():
     exact = torch.arange(100)
-    assert errors([torch.where(exact < 3, exact + 1, exact)], [exact]).distance == pytest.approx(0.03)
+    assert errors([torch.where(exact < 3, exact + 1, exact)], [exact]).distance == pytest.approx(
+        0.03
+    )
 
 
 def off(exact, where, by):
@@ -171,7 +209,10 @@ def test_integers_may_round_the_other_way_and_no_more():
 
 def test_contenders_take_turns_and_a_long_call_gets_fewer():
     order, fresh = [], []
-    calls = {"a": lambda args: order.append("a"), "b": lambda args: (order.append("b"), time.sleep(0.03))}
+    calls = {
+        "a": lambda args: order.append("a"),
+        "b": lambda args: (order.append("b"), time.sleep(0.03)),
+    }
     times = in_turn(calls, lambda: fresh.append(1) or [], Clock(CPU), rounds=2)
     assert len(times["a"]) == 2 * timing.CALLS[1] and len(times["b"]) == 2 * timing.CALLS[0]
     assert order[2:] == ["a"] * 10 + ["b"] * 4 + ["a"] * 10 and len(fresh) == 2
@@ -193,7 +234,13 @@ def test_a_call_that_the_gpu_had_to_wait_for_is_repeated_with_more_in_front():
 
 @pytest.mark.parametrize(
     "mine, twins, said",
-    [(1.0, 0.0, ""), (1.009, 0.0, ""), (1.05, 0.0, "slower"), (0.95, 0.0, "faster"), (1.05, 0.06, "")],
+    [
+        (1.0, 0.0, ""),
+        (1.009, 0.0, ""),
+        (1.05, 0.0, "slower"),
+        (0.95, 0.0, "faster"),
+        (1.05, 0.06, ""),
+    ],
 )
 def test_a_difference_must_be_beyond_the_noise(mine, twins, said):
     assert verdict(Spread.of([mine] * 9), Spread.of([1.0] * 9), twins) == said
@@ -226,18 +273,27 @@ def test_the_harness_checks_itself(bench):
     assert [c.status for c in found.contenders] == [OK, OK, WRONG, OK, FAILED, OK]
     assert found.of("slow").verdict == "slower" and found.ratio("slow") < 0.5
     assert found.of("raising").note == "RuntimeError: broken" and found.of("raising").kernel is None
-    assert found.of("eager").errors.absolute["max"] < 1e-6 < found.of("wrong").errors.absolute["max"]
+    assert (
+        found.of("eager").errors.absolute["max"] < 1e-6 < found.of("wrong").errors.absolute["max"]
+    )
     assert found.noise is not None and found.of(TWIN).kernel.n == found.of("inductor").kernel.n
     run = Run("patterns", dict(noise=table.noise_of([found])), [found])
     assert table.honest(run.rows) == 1
     shown = table.text(found) + table.summary(run)
-    assert "WRONG: result 0 is" in shown and "FAILED: RuntimeError: broken" in shown and "noise: Inductor" in shown
+    assert (
+        "WRONG: result 0 is" in shown
+        and "FAILED: RuntimeError: broken" in shown
+        and "noise: Inductor" in shown
+    )
 
 
 def test_what_cannot_be_timed_keeps_its_errors(bench, monkeypatch):
     monkeypatch.setattr(contenders, "whole_calls", lambda *_: 1 / 0)
     found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]}).of("eager")
-    assert found.errors and (found.status, found.note) == (FAILED, "not timed: ZeroDivisionError: division by zero")
+    assert found.errors and (found.status, found.note) == (
+        FAILED,
+        "not timed: ZeroDivisionError: division by zero",
+    )
 
 
 def test_who_fails_in_its_turn_leaves_the_others_alone(bench):
@@ -253,8 +309,12 @@ def test_who_fails_in_its_turn_leaves_the_others_alone(bench):
         return fn
 
     found = measure(ADD_MUL, bench, EAGER | {"late": make})
-    assert [c.status for c in found.contenders] == [OK, OK, FAILED, OK] and found.of("late").kernel is None
-    assert found.of("late").note.startswith("in its turn: out of memory (") and found.noise is not None
+    assert [c.status for c in found.contenders] == [OK, OK, FAILED, OK] and found.of(
+        "late"
+    ).kernel is None
+    assert (
+        found.of("late").note.startswith("in its turn: out of memory (") and found.noise is not None
+    )
 
 
 def test_what_would_be_the_same_code_is_not_timed_again(bench, monkeypatch):
@@ -267,7 +327,10 @@ def test_what_would_be_the_same_code_is_not_timed_again(bench, monkeypatch):
         assert len(measure(ADD_MUL, bench, makers).contenders) == 3
         site.update(before)
     del makers["fusion"]
-    assert [c.name for c in measure(ADD_MUL, bench, makers).contenders] == ["eager", "fusion-always"]
+    assert [c.name for c in measure(ADD_MUL, bench, makers).contenders] == [
+        "eager",
+        "fusion-always",
+    ]
 
 
 def test_rates_follow_from_counts(bench):
@@ -275,7 +338,11 @@ def test_rates_follow_from_counts(bench):
     mine = found.of("eager")
     assert mine.rate_bytes == pytest.approx(found.bytes / mine.kernel.median * 1e3)
     assert mine.of_copy == pytest.approx(mine.rate_bytes / 1e10)
-    assert found.intensity == found.flops / found.bytes and found.noise is None and found.ratio("eager") is None
+    assert (
+        found.intensity == found.flops / found.bytes
+        and found.noise is None
+        and found.ratio("eager") is None
+    )
 
 
 def test_random_results_are_compared_under_the_mask_that_was_drawn(bench):
@@ -293,7 +360,9 @@ def test_random_results_are_compared_under_the_mask_that_was_drawn(bench):
 def test_what_the_gate_did_is_told(bench):
     names = ("eager", "inductor", "fusion", "fusion-always")
     found = measure(
-        Work("rms_norm", dict(rows=8, n=64), F32, train=True), bench, {name: CONTENDERS[name] for name in names}
+        Work("rms_norm", dict(rows=8, n=64), F32, train=True),
+        bench,
+        {name: CONTENDERS[name] for name in names},
     )
     assert all(c.status == OK for c in found.contenders), [c.note for c in found.contenders]
     if not torch.cuda.is_available():
@@ -301,5 +370,6 @@ def test_what_the_gate_did_is_told(bench):
         assert "DECLINED: the kernel needs CUDA tensors" in table.text(found)
     assert not found.of("fusion-always").declined and found.of("fusion-always").sites[0]["fused"]
     x, weight, mean = 8 * 64 * 4, 64 * 4, 8 * 4
-    assert found.of("inductor").saved_bytes == x + weight + mean  # eager keeps what lies between as well
+    # eager keeps what lies between as well
+    assert found.of("inductor").saved_bytes == x + weight + mean
     assert found.of("eager").saved_bytes > 2 * x

@@ -1,4 +1,6 @@
-"""Attention inside bodies of higher-order operators: a mask that is made around them is read there."""
+"""Attention inside bodies of higher-order operators: a mask that is made around them is
+read there.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 
 B, H, S, D = 2, 2, 12, 16
 sdpa = F.scaled_dot_product_attention
@@ -68,7 +70,10 @@ def one_mask(q, k, v, x):
 
 def branches(q, k, v, x):
     return torch.cond(
-        x.sum() > 0, lambda q, k, v, m: sdpa(q, k, v, m), lambda q, k, v, m: by_hand(q, k, v, m), (q, k, v, causal())
+        x.sum() > 0,
+        lambda q, k, v, m: sdpa(q, k, v, m),
+        lambda q, k, v, m: by_hand(q, k, v, m),
+        (q, k, v, causal()),
     )
 
 
@@ -76,8 +81,15 @@ def padding(q, k, v, x):
     return kept(sdpa, q, k, v, causal() & (x[0] > -3))
 
 
-DROPPED = {"layers": layers, "nested": nested, "added": added, "branches": branches, "one mask": one_mask}
-STAYS = {"written before": written_before, "written after": written_after, "masks that differ": masks_that_differ,
+DROPPED = {
+    "layers": layers,
+    "nested": nested,
+    "added": added,
+    "branches": branches,
+    "one mask": one_mask,
+}
+STAYS = {"written before": written_before, "written after": written_after,
+    "masks that differ": masks_that_differ,
          "padding": padding}  # fmt: skip
 
 
@@ -98,7 +110,8 @@ def test_a_mask_from_around_the_body(name):
     fusion_backend.reset()
     collector = Collector({})
     regions = name in ("one mask", "masks that differ")  # the Collector's graph would not run
-    # Plain Inductor 2.13 gives wrong gradients for a region that is called twice; autograd refuses the write.
+    # Plain Inductor 2.13 gives wrong gradients for a region that is called twice; autograd refuses
+    # the write.
     train = not regions and name != "written after"
     compiled = torch.compile(fn, backend="fusion" if regions else collector)
     have = run(compiled, inputs, train)
@@ -109,7 +122,9 @@ def test_a_mask_from_around_the_body(name):
     assert sites and not any(g.error for g in report.graphs), report
     for s in sites:
         assert s.fused == (name in DROPPED), s
-        assert s.reason.startswith("causal, proven from test_bodies.py:" if s.fused else "its mask stays: "), s
+        assert s.reason.startswith(
+            "causal, proven from test_bodies.py:" if s.fused else "its mask stays: "
+        ), s
 
 
 @pytest.mark.parametrize("name", ["layers", "padding"])
@@ -119,7 +134,9 @@ def test_through_inductor(name):
     inputs = [*(torch.randn(B, H, S, D) for _ in "qkv"), torch.randn(S, S)]
     torch.compiler.reset()
     fusion_backend.reset()
-    for have, want in zip(run(torch.compile(fn, backend="fusion"), inputs), run(fn, inputs), strict=True):
+    for have, want in zip(
+        run(torch.compile(fn, backend="fusion"), inputs), run(fn, inputs), strict=True
+    ):
         assert torch.allclose(have, want, atol=1e-5)
     sites = [s for s in fusion_backend.report().sites if s.pattern == "attention"]
     assert sites and all(s.fused == (name in DROPPED) for s in sites), fusion_backend.report()

@@ -1,5 +1,6 @@
-"""Each rule of canonical.py preserves values: what it reads as one expression is one value in fp64, and what is another
-value, or another rounding that nobody allowed, stays another expression."""
+"""Each rule of canonical.py preserves values: what it reads as one expression is one value in fp64,
+and what is another value, or another rounding that nobody allowed, stays another expression.
+"""
 
 import functools
 import math
@@ -7,10 +8,10 @@ import math
 import pytest
 import torch
 
-from fusion_backend.canonical import RULES, Canon
-from fusion_backend.capture import View, is_lowered
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, trace
-from fusion_backend.functional import functionalize_locals
+from fusion_backend.ir.canonicalize import RULES, Canon
 from fusion_backend.testing import assert_fuses
 from tests.canonical_cases import BYTES, INTS, LABELS, MASK, OTHER, SAME, M
 
@@ -34,7 +35,10 @@ def made(kind):
 def graph_of(fn, kinds):
     mode = FakeTensorMode()
     with mode:
-        fakes = [torch.empty_like(made(k), dtype=torch.float32 if type(k) is tuple else None) for k in kinds]
+        fakes = [
+            torch.empty_like(made(k), dtype=torch.float32 if type(k) is tuple else None)
+            for k in kinds
+        ]
     with torch.no_grad():
         gm = trace(lambda *args: fn(*args), fakes, mode)
     functionalize_locals(View(gm, gm.graph, {}, {}, {}, set(), {}, {}))
@@ -62,7 +66,9 @@ def test_one_value_is_one_expression(what):
     canon = Canon()
     found = [read(canon, fn, kinds) for fn in fns]
     for fn, expressions in zip(fns, found, strict=True):
-        assert expressions == found[0], f"line {fn.__code__.co_firstlineno if hasattr(fn, '__code__') else fn}"
+        assert expressions == found[0], (
+            f"line {fn.__code__.co_firstlineno if hasattr(fn, '__code__') else fn}"
+        )
 
 
 @pytest.mark.parametrize("what", SAME)

@@ -1,4 +1,6 @@
-"""Capture: what is written down is what running would give; what is not understood is copied; states are told apart."""
+"""Capture: what is written down is what running would give; what is not understood is copied;
+states are told apart.
+"""
 
 import logging
 import math
@@ -7,18 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fusion_backend.capture as capture_module
-from fusion_backend import autocast
-from fusion_backend.capture import captured
-from fusion_backend.collect import Collector
+import fusion_backend.capture.tracer as capture_module
+from fusion_backend.capture import autocast
+from fusion_backend.capture.mutation import Written
+from fusion_backend.capture.tracer import captured
+from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import assert_fuses, collect
-from fusion_backend.written import Written
 
 
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.norm, self.up, self.down = (
+            torch.nn.LayerNorm(8),
+            torch.nn.Linear(8, 16),
+            torch.nn.Linear(16, 8),
+        )
 
     def forward(self, x):
         h = self.norm(x)
@@ -35,7 +41,9 @@ def source(fn, *inputs, **kwargs):
 
 
 def lines(view):
-    """(operator, arguments with values by number, what is known of the result) of the tensors of a view."""
+    """(operator, arguments with values by number, what is known of the result) of the tensors of a
+    view.
+    """
     number: dict = {}
     found = []
     for n in view.graph.nodes:
@@ -43,11 +51,19 @@ def lines(view):
         if n.op == "output" or isinstance(value, (torch.SymInt, torch.SymFloat)):
             continue
         number[n] = len(number)
-        arguments = torch.fx.node.map_arg((n.args, n.kwargs), lambda a: number.get(a, str(a.meta.get("val"))))
+        arguments = torch.fx.node.map_arg(
+            (n.args, n.kwargs), lambda a: number.get(a, str(a.meta.get("val")))
+        )
         tensors = value if isinstance(value, (tuple, list)) else [value]
-        known = [(str(t.dtype), str(t.shape), str(t.stride())) for t in tensors if isinstance(t, torch.Tensor)]
+        known = [
+            (str(t.dtype), str(t.shape), str(t.stride()))
+            for t in tensors
+            if isinstance(t, torch.Tensor)
+        ]
         where = (str(view.owner.get(n)), str(view.region.get(n)), n in view.requires_grad)
-        found.append((str(n.target) if n.op == "call_function" else n.op, str(arguments), known, where))
+        found.append(
+            (str(n.target) if n.op == "call_function" else n.op, str(arguments), known, where)
+        )
     return found
 
 
@@ -71,7 +87,8 @@ def test_equal_arguments_are_told_from_different_ones():
 
 INDICES = {
     "whole and part": (lambda x: x[:, 0:4], 1),
-    "row and part": (lambda x: x[0, 0:4], 2),  # of [4, 5] the part is no operator, but that is not the result's doing
+    # of [4, 5] the part is no operator, but that is not the result's doing
+    "row and part": (lambda x: x[0, 0:4], 2),
     "row and all": (lambda x: x[0, 0:8], 1),
     "new dimensions": (lambda x: x[:, None, :, None], 2),
     "twice": (lambda x: x[:, None, 0:2] + x[:, None, 0:2], 5),
@@ -101,7 +118,10 @@ def looks_at_its_first_operator(x):
 
 
 def test_functions_of_the_user_may_look_at_their_values():
-    assert len(assert_written_as_run(lambda x: looks_at_its_first_operator(x) * 2, torch.randn(3, 4))) == 3
+    assert (
+        len(assert_written_as_run(lambda x: looks_at_its_first_operator(x) * 2, torch.randn(3, 4)))
+        == 3
+    )
 
 
 def in_place_root(x):
@@ -141,7 +161,9 @@ def test_where_memory_is_written_calls_are_run(f, monkeypatch):
     """Once: the graph says where. What is not written to is written down all the same."""
     used = []
     real = capture_module.captured
-    monkeypatch.setattr(capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written))
+    monkeypatch.setattr(
+        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+    )
     gm = source(f, torch.randn(3, 4))
     assert len(used) == 1 and used[0].touched < set(gm.graph.nodes)
     view = real(gm, used[0])
@@ -152,14 +174,22 @@ def test_where_memory_is_written_calls_are_run(f, monkeypatch):
 def aliases(view, among):
     """Which tensors of some Dynamo nodes share memory, by number."""
     first: dict = {}
-    nodes = [n for n in view.graph.nodes if view.owner.get(n) in among and isinstance(n.meta.get("val"), torch.Tensor)]
-    return [first.setdefault(n.meta["val"].untyped_storage()._cdata, i) for i, n in enumerate(nodes)]
+    nodes = [
+        n
+        for n in view.graph.nodes
+        if view.owner.get(n) in among and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    return [
+        first.setdefault(n.meta["val"].untyped_storage()._cdata, i) for i, n in enumerate(nodes)
+    ]
 
 
 def test_a_write_that_the_call_does_not_name_has_everything_run(monkeypatch):
     used = []
     real = capture_module.captured
-    monkeypatch.setattr(capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written))
+    monkeypatch.setattr(
+        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+    )
 
     def f(x):
         y = x.sin()
@@ -181,7 +211,10 @@ def test_what_is_not_understood_is_copied_with_a_reason():
 def test_a_tensor_of_one_number_is_an_operator():
     def f(x):
         numbers = torch.tensor(True), torch.tensor(-3), torch.as_tensor(0.1), x.new_tensor(2.5)
-        half, lists = torch.tensor(0.1, dtype=torch.float16), torch.tensor([1, 2]) + torch.tensor(1e39)
+        half, lists = (
+            torch.tensor(0.1, dtype=torch.float16),
+            torch.tensor([1, 2]) + torch.tensor(1e39),
+        )
         return *(x * n for n in numbers), half, lists, torch.tensor(-math.inf)
 
     gm = source(f, torch.randn(2))
@@ -223,7 +256,9 @@ def test_operators_that_refuse_are_not_logged():
     logger.addHandler(handler)
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            collect(lambda x, y: F.layer_norm(x @ y, (4,)), torch.ones(2, 4, 4), torch.ones(2, 4, 4))
+            collect(
+                lambda x, y: F.layer_norm(x @ y, (4,)), torch.ones(2, 4, 4), torch.ones(2, 4, 4)
+            )
     finally:
         logger.removeHandler(handler)
     assert [record.getMessage() for record in told] == []
@@ -272,12 +307,16 @@ def test_sites_in_two_bodies_have_nodes_of_their_own():
             x = torch.utils.checkpoint.checkpoint(block, x, w, use_reentrant=False)
         return x
 
-    report = assert_fuses(f, torch.randn(3, 4, requires_grad=True), torch.randn(4), pattern="layer_norm", count=2)
+    report = assert_fuses(
+        f, torch.randn(3, 4, requires_grad=True), torch.randn(4), pattern="layer_norm", count=2
+    )
     assert len({s.nodes for s in report.sites if s.pattern == "layer_norm"}) == 2
 
 
 def test_what_could_not_be_lowered_has_written_nothing():
-    """A write to the whole, x[..., :1] = 0 on one column, is taken back and copied: later readers read x."""
+    """A write to the whole, x[..., :1] = 0 on one column, is taken back and copied: later readers
+    read x.
+    """
 
     def fn(x):
         t = x.amax(-1, keepdim=True)
@@ -286,4 +325,6 @@ def test_what_could_not_be_lowered_has_written_nothing():
         return y, t
 
     x = torch.rand(7, 10) + 1
-    torch.testing.assert_close(torch.compile(fn, backend=Collector({"fusion.gate": "always"}))(x), fn(x))
+    torch.testing.assert_close(
+        torch.compile(fn, backend=Collector({"fusion.gate": "always"}))(x), fn(x)
+    )

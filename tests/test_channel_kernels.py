@@ -1,4 +1,6 @@
-"""Kernels that work on channels: batch and group normalisation, bias and activation. Against fp64."""
+"""Kernels that work on channels: batch and group normalisation, bias and activation.
+Against fp64.
+"""
 
 import itertools
 import math
@@ -7,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend.kernels import channels, groups, groups_backward
-from fusion_backend.kernels.activations import activate
-from fusion_backend.kernels.launch import trial
-from fusion_backend.kernels.rows import Config
-from fusion_backend.pattern import REGISTRY, Reject
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.common.rows import Config
+from fusion_backend.kernels.norm import channels
+from fusion_backend.kernels.norm import group_norm as groups
+from fusion_backend.kernels.norm import group_norm_backward as groups_backward
+from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import FLOATS, distance, randn, runs_kernels, symbolic
 from tests.test_row_kernels import check
@@ -22,7 +27,12 @@ ACTS = ["relu", "gelu", "gelu_tanh", "silu", "tanh", "exp_relu"]
 
 
 def statistics(c, dtype=torch.float32):
-    return randn(c, dtype=dtype), (randn(c) ** 2 + 0.5).to(dtype), randn(c, dtype=dtype), randn(c, dtype=dtype)
+    return (
+        randn(c, dtype=dtype),
+        (randn(c) ** 2 + 0.5).to(dtype),
+        randn(c, dtype=dtype),
+        randn(c, dtype=dtype),
+    )
 
 
 # batch_norm
@@ -31,7 +41,9 @@ def statistics(c, dtype=torch.float32):
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("act", ["identity", "relu"])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (3, 5, 1), (3, 7, 2049), (2, 33, 5, 3), (2, 3, 2, 3, 4), (0, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (5, 33), (3, 5, 1), (3, 7, 2049), (2, 33, 5, 3), (2, 3, 2, 3, 4), (0, 4, 5)]
+)
 def test_batch_norm(shape, act, dtype):
     check("batch_norm", randn(*shape, dtype=dtype), *statistics(shape[1], dtype), 1e-5, act)
 
@@ -40,7 +52,8 @@ def test_batch_norm(shape, act, dtype):
 @pytest.mark.parametrize("affine", list(itertools.product([True, False], repeat=2)))
 def test_batch_norm_without_weight_or_bias(affine):
     mean, var, *rest = statistics(6)
-    check("batch_norm", randn(4, 6, 5), mean, var, *(t if have else None for t, have in zip(rest, affine, strict=True)),
+    check("batch_norm", randn(4, 6, 5), mean, var,
+        *(t if have else None for t, have in zip(rest, affine, strict=True)),
           1e-3, "identity")  # fmt: skip
 
 
@@ -59,7 +72,8 @@ def test_batch_norm_layouts():
         affine = channels.Affine(*statistics(40), 1e-5)  # fp32 statistics of a bf16 tensor
         want = F.batch_norm(x.double(), *(t.double() for t in affine[:4]), eps=1e-5)
         vector = ((128, 0, 1), (4096, 0, 4)) if planes else ()
-        for how in ((16, 4, 1), (64, 1, 4), (128, 2, 4), *vector):  # more than one tile across, and padding
+        # more than one tile across, and padding
+        for how in ((16, 4, 1), (64, 1, 4), (128, 2, 4), *vector):
             got = channels.forward(x, 1, affine, "identity", how)
             assert got.stride() == x.stride() and distance(got, want) < 1.2e-2
 
@@ -68,13 +82,17 @@ def test_batch_norm_layouts():
 @pytest.mark.parametrize("act", ["identity", "relu"])
 @pytest.mark.parametrize("plane", [1, 2, 3, 7, 8, 9, 16, 49, 150])
 def test_batch_norm_of_planes_that_blocks_cut(plane, act):
-    """Elements that share a thread lie in two channels, and those at the end of a sample in the last and the first."""
+    """Elements that share a thread lie in two channels, and those at the end of a sample in the
+    last and the first.
+    """
     x, c = randn(3, 5, plane), 5
     affine = channels.Affine(*statistics(c), 1e-5)
     want = activate(F.batch_norm(x, *affine[:4], eps=1e-5), act)
     for block in (16, 64, 256):
         torch.testing.assert_close(channels.forward(x, 1, affine, act, (block, 0, 1)), want)
-    got = channels.forward(x, 1, channels.Affine(None, None, None, affine.bias, 0.0), act, (64, 0, 1))
+    got = channels.forward(
+        x, 1, channels.Affine(None, None, None, affine.bias, 0.0), act, (64, 0, 1)
+    )
     torch.testing.assert_close(got, activate(x + affine.bias[:, None], act))
 
 
@@ -105,13 +123,20 @@ def test_batch_norm_of_nan_and_infinity():
 @pytest.mark.parametrize("act", ACTS)
 def test_bias_act(act, dtype):
     plain = [((1, 1), (1,)), ((3, 2049), (2049,)), ((2, 3, 33), (33,)), ((5,), (5,))]
-    for shape, bias in [*plain, ((2, 3, 5, 7), (3, 1, 1)), ((2, 3, 33), (1, 1, 33)), ((4, 1, 6), (1, 6)),
+    for shape, bias in [*plain, ((2, 3, 5, 7), (3, 1, 1)), ((2, 3, 33), (1, 1, 33)),
+        ((4, 1, 6), (1, 6)),
                         ((2, 3, 9), (2, 1, 1))]:  # fmt: skip
         x, b = randn(*shape, dtype=dtype), randn(*bias, dtype=dtype)
-        got, want = REGISTRY["bias_act"].kernel_fn(x, b, act), activate(x.double() + b.double(), act)
+        got, want = (
+            REGISTRY["bias_act"].kernel_fn(x, b, act),
+            activate(x.double() + b.double(), act),
+        )
         assert REGISTRY["bias_act"].guard_fn(x, b, act) is None
         assert got.dtype == dtype and got.stride() == (x + b).stride()
-        assert distance(got, want) <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2}[dtype]
+        assert (
+            distance(got, want)
+            <= {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2}[dtype]
+        )
 
 
 @runs_kernels
@@ -133,11 +158,34 @@ def test_bias_act_layouts():
 @pytest.mark.parametrize("act", ACTS)
 def test_activations_at_the_ends(act):
     inf = math.inf
-    x = torch.tensor([[0.0, 1e-30, -1e-6, 0.01, -0.3, 0.54, 0.56, -5, 9, -9, 20, -20, 80, -80, inf, -inf, math.nan]])
+    x = torch.tensor(
+        [
+            [
+                0.0,
+                1e-30,
+                -1e-6,
+                0.01,
+                -0.3,
+                0.54,
+                0.56,
+                -5,
+                9,
+                -9,
+                20,
+                -20,
+                80,
+                -80,
+                inf,
+                -inf,
+                math.nan,
+            ]
+        ]
+    )
     got, want = REGISTRY["bias_act"].kernel_fn(x, torch.zeros(17), act), activate(x, act)
     # infinite: torch gives NaN for gelu on some CPUs
     got, want = (torch.where(x.isinf(), 0.0, t) if act == "gelu" else t for t in (got, want))
-    # exp of the hardware, or the interpreter's rounding inside an fma; the tails are differences from 1
+    # exp of the hardware, or the interpreter's rounding inside an fma; the tails are differences
+    # from 1
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
@@ -151,14 +199,23 @@ def test_tanh_keeps_its_digits_near_zero():
 
 # group_norm
 
-GROUPS = [((2, 4, 3), 2), ((2, 3, 1), 1), ((3, 12), 3), ((2, 60, 4, 4), 2), ((2, 6, 2049), 2), ((2, 9, 3, 5), 3)]
+GROUPS = [
+    ((2, 4, 3), 2),
+    ((2, 3, 1), 1),
+    ((3, 12), 3),
+    ((2, 60, 4, 4), 2),
+    ((2, 6, 2049), 2),
+    ((2, 9, 3, 5), 3),
+]
 
 
 HOW = ["held", "held in turn", "walks", "walks ahead", "split"]
 
 
 def configured(monkeypatch, how, lanes=16):
-    """A group that a program holds, one after another; that it walks through; that several programs share."""
+    """A group that a program holds, one after another; that it walks through; that several programs
+    share.
+    """
     block, programs = 16384 if "held" in how else lanes, int(how in ("held in turn", "walks ahead"))
     config = Config(block, 1, 4, programs, 2 * programs)
     for module in (groups, groups_backward):
@@ -169,14 +226,23 @@ def configured(monkeypatch, how, lanes=16):
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "how, dtype", [*itertools.product(HOW[::2], FLOATS), *((how, torch.float32) for how in HOW[1::2])]
+    "how, dtype",
+    [*itertools.product(HOW[::2], FLOATS), *((how, torch.float32) for how in HOW[1::2])],
 )
 @pytest.mark.parametrize("act", ["identity", "silu"])
 @pytest.mark.parametrize("shape, number", GROUPS)
 def test_group_norm(shape, number, dtype, act, how, monkeypatch):
     configured(monkeypatch, how, 512 if shape[-1] > 512 else 16)
     c = shape[1]
-    check("group_norm", randn(*shape, dtype=dtype) + 1, number, randn(c, dtype=dtype), randn(c, dtype=dtype), 1e-5, act)
+    check(
+        "group_norm",
+        randn(*shape, dtype=dtype) + 1,
+        number,
+        randn(c, dtype=dtype),
+        randn(c, dtype=dtype),
+        1e-5,
+        act,
+    )
 
 
 @runs_kernels
@@ -190,7 +256,9 @@ def test_group_norm_computes_only_wanted_gradients(act, how, monkeypatch):
     args = x, 2, w, b, *groups.forward(x, 2, w, b, 1e-5, act, True)[1:], act
     every = groups_backward.backward(dy, *args, [True] * 3)
     for needs in itertools.product([False, True], repeat=3):
-        for got, want, need in zip(groups_backward.backward(dy, *args, needs), every, needs, strict=True):
+        for got, want, need in zip(
+            groups_backward.backward(dy, *args, needs), every, needs, strict=True
+        ):
             assert torch.equal(got, want) if need else got is None
 
 
@@ -235,7 +303,9 @@ def test_few_large_groups_are_split_and_others_not():
 def test_group_norm_gradients_repeat_and_its_plain_statistics_serve():
     x, w, b, dy = randn(40, 6, 10), randn(6), randn(6), randn(6, 40, 10).transpose(0, 1)
     mean, rstd = groups.forward(x, 2, w, b, 1e-5, "silu", True)[1:]
-    first, second = (groups_backward.backward(dy, x, 2, w, b, mean, rstd, "silu", [True] * 3) for _ in range(2))
+    first, second = (
+        groups_backward.backward(dy, x, 2, w, b, mean, rstd, "silu", [True] * 3) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     plain = REGISTRY["group_norm"].saved_fn(x, 2, w, b, 1e-5, "silu")
     torch.testing.assert_close((mean, rstd), plain)
@@ -247,11 +317,16 @@ def test_group_norm_gradients_repeat_and_its_plain_statistics_serve():
 @runs_kernels
 @pytest.mark.parametrize("last", [False, True])
 def test_in_a_graph(last):
-    """Rewritten and run with the kernels; group norm of channels-last is copied by nobody: it stays torch's."""
+    """Rewritten and run with the kernels; group norm of channels-last is copied by nobody: it stays
+    torch's.
+    """
     x = randn(2, 6, 5, 3).contiguous(memory_format=LAST if last else torch.contiguous_format)
     mean, var, w, b = statistics(6)
     for fn, inputs in (
-        (lambda x, mean, var, w, b: F.relu(F.batch_norm(x, mean, var, w, b)), dict(x=x, mean=mean, var=var, w=w, b=b)),
+        (
+            lambda x, mean, var, w, b: F.relu(F.batch_norm(x, mean, var, w, b)),
+            dict(x=x, mean=mean, var=var, w=w, b=b),
+        ),
         (lambda x, b: F.gelu(x + b[:, None, None]), dict(x=x, b=b)),
         (lambda x, w, b: F.silu(F.group_norm(x, 3, w, b)), dict(x=x, w=w, b=b)),
     ):
@@ -284,7 +359,9 @@ def test_a_symbolic_batch_adds_no_guard():
                 pattern.kernel_fn(*args, *([True] if pattern.saves else []))
                 if name == "group_norm":
                     stats = planes.new_empty(planes.shape[0] * 2)
-                    groups_backward.backward(planes, planes, 2, six, six, stats, stats, "silu", [True] * 3)
+                    groups_backward.backward(
+                        planes, planes, 2, six, six, stats, stats, "silu", [True] * 3
+                    )
             assert isinstance(grids[0][0], torch.SymInt), name
         wide = planes.new_empty((4, 6, x.shape[0], 7))
         for name, *args in (
@@ -299,9 +376,21 @@ def test_refusals():
     x, row, c = randn(2, 6, 4, 5), randn(5), randn(6)
     for name, args, sentence in [
         ("batch_norm", (x.double(), c, c, c, c, 1e-5, "relu"), "float64"),
-        ("batch_norm", (x, c, c, randn(12)[::2], c, 1e-5, "relu"), "weight with shape (6,) and strides (2,)"),
-        ("batch_norm", (x.mT, c, c, c, c, 1e-5, "relu"), "x is dense neither in its own order nor channels-last"),
-        ("batch_norm", (x[..., ::2], c, c, c, c, 1e-5, "relu"), "x is dense neither in its own order"),
+        (
+            "batch_norm",
+            (x, c, c, randn(12)[::2], c, 1e-5, "relu"),
+            "weight with shape (6,) and strides (2,)",
+        ),
+        (
+            "batch_norm",
+            (x.mT, c, c, c, c, 1e-5, "relu"),
+            "x is dense neither in its own order nor channels-last",
+        ),
+        (
+            "batch_norm",
+            (x[..., ::2], c, c, c, c, 1e-5, "relu"),
+            "x is dense neither in its own order",
+        ),
         ("bias_act", (x, randn(4, 5), "gelu"), "no vector along one dimension of x"),
         ("bias_act", (x, x, "gelu"), "no vector along one dimension of x"),
         ("bias_act", (x, torch.tensor(1.0), "gelu"), "no vector along one dimension of x"),
@@ -309,9 +398,21 @@ def test_refusals():
         ("bias_act", (x, randn(1), "gelu"), "no vector along one dimension of x"),
         ("bias_act", (x, row.half(), "gelu"), "b is torch.float16"),
         ("bias_act", (x.transpose(0, 1), randn(2, 1, 1), "gelu"), "x is dense neither"),
-        ("group_norm", (x.contiguous(memory_format=LAST), 2, c, c, 1e-5, "silu"), "channels-last, for example"),
-        ("group_norm", (randn(1, 2, 1).expand(1, 2, 1 << 20), 1, None, None, 1e-5, "silu"), "not dense"),
-        ("group_norm", (torch.empty(1, 2, 1 << 20), 1, None, None, 1e-5, "silu"), "a group of 2097152 elements"),
+        (
+            "group_norm",
+            (x.contiguous(memory_format=LAST), 2, c, c, 1e-5, "silu"),
+            "channels-last, for example",
+        ),
+        (
+            "group_norm",
+            (randn(1, 2, 1).expand(1, 2, 1 << 20), 1, None, None, 1e-5, "silu"),
+            "not dense",
+        ),
+        (
+            "group_norm",
+            (torch.empty(1, 2, 1 << 20), 1, None, None, 1e-5, "silu"),
+            "a group of 2097152 elements",
+        ),
         ("l2_norm", (randn(6, 4).t(), None), "the elements of a row are 4 apart"),
         ("l2_norm", (randn(1, 200_000), None), "a row of 200000 is not between 1 and 131072"),
     ]:

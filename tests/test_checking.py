@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.pattern import PatternError, unregister
+from fusion_backend.ops.pattern import unregister
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import check_pattern
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -29,8 +30,13 @@ def tanh_kernel(X, OUT, KEPT, n, SAVE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def forward(x, save):
-    out, kept = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32) if save else x.new_empty(0)
-    launch(tanh_kernel, (triton.cdiv(x.numel(), 128),), x, out, kept, x.numel(), SAVE=save, BLOCK=128)
+    out, kept = (
+        torch.empty_like(x),
+        torch.empty_like(x, dtype=torch.float32) if save else x.new_empty(0),
+    )
+    launch(
+        tanh_kernel, (triton.cdiv(x.numel(), 128),), x, out, kept, x.numel(), SAVE=save, BLOCK=128
+    )
     return out, kept
 
 
@@ -44,7 +50,9 @@ def sound(**functions) -> Pattern:
 
     @Pattern
     def scaled(x: Tensor, s: float | None) -> Tensor:
-        return functions.get("reference", lambda x, s: torch.tanh(x) if s is None else torch.tanh(x) * s)(x, s)
+        return functions.get(
+            "reference", lambda x, s: torch.tanh(x) if s is None else torch.tanh(x) * s
+        )(x, s)
 
     def add(decorator, name, default):
         decorator(functions.get(name, default))
@@ -58,9 +66,15 @@ def sound(**functions) -> Pattern:
     add(scaled.near_miss, "near_miss", lambda x, s: torch.sin(x) if s is None else torch.sin(x) * s)
     add(scaled.guard, "guard", lambda x, s: None)
     add(scaled.worthwhile, "worthwhile", lambda x, s, training: Reject("not timed"))
-    add(scaled.kernel(saves=("slope",)), "kernel", lambda x, s, save: scaled_by(forward(x, save), s))
+    add(
+        scaled.kernel(saves=("slope",)), "kernel", lambda x, s, save: scaled_by(forward(x, save), s)
+    )
     add(scaled.saved, "saved", lambda x, s: 1 - torch.tanh(x.float()) ** 2)
-    add(scaled.backward, "backward", lambda saved, dy: (dy * saved.slope * (saved.s or 1.0)).to(dy.dtype))
+    add(
+        scaled.backward,
+        "backward",
+        lambda saved, dy: (dy * saved.slope * (saved.s or 1.0)).to(dy.dtype),
+    )
     return scaled
 
 
@@ -72,14 +86,28 @@ def test_a_sound_pattern_is_proven_and_the_result_says_how():
         "kernel, without gradients", "kernel, with gradients", "backward (kernel), forward inlined",
         "opcheck of fusion.scaled.default and fusion.scaled_backward.default",
     }  # fmt: skip
-    assert "kernel, with gradients: agrees with the reference in all 2 forms in fp32, bf16, fp16" in proof.checked
+    assert (
+        "kernel, with gradients: agrees with the reference in all 2 forms in fp32, bf16, fp16"
+        in proof.checked
+    )
     assert str(proof).startswith("scaled: checked\n  inputs: 2 cases\n")
 
 
 ARGUMENTS = {
-    "inputs": "tensor, n", "worthwhile": "x, s, training", "kernel": "x, s, save", "backward": "saved, dy",
+    "inputs": "tensor, n", "worthwhile": "x, s, training", "kernel": "x, s, save",
+    "backward": "saved, dy",
 }  # fmt: skip
-FUNCTIONS = ["reference", "spelling", "near_miss", "guard", "worthwhile", "kernel", "saved", "backward", "inputs"]
+FUNCTIONS = [
+    "reference",
+    "spelling",
+    "near_miss",
+    "guard",
+    "worthwhile",
+    "kernel",
+    "saved",
+    "backward",
+    "inputs",
+]
 TYPOS = [(name, "torch.tnah", "AttributeError") for name in FUNCTIONS]
 TYPOS += [("near_miss", "torsh.tanh", "NameError"), ("kernel", "torsh.tanh", "NameError")]
 
@@ -90,11 +118,15 @@ def test_a_typo_in_any_function_is_an_error(name, typo, error):
     exec(f"def f({ARGUMENTS.get(name, 'x, s')}):\n    return {typo}", namespace)
     broken = sound(**{name: namespace["f"]})
     what = {"near_miss": "near miss"}.get(name, name)
-    with pytest.raises(PatternError, match=rf"pattern scaled \(.*: the {what} at line \d+ raised {error}"):
+    with pytest.raises(
+        PatternError, match=rf"pattern scaled \(.*: the {what} at line \d+ raised {error}"
+    ):
         check_pattern(broken, dtypes=FP32)
 
 
-@pytest.mark.parametrize("typo, error", [("torch.tnah(x)", "AttributeError"), ("torsh.tanh(x)", "NameError")])
+@pytest.mark.parametrize(
+    "typo, error", [("torch.tnah(x)", "AttributeError"), ("torsh.tanh(x)", "NameError")]
+)
 @pytest.mark.parametrize("name", ["reference", "spelling", "near_miss"])
 def test_a_typo_in_one_form_alone_is_an_error(name, typo, error):
     """The other form runs and is right."""
@@ -105,9 +137,15 @@ def test_a_typo_in_one_form_alone_is_an_error(name, typo, error):
 
 
 def test_a_form_may_be_refused_where_another_one_runs():
-    """`x * None`, or an attribute of None, is a form that a function does not take; the result says so."""
+    """`x * None`, or an attribute of None, is a form that a function does not take; the result says
+    so.
+    """
     proof = check_pattern(
-        sound(spelling=lambda x, s: (2 * torch.sigmoid(2 * x) - 1) * s, near_miss=lambda x, s: x * s.real), dtypes=FP32
+        sound(
+            spelling=lambda x, s: (2 * torch.sigmoid(2 * x) - 1) * s,
+            near_miss=lambda x, s: x * s.real,
+        ),
+        dtypes=FP32,
     )
     refused = [line.split(": ", 1)[1] for line in proof.not_run]
     assert refused == [
@@ -127,35 +165,50 @@ def test_a_function_that_runs_in_no_form_is_an_error_with_the_one_that_got_furth
 
     for name, what in (("spelling", "spelling"), ("near_miss", "near miss")):
         line = stumbles.__code__.co_firstlineno
-        with pytest.raises(PatternError, match=rf"the {what} at line {line} raised RuntimeError in every form.*scalar"):
+        with pytest.raises(
+            PatternError,
+            match=rf"the {what} at line {line} raised RuntimeError in every form.*scalar",
+        ):
             check_pattern(sound(**{name: stumbles}), dtypes=FP32)
 
 
 WRONG = {
-    "a spelling of something else": (dict(spelling=lambda x, s: torch.sin(x) * (s or 1.0)), "disagrees"),
+    "a spelling of something else": (dict(spelling=lambda x, s: torch.sin(x) * (s or 1.0)),
+    "disagrees"),
     "a spelling that is not recognised": (
-        dict(spelling=lambda x, s: torch.complex(torch.tanh(x), x).real * (s or 1.0)), "is not recognised"
+        dict(spelling=lambda x, s: torch.complex(torch.tanh(x), x).real * (s or 1.0)),
+        "is not recognised"
     ),
-    "a near miss that is a spelling": (dict(near_miss=lambda x, s: (s or 1.0) * torch.tanh(x)), "it is a spelling"),
+    "a near miss that is a spelling": (dict(near_miss=lambda x, s: (s or 1.0) * torch.tanh(x)),
+    "it is a spelling"),
     "a near miss that the example inputs do not show": (
-        dict(near_miss=lambda x, s: torch.tanh(x).clamp(-9, 9) * (s or 1.0)), "do not show the difference"
+        dict(near_miss=lambda x, s: torch.tanh(x).clamp(-9, 9) * (s or 1.0)),
+        "do not show the difference"
     ),
-    "a near miss that has the pattern in it": (dict(near_miss=lambda x, s: (torch.tanh(x) * (s or 1)).sin()),
+    "a near miss that has the pattern in it": (dict(near_miss=lambda x,
+    s: (torch.tanh(x) * (s or 1)).sin()),
                                                "is recognised"),
-    "a guard that says False": (dict(guard=lambda x, s: False), "its guard at line .* returned False"),
-    "a wrong kernel": (dict(kernel=lambda x, s, save: tuple(1.01 * t for t in forward(x, save))), "result 0 of kernel"),
+    "a guard that says False": (dict(guard=lambda x, s: False),
+    "its guard at line .* returned False"),
+    "a wrong kernel": (dict(kernel=lambda x, s, save: tuple(1.01 * t for t in forward(x, save))),
+    "result 0 of kernel"),
     "a kernel wrong without save": (
-        dict(kernel=lambda x, s, save: (forward(x, save)[0] * (s or 1.0) if save else x + 1, forward(x, save)[1])),
+        dict(kernel=lambda x, s, save: (forward(x, save)[0] * (s or 1.0) if save else x + 1,
+        forward(x, save)[1])),
         "result 0 of kernel, without gradients",
     ),
-    "a wrong backward": (dict(backward=lambda saved, dy: dy * saved.slope), "gradient 0 of kernel, with gradients"),
-    "a wrong `saved`": (dict(saved=lambda x, s: torch.tanh(x)), "gradient 0 of backward .kernel., forward inlined"),
+    "a wrong backward": (dict(backward=lambda saved, dy: dy * saved.slope),
+    "gradient 0 of kernel, with gradients"),
+    "a wrong `saved`": (dict(saved=lambda x, s: torch.tanh(x)),
+    "gradient 0 of backward .kernel., forward inlined"),
     "a launcher that is another thing on fakes": (
-        dict(kernel=lambda x, s, save: scaled_by(forward(x, save), s) if type(x) is Tensor else (x[:9], x[:0])),
+        dict(kernel=lambda x, s, save: scaled_by(forward(x, save),
+        s) if type(x) is Tensor else (x[:9], x[:0])),
         "on fake tensors",
     ),
     "a backward that writes to its argument": (
-        dict(backward=lambda saved, dy: (dy.mul_(saved.slope * (saved.s or 1.0)) + 0)), "opcheck of fusion.scaled_back"
+        dict(backward=lambda saved, dy: (dy.mul_(saved.slope * (saved.s or 1.0)) + 0)),
+        "opcheck of fusion.scaled_back"
     ),
 }  # fmt: skip
 
@@ -163,7 +216,10 @@ WRONG = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_found(fault):
     functions, words = WRONG[fault]
-    with pytest.raises((PatternError, AssertionError), match=rf"(?s)pattern scaled \(.*_checking.py:\d+\): .*{words}"):
+    with pytest.raises(
+        (PatternError, AssertionError),
+        match=rf"(?s)pattern scaled \(.*_checking.py:\d+\): .*{words}",
+    ):
         check_pattern(sound(**functions), dtypes=FP32)
 
 
@@ -189,7 +245,9 @@ def test_what_is_not_run_is_said():
 
 
 def test_a_kernel_that_the_guard_refuses_is_not_run():
-    proof = check_pattern(sound(guard=lambda x, s: Reject("x is small") if x.numel() < 1000 else None))
+    proof = check_pattern(
+        sound(guard=lambda x, s: Reject("x is small") if x.numel() < 1000 else None)
+    )
     said = [line for line in proof.not_run if "kernel" in line]
     assert "kernel in bf16 in all 2 forms: x is small" in said
     assert any("in no form and dtype" in line for line in said)
@@ -201,8 +259,14 @@ def test_without_gpu_and_interpreter_kernels_are_not_run(monkeypatch):
         pytest.skip("it has a GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     proof = check_pattern(sound())
-    said = [line for line in proof.not_run if line.endswith("no CUDA device and TRITON_INTERPRET is not set")]
-    assert len(said) == 3 and not any(line.startswith(("kernel", "backward")) for line in proof.checked)
+    said = [
+        line
+        for line in proof.not_run
+        if line.endswith("no CUDA device and TRITON_INTERPRET is not set")
+    ]
+    assert len(said) == 3 and not any(
+        line.startswith(("kernel", "backward")) for line in proof.checked
+    )
 
 
 def test_dropout_and_a_typo_in_what_is_seeded():

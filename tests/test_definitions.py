@@ -1,5 +1,6 @@
-"""What a pattern must be like is checked where it is defined, what its functions answer where they are asked, and a
-name stands for one pattern at a time."""
+"""What a pattern must be like is checked where it is defined, what its functions answer where they
+are asked, and a name stands for one pattern at a time.
+"""
 
 import importlib
 import re
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fusion_backend import LibraryCall, Pattern, Reject
-from fusion_backend.op import op_of
-from fusion_backend.pattern import REGISTRY, UNMATCHED, PatternError, clashes_left_out, unregister
-from fusion_backend.template import templates
+from fusion_backend.match.templates import templates
+from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.pattern import REGISTRY, UNMATCHED, clashes_left_out, unregister
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, collect
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -48,27 +50,41 @@ WRONG = {
     r"result is 1;": lambda: define().backward(result=1)(gradient),
     r"saves is 'rstd'; it is a tuple of names": lambda: define().kernel(saves="rstd")(saving),
     r"saves is \('a b',\)": lambda: define().kernel(saves=("a b",))(saving),
-    r"saves is \('m', 'm'\), with a name given twice": lambda: define().kernel(saves=("m", "m"))(saving),
+    r"saves is \('m', 'm'\), with a name given twice": lambda: define().kernel(saves=("m", "m"))(
+        saving
+    ),
     r"saves names y, which the backward knows": lambda: define().kernel(saves=("y",))(saving),
     r"masks names z; its tensors are x, y": lambda: define().library(masks=("z",))(called),
     r"masks names s; its": lambda: define().library(masks=("s",))(called),
     r"masks is 'x'": lambda: define().library(masks="x")(called),
     r"same names z;": lambda: define().backward(same={"z": "x"})(gradient),
     r"same names xx;": lambda: define().backward(same={"y": "xx"})(gradient),
-    r"same gives y the gradient of result 1; it has 1": lambda: define().backward(same={"y": 1})(gradient),
-    r"same gives \w the gradient of \w, which has": lambda: define().backward(same=dict(x="y", y="x"))(lambda s, d: 0),
-    r"the backward at line \d+ takes \(saved\), not saved and 1 gradient$": lambda: define().backward(lambda saved: 0),
+    r"same gives y the gradient of result 1; it has 1": lambda: define().backward(same={"y": 1})(
+        gradient
+    ),
+    r"same gives \w the gradient of \w, which has": lambda: define().backward(
+        same=dict(x="y", y="x")
+    )(lambda s, d: 0),
+    r"the backward at line \d+ takes \(saved\), not saved and 1 gradient$": lambda: (
+        define().backward(lambda saved: 0)
+    ),
     r"the backward .* takes \(s, d, e\)": lambda: define().backward(lambda s, d, e: 0),
-    r"the backward .* has a default other than None": lambda: define().backward(lambda saved, dy=0: 0),
+    r"the backward .* has a default other than None": lambda: define().backward(
+        lambda saved, dy=0: 0
+    ),
     r"the backward must be a plain function": lambda: define().backward(torch.sin),
     r"the guard .* takes \(x, y\), not \(x, y, s\)": lambda: define().guard(lambda x, y: None),
-    r"the guard must be a plain function, written with def; sin is of type": lambda: define().guard(torch.sin),
+    r"the guard must be a plain function, written with def; sin is of type": lambda: define().guard(
+        torch.sin
+    ),
     r"the worthwhile .* takes \(x, y, s\), not": lambda: define().worthwhile(lambda x, y, s: None),
     r"the library .* takes \(x, y, s\)": lambda: define().library(lambda x, y, s: None),
     r"the spelling .* takes \(y, x, s\)": lambda: define().spelling(lambda y, x, s: x),
     r"the near miss .* takes \(\)": lambda: define().near_miss(lambda: 0),
     r"the kernel must be a plain function.* is a class": lambda: define().kernel(Reject),
-    r"the inputs at line \d+ do not take \{'m': 3\}: .*'m'": lambda: define().inputs(dict(m=3))(lambda tensor: 0),
+    r"the inputs at line \d+ do not take \{'m': 3\}: .*'m'": lambda: define().inputs(dict(m=3))(
+        lambda tensor: 0
+    ),
     r"the seeded reference at line \d+ comes before kernel": lambda: after_the_kernel(),
 }
 
@@ -86,7 +102,9 @@ def test_a_wrong_option_or_function(why):
 
 
 def test_only_a_function_is_a_pattern():
-    with pytest.raises(PatternError, match=r"must be a plain function.* is a class .*test_definitions.py:\d+"):
+    with pytest.raises(
+        PatternError, match=r"must be a plain function.* is a class .*test_definitions.py:\d+"
+    ):
 
         @Pattern
         class Mine:
@@ -115,10 +133,15 @@ ADD = torch.ops.aten.add.Tensor
 def test_what_is_no_answer_is_an_error(what):
     pattern, answers = define(), [None]
     extra = {"guard": "", "worthwhile": ", training", "library": ", masks, training"}[what]
-    getattr(pattern, what)(eval(f"lambda x, y, s{extra}: answer()", {"answer": lambda: answers[-1]}))
+    getattr(pattern, what)(
+        eval(f"lambda x, y, s{extra}: answer()", {"answer": lambda: answers[-1]})
+    )
     given = range(3 + extra.count(","))
     half = Reject("no", forward_only=True)
-    call, typo = LibraryCall(ADD, ("x", None), {}, "better"), LibraryCall(ADD, ("x", "yy"), {}, "better")
+    call, typo = (
+        LibraryCall(ADD, ("x", None), {}, "better"),
+        LibraryCall(ADD, ("x", "yy"), {}, "better"),
+    )
     right = {"guard": [None], "worthwhile": [None, half], "library": [call]}[what] + [Reject("no")]
     for answer in right:
         answers.append(answer)
@@ -126,9 +149,13 @@ def test_what_is_no_answer_is_an_error(what):
     wrong = [a for a in (None, half, call) if not any(a is r for r in right)]
     for answer in [*wrong, False, True, 0, "no", Reject, typo]:
         answers.append(answer)
-        with pytest.raises(PatternError, match=rf"{WHERE}its {what} at line \d+ returned .*; it returns Reject\("):
+        with pytest.raises(
+            PatternError, match=rf"{WHERE}its {what} at line \d+ returned .*; it returns Reject\("
+        ):
             pattern.ask(what, *given)
-    with pytest.warns(RuntimeWarning, match=rf"{WHERE}its {what} at line \d+ returned .*; the site is left"):
+    with pytest.warns(
+        RuntimeWarning, match=rf"{WHERE}its {what} at line \d+ returned .*; the site is left"
+    ):
         refused = pattern.asked(what, *given)
     assert isinstance(refused, Reject) and refused.reason.startswith(f"its {what} at line")
     assert pattern.asked(what, *given).reason == refused.reason, "told once, refused again"
@@ -170,7 +197,10 @@ def factory(factor):
 
 def test_a_factory_gives_each_pattern_a_name():
     first = factory(2.0)
-    with pytest.raises(PatternError, match=WHERE + r"this definition has made a pattern before.*unregister\('mine'\)"):
+    with pytest.raises(
+        PatternError,
+        match=WHERE + r"this definition has made a pattern before.*unregister\('mine'\)",
+    ):
         factory(3.0)
     assert REGISTRY["mine"] is first
     assert_fuses(lambda x: torch.tanh(x * 2.0), torch.ones(3), pattern="mine")
@@ -192,9 +222,13 @@ def mine(x: Tensor) -> Tensor:
 
 
 def test_two_of_one_name_in_one_file(tmp_path, monkeypatch):
-    (tmp_path / "twice.py").write_text(SOURCE.replace("FACTOR", "2") + SOURCE.replace("FACTOR", "3"))
+    (tmp_path / "twice.py").write_text(
+        SOURCE.replace("FACTOR", "2") + SOURCE.replace("FACTOR", "3")
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PatternError, match=r"mine \(.*twice.py:12\): .* taken by pattern mine \(.*twice.py:5\)"):
+    with pytest.raises(
+        PatternError, match=r"mine \(.*twice.py:12\): .* taken by pattern mine \(.*twice.py:5\)"
+    ):
         importlib.import_module("twice")
 
 
@@ -202,7 +236,10 @@ def test_another_file_may_not_take_a_name(tmp_path, monkeypatch):
     define()
     (tmp_path / "elsewhere.py").write_text(SOURCE.replace("FACTOR", "2"))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(PatternError, match=r"elsewhere.py:5\): the name is taken by pattern mine \(.*definitions.py"):
+    with pytest.raises(
+        PatternError,
+        match=r"elsewhere.py:5\): the name is taken by pattern mine \(.*definitions.py",
+    ):
         importlib.import_module("elsewhere")
 
 
@@ -220,7 +257,9 @@ def cells(tmp_path, monkeypatch):
     """A notebook, whose cells have files that are not there, other ones when they are edited."""
     notebook = {"__name__": "__main__"}
     for i, factor in enumerate((2.0, 3.0)):
-        exec(compile(SOURCE.replace("FACTOR", str(factor)), f"<ipython-input-{i}>", "exec"), notebook)
+        exec(
+            compile(SOURCE.replace("FACTOR", str(factor)), f"<ipython-input-{i}>", "exec"), notebook
+        )
         yield notebook["mine"]
 
 
@@ -270,7 +309,9 @@ def test_a_second_definition_may_be_one_that_is_not_looked_for():
     notebook = {"__name__": "__main__"}
     source = SOURCE.replace("FACTOR", "2")
     exec(compile(source, "<cell 1>", "exec"), notebook)
-    exec(compile(source.replace("@Pattern", "@Pattern(matched=False)"), "<cell 2>", "exec"), notebook)
+    exec(
+        compile(source.replace("@Pattern", "@Pattern(matched=False)"), "<cell 2>", "exec"), notebook
+    )
     assert "mine" not in REGISTRY and UNMATCHED["mine"] is notebook["mine"]
     unregister("mine")
     assert "mine" not in UNMATCHED
@@ -278,7 +319,9 @@ def test_a_second_definition_may_be_one_that_is_not_looked_for():
 
 def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
     mine = define()
-    both = SOURCE.replace("FACTOR", "2") + SOURCE.replace("FACTOR", "3").replace("def mine", "def other")
+    both = SOURCE.replace("FACTOR", "2") + SOURCE.replace("FACTOR", "3").replace(
+        "def mine", "def other"
+    )
     (tmp_path / "installed.py").write_text(both)
     monkeypatch.syspath_prepend(tmp_path)
     told = r"mine \(.*installed.py:5\): the name is taken by pattern mine \(.*definitions.py:\d+\); it is left out"
@@ -306,7 +349,9 @@ def no_patterns(monkeypatch):
 
 
 def test_a_user_may_define_a_built_in_pattern_first(no_patterns, monkeypatch):
-    """Of its file the other patterns are loaded, and so is every other file, but for one that cannot be."""
+    """Of its file the other patterns are loaded, and so is every other file, but for one that
+    cannot be.
+    """
     monkeypatch.setitem(sys.modules, "fusion_backend.patterns.rotary", None)
 
     @Pattern
@@ -315,10 +360,16 @@ def test_a_user_may_define_a_built_in_pattern_first(no_patterns, monkeypatch):
 
     with pytest.warns(RuntimeWarning) as told:
         importlib.reload(no_patterns)
-    assert REGISTRY == {"gelu": gelu, "rms_norm": sys.modules["fusion_backend.patterns.rms_norm"].rms_norm}
+    assert REGISTRY == {
+        "gelu": gelu,
+        "rms_norm": sys.modules["fusion_backend.patterns.rms_norm"].rms_norm,
+    }
     assert [*UNMATCHED] == ["branchless_gelu"]
     clash, failure = sorted((str(w.message) for w in told), key=len, reverse=True)
-    assert re.search(r"\(.*gelu.py:\d+\): the name is taken by pattern gelu \(.*definitions.py:\d+\); it is", clash)
+    assert re.search(
+        r"\(.*gelu.py:\d+\): the name is taken by pattern gelu \(.*definitions.py:\d+\); it is",
+        clash,
+    )
     assert "the built-in patterns of rotary.py cannot be loaded" in failure
 
 

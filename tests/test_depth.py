@@ -1,5 +1,6 @@
-"""Whatever is below a rule, it is read in linear time and without recursion: doublings, of which every level reads the
-one below twice, and chains of ten thousand."""
+"""Whatever is below a rule, it is read in linear time and without recursion: doublings, of which
+every level reads the one below twice, and chains of ten thousand.
+"""
 
 import contextlib
 import functools
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from benchmarks.synthetic import decoder, graph
-from fusion_backend import elements
-from fusion_backend.canonical import RULES, Canon
-from fusion_backend.capture import View, embedded
+from fusion_backend.capture.tracer import View, embedded
 from fusion_backend.compat.torch import FakeTensorMode
-from fusion_backend.diagonals import index_of
-from fusion_backend.gate import Gate
+from fusion_backend.decide.gate import Gate
+from fusion_backend.ir.canonicalize import RULES, Canon
+from fusion_backend.masks import element_rules as elements
+from fusion_backend.masks.relative_index import index_of
 from fusion_backend.options import Options
 from fusion_backend.testing import collect
 from tests.canonical_cases import SAME, M, R
@@ -33,7 +34,9 @@ MODE = FakeTensorMode()
 
 @contextlib.contextmanager
 def within(seconds: float, frames: int = 150):
-    """Fails after so many seconds of this process's time, whatever hangs, and where calls are nested deeper."""
+    """Fails after so many seconds of this process's time, whatever hangs, and where calls are
+    nested deeper.
+    """
 
     def late(*_):
         raise AssertionError(f"still running after {seconds} s")
@@ -56,7 +59,9 @@ def fake(shape, dtype=torch.float32):
 
 
 class Tower:
-    """A graph in the making. Nodes are added with the shape and dtype of their value; nothing is computed."""
+    """A graph in the making. Nodes are added with the shape and dtype of their value; nothing is
+    computed.
+    """
 
     def __init__(self):
         self.graph, self.given = fx.Graph(), {}
@@ -94,12 +99,16 @@ def unary(*steps):
 
 
 def binary(target):
-    return lambda t, x, double: t.call(target, x, x if double else t.value(tuple(x.meta["val"].shape)), like=x)
+    return lambda t, x, double: t.call(
+        target, x, x if double else t.value(tuple(x.meta["val"].shape)), like=x
+    )
 
 
 def chosen(t, x, double):
     shape = tuple(x.meta["val"].shape)
-    return t.call(aten.where.self, t.value(shape, torch.bool), x, x if double else t.value(shape), like=x)
+    return t.call(
+        aten.where.self, t.value(shape, torch.bool), x, x if double else t.value(shape), like=x
+    )
 
 
 def biased(t, x, double):
@@ -118,7 +127,11 @@ def multiplied_from_the_left(t, x, double):
     if x.meta["val"].dim() < 2:
         return multiplied(t, x, double)
     y = t.call(aten.matmul.default, t.value((first, first)), x, like=x)
-    return t.call(aten.matmul.default, x, x, like=x) if double and first == x.meta["val"].shape[-1] else y
+    return (
+        t.call(aten.matmul.default, x, x, like=x)
+        if double and first == x.meta["val"].shape[-1]
+        else y
+    )
 
 
 def cast(dtype):
@@ -135,7 +148,9 @@ def view(t, y, x):
 
 def rows(t, y, x):
     shape = x.meta["val"].shape
-    return t.call(aten.view.default, y, [-1, shape[-1]], like=x, shape=(shape[:-1].numel(), shape[-1]))
+    return t.call(
+        aten.view.default, y, [-1, shape[-1]], like=x, shape=(shape[:-1].numel(), shape[-1])
+    )
 
 
 def transpose(t, y, x):
@@ -186,7 +201,9 @@ LOOKED_THROUGH += ("matrix products from the left",)
 
 @functools.cache
 def functions() -> dict:
-    """Shape of the first input of floats -> functions of the cases of the rules, enough of them to use every rule."""
+    """Shape of the first input of floats -> functions of the cases of the rules, enough of them to
+    use every rule.
+    """
     found, missing = {}, set(RULES)
     for kinds, *fns in SAME.values():
         shape = of_floats(kinds)
@@ -203,7 +220,9 @@ def of_floats(kinds) -> tuple | None:
 
 
 def on_each(t: Tower, shape: tuple, double: bool) -> None:
-    """All rules that have a case of this shape, on top of many of each step, one step after the other."""
+    """All rules that have a case of this shape, on top of many of each step, one step after the
+    other.
+    """
     x, each = t.value(shape), LEVELS if double else LONG // 2 // len(STEPS)
     for step in STEPS.values():
         for _ in range(each):
@@ -217,7 +236,9 @@ def on_each(t: Tower, shape: tuple, double: bool) -> None:
 
 
 @pytest.mark.parametrize("double", [True, False], ids=["doublings", "chain"])
-@pytest.mark.parametrize("shape", sorted({of_floats(kinds) for kinds, *_ in SAME.values()} - {None}, key=str), ids=str)
+@pytest.mark.parametrize(
+    "shape", sorted({of_floats(kinds) for kinds, *_ in SAME.values()} - {None}, key=str), ids=str
+)
 def test_every_rule_is_linear(shape, double):
     t = Tower()
     on_each(t, shape, double)
@@ -247,13 +268,17 @@ def test_rules_that_look_down_do_so_once(step):
 
 
 def bools(target):
-    return lambda t, c, double: t.call(target, c, c if double else t.value((6, 6), torch.bool), like=c)
+    return lambda t, c, double: t.call(
+        target, c, c if double else t.value((6, 6), torch.bool), like=c
+    )
 
 
 def exclusive(t, c, double):
     """Either of two that both read the level below."""
     other = t.call(aten.bitwise_and.Tensor, c, t.value((6, 6), torch.bool), like=c)
-    return t.call(aten.bitwise_xor.Tensor, c, other if double else t.value((6, 6), torch.bool), like=c)
+    return t.call(
+        aten.bitwise_xor.Tensor, c, other if double else t.value((6, 6), torch.bool), like=c
+    )
 
 
 def compared(t, c, double):
@@ -283,10 +308,13 @@ CONDITIONS = {
 }
 
 
-# Arguments that one rule or another takes: c is a condition `[6, 6]`, n and f are integers and floats of that shape.
+# Arguments that one rule or another takes: c is a condition `[6, 6]`, n and f are integers and
+# floats of that shape.
 TRIED = [
-    ("n",), ("c",), ("n", "n"), ("c", "c"), ("c", "n", "n"), ("f",), ("f", "f"), ("n", 0), ("n", 0, 1), ("n", [0]),
-    ("n", [1, 0]), ("n", [1, 1]), ("n", [6, 6]), ("n", 0, 0, 6), ("n", torch.int64), ("f", "c", 1.0), ("n", [2], 1),
+    ("n",), ("c",), ("n", "n"), ("c", "c"), ("c", "n", "n"), ("f",), ("f", "f"), ("n", 0),
+    ("n", 0, 1), ("n", [0]),
+    ("n", [1, 0]), ("n", [1, 1]), ("n", [6, 6]), ("n", 0, 0, 6), ("n", torch.int64),
+    ("f", "c", 1.0), ("n", [2], 1),
     ("n", [2, 2], 1), ("n", ["n"]),
 ]  # fmt: skip
 MADE_OF_NOTHING = {"aten::arange", "aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor"}
@@ -307,11 +335,19 @@ def call_of(name: str):
 
 
 def given(a, values: dict):
-    return [given(x, values) for x in a] if isinstance(a, list) else values[a] if isinstance(a, str) else a
+    return (
+        [given(x, values) for x in a]
+        if isinstance(a, list)
+        else values[a]
+        if isinstance(a, str)
+        else a
+    )
 
 
 def on_top(t: Tower, name: str, c: fx.Node) -> fx.Node:
-    """The operator of a rule over a condition, or over integers and floats made of it; where it is not zero."""
+    """The operator of a rule over a condition, or over integers and floats made of it; where it is
+    not zero.
+    """
     overload, inputs, value = call_of(name)
     n = t.call(aten.to.dtype, c, torch.int64, like=c, dtype=torch.int64)
     f = t.call(aten.to.dtype, c, torch.float32, like=c, dtype=torch.float32)
@@ -325,13 +361,17 @@ def test_every_rule_of_masks_is_linear(double):
     t = Tower()
     i = t.call(aten.arange.default, 6, like=t.value((6,), torch.int64))
     i.kwargs = {"dtype": torch.int64}
-    j, i = (t.call(aten.unsqueeze.default, i, d, like=i, shape=shape) for d, shape in enumerate([(1, 6), (6, 1)]))
+    j, i = (
+        t.call(aten.unsqueeze.default, i, d, like=i, shape=shape)
+        for d, shape in enumerate([(1, 6), (6, 1)])
+    )
     c = t.call(aten.le.Tensor, j, i, like=t.value((6, 6), torch.bool))
     asked = []
     for k, step in enumerate(CONDITIONS.values()):
         for _ in range(LEVELS if double else LONG // 2 // len(CONDITIONS)):
             c = step(t, c, double)
-        asked += [on_top(t, name, c) for name in RULES_OF_MASKS[k % 3 :: 3]]  # every rule on two steps or three
+        # every rule on two steps or three
+        asked += [on_top(t, name, c) for name in RULES_OF_MASKS[k % 3 :: 3]]
     view = View(None, t.graph, {}, {}, {}, set(), {}, {})
     with within(20, 600):
         masks = Gate(view, Canon().run(t.graph), Options()).masks
@@ -411,7 +451,9 @@ def test_the_pass_on_doublings(what, traced):
     with within(10, 600):
         _, record, _ = passed(gm)
     assert record.error is None
-    sites = [s for s in record.sites if s.pattern in ("softmax", "attention", "layer_norm") and s.fused]
+    sites = [
+        s for s in record.sites if s.pattern in ("softmax", "attention", "layer_norm") and s.fused
+    ]
     assert len(sites) == (LEVELS if what == "attention" else 0) + 2, record.sites
 
 

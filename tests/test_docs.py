@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.models import SIZES
-from fusion_backend.backend import patterns
-from fusion_backend.catalogue import catalogue
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.catalogue import catalogue
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.explain import Collector
 
 ROOT = Path(__file__).parent.parent
 builtin_compile = compile
@@ -29,16 +29,23 @@ def test_every_linked_file_exists():
 
 
 # The code of docs/catalogue.md is that of patterns/, which test_catalogue_is_current compares.
-PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "catalogue.md")]
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "catalogue.md"),
+]
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)```$", re.M)
 NOT_RUN = 0  # blocks that begin with ```python no-run
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The blocks of a language in a page: line of the page and text. All fences must be understood."""
+    """The blocks of a language in a page: line of the page and text. All fences must be
+    understood.
+    """
     text = page.read_text()
     found = [(text[: m.start()].count("\n") + 1, m[1], m[2]) for m in BLOCK.finditer(text)]
-    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.M)), f"{page.name}: a block that is not closed"
+    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.M)), (
+        f"{page.name}: a block that is not closed"
+    )
     return [(line, code) for line, kind, code in found if kind == language]
 
 
@@ -55,7 +62,9 @@ def test_every_block_of_code_is_run():
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
-    """All blocks of a page in one namespace, in order, at their lines. Inductor is left out, the pass is not."""
+    """All blocks of a page in one namespace, in order, at their lines. Inductor is left out, the
+    pass is not.
+    """
     real = torch.compile
 
     def compile(model, backend="inductor", options=None, **kwargs):
@@ -72,12 +81,21 @@ def test_the_code_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
 
 
 def test_commands_exist():
-    """`python -m MODULE ... --option`: the module is there, and some module of ours takes the option; `make TARGET`."""
-    sources = [p.read_text() for folder in ("benchmarks", "fusion_backend") for p in (ROOT / folder).glob("*.py")]
+    """`python -m MODULE ... --option`: the module is there, and some module of ours takes the
+    option; `make TARGET`.
+    """
+    sources = [
+        p.read_text()
+        for folder in ("benchmarks", "fusion_backend")
+        for p in (ROOT / folder).glob("*.py")
+    ]
     options = set(re.findall(r"""["'](--[a-z-]+)["']""", "".join(sources)))
     options |= {f"--{name}" for name in SIZES}
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    commands, seen = re.compile(r"python -m ((?:benchmarks|fusion_backend)\b[\w.]*)((?: +[^\s`()]+)*)"), 0
+    commands, seen = (
+        re.compile(r"python -m ((?:benchmarks|fusion_backend)\b[\w.]*)((?: +[^\s`()]+)*)"),
+        0,
+    )
     for page in PAGES:
         text = page.read_text()
         for module, arguments in commands.findall(text):

@@ -1,4 +1,6 @@
-"""Dropout from a seed: the generator, its statistics, and compiled graphs that draw, keep and draw again."""
+"""Dropout from a seed: the generator, its statistics, and compiled graphs that draw, keep and draw
+again.
+"""
 
 import json
 import os
@@ -15,9 +17,10 @@ import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from fusion_backend.backend import patterns
-from fusion_backend.kernels.dropout import dropout_factors, dropped, kept, philox
-from fusion_backend.pattern import REGISTRY, PatternError
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.kernels.common.dropout import dropout_factors, dropped, kept, philox
+from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import collect, fused_nodes, in_fp64, value_and_gradients
 from tests.test_kernels import DEVICE, randn, runs_kernels
 
@@ -51,7 +54,9 @@ def factors_kernel(SEED, OUT, start, THRESHOLD: tl.constexpr, BLOCK: tl.constexp
 def test_counters_and_seeds_have_64_bits(start, number):
     out = torch.empty(64, device=DEVICE)
     factors_kernel[(1,)](seed(number), out, start, THRESHOLD=2**31, BLOCK=64)
-    words = torch.stack(philox(seed(number), torch.arange(start, start + 16, device=DEVICE)), 1).flatten()
+    words = torch.stack(
+        philox(seed(number), torch.arange(start, start + 16, device=DEVICE)), 1
+    ).flatten()
     assert torch.equal(out, (words >= 2**31).float())
 
 
@@ -63,7 +68,9 @@ def survivors(p: float, number: int, rows: int = 512, n: int = 1024) -> torch.Te
     if DEVICE == "cpu":
         return kept(seed(number), (rows, n), p).double()
     ones = torch.ones(rows, n, device=DEVICE)
-    return (REGISTRY["dropout_add"].kernel_fn(ones, torch.zeros_like(ones), p, seed(number)) != 0).double()
+    return (
+        REGISTRY["dropout_add"].kernel_fn(ones, torch.zeros_like(ones), p, seed(number)) != 0
+    ).double()
 
 
 def within(mean: torch.Tensor, want: float, count: int, sigmas: float = 5) -> bool:
@@ -84,7 +91,8 @@ def test_the_share_that_survives(p):
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_elements_rows_and_seeds_are_independent(p):
     keep, both = survivors(p, 7), (1 - p) ** 2
-    for other in (survivors(p, 8), survivors(p, 7 + 2**32), *(keep.roll(k, 1) for k in (1, 2, 3, 4, 64)),
+    for other in (survivors(p, 8), survivors(p, 7 + 2**32),
+        *(keep.roll(k, 1) for k in (1, 2, 3, 4, 64)),
                   *(keep.roll(k, 0) for k in (1, 4))):  # fmt: skip
         assert within((keep * other).mean(), both, keep.numel())
 
@@ -118,7 +126,10 @@ def test_nan_and_infinity_are_dropped_as_in_torch():
 
 
 def inputs(rows=16, n=100):
-    return [randn(rows, n).requires_grad_(), torch.zeros(rows, n, device=DEVICE, requires_grad=True)]
+    return [
+        randn(rows, n).requires_grad_(),
+        torch.zeros(rows, n, device=DEVICE, requires_grad=True),
+    ]
 
 
 def site(x, r, p=0.3):
@@ -126,13 +137,16 @@ def site(x, r, p=0.3):
 
 
 def compiled(fn, **options):
-    return torch.compile(fn, backend="fusion", options=ALWAYS | options, dynamic=False, fullgraph=True)
+    return torch.compile(
+        fn, backend="fusion", options=ALWAYS | options, dynamic=False, fullgraph=True
+    )
 
 
 def agree(out, x) -> bool:
     """The gradient passes exactly where the value did (the residual is zero).
 
-    Without retain_graph, which torch refuses of a backward in its cache that another process has run without.
+    Without retain_graph, which torch refuses of a backward in its cache that another process has
+    run without.
     """
     (grad,) = torch.autograd.grad(out.sum(), x)
     return torch.equal(out != 0, grad != 0) and 0.5 < (out != 0).double().mean() < 0.9
@@ -167,7 +181,11 @@ def test_sites_differ_and_seeds_repeat():
         return a.detach()
 
     first, again, other = run(1), run(1), run(2)
-    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(other, run())
+    assert (
+        torch.equal(first, again)
+        and not torch.equal(first, other)
+        and not torch.equal(other, run())
+    )
     assert len(fusion_backend.report().fused) == 2
     torch.compiler.reset()  # from Inductor's caches, if it keeps them, no seed comes back
     third = compiled(lambda x, r: (site(x, r), site(x, r)))(x, r)[0]
@@ -231,14 +249,18 @@ def test_a_seeded_reference_takes_a_seed(scratch):
     def dropped_twice(x: torch.Tensor, p: float) -> torch.Tensor:
         return F.dropout(x, p, True) * 2
 
-    with pytest.raises(PatternError, match=r"the seeded reference at line \d+ takes \(x, p\), not \(x, p, seed\)"):
+    with pytest.raises(
+        PatternError, match=r"the seeded reference at line \d+ takes \(x, p\), not \(x, p, seed\)"
+    ):
         dropped_twice.seeded(lambda x, p: x)
 
     @dropped_twice.seeded
     def _(x, p, seed):
         return dropped(x, seed, p) * 2
 
-    with pytest.raises(PatternError, match=r"the kernel at line \d+ takes \(x, p\), not \(x, p, seed\)"):
+    with pytest.raises(
+        PatternError, match=r"the kernel at line \d+ takes \(x, p\), not \(x, p, seed\)"
+    ):
         dropped_twice.kernel(lambda x, p: x)
     x = randn(4, 8)
     out = compiled(lambda x: F.dropout(x, 0.5, True) * 2)(x)
@@ -250,13 +272,13 @@ def test_a_seeded_reference_takes_a_seed(scratch):
 
 KEPT = """
 import json, torch, triton, torch.nn.functional as F
-import fusion_backend.gate, fusion_backend.op
+import fusion_backend.decide.gate, fusion_backend.ops.operator
 from functorch.compile import min_cut_rematerialization_partition
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 from benchmarks.trial_cost import Driver
 from torch._dynamo.backends.common import aot_autograd
 
-fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
 triton.runtime.driver.set_active(Driver())
 
 def dropout_add(x, r, w, b):
@@ -298,14 +320,19 @@ for fn in (dropout_add, dropout_add_layer_norm, attention):
 
 
 def test_backward_reads_a_seed_and_no_mask():
-    """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the result, its mask and
-    its rows' sums; and it draws nothing."""
+    """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the
+    result, its mask and its rows' sums; and it draws nothing.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", KEPT], env=environment, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT], env=environment, cwd=root, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [(1, 1)] * 3
+    assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [
+        (1, 1)
+    ] * 3
     assert found["dropout_add"]["backward"] == dict(kernels=1, draws=0, given=[[1]])
     given = [[1], [32], [64], [64], [64, 32]]
     assert found["dropout_add_layer_norm"]["backward"] == dict(kernels=1, draws=0, given=given)

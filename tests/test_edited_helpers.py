@@ -1,7 +1,9 @@
-"""Whatever a pattern reaches may be edited: the next process computes what the files say, this one what it has loaded.
+"""Whatever a pattern reaches may be edited: the next process computes what the files say, this one
+what it has loaded.
 
-Three processes share the cache of all tests, for what they compile is slow to build: one whose files are edited between
-import and compilation, one that finds them edited, and one that finds nothing changed.
+Three processes share the cache of all tests, for what they compile is slow to build: one whose
+files are edited between import and compilation, one that finds them edited, and one that finds
+nothing changed.
 """
 
 import json
@@ -42,7 +44,7 @@ import torch
 from helpers import ALPHA, Config
 from torch import Tensor
 from fusion_backend import Pattern
-from fusion_backend.kernels.dropout import dropped
+from fusion_backend.kernels.common.dropout import dropped
 
 @Pattern
 def by_module(x: Tensor) -> Tensor: return helpers.act(x)
@@ -79,9 +81,9 @@ sys.modules[rooms.__name__] = rooms
 import mine
 for file in pathlib.Path("edited").glob("*.py"):
     pathlib.Path(file.name).write_text(file.read_text())
-from fusion_backend import disk
-from fusion_backend.backend import patterns
-from fusion_backend.cache import key_of
+from fusion_backend.cache import disk
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.cache.identity import key_of
 from fusion_backend.testing import collect
 
 FUNCTIONS = torch.sin, torch.sinh, torch.cos, torch.tan, torch.erf, torch.asinh, torch.cosh
@@ -122,7 +124,11 @@ def processes(tmp_path_factory):
         (place / "helpers.py").write_text(HELPERS.replace("FACTOR", factor).replace("NONCE", nonce))
     found = []
     for i in range(3):
-        environment = {**os.environ} | {"PYTHONHASHSEED": str(i)} | ({"PYTHONDONTWRITEBYTECODE": "1"} if i == 0 else {})
+        environment = (
+            {**os.environ}
+            | {"PYTHONHASHSEED": str(i)}
+            | ({"PYTHONDONTWRITEBYTECODE": "1"} if i == 0 else {})
+        )
         command = [sys.executable, "script.py"]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -130,7 +136,15 @@ def processes(tmp_path_factory):
     return found
 
 
-FORMULAS = ["by_attribute", "by_closure", "by_constant", "by_default", "by_method", "by_module", "by_partial"]
+FORMULAS = [
+    "by_attribute",
+    "by_closure",
+    "by_constant",
+    "by_default",
+    "by_method",
+    "by_module",
+    "by_partial",
+]
 
 
 def test_what_was_loaded_is_what_runs(processes):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusion_backend
-import fusion_backend.template as template_module
-from fusion_backend.backend import patterns
-from fusion_backend.template import subexpressions, template, templates
+import fusion_backend.match.templates as template_module
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.match.templates import subexpressions, template, templates
 from fusion_backend.testing import (
     DropoutOfKernels,
     arguments,
@@ -77,11 +77,19 @@ def split(args):
 def test_pattern_keeps_the_contract(pattern):
     proof = check_pattern(pattern)
     begins = [line.partition(":")[0].partition(" at line ")[0] for line in proof.checked]
-    assert begins.count("spelling") == len(pattern.spellings) - 1 and begins.count("near miss") >= 1, str(proof)
+    assert (
+        begins.count("spelling") == len(pattern.spellings) - 1 and begins.count("near miss") >= 1
+    ), str(proof)
     if pattern.kernel_fn is not None:
-        for what in ("kernel, without gradients", "kernel, with gradients")[: 1 + pattern.memo["differentiable"]]:
+        for what in ("kernel, without gradients", "kernel, with gradients")[
+            : 1 + pattern.memo["differentiable"]
+        ]:
             (line,) = [line for line in proof.checked if line.startswith(what)]
-            every_dtype = pattern.saves or what == "kernel, with gradients" or not pattern.memo["differentiable"]
+            every_dtype = (
+                pattern.saves
+                or what == "kernel, with gradients"
+                or not pattern.memo["differentiable"]
+            )
             assert line.endswith(" in fp32, bf16, fp16" if every_dtype else " in fp32"), str(proof)
     if pattern.library_fn is not None:
         called = any(line.startswith("library provider: ") for line in proof.checked)
@@ -90,7 +98,9 @@ def test_pattern_keeps_the_contract(pattern):
 
 @every_form
 def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
-    """The whole way on CPU: rewrite, then run the rewritten graph with interpreted kernels, value and gradient."""
+    """The whole way on CPU: rewrite, then run the rewritten graph with interpreted kernels, value
+    and gradient.
+    """
     args = arguments(pattern, kinds, torch.float32)
     tensors, call = split(args)
     gm = with_kernels(rewritten(call(pattern.reference), *tensors, dynamic=False))
@@ -104,7 +114,9 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
 
 @every_undrawn
 def test_compiled_agrees(pattern):
-    """Through Inductor, with the inlined reference. Its other forms go the same way, and compiling is slow."""
+    """Through Inductor, with the inlined reference. Its other forms go the same way, and compiling
+    is slow.
+    """
     args = arguments(pattern, written(pattern)[0], torch.float32)
     tensors, call = split(args)
     compiled = torch.compile(
@@ -115,7 +127,9 @@ def test_compiled_agrees(pattern):
     want = unfused(pattern, exact)
     for got, p, w in zip(value_and_gradients(compiled, tensors), plain, want, strict=True):
         assert close(got, p, w) == ""
-    assert pattern.name in [s.pattern for s in fusion_backend.report().sites], fusion_backend.report()
+    assert pattern.name in [s.pattern for s in fusion_backend.report().sites], (
+        fusion_backend.report()
+    )
 
 
 @every_written
@@ -142,9 +156,11 @@ def test_dynamic_shapes_are_recognised(pattern):
     kinds = written(pattern)[0]
     tensors, call = split(arguments(pattern, kinds, torch.float32))
     (parts, *_) = [subexpressions(t.roots) for t in templates(pattern) if t.kinds == kinds]
-    for t in tensors if any(e.op == "half" for e in parts) else ():  # what chunk gives of a size known to be even
+    # what chunk gives of a size known to be even
+    for t in tensors if any(e.op == "half" for e in parts) else ():
         torch._dynamo.mark_static(t, t.dim() - 1)
-    with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):  # numbers of the code, not of the call
+    # numbers of the code, not of the call
+    with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
         report = collect(call(pattern.reference), *tensors, dynamic=True).report
     assert [s.pattern for s in report.fused] == [pattern.name], str(report)
 
@@ -188,7 +204,9 @@ def unfused_if_possible(pattern, args):
 
 @every
 def test_stacked_inputs(pattern):
-    """Every matrix in a batch of three, weights too, as experts have them: where torch takes them, so must a site."""
+    """Every matrix in a batch of three, weights too, as experts have them: where torch takes them,
+    so must a site.
+    """
 
     def stacked(a):
         if not isinstance(a, torch.Tensor) or a.dim() < 2:
@@ -205,7 +223,9 @@ def test_stacked_inputs(pattern):
         assert [g.error for g in collector.report.graphs] == [None]
         compiled = torch.compile(call(pattern.reference), backend=collector, dynamic=False)
         with DropoutOfKernels():
-            torch.testing.assert_close(value_and_gradients(compiled, tensors), want, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                value_and_gradients(compiled, tensors), want, rtol=1e-4, atol=1e-4
+            )
 
 
 @every_written
@@ -213,14 +233,22 @@ def test_refused_tensors_fall_through(pattern):
     """fp64, complex, integer and empty tensors: not fused, with a reason, and right."""
     kinds = written(pattern)[0]
     args, tried = arguments(pattern, kinds, torch.float32, grad=False), 0
-    for change in (lambda t: t.double(), lambda t: t.to(torch.complex64), lambda t: t.int(), lambda t: t[:0]):
-        changed = [change(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    for change in (
+        lambda t: t.double(),
+        lambda t: t.to(torch.complex64),
+        lambda t: t.int(),
+        lambda t: t[:0],
+    ):
+        changed = [
+            change(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+        ]
         want = unfused_if_possible(pattern, changed)
         if want is None:
             continue
         tensors, call = split(changed)
         collector = collect(call(pattern.reference), *tensors, dynamic=False)
-        # one operator behind a promotion to float may be a form of its own: softmax(x * 2) of integers
+        # one operator behind a promotion to float may be a form of its own: softmax(x * 2) of
+        # integers
         assert not [s for s in collector.report.fused if len(s.nodes) > 1], str(collector.report)
         assert all(s.reason for s in collector.report.sites)
         assert [g.error for g in collector.report.graphs] == [None]

@@ -1,4 +1,6 @@
-"""A failure of ours at any stage leaves the model as if we had never been there, and says so; others' stay theirs."""
+"""A failure of ours at any stage leaves the model as if we had never been there, and says so;
+others' stay theirs.
+"""
 
 import contextlib
 import warnings
@@ -12,10 +14,11 @@ from torch._inductor.output_code import OutputCode
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from fusion_backend import backend
 from fusion_backend.compat import inductor
-from fusion_backend.gate import Gate
-from fusion_backend.matcher import Matcher
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends import dynamo as backend
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.reporting import report
 
 
 def norm(x, y):
@@ -49,7 +52,9 @@ def broken(*args, **kwargs):
 
 
 def breaks(compiles):
-    """Inductor's compiler of one graph, where it works and where it does not; it spoils the graph first."""
+    """Inductor's compiler of one graph, where it works and where it does not; it spoils the graph
+    first.
+    """
 
     def compile(gm, inputs, **given):
         if compiles(given):
@@ -86,10 +91,15 @@ STAGES = {
 
 
 def state(gm: fx.GraphModule) -> list:
-    """All that a compiler is given besides the values: nodes, their metadata, bodies, and what Dynamo has noted."""
+    """All that a compiler is given besides the values: nodes, their metadata, bodies, and what
+    Dynamo has noted.
+    """
     found = [(k, id(v)) for k, v in gm.meta.items()]
     for n in gm.graph.nodes:
-        found += [(n.name, n.op, str(n.target), str(n.args), str(n.kwargs)), *((k, id(v)) for k, v in n.meta.items())]
+        found += [
+            (n.name, n.op, str(n.target), str(n.args), str(n.kwargs)),
+            *((k, id(v)) for k, v in n.meta.items()),
+        ]
     for name, child in gm.named_children():
         found += [name, *(state(child) if isinstance(child, fx.GraphModule) else [])]
     return found
@@ -97,7 +107,12 @@ def state(gm: fx.GraphModule) -> list:
 
 def noted() -> list:
     context = TracingContext.get()
-    kept = (context.fw_metadata, context.params_flat, context.output_strides, context.aot_graph_name)
+    kept = (
+        context.fw_metadata,
+        context.params_flat,
+        context.output_strides,
+        context.aot_graph_name,
+    )
     return [*map(id, kept), len(context.guards_context.aotautograd_guards)]
 
 
@@ -130,7 +145,9 @@ def test_the_graph_is_compiled_as_if_we_had_never_been_there(xy, stage, monkeypa
     assert not fusion_backend.report().fused
     assert "went to Inductor as it was: RuntimeError: a bug of ours" in str(fusion_backend.report())
     assert len(given) == len(handed) == 2
-    for (gm, before, theirs, inputs), (got, after, options, same) in zip(given, handed, strict=True):
+    for (gm, before, theirs, inputs), (got, after, options, same) in zip(
+        given, handed, strict=True
+    ):
         assert got is gm and after == before and options == theirs
         assert all(a is b for a, b in zip(inputs, same, strict=True))
 
@@ -159,14 +176,18 @@ def written_where(x, w, mask, v):
 
 @pytest.mark.parametrize("where", ["pass", "graph"])
 def test_what_plain_inductor_refuses_is_not_ours(where, monkeypatch):
-    """Torch cannot trace the gradient of v: plain Inductor breaks the graph, and so do we, without a word."""
+    """Torch cannot trace the gradient of v: plain Inductor breaks the graph, and so do we, without
+    a word.
+    """
     if where == "pass":
         monkeypatch.setattr(backend, "rewrite", broken)
     x, v = torch.randn(4, 8, requires_grad=True), torch.randn((), requires_grad=True)
     args = [x, torch.ones(8), x > 0.5, v]
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        out = torch.compile(written_where, backend="fusion", options={"fusion.gate": "always"})(*args)
+        out = torch.compile(written_where, backend="fusion", options={"fusion.gate": "always"})(
+            *args
+        )
     torch.testing.assert_close(out, written_where(*args))
     (record, *_) = fusion_backend.report().graphs
     assert "plain Inductor refuses the graph as well: DynamicOutputShapeException" in record.error
@@ -196,7 +217,7 @@ def test_a_graph_that_dynamo_hands_over_again_is_told_once(xy, monkeypatch):
 
     def again(*args):
         def compile(gm, inputs):
-            fusion_backend.reporting.add(fusion_backend.reporting.GraphRecord(nodes=-1))  # another thread's
+            report.add(report.GraphRecord(nodes=-1))  # another thread's
             with contextlib.suppress(StopIteration):
                 next(turns)
                 raise backend.RestartAnalysis
@@ -206,7 +227,11 @@ def test_a_graph_that_dynamo_hands_over_again_is_told_once(xy, monkeypatch):
 
     monkeypatch.setattr(backend, "inductor_of_ours", again)
     gm = fx.symbolic_trace(lambda x: x.sin())
-    monkeypatch.setattr(backend, "fuse_graph", lambda gm, options, record: (fx.symbolic_trace(lambda x: x.sin()), []))
+    monkeypatch.setattr(
+        backend,
+        "fuse_graph",
+        lambda gm, options, record: (fx.symbolic_trace(lambda x: x.sin()), []),
+    )
     for _ in range(5):
         with pytest.raises(backend.RestartAnalysis):
             backend.fusion(gm, [xy[0]])

@@ -1,4 +1,6 @@
-"""A fault in one rule, site or guard costs that one its fusion. It is told, once; the rest of the graph is fused."""
+"""A fault in one rule, site or guard costs that one its fusion. It is told, once; the rest of the
+graph is fused.
+"""
 
 import warnings
 
@@ -8,15 +10,17 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend
-from fusion_backend import backend, canonical, gate
-from fusion_backend.backend import fuse_graph
 from fusion_backend.compat.torch import GuardOnDataDependentSymNode
-from fusion_backend.fitting import Fitting
-from fusion_backend.masks import Masks
-from fusion_backend.matcher import Matcher
+from fusion_backend.decide import gate
+from fusion_backend.frontends import dynamo as backend
+from fusion_backend.frontends.dynamo import fuse_graph
+from fusion_backend.ir import canonicalize as canonical
+from fusion_backend.masks.analysis import Masks
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.match.prefilter import Fitting
+from fusion_backend.ops.pattern import REGISTRY
 from fusion_backend.options import Options
-from fusion_backend.pattern import REGISTRY
-from fusion_backend.reporting import GraphRecord, Report
+from fusion_backend.reporting.report import GraphRecord, Report
 from fusion_backend.testing import collect
 
 BOOM = "ZeroDivisionError: boom"
@@ -38,7 +42,9 @@ def graph():
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Kernels could run, as far as the gate knows: it asks their guards, and then runs the reference on fakes."""
+    """Kernels could run, as far as the gate knows: it asks their guards, and then runs the
+    reference on fakes.
+    """
     monkeypatch.setattr(gate, "on_gpu", lambda tensor: True)
 
 
@@ -65,7 +71,9 @@ def needs_guard(*args):
 
 
 def where(asked, then=boom):
-    """A replacement for a function: `then` where `asked` says so of the arguments, else what it did."""
+    """A replacement for a function: `then` where `asked` says so of the arguments, else what it
+    did.
+    """
     return lambda before: lambda *args: then(*args) if asked(*args) else before(*args)
 
 
@@ -78,11 +86,24 @@ def fits_norm(holder, p, g):
 
 
 NORM = canonical.RULES, "aten::layer_norm"
-QUESTIONS = ("unwanted", "overlap", "not_movable", "not_supported", "training", "provide", "kernel_refused", "try_out")
+QUESTIONS = (
+    "unwanted",
+    "overlap",
+    "not_movable",
+    "not_supported",
+    "training",
+    "provide",
+    "kernel_refused",
+    "try_out",
+)
 # Where it is, what is put in its place, who loses by it, and what is told of it.
-FAULTS = {f"Gate.{name}": ((gate.Gate, name), where(is_norm), "layer_norm", "deciding it raised") for name in QUESTIONS}
+FAULTS = {
+    f"Gate.{name}": ((gate.Gate, name), where(is_norm), "layer_norm", "deciding it raised")
+    for name in QUESTIONS
+}
 FAULTS["Gate.try_out"] = (
-    (gate.Gate, "try_out"), where(lambda self, d, values: is_norm(self, d.match)), "layer_norm", "deciding it raised"
+    (gate.Gate, "try_out"), where(lambda self, d, values: is_norm(self, d.match)), "layer_norm",
+    "deciding it raised"
 )  # fmt: skip
 FAULTS |= {
     "rule": (NORM, lambda _: boom, "layer_norm", "the rule of aten::layer_norm raised"),
@@ -90,7 +111,12 @@ FAULTS |= {
     "fitting": ((Fitting, "compare"), where(fits_norm), "layer_norm", "matching it raised"),
     "mask": ((Masks, "of"), lambda _: boom, "attention", "deciding it raised"),
     "guard": (("layer_norm", "guard_fn"), lambda _: boom, "layer_norm", "its guard raised"),
-    "library": (("attention", "library_fn"), lambda _: boom, "attention", "its library provider raised"),
+    "library": (
+        ("attention", "library_fn"),
+        lambda _: boom,
+        "attention",
+        "its library provider raised",
+    ),
 }
 
 
@@ -105,7 +131,9 @@ def put(monkeypatch, place, replaced) -> None:
 @pytest.mark.parametrize("place, replaced, loses, words", FAULTS.values(), ids=FAULTS)
 def test_a_fault_costs_one_site(monkeypatch, graph, place, replaced, loses, words):
     (healthy, told) = run(graph)
-    assert fused(healthy) == ["add_mul_exp", "attention", "layer_norm", "softmax"] and not told, Report([healthy])
+    assert fused(healthy) == ["add_mul_exp", "attention", "layer_norm", "softmax"] and not told, (
+        Report([healthy])
+    )
     put(monkeypatch, place, replaced)
     record, told = run(graph)
     assert fused(record) == [p for p in fused(healthy) if p != loses], Report([record])
@@ -117,29 +145,44 @@ def test_a_fault_of_worthwhile(monkeypatch, graph):
     monkeypatch.setattr(REGISTRY["layer_norm"], "worthwhile_fn", boom)
     record, told = run(graph, "default")
     (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
-    assert site.reason == f"its worthwhile raised {BOOM}" and len(told) == 1 and site.reason in told[0]
+    assert (
+        site.reason == f"its worthwhile raised {BOOM}" and len(told) == 1 and site.reason in told[0]
+    )
 
 
 @pytest.mark.parametrize("place", [("layer_norm", "guard_fn"), (gate.Gate, "provide"), NORM])
 def test_a_question_that_needs_a_guard_is_no_fault(monkeypatch, graph, place):
-    put(monkeypatch, place, where(is_norm, needs_guard) if place[1] == "provide" else lambda _: needs_guard)
+    put(
+        monkeypatch,
+        place,
+        where(is_norm, needs_guard) if place[1] == "provide" else lambda _: needs_guard,
+    )
     record, told = run(graph)
-    assert "layer_norm" not in fused(record) and "add_mul_exp" in fused(record) and not told, (Report([record]), told)
+    assert "layer_norm" not in fused(record) and "add_mul_exp" in fused(record) and not told, (
+        Report([record]),
+        told,
+    )
     reasons = [s.reason for s in record.sites if s.pattern == "layer_norm"]
-    assert reasons == ([] if place[1].startswith("aten") else ["it would need a guard on Eq(u0, 1)"])
+    assert reasons == (
+        [] if place[1].startswith("aten") else ["it would need a guard on Eq(u0, 1)"]
+    )
 
 
 def test_a_pattern_that_a_rule_fails_on_is_left_out(monkeypatch):
     pattern = REGISTRY["layer_norm"]
     monkeypatch.setitem(canonical.RULES, "aten::layer_norm", boom)
     monkeypatch.setattr(pattern, "memo", {})
-    monkeypatch.setattr("fusion_backend.template.load", lambda pattern: None)
-    with pytest.warns(RuntimeWarning, match=f"the rule of aten::layer_norm raised {BOOM}; it is left out"):
+    monkeypatch.setattr("fusion_backend.match.templates.load", lambda pattern: None)
+    with pytest.warns(
+        RuntimeWarning, match=f"the rule of aten::layer_norm raised {BOOM}; it is left out"
+    ):
         assert pattern not in backend.usable([pattern, REGISTRY["gelu"]])
 
 
 @pytest.mark.parametrize("fn", [F.softmax, F.log_softmax])
 def test_softmax_of_a_single_number(fn):
     """There is no dimension to count from the right."""
-    record = collect(lambda x: (fn(x.sum(), 0), F.layer_norm(x, (8,))), torch.randn(4, 8)).report.graphs[0]
+    record = collect(
+        lambda x: (fn(x.sum(), 0), F.layer_norm(x, (8,))), torch.randn(4, 8)
+    ).report.graphs[0]
     assert fused(record) == ["layer_norm"] and not record.faults

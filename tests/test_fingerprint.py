@@ -1,5 +1,6 @@
-"""The fingerprint of a pattern: another one after any edit of what it reaches, the same after none, and a reason where
-something cannot be followed."""
+"""The fingerprint of a pattern: another one after any edit of what it reaches, the same after none,
+and a reason where something cannot be followed.
+"""
 
 import re
 import sys
@@ -7,8 +8,8 @@ import types
 
 import pytest
 
-from fusion_backend.fingerprint import LONGEST, fingerprint
-from fusion_backend.pattern import unregister
+from fusion_backend.cache.fingerprint import LONGEST, fingerprint
+from fusion_backend.ops.pattern import unregister
 
 HELPERS = """
 import collections, dataclasses, enum, functools, math
@@ -118,23 +119,47 @@ def later(x): return x + 133.5
 """
 NUMBERS = sorted(set(re.findall(r"\b1\d\d\.5\b", HELPERS + PATTERN)))
 EDITS = {number: number.replace(".5", ".75") for number in NUMBERS}
-EDITS |= {"TABLE, SET = 2.0": "TABLE, SET = 3.0", "Pair(1, 11)": "Pair(1, 12)", '"x", "y"})': '"x", "z"})'}
-EDITS |= {"constexpr(0.5)": "constexpr(0.25)", "(x, 27)": "(x, 28)", "n=31": "n=32", "masks=(": "masks=('y', "}
-EDITS |= {"reciprocal=True": "reciprocal=False", "backward(result=True": "backward(result=False", '"y": "x"': '"y": 0'}
-EDITS |= {"math.pi": "math.e", "class Derived(Base)": "class Derived(Base, dict)", '("mean",)': '("rstd",)'}
-EDITS |= {"def later(x): return x": "def later(x): return -x", '"a": [': '"b": [', "by * more": "more * by"}
+EDITS |= {
+    "TABLE, SET = 2.0": "TABLE, SET = 3.0",
+    "Pair(1, 11)": "Pair(1, 12)",
+    '"x", "y"})': '"x", "z"})',
+}
+EDITS |= {
+    "constexpr(0.5)": "constexpr(0.25)",
+    "(x, 27)": "(x, 28)",
+    "n=31": "n=32",
+    "masks=(": "masks=('y', ",
+}
+EDITS |= {
+    "reciprocal=True": "reciprocal=False",
+    "backward(result=True": "backward(result=False",
+    '"y": "x"': '"y": 0',
+}
+EDITS |= {
+    "math.pi": "math.e",
+    "class Derived(Base)": "class Derived(Base, dict)",
+    '("mean",)': '("rstd",)',
+}
+EDITS |= {
+    "def later(x): return x": "def later(x): return -x",
+    '"a": [': '"b": [',
+    "by * more": "more * by",
+}
 
 
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    """made(edit) is the fingerprint of the pattern `followed`, its two modules edited, written and loaded anew."""
+    """made(edit) is the fingerprint of the pattern `followed`, its two modules edited, written and
+    loaded anew.
+    """
 
     def make(old="", new="", pattern=PATTERN, helpers=HELPERS):
         assert not old or old in pattern + helpers, f"{old} is not there"
         modules = {}
         for name, source in (("helpers", helpers), ("mine", pattern)):
             file, modules[name] = tmp_path / f"{name}.py", types.ModuleType(name)
-            file.write_text(source.replace(old, new) if old else source)  # Triton reads the source of its kernels
+            # Triton reads the source of its kernels
+            file.write_text(source.replace(old, new) if old else source)
             monkeypatch.setitem(sys.modules, name, modules[name])
             exec(compile(file.read_text(), str(file), "exec"), vars(modules[name]))
         found = modules["mine"].followed
@@ -148,7 +173,11 @@ def made(monkeypatch, tmp_path):
 def test_every_edit_counts(made):
     first = made()
     assert not first.opaque
-    assert made() == first == made(helpers="\n\n" + HELPERS + "\nunrelated = open\n", pattern="\n" + PATTERN)
+    assert (
+        made()
+        == first
+        == made(helpers="\n\n" + HELPERS + "\nunrelated = open\n", pattern="\n" + PATTERN)
+    )
     assert len(NUMBERS) == 29
     found = {old: made(old, new) for old, new in EDITS.items()}
     assert not [old for old, f in found.items() if f == first or f.opaque]
@@ -160,32 +189,44 @@ import helpers
 import torch
 from fusion_backend import Pattern
 """
-ONE = HEAD + """
+ONE = (
+    HEAD
+    + """
 @Pattern
 def followed(x: torch.Tensor) -> torch.Tensor:
     return {body}
 """
+)
 # What a pattern reaches that cannot be told by code alone, and what the reason says.
 OPAQUE = {
     "a tensor": ("T = torch.ones(2)", "x * helpers.T", "an object of torch.Tensor"),
     "a module": ("W = torch.nn.Linear(2, 2)", "helpers.W(x)", "an object of torch"),
     "C code": ("import numpy as np", "x * helpers.np.sqrt(2.0)", "numpy"),
-    "a built-in of a package": ("import numpy as np", "x * helpers.np.arange(2)[1]", "arange is not Python code"),
-    "a module in a list": ("ALL = [__import__('helpers')]", "x * helpers.ALL[0].a", "helpers is used as a value"),
-    "a module handed on": ("def take(m): return m.a", "x * helpers.take(helpers)", "helpers is used as a value"),
+    "a built-in of a package": ("import numpy as np", "x * helpers.np.arange(2)[1]",
+    "arange is not Python code"),
+    "a module in a list": ("ALL = [__import__('helpers')]", "x * helpers.ALL[0].a",
+    "helpers is used as a value"),
+    "a module handed on": ("def take(m): return m.a", "x * helpers.take(helpers)",
+    "helpers is used as a value"),
     "getattr on a module": ("a = 1.0", "x * getattr(helpers, 'a')", "helpers is used as a value"),
     "a module's dictionary": ("a = 1.0", "x * helpers.__dict__['a']", "helpers.__dict__"),
-    "a module's __getattr__": ("def __getattr__(n): return 1.0", "x * helpers.missing", "helpers.missing"),
-    "an import": ("def late(x):\n    import helpers\n    return x", "helpers.late(x)", "imports helpers"),
+    "a module's __getattr__": ("def __getattr__(n): return 1.0", "x * helpers.missing",
+    "helpers.missing"),
+    "an import": ("def late(x):\n    import helpers\n    return x", "helpers.late(x)",
+    "imports helpers"),
     "exec": ("def run(x):\n    exec('y = 1')\n    return x", "helpers.run(x)", "exec"),
     "globals": ("def run(x): return x * globals()['a']", "helpers.run(x)", "globals"),
     "a file": ("f = open", "x * float(helpers.f('number').read())", "open"),
-    "an import by name": ("from importlib import import_module as i", "x * helpers.i('a').b", "import_module"),
+    "an import by name": ("from importlib import import_module as i", "x * helpers.i('a').b",
+    "import_module"),
     "a variable of the environment": ("import os", "x * float(helpers.os.getenv('A'))", "getenv"),
-    "a generator": ("g = (i for i in 'a')", "x * next(helpers.g)", "an object of builtins.generator"),
+    "a generator": ("g = (i for i in 'a')", "x * next(helpers.g)",
+    "an object of builtins.generator"),
     "objects in a set": ("s = {object}", "x * len(helpers.s)", "a set of objects"),
-    "own state": ("class A:\n    def __getstate__(self): 1\na = A()", "x * helpers.a.b", "an object of helpers.A"),
-    "too much": (f"a = [[i] for i in range({LONGEST})]", "x * helpers.a[3][0]", f"more than {LONGEST} objects"),
+    "own state": ("class A:\n    def __getstate__(self): 1\na = A()", "x * helpers.a.b",
+    "an object of helpers.A"),
+    "too much": (f"a = [[i] for i in range({LONGEST})]", "x * helpers.a[3][0]",
+    f"more than {LONGEST} objects"),
 }  # fmt: skip
 
 
@@ -229,5 +270,9 @@ def test_a_file_with_the_name_of_a_module_of_python_is_followed(monkeypatch, tmp
         mine.__file__ = str(tmp_path / "statistics.py")
         exec(compile((tmp_path / "statistics.py").read_text(), mine.__file__, "exec"), vars(mine))
         monkeypatch.setitem(sys.modules, "statistics", mine)
-        prints.append(made(helpers="import statistics", pattern=ONE.format(body="helpers.statistics.scale(x)")))
+        prints.append(
+            made(
+                helpers="import statistics", pattern=ONE.format(body="helpers.statistics.scale(x)")
+            )
+        )
     assert prints[0] != prints[1] and not prints[0].opaque

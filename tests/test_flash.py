@@ -1,4 +1,6 @@
-"""The flash attention kernels against the written-out formula in fp64, value and gradients, for every kind of mask."""
+"""The flash attention kernels against the written-out formula in fp64, value and gradients, for
+every kind of mask.
+"""
 
 import math
 
@@ -7,18 +9,25 @@ import torch
 import torch.nn.functional as F
 from fusion_backend.patterns.attention import masked_attention
 
-import fusion_backend.gate
-from fusion_backend.kernels import flash, flash_backward
-from fusion_backend.kernels.dropout import Dropout, tiles_kept
-from fusion_backend.kernels.flash import Masking
-from fusion_backend.pattern import Reject
+import fusion_backend.decide.gate
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
+from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts
 SIZES = [(1, 1), (1, 64), (17, 40), (64, 17)]
-MANY = ("wide window", "causal to the right", "padding and causal", "bias for all and a window", "dense")
+MANY = (
+    "wide window",
+    "causal to the right",
+    "padding and causal",
+    "bias for all and a window",
+    "dense",
+)
 MANY += ("dropout, padding behind", "dropout, bias for all batches")
 
 
@@ -58,7 +67,11 @@ def formula(q, k, v, masking: Masking):
     else:
         weights = torch.softmax(s, -1)
     if masking.dropout is not None:
-        weights = weights * tiles_kept(masking.dropout.seed, s.shape, masking.dropout.p) / (1 - masking.dropout.p)
+        weights = (
+            weights
+            * tiles_kept(masking.dropout.seed, s.shape, masking.dropout.p)
+            / (1 - masking.dropout.p)
+        )
     return weights @ v
 
 
@@ -74,11 +87,14 @@ def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), fa
     do = randn(*out.shape, dtype=q.dtype)
     wanted = dict(zip("qkv", leaves, strict=True)) | ({} if bias is None else {"bias": bias})
     wanted = {name: leaf for name, leaf in wanted.items() if name in needs}
-    exactly = dict(zip(wanted, torch.autograd.grad(want, list(wanted.values()), do.double()), strict=True))
+    exactly = dict(
+        zip(wanted, torch.autograd.grad(want, list(wanted.values()), do.double()), strict=True)
+    )
     asked = {name: name in wanted for name in ("q", "k", "v", "bias")}
     configs = None if config is None else (config, config)
     found = flash_backward.backward(q, k, v, masking, out, lse, do, asked, configs)
-    scale = max(g.abs().max().item() for g in exactly.values())  # rounding alone, where a gradient is 0
+    # rounding alone, where a gradient is 0
+    scale = max(g.abs().max().item() for g in exactly.values())
     for name, got in zip(asked, found, strict=True):
         assert (got is not None) == asked[name]
         if got is not None:
@@ -106,7 +122,12 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
     keep = torch.rand(b, 1, n, m, device=DEVICE) > 0.3
     keep[..., 0] = True
     third = torch.arange(m, device=DEVICE) * 3 // m
-    deep = torch.where(third < 2, torch.finfo(dtype).min / (1 + third), 0.0).to(dtype).expand(b, 1, n, m).contiguous()
+    deep = (
+        torch.where(third < 2, torch.finfo(dtype).min / (1 + third), 0.0)
+        .to(dtype)
+        .expand(b, 1, n, m)
+        .contiguous()
+    )
     return {
         "all": Masking(),
         "causal": Masking(low=0),
@@ -115,7 +136,9 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "wide window": Masking(low=-40, high=30),
         "padding": Masking(keys=padding),
         "padding behind": Masking(keys=behind),
-        "padding of four dimensions": Masking(keys=~behind[:, None, None, :].expand(b, 1, n, m), padded=True),
+        "padding of four dimensions": Masking(
+            keys=~behind[:, None, None, :].expand(b, 1, n, m), padded=True
+        ),
         "padding and causal": Masking(keys=behind, low=0),
         "padding, filled": Masking(keys=behind, hidden="fill", fill=-1e9),
         "dense": Masking(keep=keep),
@@ -130,17 +153,27 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "bias of keys": Masking(bias=randn(b, 1, 1, m, dtype=dtype)),
         "bias of causal heads": Masking(bias=randn(b, h, n, m, dtype=dtype), low=0),
         "capped": Masking(cap=0.5, low=0),
-        "capped with a bias and padding": Masking(cap=2.0, bias=randn(1, h, n, m, dtype=dtype), keys=padding),
+        "capped with a bias and padding": Masking(
+            cap=2.0, bias=randn(1, h, n, m, dtype=dtype), keys=padding
+        ),
         "dropout": Masking(dropout=dropout(0.3)),
         "dropout, padding behind": Masking(dropout=dropout(0.1), keys=behind),
-        "dropout, a window, filled": Masking(dropout=dropout(0.5), low=0, high=9, hidden="fill", fill=-2.0),
+        "dropout, a window, filled": Masking(
+            dropout=dropout(0.5), low=0, high=9, hidden="fill", fill=-2.0
+        ),
         "dropout, bias": Masking(dropout=dropout(0.3), bias=randn(b, h, n, m, dtype=dtype)),
-        "dropout, bias for all batches": Masking(dropout=dropout(0.3), bias=randn(1, h, n, m, dtype=dtype)),
+        "dropout, bias for all batches": Masking(
+            dropout=dropout(0.3), bias=randn(1, h, n, m, dtype=dtype)
+        ),
     }
 
 
 # Every kind with one query, and in one of two sizes; those that skip most, in several tiles
-SIZED = [(*size, kind) for i, kind in enumerate(masks(4, 4)) for size in ((1, 1), (1, 64), SIZES[2 + i % 2])]
+SIZED = [
+    (*size, kind)
+    for i, kind in enumerate(masks(4, 4))
+    for size in ((1, 1), (1, 64), SIZES[2 + i % 2])
+]
 SIZED += [(100, 130, kind) for kind in MANY]
 
 
@@ -155,13 +188,18 @@ def test_masks(n, m, kind):
 @pytest.mark.parametrize("d", [16, 40, 64])
 def test_head_sizes(d, dtype):
     for kind in ("all", "window", "bias for all batches", "dropout"):
-        check(*qkv(17, 40, d, dtype=dtype), masks(17, 40, dtype=dtype)[kind], config=None if kind == "all" else SMALL)
+        check(
+            *qkv(17, 40, d, dtype=dtype),
+            masks(17, 40, dtype=dtype)[kind],
+            config=None if kind == "all" else SMALL,
+        )
 
 
 @runs_kernels
 @pytest.mark.parametrize("kv", [1, 2])
 @pytest.mark.parametrize(
-    "kind", ["causal to the right", "padding and causal", "bias for all batches", "dense", "dropout"]
+    "kind",
+    ["causal to the right", "padding and causal", "bias for all batches", "dense", "dropout"],
 )
 def test_grouped_heads(kind, kv):
     check(*qkv(20, 33, 16, h=4, kv=kv), masks(20, 33, h=4)[kind])
@@ -182,9 +220,18 @@ def test_layouts():
     check(*packed.unbind(0), Masking(low=0))
     check(q, randn(2, 2, 33, 20)[..., :16], v[:1].expand(2, -1, -1, -1))
     wide = randn(2, 2, 20, 40)[..., :33]
-    check(q, k, v, Masking(bias=wide, keep=(randn(33, 20) > 0).mT[None, None] | (torch.arange(33, device=DEVICE) == 0)))
+    check(
+        q,
+        k,
+        v,
+        Masking(
+            bias=wide,
+            keep=(randn(33, 20) > 0).mT[None, None] | (torch.arange(33, device=DEVICE) == 0),
+        ),
+    )
     check(q, k, v, Masking(bias=randn(33), low=-50))
-    check(q, k, v, Masking(bias=randn(20, 33, 2).permute(2, 0, 1)[None]))  # as an embedding of distances leaves it
+    # as an embedding of distances leaves it
+    check(q, k, v, Masking(bias=randn(20, 33, 2).permute(2, 0, 1)[None]))
     check(q, k, v, Masking(bias=randn(20, 1) + 0 * randn(20, 33), high=10))
 
 
@@ -199,7 +246,9 @@ def test_only_wanted_gradients(needs):
 def test_large_scores():
     q, k, v = qkv(33, 33, 16)
     check(100 * q, k, v, Masking(low=0), factor=20)
-    out, _ = flash.forward(q, k, v, Masking(bias=torch.full((33,), -1e30, device=DEVICE)), False, SMALL)
+    out, _ = flash.forward(
+        q, k, v, Masking(bias=torch.full((33,), -1e30, device=DEVICE)), False, SMALL
+    )
     assert distance(out, v.double().mean(2, True).expand_as(v)) < 1e-5
 
 
@@ -237,11 +286,15 @@ def test_hidden_keys_are_not_read():
     keys = torch.arange(100, device=DEVICE) < 30
     for masking in (Masking(keys=keys[None]), Masking(low=10)):
         want, _ = flash.forward(q, k, v, masking, False, SMALL)
-        spoilt = [t.clone().index_fill_(2, torch.arange(48, 100, device=DEVICE), math.nan) for t in (k, v)]
+        spoilt = [
+            t.clone().index_fill_(2, torch.arange(48, 100, device=DEVICE), math.nan) for t in (k, v)
+        ]
         out, lse = flash.forward(q, *spoilt, masking, True, SMALL)
         assert torch.equal(out, want)
         needs = dict.fromkeys(("q", "k", "v", "bias"), True)
-        dq, dk, dv, _ = flash_backward.backward(q, *spoilt, masking, out, lse, out, needs, (SMALL, SMALL))
+        dq, dk, dv, _ = flash_backward.backward(
+            q, *spoilt, masking, out, lse, out, needs, (SMALL, SMALL)
+        )
         assert not dq.isnan().any() and not dk[:, :, 48:].any() and not dv[:, :, 48:].any()
 
 
@@ -265,30 +318,40 @@ def sdpa(q, k, v, mask, **options):
 
 PADDING = torch.tensor([[1] * 20 + [0] * 10, [1] * 30])
 FOUND = {
-    "window": (lambda q, k, v, x: sdpa(q, k, v, keep(30, 30, window=7)), dict(low=0, high=6, hidden="zero")),
-    "offset": (lambda q, k, v, x: sdpa(q[:, :, :9], k, v, keep(9, 30, 21)), dict(low=-21, high=None)),
+    "window": (lambda q, k, v, x: sdpa(q, k, v, keep(30, 30, window=7)),
+    dict(low=0, high=6, hidden="zero")),
+    "offset": (lambda q, k, v, x: sdpa(q[:, :, :9], k, v, keep(9, 30, 21)),
+    dict(low=-21, high=None)),
     "window by hand": (
-        lambda q, k, v, x: by_hand(q, k, v, keep(30, 30, 0, 7), -1e9), dict(low=0, high=6, hidden="zero")),
-    "padding": (lambda q, k, v, x: sdpa(q, k, v, PADDING.bool()[:, None, None, :]), dict(low=None, padded="seen")),
-    "padding, expanded": (lambda q, k, v, x: sdpa(q, k, v, (PADDING != 0)[:, None, None].expand(2, 1, 30, 30)), {}),
+        lambda q, k, v, x: by_hand(q, k, v, keep(30, 30, 0, 7), -1e9),
+        dict(low=0, high=6, hidden="zero")),
+    "padding": (lambda q, k, v, x: sdpa(q, k, v, PADDING.bool()[:, None, None, :]),
+    dict(low=None, padded="seen")),
+    "padding, expanded": (lambda q, k, v,
+    x: sdpa(q, k, v, (PADDING != 0)[:, None, None].expand(2, 1, 30, 30)), {}),
     "padding and causal": (
-        lambda q, k, v, x: sdpa(q, k, v, (PADDING != 0)[:, None, None] & keep(30, 30)), dict(low=0, hidden="zero")),
+        lambda q, k, v, x: sdpa(q, k, v, (PADDING != 0)[:, None, None] & keep(30, 30)),
+        dict(low=0, hidden="zero")),
     "complement of padding": (
-        lambda q, k, v, x: by_hand(q, k, v, ~(PADDING == 0)[:, None, None], -1e4), dict(hidden="fill", fill=-1e4)),
+        lambda q, k, v, x: by_hand(q, k, v, ~(PADDING == 0)[:, None, None], -1e4),
+        dict(hidden="fill", fill=-1e4)),
     "causal with a fill that scores may reach": (
         lambda q, k, v, x: by_hand(q, k, v, keep(30, 30), -3.0), dict(low=0, hidden="fill")),
-    "a dense choice": (lambda q, k, v, x: sdpa(q, k, v, (x > -1) & keep(30, 30)), dict(low=0, hidden="zero")),
+    "a dense choice": (lambda q, k, v, x: sdpa(q, k, v, (x > -1) & keep(30, 30)),
+    dict(low=0, hidden="zero")),
     "a bias with a gradient": (lambda q, k, v, x: sdpa(q, k, v, x), dict(low=None, high=None)),
-    "a bias with a gradient, by hand": (lambda q, k, v, x: by_hand(q, k, v, x), dict(hidden="zero")),
+    "a bias with a gradient, by hand": (lambda q, k, v, x: by_hand(q, k, v, x),
+    dict(hidden="zero")),
     "a bias with a causal part": (
-        lambda q, k, v, x: by_hand(q, k, v, x + torch.where(keep(30, 30), 0.0, -1e30)), dict(low=0, hidden="zero")),
+        lambda q, k, v, x: by_hand(q, k, v, x + torch.where(keep(30, 30), 0.0, -1e30)),
+        dict(low=0, hidden="zero")),
 }  # fmt: skip
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
-    monkeypatch.setattr(fusion_backend.gate, "on_gpu", lambda t: True)
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
 
 
 def gradients(fn, inputs):
@@ -302,15 +365,28 @@ def gradients(fn, inputs):
 @pytest.mark.parametrize("name", FOUND)
 def test_masks_of_graphs(name, taken):
     fn, options = FOUND[name]
-    inputs = [*qkv(30, 30, 16, kv=1 if "offset" in name else 2), randn(2, 1 if "dense" in name else 2, 30, 30)]
+    inputs = [
+        *qkv(30, 30, 16, kv=1 if "offset" in name else 2),
+        randn(2, 1 if "dense" in name else 2, 30, 30),
+    ]
     inputs[1:3] = [t.expand(-1, 2, -1, -1).contiguous() for t in inputs[1:3]]
     collector = collect(fn, *[t.requires_grad_() for t in inputs])
     (node,) = fused_nodes(collector.graphs[0])
     assert str(node.target) == "fusion.masked_attention.default"
     assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items()
     tensors = dict(zip(("q", "k", "v", "bias", "keep", "keys", "seed"), node.args, strict=True))
-    wanted = {"bias"} if "bias" in name else {"keep"} if "dense" in name else {"keys"} if "padding" in name else set()
-    assert {name for name in ("bias", "keep", "keys", "seed") if tensors[name] is not None} == wanted
+    wanted = (
+        {"bias"}
+        if "bias" in name
+        else {"keep"}
+        if "dense" in name
+        else {"keys"}
+        if "padding" in name
+        else set()
+    )
+    assert {
+        name for name in ("bias", "keep", "keys", "seed") if tensors[name] is not None
+    } == wanted
     exactly = gradients(fn, [t.double() for t in inputs])
     torch.compiler.reset()
     got = gradients(torch.compile(fn, backend=collector), inputs)
@@ -326,7 +402,9 @@ def test_refusals():
     rest |= dict(scale=0.25, cap=None, p=None, hidden="zero")
 
     def refusal(q, k, v, **changed):
-        answer = masked_attention.guard_fn(*{**dict(q=q, k=k, v=v), **rest, "padded": "seen", **changed}.values())
+        answer = masked_attention.guard_fn(
+            *{**dict(q=q, k=k, v=v), **rest, "padded": "seen", **changed}.values()
+        )
         return answer.reason if isinstance(answer, Reject) else None
 
     assert refusal(q, k, v) is None
@@ -340,5 +418,7 @@ def test_refusals():
     assert "not positive" in refusal(q, k, v, scale=-1.0)
     assert "exceed the registers" in refusal(*qkv(4, 6, 256))
     assert "torch.float16" in refusal(q, k, v.half())
-    assert "the vector of keys is torch.bool with shape (2, 5)" in refusal(q, k, v, keys=randn(2, 5) > 0)
+    assert "the vector of keys is torch.bool with shape (2, 5)" in refusal(
+        q, k, v, keys=randn(2, 5) > 0
+    )
     assert "keep is torch.float32" in refusal(q, k, v, keep=randn(4, 6))

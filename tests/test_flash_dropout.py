@@ -1,4 +1,6 @@
-"""Dropout in the flash attention kernels: its mask, its statistics, and graphs that draw, keep and draw again."""
+"""Dropout in the flash attention kernels: its mask, its statistics, and graphs that draw, keep and
+draw again.
+"""
 
 import pytest
 import torch
@@ -7,12 +9,13 @@ import triton
 import triton.language as tl
 from torch.utils.checkpoint import checkpoint
 
-import fusion_backend.gate
-from fusion_backend.kernels import flash, flash_backward
-from fusion_backend.kernels.dropout import Dropout, tile_survives, tiles_kept
-from fusion_backend.kernels.flash import Masking
-from fusion_backend.op import op_of
-from fusion_backend.pattern import UNMATCHED
+import fusion_backend.decide.gate
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.common.dropout import Dropout, tile_survives, tiles_kept
+from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.pattern import UNMATCHED
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_flash import SMALL, qkv
 from tests.test_kernels import DEVICE, randn, runs_kernels
@@ -26,7 +29,16 @@ def seed(number: int) -> torch.Tensor:
 
 
 @triton.jit
-def tile_kernel(SEED, OUT, row, col, M: tl.constexpr, N: tl.constexpr, THRESHOLD: tl.constexpr, TURNED: tl.constexpr):
+def tile_kernel(
+    SEED,
+    OUT,
+    row,
+    col,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    TURNED: tl.constexpr,
+):
     kept = tile_survives(tl.load(SEED), row // 2, col // 2, M, N, THRESHOLD, TURNED)
     down, across = tl.arange(0, M), tl.arange(0, N)
     at = down[None, :] * N + across[:, None] if TURNED else down[:, None] * N + across[None, :]
@@ -40,13 +52,17 @@ def test_tiles_are_parts_of_one_matrix(m, n, turned):
     whole = tiles_kept(seed(2**33 + 5), (192, 300), 0.4)
     for row, col in ((0, 0), (64, 160), (48, 16)):
         out = torch.empty(m, n, dtype=torch.int8, device=DEVICE)
-        tile_kernel[(1,)](seed(2**33 + 5), out, row, col, M=m, N=n, THRESHOLD=round(0.4 * 2**32), TURNED=turned)
+        tile_kernel[(1,)](
+            seed(2**33 + 5), out, row, col, M=m, N=n, THRESHOLD=round(0.4 * 2**32), TURNED=turned
+        )
         assert torch.equal(out.bool(), whole[row : row + m, col : col + n])
 
 
 @runs_kernels
 def test_batches_and_heads_are_of_one_draw():
-    """With values that pick out the probabilities, the result shows which are left, whatever the blocks are."""
+    """With values that pick out the probabilities, the result shows which are left, whatever the
+    blocks are.
+    """
     q, k, _ = qkv(40, 16, 16, h=3)
     v = torch.eye(16, device=DEVICE).expand(2, 3, 16, 16)
     masking = Masking(dropout=Dropout(seed(11), 0.4))
@@ -68,7 +84,10 @@ def test_statistics(p):
         shares, count = keep.mean(axes), keep.numel() / keep.mean(axes).numel()
         assert (shares - (1 - p)).abs().max() <= 6 * (p * (1 - p) / count) ** 0.5
     others = [tiles_kept(seed(number), keep.shape, p) for number in (8, 7 + 2**32)]
-    others += [keep.roll(by, axis) for axis, by in ((0, 1), (1, 1), (2, 1), (2, 8), (2, 16), (3, 1), (3, 8), (3, 16))]
+    others += [
+        keep.roll(by, axis)
+        for axis, by in ((0, 1), (1, 1), (2, 1), (2, 8), (2, 16), (3, 1), (3, 8), (3, 16))
+    ]
     for other in [*others, keep.roll((8, 8), (2, 3)), keep.roll((8, -8), (2, 3))]:
         assert within((keep * other).mean(), (1 - p) ** 2, keep.numel())
 
@@ -88,21 +107,27 @@ def test_nothing_and_everything_dropped(p):
 
 @runs_kernels
 def test_the_operator_and_its_reference_drop_the_same():
-    """Value and gradients of torch.ops.fusion.masked_attention by the kernels, and by the written-out reference."""
+    """Value and gradients of torch.ops.fusion.masked_attention by the kernels, and by the
+    written-out reference.
+    """
     op = op_of(UNMATCHED["masked_attention"]).overload
     inputs = [t.requires_grad_() for t in (*qkv(20, 33, 16, h=4, kv=2), randn(1, 4, 20, 33))]
     inputs[1:3] = [t.detach()[:, :2].clone().requires_grad_() for t in inputs[1:3]]
     keys = torch.arange(33, device=DEVICE) < torch.tensor([[20], [33]], device=DEVICE)
     args = (*inputs, None, keys, seed(5), None, None, None, 0.25, None, 0.3, "zero", "seen")
     do, found = randn(2, 4, 20, 16), []
-    for provider in (dict(forward="kernel", backward="kernel"), dict(forward="reference", backward="vjp")):
+    for provider in (
+        dict(forward="kernel", backward="kernel"),
+        dict(forward="reference", backward="vjp"),
+    ):
         out, _ = op(*args, **provider)
         found.append([out, *torch.autograd.grad(out, inputs, do)])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-# Compiled graphs. Without a GPU the gate takes the kernels as if there were one, and the interpreter runs them.
+# Compiled graphs. Without a GPU the gate takes the kernels as if there were one, and the
+# interpreter runs them.
 
 PADDING = torch.tensor([[1] * 20 + [0] * 12, [1] * 32], device=DEVICE)
 
@@ -130,13 +155,17 @@ def example():
 
 @pytest.fixture
 def taken(monkeypatch):
-    monkeypatch.setattr(fusion_backend.gate, "on_gpu", lambda t: True)
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
 
 
 def compiled(fn, inputs):
     collector = collect(fn, *inputs)
     torch.compiler.reset()
-    how = dict(backend=collector) if DEVICE == "cpu" else dict(backend="fusion", options={"fusion.gate": "always"})
+    how = (
+        dict(backend=collector)
+        if DEVICE == "cpu"
+        else dict(backend="fusion", options={"fusion.gate": "always"})
+    )
     return torch.compile(fn, fullgraph=True, dynamic=False, **how), collector
 
 
@@ -162,7 +191,9 @@ def test_graphs_draw_a_seed(fn, taken):
     seen = want.ne(0).sum().item() / mask.ne(0).numel() if fn is t5 else None
     assert seen is None or 0.6 < seen < 0.8
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-6)
-    for g, w in zip(got, torch.autograd.grad(want, exact, do.double(), allow_unused=True), strict=True):
+    for g, w in zip(
+        got, torch.autograd.grad(want, exact, do.double(), allow_unused=True), strict=True
+    ):
         assert (g is None) == (w is None)
         if w is not None:
             torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-5)
@@ -176,12 +207,16 @@ def written_out(factors):
 
 
 def agree(out, v) -> bool:
-    """The gradient of v, of a loss that sums, is the sum of the probabilities that were left in the result.
+    """The gradient of v, of a loss that sums, is the sum of the probabilities that were left in the
+    result.
 
-    Without retain_graph, which torch refuses of a backward in its cache that another process has run without.
+    Without retain_graph, which torch refuses of a backward in its cache that another process has
+    run without.
     """
     (grad,) = torch.autograd.grad(out.sum(), v)
-    return torch.allclose(grad, out.detach().sum(2)[..., None].expand_as(grad), rtol=1e-4, atol=1e-5)
+    return torch.allclose(
+        grad, out.detach().sum(2)[..., None].expand_as(grad), rtol=1e-4, atol=1e-5
+    )
 
 
 @runs_kernels
@@ -205,7 +240,9 @@ def test_checkpoint_draws_the_same_again(around, taken):
     inputs = example()
     if around == "inside":  # AOTAutograd traces the reference there, not the interpreter
         options = {"fusion.gate": "always"}
-        run = torch.compile(lambda *t: checkpoint(bert, *t, use_reentrant=False), backend="fusion", options=options)
+        run = torch.compile(
+            lambda *t: checkpoint(bert, *t, use_reentrant=False), backend="fusion", options=options
+        )
     else:
         block, _ = compiled(bert, inputs)
         run = lambda *t: checkpoint(block, *t, use_reentrant=False)  # noqa: E731
@@ -224,7 +261,9 @@ def test_the_numbers_of_eager_when_they_are_asked_for(taken):
 
 def test_without_dropout_nothing_is_drawn(taken):
     """One operator, with a seed or without."""
-    (gm,) = collect(lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias), *example()).graphs
+    (gm,) = collect(
+        lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias), *example()
+    ).graphs
     (node,) = fused_nodes(gm)
     assert node.args[6] is None and node.kwargs["p"] is None
     assert not any(n.target is torch.ops.aten.randint.low for n in gm.graph.nodes)

@@ -1,5 +1,6 @@
-"""The flash attention kernels at the ends of what they take: head sizes, no queries or keys, memory far apart, and the
-same bits every time."""
+"""The flash attention kernels at the ends of what they take: head sizes, no queries or keys, memory
+far apart, and the same bits every time.
+"""
 
 import itertools
 import mmap
@@ -8,9 +9,10 @@ import pytest
 import torch
 from fusion_backend.patterns.attention import masked_attention
 
-from fusion_backend.kernels import flash, flash_backward
-from fusion_backend.kernels.flash import Masking
-from fusion_backend.op import op_of
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.ops.operator import op_of
 from tests.test_flash import SMALL, check, dropout, masks, qkv
 from tests.test_kernels import DEVICE, randn, runs_kernels
 
@@ -49,10 +51,17 @@ def test_no_queries_or_no_keys(n, m):
         Masking(bias=randn(1, 2, n, m)),
         Masking(bias=randn(2, 2, n, m), dropout=dropout(0.5)),
         Masking(keys=torch.ones(2, m, dtype=torch.bool, device=DEVICE)),
-        Masking(keep=torch.ones(2, 1, n, m, dtype=torch.bool, device=DEVICE), hidden="fill", fill=-1e9),
+        Masking(
+            keep=torch.ones(2, 1, n, m, dtype=torch.bool, device=DEVICE), hidden="fill", fill=-1e9
+        ),
     ):
         out, lse = flash.forward(q, k, v, masking, True, SMALL)
-        assert out.shape == q.shape and not out.any() and lse.shape[:2] == (2, 2) and lse.shape[-1] == n
+        assert (
+            out.shape == q.shape
+            and not out.any()
+            and lse.shape[:2] == (2, 2)
+            and lse.shape[-1] == n
+        )
         found = flash_backward.backward(q, k, v, masking, out, lse, out, ALL, (SMALL, SMALL))
         for got, like in zip(found, (q, k, v, masking.bias), strict=True):
             assert (got is None) == (like is None)
@@ -71,7 +80,9 @@ def test_the_operator_of_nothing(b, n, m):
 
 
 @runs_kernels
-@pytest.mark.parametrize("kind", ["padding behind", "bias for all batches", "bias of keys", "dense", "dropout, bias"])
+@pytest.mark.parametrize(
+    "kind", ["padding behind", "bias for all batches", "bias of keys", "dense", "dropout, bias"]
+)
 def test_the_same_bits_every_time(kind):
     """No sum depends on who comes first (what the interpreter cannot show, a GPU does)."""
     q, k, v = qkv(20, 40, 16, h=4, kv=2)
@@ -96,7 +107,9 @@ def far(*shape, strides, dtype=torch.float16):
 def test_places_beyond_two_to_the_31():
     """Batches, heads and rows that are so far apart that a product of 32 bits would overflow."""
     shape = (2, 2, 20, 16)
-    q, k, v = (far(*shape, strides=(2**31 + 64, 2**30, 2**22, 1)).copy_(randn(*shape)) for _ in "qkv")
+    q, k, v = (
+        far(*shape, strides=(2**31 + 64, 2**30, 2**22, 1)).copy_(randn(*shape)) for _ in "qkv"
+    )
     check(q, k, v, Masking(low=0))
     shape, strides = (2, 2, 20, 20), (2**31 + 64, 2**30, 2**22, 1)
     bias = far(*shape, strides=strides).copy_(randn(*shape))

@@ -1,4 +1,5 @@
-"""What the gate decides where kernels can run, without a GPU: fake CPU tensors that pass for CUDA tensors.
+"""What the gate decides where kernels can run, without a GPU: fake CPU tensors that pass for CUDA
+tensors.
 
 Run in a process of its own, because kernels here must not be interpreted.
 """
@@ -17,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fusion_backend
 from fusion_backend import Pattern, Reject
-from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.frontends.dynamo import fuse_graph, patterns
 from fusion_backend.options import Options
-from fusion_backend.reporting import GraphRecord
+from fusion_backend.reporting.report import GraphRecord
 from fusion_backend.testing import fused_nodes, graph_text
 
-import fusion_backend.gate, fusion_backend.op
-fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+import fusion_backend.decide.gate, fusion_backend.ops.operator
+fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
 
 class Examples(fx.Interpreter):
     def run_node(self, n):
@@ -71,7 +72,7 @@ for grad in (False, True):
     assert (site.forward, site.backward) == (("kernel", "kernel") if grad else (None, None)), str(site)
 """,
     "the forward of norms is Inductor's where that was as fast, by the length of a row": """
-import fusion_backend.kernels.shared_rows as shared
+import fusion_backend.kernels.common.cooperative_rows as shared
 shared.multiprocessors = lambda device: 132
 def rms(x, w, b):
     return F.rms_norm(x, (x.shape[-1],), w)
@@ -374,7 +375,11 @@ def outcomes_of(cases: dict[str, str]) -> dict[str, str]:
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", loop], input=json.dumps(cases), env=environment, capture_output=True, text=True
+        [sys.executable, "-c", loop],
+        input=json.dumps(cases),
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

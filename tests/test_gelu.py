@@ -1,4 +1,6 @@
-"""GELU without branches: the formula against fp64, for every number of 16 bits there is, and where it applies."""
+"""GELU without branches: the formula against fp64, for every number of 16 bits there is, and where
+it applies.
+"""
 
 import math
 from types import SimpleNamespace
@@ -33,12 +35,16 @@ def mine(x, approximate):
 
 
 def my_gradient(x, approximate):
-    return branchless_gelu.backward_fn(SimpleNamespace(x=x, approximate=approximate), torch.ones_like(x))
+    return branchless_gelu.backward_fn(
+        SimpleNamespace(x=x, approximate=approximate), torch.ones_like(x)
+    )
 
 
 @both
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("found, truth", [(mine, value), (my_gradient, gradient)], ids=["value", "gradient"])
+@pytest.mark.parametrize(
+    "found, truth", [(mine, value), (my_gradient, gradient)], ids=["value", "gradient"]
+)
 def test_every_number(found, truth, dtype, approximate):
     x = numbers(dtype)
     x = x[x.isfinite() & (x.abs() < 1e15)]  # beyond, the derivative of eager's tanh form is NaN
@@ -47,14 +53,17 @@ def test_every_number(found, truth, dtype, approximate):
     assert ours.isfinite().all()
     assert (ours - exact).abs().max() <= (eager - exact).abs().max()
     assert (ours - exact).norm() <= (eager - exact).norm() * 1.001
-    near = x.abs() < 5  # the rounding of the result, 2⁻⁹ or 2⁻¹², and hardly more; fp32 with erf(x) + 1 loses it there
+    # the rounding of the result, 2⁻⁹ or 2⁻¹², and hardly more; fp32 with erf(x) + 1 loses it there
+    near = x.abs() < 5
     relative = ((ours - exact) / exact).abs()[near & (exact.abs() > torch.finfo(dtype).tiny * 8)]
     assert relative.max() <= torch.finfo(dtype).eps / 2 * 1.02 or found is my_gradient
 
 
 @both
 def test_the_formula_itself(approximate):
-    """In fp32, before the rounding: 2⁻¹⁷ relative, down to -6, where fp32 with 1 + erf is off by as much as it is."""
+    """In fp32, before the rounding: 2⁻¹⁷ relative, down to -6, where fp32 with 1 + erf is off by as
+    much as it is.
+    """
     x = torch.linspace(-6, 6, 400_001)
     exact = value(x.double(), approximate)
     assert (((mine(x, approximate) - exact) / exact)[x != 0]).abs().max() < 2**-17
@@ -73,7 +82,9 @@ def test_special_numbers(dtype, approximate):
 
 
 def by_hand(x):
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    return (
+        0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    )
 
 
 def functions():

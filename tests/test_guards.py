@@ -1,7 +1,8 @@
-"""The pass asks nothing of sizes that is not known already: it adds no guard, replacement or runtime assertion.
+"""The pass asks nothing of sizes that is not known already: it adds no guard, replacement or
+runtime assertion.
 
-conftest.py holds every test to that. Here are the graphs that once had a guard; a backend that only counts says how
-many graphs Dynamo makes without us.
+conftest.py holds every test to that. Here are the graphs that once had a guard; a backend that only
+counts says how many graphs Dynamo makes without us.
 """
 
 import pytest
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
 
-from fusion_backend.collect import Collector
+from fusion_backend.capture.functionalize import all_of
 from fusion_backend.compat.torch import fake_mode_of, many_recompiles
-from fusion_backend.functional import all_of
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ops.pattern import REGISTRY
 from fusion_backend.testing import arguments
 
 from .sizes import facts
@@ -23,7 +24,9 @@ ALWAYS = {"fusion.gate": "always"}
 
 
 def graphs_of(backend, fn, calls, dynamic) -> list:
-    """What fn gives in each call, eagerly, having gone through `backend`, a list of what Dynamo hands over."""
+    """What fn gives in each call, eagerly, having gone through `backend`, a list of what Dynamo
+    hands over.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     with many_recompiles():
@@ -32,7 +35,9 @@ def graphs_of(backend, fn, calls, dynamic) -> list:
 
 
 def assert_as_many_graphs(fn, *calls, dynamic=True) -> Collector:
-    """As many graphs as Dynamo makes alone, for calls one after the other, each a function that makes its inputs."""
+    """As many graphs as Dynamo makes alone, for calls one after the other, each a function that
+    makes its inputs.
+    """
     seen = []
     plain = graphs_of(lambda gm, _: (seen.append(gm), gm.forward)[1], fn, calls, dynamic)
     collector = Collector(ALWAYS)
@@ -69,7 +74,12 @@ def narrowed(x, n):
 
 
 def normed(x, n):
-    return torch.linalg.vector_norm(x, dim=-1), F.normalize(x, dim=-1), x[n:].exp(), x.narrow(0, n, 2).exp()
+    return (
+        torch.linalg.vector_norm(x, dim=-1),
+        F.normalize(x, dim=-1),
+        x[n:].exp(),
+        x.narrow(0, n, 2).exp(),
+    )
 
 
 def tensors(*shapes):
@@ -77,11 +87,21 @@ def tensors(*shapes):
 
 
 CASES = {
-    "halves of an even size, then of an odd one": (halves, (tensors((4, 8)), tensors((4, 9)), tensors((4, 11)))),
-    "rolled by half, then by less": (rolled, (tensors((4, 8), 4), tensors((4, 10), 3), tensors((5, 9), 4))),
+    "halves of an even size, then of an odd one": (
+        halves,
+        (tensors((4, 8)), tensors((4, 9)), tensors((4, 11))),
+    ),
+    "rolled by half, then by less": (
+        rolled,
+        (tensors((4, 8), 4), tensors((4, 10), 3), tensors((5, 9), 4)),
+    ),
     "columns of a product": (
         columns,
-        (tensors((4, 8), (6, 8), (6,), 3), tensors((5, 8), (6, 8), (6,), 4), tensors((5, 7), (9, 7), (9,), 2)),
+        (
+            tensors((4, 8), (6, 8), (6,), 3),
+            tensors((5, 8), (6, 8), (6,), 4),
+            tensors((5, 7), (9, 7), (9,), 2),
+        ),
     ),
     "half of the columns, then more": (
         written_to,
@@ -141,7 +161,9 @@ def test_unbacked_sizes_of_the_input():
         return F.layer_norm(F.gelu(b), (16,)).chunk(2, -1)
 
     collector = assert_as_many_graphs(fn, made(8), made(5), dynamic=None)
-    assert [s.pattern for s in collector.report.fused] == ["layer_norm", "gelu"], str(collector.report)
+    assert [s.pattern for s in collector.report.fused] == ["layer_norm", "gelu"], str(
+        collector.report
+    )
 
 
 def block(x, w, cos, sin):
@@ -161,9 +183,13 @@ def test_any_batch_length_and_number_of_heads():
             torch._dynamo.mark_dynamic(t, dims)
         return lambda: [x, w, cos, sin]
 
-    collector = assert_as_many_graphs(block, made(3, 5, 4), made(4, 8, 7), made(5, 6, 3), dynamic=None)
+    collector = assert_as_many_graphs(
+        block, made(3, 5, 4), made(4, 8, 7), made(5, 6, 3), dynamic=None
+    )
     found = {s.pattern for s in collector.report.fused}
-    assert {"attention", "rotary", "layer_norm", "gelu", "cross_entropy"} <= found, str(collector.report)
+    assert {"attention", "rotary", "layer_norm", "gelu", "cross_entropy"} <= found, str(
+        collector.report
+    )
 
 
 class Traced(Collector):
@@ -181,7 +207,9 @@ def test_what_is_written_asks_no_more_than_what_was_there(name):
     plain, ours = Traced({"fusion.gate": "never"}), Traced(ALWAYS)
     with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
         for backend in (plain, ours):
-            given, call = split(arguments(REGISTRY[name], written(REGISTRY[name])[0], torch.float32))
+            given, call = split(
+                arguments(REGISTRY[name], written(REGISTRY[name])[0], torch.float32)
+            )
             graphs_of(backend, call(REGISTRY[name].reference), [lambda given=given: given], True)
     assert [s.pattern for s in ours.report.fused] == [name] and not plain.report.fused
     assert ours.guards == plain.guards
@@ -194,6 +222,12 @@ def test_part_of_a_value_is_not_another_name_for_it():
         return node
 
     x = torch.empty(8, 8)
-    names = {"whole": x.view(8, 8), "rows": x[:4], "later": x[1:].narrow(0, 0, 4), "turned": x.t(), "kind": x.int()}
+    names = {
+        "whole": x.view(8, 8),
+        "rows": x[:4],
+        "later": x[1:].narrow(0, 0, 4),
+        "turned": x.t(),
+        "kind": x.int(),
+    }
     assert [name for name, part in names.items() if all_of(held(part), held(x))] == ["whole"]
     assert not all_of(held(x[1:5]), held(x[:4]))  # as large, elsewhere

@@ -1,4 +1,6 @@
-"""Traced patterns are kept on disk: the same templates again, new ones when the source changes, none when told so."""
+"""Traced patterns are kept on disk: the same templates again, new ones when the source changes,
+none when told so.
+"""
 
 import concurrent.futures
 import math
@@ -10,16 +12,18 @@ import sys
 import pytest
 import torch
 
-from fusion_backend import Pattern, cache, disk
-from fusion_backend.backend import patterns
-from fusion_backend.expressions import Expr
-from fusion_backend.template import templates
+from fusion_backend import Pattern
+from fusion_backend.cache import disk
+from fusion_backend.cache import identity as cache
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.ir.expr import Expr
+from fusion_backend.match.templates import templates
 
 SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import mine
-from fusion_backend import template
+from fusion_backend.match import templates as template
 traced, real = [], template.traced
 template.traced = lambda *args: traced.append(1) or real(*args)
 found = template.templates(mine.scaled)
@@ -37,7 +41,11 @@ def scaled(x: Tensor, w: Tensor | None, s: float) -> Tensor:
 def run(folder, **environment):
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), **environment}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     count, _, rest = done.stdout.strip().splitlines()[-1].partition(" ")
     return int(count), rest
@@ -66,7 +74,11 @@ def file(tmp_path):
 def kept_value():
     x = Expr("var", (), "x", (6, 6), 0)
     twice = Expr("mul", (x, x), (torch.int8, None, (True, -0.0, math.inf)), (), 1)
-    return {"templates": [(("tensor", "=relu"), (twice, x), 2, 7)], "dtypes": {"x": torch.int8}, "random": {("none",)}}
+    return {
+        "templates": [(("tensor", "=relu"), (twice, x), 2, 7)],
+        "dtypes": {"x": torch.int8},
+        "random": {("none",)},
+    }
 
 
 def test_read_as_it_was_written(file):
@@ -120,7 +132,12 @@ def owner(file, monkeypatch):
         os.chown(file, 12345, -1)
 
 
-CHANGES = {others_folder: "others may write", others_file: "others may write", link: "is a link", owner: "another user"}
+CHANGES = {
+    others_folder: "others may write",
+    others_file: "others may write",
+    link: "is a link",
+    owner: "another user",
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -154,7 +171,9 @@ NUMBERS = torch.ones(2)
 
 
 def test_opaque_is_not_kept(scratch):
-    """Its tensor may be another one in the next process: no template is stored, and torch caches nothing."""
+    """Its tensor may be another one in the next process: no template is stored, and torch caches
+    nothing.
+    """
 
     @Pattern
     def opaque(x: torch.Tensor) -> torch.Tensor:
@@ -162,4 +181,7 @@ def test_opaque_is_not_kept(scratch):
 
     assert templates(opaque)
     assert disk.file_of(opaque) is None and cache.key_of([opaque], []) is None
-    assert cache.Identity(None).uuid() is None and cache.Identity(None, lambda graph: None).uuid() is None
+    assert (
+        cache.Identity(None).uuid() is None
+        and cache.Identity(None, lambda graph: None).uuid() is None
+    )

@@ -1,4 +1,6 @@
-"""The kernels of the built-in patterns against fp64, value and gradient, in Triton's interpreter or on a GPU."""
+"""The kernels of the built-in patterns against fp64, value and gradient, in Triton's interpreter or
+on a GPU.
+"""
 
 import itertools
 import math
@@ -13,20 +15,24 @@ import triton
 from torch import Tensor
 
 from benchmarks.results import Run
-from fusion_backend.backend import patterns
-from fusion_backend.kernels import interpreting, norms_backward
-from fusion_backend.kernels.inputs import as_rows
-from fusion_backend.kernels.launch import trial
-from fusion_backend.pattern import REGISTRY, Reject
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.kernels import interpreting
+from fusion_backend.kernels.common.inputs import as_rows
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.norm import backward as norms_backward
+from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.reporting.reject import Reject
 
 patterns()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not interpreting(), reason="needs TRITON_INTERPRET=1 or a GPU")
+runs_kernels = pytest.mark.skipif(
+    DEVICE == "cpu" and not interpreting(), reason="needs TRITON_INTERPRET=1 or a GPU"
+)
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-# |got - exact| / |exact|. fp32: some roundings of 2**-24. fp16: one rounding at the end. bf16: two, and the interpreter
-# rounds to bf16 by cutting off, which doubles the error.
+# |got - exact| / |exact|. fp32: some roundings of 2**-24. fp16: one rounding at the end. bf16: two,
+# and the interpreter rounds to bf16 by cutting off, which doubles the error.
 CLOSE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -62,23 +68,34 @@ def check_value(name: str, *args, factor: float = 1):
 
 
 def check_gradient(name: str, *args, needs=None, factor: float = 4, dy=None) -> None:
-    """The backward fed by the kernel's saves, and by the plain torch ones, against autograd in fp64."""
+    """The backward fed by the kernel's saves, and by the plain torch ones, against autograd in
+    fp64.
+    """
     pattern = REGISTRY[name]
     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
     tensors = [p.name for p in pattern.params if p.tensor]
     needs = {k: isinstance(inputs[k], Tensor) and (needs is None or k in needs) for k in tensors}
-    leaves = {k: exact(v).requires_grad_(needs[k]) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    leaves = {
+        k: exact(v).requires_grad_(needs[k]) if isinstance(v, Tensor) else v
+        for k, v in inputs.items()
+    }
     want = pattern.reference(*leaves.values())
     dy = randn(*want.shape, dtype=args[0].dtype) if dy is None else dy
     wanted = [k for k in tensors if needs[k]]
-    gradients = dict(zip(wanted, torch.autograd.grad(want, [leaves[k] for k in wanted], dy.double()), strict=True))
+    gradients = dict(
+        zip(
+            wanted, torch.autograd.grad(want, [leaves[k] for k in wanted], dy.double()), strict=True
+        )
+    )
     out, *saves = pattern.kernel_fn(*args, True)
     plain = pattern.saved_fn(*args)
     plain = plain if isinstance(plain, tuple) else (plain,)
     for kept, other in zip(saves, plain, strict=True):
         assert kept.shape == other.shape and kept.dtype == other.dtype
     for result, kept in ((out, saves), (pattern.reference(*args), plain)):
-        saved = SimpleNamespace(**inputs, **dict(zip(pattern.saves, kept, strict=True)), result=result, needs=needs)
+        saved = SimpleNamespace(
+            **inputs, **dict(zip(pattern.saves, kept, strict=True)), result=result, needs=needs
+        )
         results = dict(zip(tensors, pattern.backward_fn(saved, dy), strict=True))
         for k in tensors:
             assert (results[k] is not None) == needs[k], k
@@ -108,10 +125,15 @@ def test_elementwise_keeps_a_permuted_layout():
 
 @runs_kernels
 def test_exponential_at_the_ends():
-    s = torch.tensor([0.0, -0.0, 88.7, 89.0, -87.0, -200.0, float("inf"), -float("inf"), float("nan")], device=DEVICE)
+    s = torch.tensor(
+        [0.0, -0.0, 88.7, 89.0, -87.0, -200.0, float("inf"), -float("inf"), float("nan")],
+        device=DEVICE,
+    )
     got, want = REGISTRY["add_mul_exp"].kernel_fn(s, torch.zeros_like(s), 1.0), torch.exp(s)
     # The interpreter rounds inside an fma.
-    torch.testing.assert_close(got, want, rtol=3e-7 if DEVICE == "cuda" else 1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        got, want, rtol=3e-7 if DEVICE == "cuda" else 1e-5, atol=0, equal_nan=True
+    )
 
 
 @runs_kernels
@@ -146,7 +168,9 @@ def eager_int8(x, scale, zero_point):
 
 
 @runs_kernels
-@pytest.mark.parametrize("scale, zero_point", [(0.05, 3.0), (0.05, None), (1 / 3, 0.5), (0.1, -128.0), (1e-3, 0.0)])
+@pytest.mark.parametrize(
+    "scale, zero_point", [(0.05, 3.0), (0.05, None), (1 / 3, 0.5), (0.1, -128.0), (1e-3, 0.0)]
+)
 def test_quantize_gives_eagers_integers(scale, zero_point):
     x = torch.cat([randn(20_000) * 8 * scale, randn(20_000) * 100 * scale])
     ties = (torch.arange(-300, 300, device=DEVICE) + 0.5) * scale
@@ -176,7 +200,14 @@ def test_quantize_of_what_is_no_number():
     for scale in (1.0, 1e-38, 1e30):
         got = REGISTRY["quantize_int8"].kernel_fn(x, scale, 2.0)
         assert torch.equal(got, eager_int8(x, scale, 2.0)), scale
-    assert REGISTRY["quantize_int8"].kernel_fn(x, 1.0, None).tolist() == [0, 127, -128, 127, -128, 0]
+    assert REGISTRY["quantize_int8"].kernel_fn(x, 1.0, None).tolist() == [
+        0,
+        127,
+        -128,
+        127,
+        -128,
+        0,
+    ]
 
 
 @runs_kernels
@@ -190,7 +221,9 @@ def test_quantize_of_half_precision_computes_in_fp32(dtype):
 def test_quantize_is_taken_of_large_tensors_in_bf16():
     worthwhile = REGISTRY["quantize_int8"].worthwhile_fn
     large = torch.empty(64_000_000, dtype=torch.bfloat16, device="meta")
-    assert worthwhile(large, 0.05, None, False) is None and worthwhile(large, 0.05, 3.0, True) is None
+    assert (
+        worthwhile(large, 0.05, None, False) is None and worthwhile(large, 0.05, 3.0, True) is None
+    )
     for x in (large.float(), large.half(), large[1:]):
         assert "alone" in worthwhile(x, 0.05, None, False).reason
 
@@ -291,7 +324,10 @@ def test_layer_norm_refusals():
     for args, sentence in [
         ((x.double(), w.double(), None, 1e-5), "float64"),
         ((x.half(), w, None, 1e-5), "x is torch.float16 and weight is torch.float32"),
-        ((x, None, randn(12)[::2], 1e-5), "bias with shape (6,) and strides (2,) is not a plain vector"),
+        (
+            (x, None, randn(12)[::2], 1e-5),
+            "bias with shape (6,) and strides (2,) is not a plain vector",
+        ),
         ((randn(6, 4).t(), w, None, 1e-5), "the elements of a row are 4 apart"),
         ((randn(1, 200_000), None, None, 1e-5), "a row of 200000 is not between 1 and 131072"),
     ]:
@@ -303,14 +339,18 @@ def test_layer_norm_refusals():
 
 
 def linear_pair(k, n, dtype, transposed):
-    w1, w2 = (randn(n, k, dtype=dtype).t() if transposed else randn(k, n, dtype=dtype) for _ in range(2))
+    w1, w2 = (
+        randn(n, k, dtype=dtype).t() if transposed else randn(k, n, dtype=dtype) for _ in range(2)
+    )
     return w1 * 0.3, w2 * 0.3
 
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("m, k, n", [(1, 1, 1), (5, 33, 17), (130, 100, 136), (64, 128, 256), (0, 32, 16)])
+@pytest.mark.parametrize(
+    "m, k, n", [(1, 1, 1), (5, 33, 17), (130, 100, 136), (64, 128, 256), (0, 32, 16)]
+)
 def test_gated_linear(m, k, n, transposed, dtype):
     (w1, w2), x = linear_pair(k, n, dtype, transposed), randn(m, k, dtype=dtype)
     b1, b2 = randn(n, dtype=dtype), randn(n, dtype=dtype)
@@ -322,7 +362,10 @@ def test_gated_linear(m, k, n, transposed, dtype):
 @runs_kernels
 @pytest.mark.parametrize("biases", list(itertools.product([True, False], repeat=2)))
 def test_gated_linear_without_biases(biases):
-    (w1, w2), (b1, b2) = linear_pair(33, 17, torch.float32, True), (randn(17) if have else None for have in biases)
+    (w1, w2), (b1, b2) = (
+        linear_pair(33, 17, torch.float32, True),
+        (randn(17) if have else None for have in biases),
+    )
     check_value("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid")
     check_gradient("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid")
     check_gradient("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid", needs=["w2"])
@@ -331,7 +374,12 @@ def test_gated_linear_without_biases(biases):
 @runs_kernels
 def test_gated_linear_layouts():
     w1, w2 = randn(40, 24), randn(24, 40).t()  # one of each
-    for x in (randn(7, 64)[:, :40], randn(40, 7).t(), randn(3, 2, 40).transpose(0, 1), randn(1, 40).expand(5, 40)):
+    for x in (
+        randn(7, 64)[:, :40],
+        randn(40, 7).t(),
+        randn(3, 2, 40).transpose(0, 1),
+        randn(1, 40).expand(5, 40),
+    ):
         out = REGISTRY["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", False)[0]
         want = REGISTRY["gated_linear"].reference(*map(exact, (x, w1, None, w2, None, "sigmoid")))
         assert_close(out, want, torch.float32)
@@ -343,7 +391,9 @@ def test_gated_linear_gradients_lie_in_memory_like_the_weights():
     x, (w1, w2) = randn(5, 8), linear_pair(8, 6, torch.float32, True)
     out, gate = REGISTRY["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
     needs = dict.fromkeys(("x", "w1", "b1", "w2", "b2"), True)
-    saved = SimpleNamespace(x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, act="sigmoid", result=out, needs=needs)
+    saved = SimpleNamespace(
+        x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, act="sigmoid", result=out, needs=needs
+    )
     _, d1, _, d2, _ = REGISTRY["gated_linear"].backward_fn(saved, randn(5, 6))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
 
@@ -362,7 +412,9 @@ def test_gated_linear_refusals():
     assert worthwhile(x, w, None, w, None, "sigmoid", False) is None
     assert "16 rows" in worthwhile(x[:16], w, None, w, None, "sigmoid", False).reason
     assert "not aligned" in worthwhile(x, w[:31], None, w[:31], None, "sigmoid", False).reason
-    assert "TF32" in worthwhile(x.float(), w.float(), None, w.float(), None, "sigmoid", False).reason
+    assert (
+        "TF32" in worthwhile(x.float(), w.float(), None, w.float(), None, "sigmoid", False).reason
+    )
 
 
 # All rooms
@@ -379,7 +431,9 @@ def symbolic(*tensors: Tensor):
 
 
 def test_guards_and_launchers_leave_symbolic_sizes_alone():
-    """The number of rows may be a symbol: no guard is added, and the grid is an expression of it."""
+    """The number of rows may be a symbol: no guard is added, and the grid is an
+    expression of it.
+    """
     env, (x, row) = symbolic(torch.empty(48, 5, 64), torch.empty(64))
     with x.fake_mode:
         flat = x.new_empty((x.shape[0] * x.shape[1], 64))
@@ -406,7 +460,10 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
                 if pattern.backward_fn:
                     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
                     kept = dict(zip(pattern.saves, out[pattern.outputs :], strict=True))
-                    result, needs = outs if pattern.outputs > 1 else outs[0], dict.fromkeys(inputs, True)
+                    result, needs = (
+                        outs if pattern.outputs > 1 else outs[0],
+                        dict.fromkeys(inputs, True),
+                    )
                     saved = SimpleNamespace(**inputs, **seed, **kept, result=result, needs=needs)
                     pattern.backward_fn(saved, *map(torch.empty_like, outs))
             assert isinstance(grids[0][0], torch.SymInt), name
@@ -415,7 +472,9 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
 
 def test_guards_refuse_symbolic_rows_and_scalars():
     env, (x,) = symbolic(torch.empty(48, 64))
-    assert "the row length is dynamic" in REGISTRY["layer_norm"].guard_fn(x, None, None, 1e-5).reason
+    assert (
+        "the row length is dynamic" in REGISTRY["layer_norm"].guard_fn(x, None, None, 1e-5).reason
+    )
     assert "dynamic" in REGISTRY["gated_linear"].guard_fn(x, x, None, x, None, "sigmoid").reason
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -447,7 +506,9 @@ def compile_kernels(*options: str) -> None:
 def test_every_kernel_compiles_without_a_gpu(tmp_path):
     """For sm_90, without spilling; what other versions of Triton made of them stays in the file."""
     other = dict(kernel="add_mul_kernel", triton="3.0.0", registers=7)
-    Run("compile_kernels", dict(torch="2.5.0", triton="3.0.0"), [other]).save(tmp_path / "compiled.json")
+    Run("compile_kernels", dict(torch="2.5.0", triton="3.0.0"), [other]).save(
+        tmp_path / "compiled.json"
+    )
     compile_kernels("--each-kernel", "--out", str(tmp_path / "compiled.json"))
     run = Run.load(tmp_path / "compiled.json")
     assert run.rows[0] == other and run.about["triton"] == f"3.0.0, {triton.__version__}"

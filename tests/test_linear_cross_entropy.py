@@ -1,4 +1,6 @@
-"""The last linear layer and its loss, in chunks: values and gradients against fp64, and what a compiled graph holds."""
+"""The last linear layer and its loss, in chunks: values and gradients against fp64, and what a
+compiled graph holds.
+"""
 
 import json
 import math
@@ -11,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from fusion_backend.patterns import linear_cross_entropy as room
 
-from fusion_backend.op import op_of
-from fusion_backend.pattern import REGISTRY, Reject
+from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import CLOSE, FLOATS, distance, randn, runs_kernels
 from tests.test_row_kernels import check
@@ -37,7 +40,9 @@ def inputs(rows, k=24, v=101, dtype=torch.float32, linear=False):
 def call(x, w, b, target, reduction="mean", loss="same", smoothing=0.0):
     op = op_of(REGISTRY[NAME])
     arguments = (x, w, b, target, -100, smoothing, reduction, loss)
-    return op.overload(*op.flatten(dict(zip([p.name for p in op.pattern.params], arguments, strict=True))))[0]
+    return op.overload(
+        *op.flatten(dict(zip([p.name for p in op.pattern.params], arguments, strict=True)))
+    )[0]
 
 
 @runs_kernels
@@ -50,7 +55,18 @@ def test_values_and_gradients(rows, reduction, smoothing, dtype, chunks_of_two):
         x, w, b, target = inputs(rows, dtype=dtype, linear=linear)
         *_, dw, _ = check(NAME, x, w, b, target, -100, smoothing, reduction, "same")
         assert not dw.numel() or dw.shape == (w.t() if linear else w).shape and dw.is_contiguous()
-    check(NAME, x.reshape(1, rows, -1), w, None, target, -100, smoothing, reduction, "same", needs=["x", "w"])
+    check(
+        NAME,
+        x.reshape(1, rows, -1),
+        w,
+        None,
+        target,
+        -100,
+        smoothing,
+        reduction,
+        "same",
+        needs=["x", "w"],
+    )
 
 
 @runs_kernels
@@ -58,8 +74,14 @@ def test_values_and_gradients(rows, reduction, smoothing, dtype, chunks_of_two):
 def test_a_loss_in_fp32(dtype, chunks_of_two):
     """The logits are in their own dtype all the same, as under autocast."""
     x, w, b, target = inputs(9, dtype=dtype)
-    leaves, exact = [[f(t.detach()).requires_grad_() for t in (x, w, b)] for f in (torch.clone, torch.Tensor.double)]
-    out, want = call(*leaves, target, loss="float32"), F.cross_entropy(exact[0] @ exact[1] + exact[2], target)
+    leaves, exact = [
+        [f(t.detach()).requires_grad_() for t in (x, w, b)]
+        for f in (torch.clone, torch.Tensor.double)
+    ]
+    out, want = (
+        call(*leaves, target, loss="float32"),
+        F.cross_entropy(exact[0] @ exact[1] + exact[2], target),
+    )
     assert out.dtype == torch.float32 and distance(out, want) <= CLOSE[dtype]
     found = torch.autograd.grad(out, leaves)
     for d, e, t in zip(found, torch.autograd.grad(want, exact), leaves, strict=True):
@@ -99,7 +121,9 @@ def test_nobody_differentiates():
 @runs_kernels
 @pytest.mark.parametrize("factor", [1.0, 0.0, -0.375, 3e4, math.inf, math.nan])
 def test_any_gradient_of_the_loss(factor, chunks_of_two):
-    """Linear in it: powers of two exactly; 0 gives 0, and what is not finite gives nothing finite, as in torch."""
+    """Linear in it: powers of two exactly; 0 gives 0, and what is not finite gives nothing finite,
+    as in torch.
+    """
     x, w, b, target = inputs(9)
     leaves = [t.requires_grad_() for t in (x, w, b)]
     plain = torch.autograd.grad(call(*leaves, target), leaves)
@@ -120,7 +144,9 @@ def test_every_target_ignored():
         out = call(*leaves, none, reduction)
         torch.testing.assert_close(out, torch.full_like(out, want), equal_nan=True)
         ours = torch.autograd.grad(out.sum(), leaves)
-        theirs = torch.autograd.grad(F.cross_entropy(x @ w + b, none, reduction=reduction).sum(), leaves)
+        theirs = torch.autograd.grad(
+            F.cross_entropy(x @ w + b, none, reduction=reduction).sum(), leaves
+        )
         for g, t in zip(ours, theirs, strict=True):
             assert torch.equal(g, torch.zeros_like(g)) and torch.equal(t, g)
 
@@ -148,7 +174,9 @@ def test_small_gradients_in_fp16_survive_with_a_scaled_loss():
 @runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_are_as_precise_as_the_whole(dtype, monkeypatch):
-    """dW is rounded after every chunk: in fp32 nothing is lost; in bf16 (here cut off, not rounded) less than twice."""
+    """dW is rounded after every chunk: in fp32 nothing is lost; in bf16 (here cut off, not rounded)
+    less than twice.
+    """
     x, w, _, target = inputs(512, 16, 300, dtype)
     leaves = [t.requires_grad_() for t in (x, w)]
     exact = [t.detach().double().requires_grad_() for t in leaves]
@@ -158,15 +186,24 @@ def test_chunks_are_as_precise_as_the_whole(dtype, monkeypatch):
         monkeypatch.setattr(room, "CHUNKS", chunks)
         found[chunks] = torch.autograd.grad(call(*leaves, None, target), leaves)
     plain = torch.autograd.grad(F.cross_entropy(leaves[0] @ leaves[1], target), leaves)
-    errors = [[distance(d, e) for d, e in zip(ds, want, strict=True)] for ds in (plain, found[1], found[4])]
+    errors = [
+        [distance(d, e) for d, e in zip(ds, want, strict=True)]
+        for ds in (plain, found[1], found[4])
+    ]
     (dx, dw), (whole_dx, whole_dw), (chunked_dx, chunked_dw) = errors
-    assert chunked_dx == whole_dx and chunked_dw < (1.1 if dtype == torch.float32 else 1.5) * whole_dw
+    assert (
+        chunked_dx == whole_dx and chunked_dw < (1.1 if dtype == torch.float32 else 1.5) * whole_dw
+    )
     assert max(chunked_dx / dx, chunked_dw / dw) < (1.1 if dtype == torch.float32 else 2.5)
 
 
 @runs_kernels
 def test_tied_weights(chunks_of_two):
-    table, tokens, target = (randn(101, 24) * 0.2).requires_grad_(), torch.arange(9) * 5, torch.arange(9)
+    table, tokens, target = (
+        (randn(101, 24) * 0.2).requires_grad_(),
+        torch.arange(9) * 5,
+        torch.arange(9),
+    )
 
     def model(table, tokens, target):
         return F.cross_entropy(F.embedding(tokens, table) @ table.t(), target)
@@ -202,11 +239,11 @@ from torch._inductor.virtualized import V
 from benchmarks.trial_cost import Driver  # torch asks about the GPU before it looks at what a kernel writes
 
 triton.runtime.driver.set_active(Driver())
-import fusion_backend.gate, fusion_backend.op
-from fusion_backend.backend import fuse_graph, patterns
+import fusion_backend.decide.gate, fusion_backend.ops.operator
+from fusion_backend.frontends.dynamo import fuse_graph, patterns
 from fusion_backend.options import Options
-from fusion_backend.reporting import GraphRecord
-fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+from fusion_backend.reporting.report import GraphRecord
+fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
 patterns()
 
 def graphs(frozen, gate, rows=512, v=2048):
@@ -245,9 +282,13 @@ print(json.dumps(found | {"auto": graphs(False, "auto", 1024, 1 << 17)}))
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The graphs that Inductor would generate code for: forward and backward, in place where they will be."""
+    """The graphs that Inductor would generate code for: forward and backward, in place where they
+    will be.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", GRAPHS], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GRAPHS], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -261,9 +302,15 @@ def test_the_compiled_forward_holds_a_chunk_and_writes_in_place(compiled):
     assert sites == [[NAME, True], ["cross_entropy", False]]
     assert count(forward, "clone", "copy") == count(backward, "clone", "copy") == 0
     assert count(forward, "add_product") == 3 and count(forward, "mm.default") == 9
-    assert count(backward, "mm.default", "add_product", "triton") == 0, "the backward scales, nothing else"
-    assert not [n for n, shape in backward if shape == [64, 2048] and "permute" not in n], "dW is scaled across memory"
-    assert not [shape for _, shape in forward if math.prod(shape) > 128 * 2048], "larger than a chunk, or than dW"
+    assert count(backward, "mm.default", "add_product", "triton") == 0, (
+        "the backward scales, nothing else"
+    )
+    assert not [n for n, shape in backward if shape == [64, 2048] and "permute" not in n], (
+        "dW is scaled across memory"
+    )
+    assert not [shape for _, shape in forward if math.prod(shape) > 128 * 2048], (
+        "larger than a chunk, or than dW"
+    )
 
 
 def test_a_frozen_weight_costs_no_product(compiled):

@@ -1,4 +1,6 @@
-"""What masks keep, recovered from how they are made: fixed cases, near misses, and random compositions."""
+"""What masks keep, recovered from how they are made: fixed cases, near misses, and random
+compositions.
+"""
 
 import os
 import random
@@ -8,14 +10,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fusion_backend.canonical import Canon
-from fusion_backend.capture import View
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
-from fusion_backend.functional import functionalize_locals
-from fusion_backend.gate import Gate
-from fusion_backend.masks import hides
+from fusion_backend.decide.gate import Gate
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.masks.analysis import hides
+from fusion_backend.masks.terms import computed
 from fusion_backend.options import Options
-from fusion_backend.terms import computed
 
 INF, SMALLEST = float("-inf"), torch.finfo(torch.float32).min
 
@@ -65,7 +67,9 @@ def materialised(found, gm, inputs, shape):
     names = [*(f"b{k}" for k in range(len(shape) - 2)), "i", "j"][-len(shape) :]
     for part in found.parts:
         sizes = dict(zip(names, shape, strict=True))
-        kept = kept & computed(part.term, sizes, interpreter.kept.get, lambda size: number(size, interpreter))
+        kept = kept & computed(
+            part.term, sizes, interpreter.kept.get, lambda size: number(size, interpreter)
+        )
     return kept
 
 
@@ -98,7 +102,10 @@ def causal(x):
 
 def by_index(p):
     """As vmap leaves it: the padding vector indexed by batch and key."""
-    b, j = torch.arange(p.shape[0])[:, None, None, None], torch.arange(p.shape[1])[None, None, None, :]
+    b, j = (
+        torch.arange(p.shape[0])[:, None, None, None],
+        torch.arange(p.shape[1])[None, None, None, :],
+    )
     i = torch.arange(p.shape[1])[None, None, :, None]
     return ((j <= i) & p.bool()[b, j]).expand(p.shape[0], -1, p.shape[1], p.shape[1])
 
@@ -138,7 +145,8 @@ CASES = {
     "within a distance": (lambda x: (grid(x)[0] - grid(x)[1]).abs() <= 2, X, "window"),
     "beyond a distance": (lambda x: abs(grid(x)[1] - grid(x)[0]) > 2, X, "dense"),
     "positions repeated": (
-        lambda x: (p := torch.arange(6)[None].repeat(2, 1))[:, None, :] <= p[:, :, None], X, "causal"),
+        lambda x: (p := torch.arange(6)[None].repeat(2, 1))[:, None, :] <= p[:, :, None], X,
+        "causal"),
     "positions repeated along themselves": (
         lambda x: (p := torch.arange(3).repeat(2))[None, :] <= p[:, None], X, "dense"),
     "two additive masks": (lambda x: additive(SMALLEST)(x) + additive(SMALLEST)(x), X, "causal"),
@@ -147,7 +155,8 @@ CASES = {
     "additive of fp16": (additive(-65504.0, torch.float16), X, "causal"),
     "additive of -1e9": (additive(-1e9), X, "causal"),
     "additive of -1e4": (additive(-1e4), X, "dense"),
-    "by a product of booleans": (lambda x: causal(x) * torch.ones(6, 6, dtype=torch.bool), X, "causal"),
+    "by a product of booleans": (lambda x: causal(x) * torch.ones(6, 6, dtype=torch.bool), X,
+    "causal"),
     "by or with itself moved": (lambda x: causal(x) | (grid(x)[1] < grid(x)[0]), X, "causal"),
     "by squares": (lambda x: grid(x)[1] ** 2 <= grid(x)[0] ** 2, X, "dense"),
     "by floor division": (lambda x: grid(x)[1] * 2 // 2 <= grid(x)[0], X, "causal"),
@@ -164,14 +173,16 @@ CASES = {
     "anti-causal": (lambda x: grid(x)[1] >= grid(x)[0], X, "window"),
     "window": (lambda x: causal(x) & (grid(x)[1] > grid(x)[0] - 3), X, "window"),
     "window of everything": (lambda x: causal(x) & (grid(x)[1] > grid(x)[0] - 6), X, "causal"),
-    "all but one element": (lambda x: causal(x) & ((grid(x)[0] != 4) | (grid(x)[1] != 2)), X, "dense"),
+    "all but one element": (lambda x: causal(x) & ((grid(x)[0] != 4) | (grid(x)[1] != 2)), X,
+    "dense"),
     "written to": (written_to, X, "dense"),
     "written to through a view": (written_through_a_view, X, "dense"),
     "times an input": (lambda x: causal(x) * x[0].bool(), X, "dense"),
     "an additive mask plus an input": (lambda x: additive(SMALLEST)(x) + x[0], X, "causal"),
     "an additive mask times an input": (lambda x: additive(SMALLEST)(x) * x[0], X, "dense"),
     "a small additive mask plus an input": (lambda x: additive(-1e4)(x) + x[0], X, "dense"),
-    "an additive mask and twice an input": (lambda x: torch.add(additive(SMALLEST)(x), x[0], alpha=2), X, "dense"),
+    "an additive mask and twice an input": (lambda x: torch.add(additive(SMALLEST)(x), x[0],
+    alpha=2), X, "dense"),
     "an input where causal": (lambda x: torch.where(causal(x), x[0], SMALLEST), X, "causal"),
     "an input where not causal": (lambda x: torch.where(causal(x), SMALLEST, x[0]), X, "window"),
     "an input of another dtype where causal": (
@@ -180,16 +191,21 @@ CASES = {
     "an input": (lambda x: x[0] > 0, X, "dense"),
     "padding": (lambda p: p[:, None, None, :].bool(), PADDING, "keys"),
     "padding, compared": (lambda p: (p != 0)[:, None, None, :], PADDING, "keys"),
-    "padding, additive": (lambda p: (1.0 - p[:, None, None, :].float()) * SMALLEST, PADDING, "dense"),
-    "padding, chosen": (lambda p: torch.where(p[:, None, None, :] == 1, 0.0, SMALLEST), PADDING, "keys"),
+    "padding, additive": (lambda p: (1.0 - p[:, None, None, :].float()) * SMALLEST, PADDING,
+    "dense"),
+    "padding, chosen": (lambda p: torch.where(p[:, None, None, :] == 1, 0.0, SMALLEST), PADDING,
+    "keys"),
     "padding by index": (by_index, PADDING, "causal and keys"),
     "padding of the queries": (lambda p: p[:, None, :, None].bool(), PADDING, "dense"),
     "documents": (lambda d: d[:, :, None] == d[:, None, :], IDS, "documents"),
-    "causal documents": (lambda d: (d[:, :, None] == d[:, None, :]) & torch.ones(6, 6).tril().bool(), IDS,
+    "causal documents": (lambda d: (d[:, :, None] == d[:, None, :]) & torch.ones(6,
+    6).tril().bool(), IDS,
                          "causal and documents"),
     "documents, not equal": (lambda d: d[:, :, None] != d[:, None, :], IDS, "dense"),
-    "one query of a cache": (lambda x: grid(x)[1] <= torch.arange(5, 6)[:, None], X[:, :1], "everything"),
-    "two queries of a cache": (lambda x: grid(x)[1] <= torch.arange(4, 6)[:, None], X[:, :2], "offset"),
+    "one query of a cache": (lambda x: grid(x)[1] <= torch.arange(5, 6)[:, None], X[:, :1],
+    "everything"),
+    "two queries of a cache": (lambda x: grid(x)[1] <= torch.arange(4, 6)[:, None], X[:, :2],
+    "offset"),
     "wide, top left": (causal, X[:, :4], "causal, not square"),
 }  # fmt: skip
 
@@ -217,8 +233,10 @@ def test_what_a_mask_is(name):
         assert torch.equal(materialised(found, gm, [x], want.shape), want)
 
 
-DYNAMIC = ("causal", "additive", "documents of one", "window", "without the diagonal", "one further", "anti-causal",
-           "padding", "padding by index", "documents", "all but one element", "written to", "everything",
+DYNAMIC = ("causal", "additive", "documents of one", "window", "without the diagonal",
+    "one further", "anti-causal",
+           "padding", "padding by index", "documents", "all but one element", "written to",
+           "everything",
            "within a distance", "causal in floats is a bias", "two additive masks")  # fmt: skip
 
 
@@ -256,16 +274,25 @@ def test_a_bias_by_distance_is_a_table():
 
 
 def test_what_is_hidden():
-    assert hides(INF, torch.float32) and hides(-1e9, torch.float32) and hides(SMALLEST, torch.bfloat16)
+    assert (
+        hides(INF, torch.float32) and hides(-1e9, torch.float32) and hides(SMALLEST, torch.bfloat16)
+    )
     assert hides(-65504.0, torch.float16) and not hides(-65504.0, torch.float32)
-    assert not hides(-1e4, torch.float32) and not hides(0.0, torch.float32) and not hides(float("nan"), torch.float32)
+    assert (
+        not hides(-1e4, torch.float32)
+        and not hides(0.0, torch.float32)
+        and not hides(float("nan"), torch.float32)
+    )
 
 
-COMPOSITIONS = int(os.environ.get("MASK_COMPOSITIONS", 150))  # random masks; a fifth as many of dynamic size
+# random masks; a fifth as many of dynamic size
+COMPOSITIONS = int(os.environ.get("MASK_COMPOSITIONS", 150))
 
 
 class Compositions:
-    """Random masks of n queries and m keys as functions of (x [b, n, m], padding [b, m], ids [b, n])."""
+    """Random masks of n queries and m keys as functions of (x [b, n, m], padding [b, m], ids [b,
+    n]).
+    """
 
     def __init__(self, seed: int, square: bool):
         self.random, self.square = random.Random(seed), square
@@ -298,10 +325,14 @@ class Compositions:
 
     def atom(self):
         c, d = self.random.randint(-4, 4), self.random.randint(-3, 3)
-        compare = self.pick(torch.le, torch.lt, torch.ge, torch.gt, torch.le, torch.ge, torch.eq, torch.ne)
+        compare = self.pick(
+            torch.le, torch.lt, torch.ge, torch.gt, torch.le, torch.ge, torch.eq, torch.ne
+        )
 
         def places(x):
-            return (torch.arange(x.shape[1]) + d)[None, :, None], torch.arange(d, x.shape[2] + d)[None, None, :]
+            return (torch.arange(x.shape[1]) + d)[None, :, None], torch.arange(d, x.shape[2] + d)[
+                None, None, :
+            ]
 
         def ones(x):
             return torch.ones(x.shape[1], x.shape[2], dtype=torch.bool)[None]
@@ -310,13 +341,17 @@ class Compositions:
             lambda x, p, ids: compare(places(x)[1], places(x)[0] + c),
             lambda x, p, ids: compare(places(x)[0] - places(x)[1], c),
             lambda x, p, ids: compare((places(x)[0] - places(x)[1] + d).abs(), c + 1),
-            lambda x, p, ids: compare(places(x)[1].repeat(2, 1, 1)[:1], places(x)[0].repeat(1, 1, 1) + c),
+            lambda x, p, ids: compare(
+                places(x)[1].repeat(2, 1, 1)[:1], places(x)[0].repeat(1, 1, 1) + c
+            ),
             lambda x, p, ids: ones(x).tril(c),
             lambda x, p, ids: ones(x).triu(c),
             lambda x, p, ids: torch.ones(x.shape[1], x.shape[2] + 3)[:, 3:][None].tril(c) > 0.5,
             lambda x, p, ids: ones(x),
             lambda x, p, ids: p[:, None, :].bool(),
-            lambda x, p, ids: p[torch.arange(p.shape[0])[:, None, None], torch.arange(p.shape[1])] != 0,
+            lambda x, p, ids: (
+                p[torch.arange(p.shape[0])[:, None, None], torch.arange(p.shape[1])] != 0
+            ),
             lambda x, p, ids: (p[:, None, :] > 0) & ones(x),
             lambda x, p, ids: places(x)[1].flip(-1) <= places(x)[0],
         ]
@@ -356,7 +391,9 @@ def inputs_of(b, n, m):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_random_compositions(dynamic):
-    """What is recovered, written out again, is the very mask; and often enough something is recovered."""
+    """What is recovered, written out again, is the very mask; and often enough something is
+    recovered.
+    """
     recovered = {}
     for seed in range(COMPOSITIONS // 5 if dynamic else COMPOSITIONS):
         square = seed % 2 == 0
@@ -374,15 +411,24 @@ def test_random_compositions(dynamic):
             if found.causal:
                 assert torch.equal(want, torch.ones_like(want).tril())
         recovered[kind_of(found)] = recovered.get(kind_of(found), 0) + 1
-    assert recovered["everything"] and recovered["causal"] and recovered["window"] and recovered["keys"], recovered
+    assert (
+        recovered["everything"]
+        and recovered["causal"]
+        and recovered["window"]
+        and recovered["keys"]
+    ), recovered
     assert recovered["dense"] < sum(recovered.values()) * 0.75, recovered
 
 
 def test_random_biases():
-    """Where a mask with a bias in it is separated, the bias is the mask where it is kept, and hidden elsewhere."""
+    """Where a mask with a bias in it is separated, the bias is the mask where it is kept, and
+    hidden elsewhere.
+    """
     separated = 0
     for seed in range(200):
-        keep = (compositions := Compositions(seed, seed % 2 == 0)).condition(compositions.random.randint(0, 2))
+        keep = (compositions := Compositions(seed, seed % 2 == 0)).condition(
+            compositions.random.randint(0, 2)
+        )
         fill = compositions.pick(SMALLEST, INF, -1e9, -1e4)
         make = compositions.bias(keep, fill)
         _, *rest = inputs_of(*((2, 5, 5) if seed % 2 == 0 else (2, 3, 7)))
@@ -397,6 +443,8 @@ def test_random_biases():
         kept = materialised(found, gm, inputs, want.shape)
         bias = interpreter.kept[found.added].expand_as(want)
         assert torch.equal(bias[kept], want[kept]), f"{seed}: {found}\n{gm.graph}"
-        assert (kept.all() or fill < -1e4) and bool((want[~kept] <= -0.98e9).all()), f"{seed}: {found}\n{gm.graph}"
+        assert (kept.all() or fill < -1e4) and bool((want[~kept] <= -0.98e9).all()), (
+            f"{seed}: {found}\n{gm.graph}"
+        )
         assert found.fill in (None, torch.tensor(fill).item())
     assert separated > 80, separated

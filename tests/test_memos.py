@@ -1,14 +1,17 @@
-"""What the pass remembers within a process: two questions with different answers never share one."""
+"""What the pass remembers within a process: two questions with different answers never
+share one.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend import Pattern, autocast
-from fusion_backend.collect import Collector
+from fusion_backend import Pattern
+from fusion_backend.capture import autocast
+from fusion_backend.capture.call_cache import key_of
 from fusion_backend.compat.torch import FakeTensorMode, pytree
-from fusion_backend.pattern import REGISTRY
-from fusion_backend.recipes import key_of
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ops.pattern import REGISTRY
 from fusion_backend.testing import collect
 
 aten = torch.ops.aten
@@ -52,7 +55,9 @@ def check(fn, *inputs, fused=("layer_norm",)):
     ids=["another equation", "a sum over one"],
 )
 def test_what_autocast_does_to_einsum(second, shapes):
-    """A product of matrices is cast; a product element by element, which einsum may be as well, is not."""
+    """A product of matrices is cast; a product element by element, which einsum may be as well, is
+    not.
+    """
 
     def f(a, b, c, d):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -69,7 +74,9 @@ def asked(monkeypatch):
     """What `casts_of` is asked."""
     found = []
     ask = autocast.casts_of
-    monkeypatch.setattr(autocast, "casts_of", lambda *question: found.append(question) or ask(*question))
+    monkeypatch.setattr(
+        autocast, "casts_of", lambda *question: found.append(question) or ask(*question)
+    )
     return found
 
 
@@ -82,8 +89,10 @@ def test_autocast_is_asked_about_every_operator_that_differs(asked):
     with FakeTensorMode() as mode:
         x, y = torch.randn(4, 4), torch.randn(4, 4)
         of = {
-            "dtype": torch.randn(4, 4, dtype=torch.float16), "sizes": torch.randn(4, 5), "strides": x.t(),
-            "device": torch.empty(4, 4, device="meta"), "gradient": torch.randn(4, 4, requires_grad=True),
+            "dtype": torch.randn(4, 4, dtype=torch.float16), "sizes": torch.randn(4, 5),
+            "strides": x.t(),
+            "device": torch.empty(4, 4, device="meta"),
+            "gradient": torch.randn(4, 4, requires_grad=True),
         }  # fmt: skip
     memo: dict = {}
     with mode:
@@ -105,7 +114,9 @@ def test_an_argument_without_a_hash_is_no_error(asked):
     memo: dict = {}
     for _ in range(2):
         leaves, spec = pytree.tree_flatten(((x,), {"odd": {1}}))
-        assert autocast.resolved(aten.relu.default, leaves, spec, "cpu", torch.bfloat16, memo) is None
+        assert (
+            autocast.resolved(aten.relu.default, leaves, spec, "cpu", torch.bfloat16, memo) is None
+        )
     assert len(asked) == 2 and not memo
 
 
@@ -181,7 +192,9 @@ def test_integers_do_not_hide_floats():
 
 
 def test_the_default_dtype_counts(of_integers):
-    """Of which integers times a float are: the result is another, and under fp64 there is a cast."""
+    """Of which integers times a float are: the result is another, and under fp64 there
+    is a cast.
+    """
     name = of_integers.name  # no other pattern is traced for each default
     for dtype, kept in ((torch.float32, True), (torch.float64, True), (torch.float32, False)):
         if not kept:  # in this process; on disk are the templates of the other dtype
@@ -189,7 +202,9 @@ def test_the_default_dtype_counts(of_integers):
         try:
             torch.set_default_dtype(dtype)
             given = torch.ones(4, 4, dtype=torch.int8)
-            report = collect(lambda q: of_integers.reference(q), given, options={"fusion.only": name}).report
+            report = collect(
+                lambda q: of_integers.reference(q), given, options={"fusion.only": name}
+            ).report
         finally:
             torch.set_default_dtype(torch.float32)
         assert name in [s.pattern for s in report.sites], str(report)

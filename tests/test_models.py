@@ -1,6 +1,8 @@
-"""Six Hugging Face architectures end to end on CPU: results, gradients, sites, graphs and the cost of the pass.
+"""Six Hugging Face architectures end to end on CPU: results, gradients, sites, graphs and the cost
+of the pass.
 
-The gate is "always": every match is rewritten, with its reference inlined, and Inductor compiles the result.
+The gate is "always": every match is rewritten, with its reference inlined, and Inductor compiles
+the result.
 """
 
 import contextlib
@@ -13,14 +15,17 @@ import fusion_backend
 from benchmarks.measure import distance, joint_distance
 from benchmarks.tiny_models import MODELS, loss, result
 
-pytest.importorskip("transformers", reason="the models come from transformers: pip install -e '.[bench]'")
+pytest.importorskip(
+    "transformers", reason="the models come from transformers: pip install -e '.[bench]'"
+)
 
 pytestmark = pytest.mark.usefixtures("scalar_code")
-# Twice eager's own distance from fp64, and a floor of about two fp32 roundings: Inductor orders sums differently,
-# and where eager happens to be exact the double of nothing is nothing.
+# Twice eager's own distance from fp64, and a floor of about two fp32 roundings: Inductor orders
+# sums differently, and where eager happens to be exact the double of nothing is nothing.
 FACTOR, FLOOR = 2.0, 1.2e-7
 # Milliseconds of CPU time a node for capture + match + rewrite: twice the worst that `python -m
-# benchmarks.capture_cost` measures (0.43 and 0.85 on two cores), so that a slow or shared machine passes too.
+# benchmarks.capture_cost` measures (0.43 and 0.85 on two cores), so that a slow or shared machine
+# passes too.
 COST_MS = {False: 1.0, True: 2.0}  # static; dynamic, where every shape rule reasons about symbols
 
 
@@ -32,7 +37,11 @@ def step(model, inputs, train):
     model.zero_grad(set_to_none=True)
     output = model(**inputs)
     loss(output).backward()
-    gradients = {name.removeprefix("_orig_mod."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name.removeprefix("_orig_mod."): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return result(output).detach(), gradients
 
 
@@ -52,7 +61,9 @@ def dynamo_graphs(model, inputs, train, dynamic) -> int:
 
 def assert_as_close_as_eager(got, eager, exact):
     worst = FACTOR * distance(eager[0], exact[0]) + FLOOR
-    assert distance(got[0], exact[0]) <= worst, f"result: {distance(got[0], exact[0]):.1e} > {worst:.1e}"
+    assert distance(got[0], exact[0]) <= worst, (
+        f"result: {distance(got[0], exact[0]):.1e} > {worst:.1e}"
+    )
     assert got[1].keys() == exact[1].keys()
     if exact[1]:
         worst = FACTOR * joint_distance(eager[1], exact[1]) + FLOOR
@@ -80,8 +91,8 @@ def test_every_layer_norm_is_found(name):
     assert len(report.fused) == tiny.layer_norms, report
 
 
-# Each compiles for seconds, so models that are like one before them go fewer ways. tests/test_attention_models.py has
-# all of these in more, without Inductor.
+# Each compiles for seconds, so models that are like one before them go fewer ways.
+# tests/test_attention_models.py has all of these in more, without Inductor.
 WAYS = {"inference": (False, False), "training": (True, False), "training-dynamic": (True, True)}
 FEWER = {
     "llama": ["inference", "training"],
@@ -91,7 +102,11 @@ FEWER = {
     "t5": ["training-dynamic"],
     "vit": ["training"],
 }
-CASES = [pytest.param(name, *WAYS[way], id=f"{name}-{way}") for name in MODELS for way in FEWER.get(name, WAYS)]
+CASES = [
+    pytest.param(name, *WAYS[way], id=f"{name}-{way}")
+    for name in MODELS
+    for way in FEWER.get(name, WAYS)
+]
 
 
 @pytest.mark.parametrize("name, train, dynamic", CASES)
@@ -104,7 +119,9 @@ def test_model(name, train, dynamic, capsys):
 
     torch.compiler.reset()
     fusion_backend.reset()
-    compiled = torch.compile(model, backend="fusion", options={"fusion.gate": "always"}, dynamic=dynamic)
+    compiled = torch.compile(
+        model, backend="fusion", options={"fusion.gate": "always"}, dynamic=dynamic
+    )
     for example in inputs:
         double = {key: x.double() if x.is_floating_point() else x for key, x in example.items()}
         got, eager = step(compiled, example, train), step(model, example, train)
@@ -113,12 +130,15 @@ def test_model(name, train, dynamic, capsys):
     report = fusion_backend.report()
     assert [graph.error for graph in report.graphs] == [None] * plain_graphs, report
     if tiny.layer_norms:  # each fused once, alone or inside a larger pattern
-        assert sum(site.fused and "norm" in site.pattern for site in report.sites) == tiny.layer_norms, report
+        assert (
+            sum(site.fused and "norm" in site.pattern for site in report.sites) == tiny.layer_norms
+        ), report
     if train:
         assert all(site.backward for site in report.sites if site.fused), report
 
     cost = cost_ms(report)
-    for _ in range(3 if cost > COST_MS[dynamic] else 0):  # somebody else's load? look again, without compiling
+    # somebody else's load? look again, without compiling
+    for _ in range(3 if cost > COST_MS[dynamic] else 0):
         torch.compiler.reset()
         with contextlib.nullcontext() if train else torch.no_grad():
             cost = min(cost, cost_ms(fusion_backend.explain(model, dynamic=dynamic, **inputs[0])))

@@ -1,6 +1,8 @@
-"""Where a kernel stands back: for what is around the site, and in the classes that lost to Inductor on foreign code.
+"""Where a kernel stands back: for what is around the site, and in the classes that lost to Inductor
+on foreign code.
 
-Decisions of the default gate on fake tensors that pass for CUDA tensors; what won in the committed results is taken.
+Decisions of the default gate on fake tensors that pass for CUDA tensors; what won in the committed
+results is taken.
 """
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from tests.test_gate_on_cuda import outcomes_of
 
 BEGIN = """
-import fusion_backend.kernels.rows as rows_of, fusion_backend.kernels.shared_rows as shared
+import fusion_backend.kernels.common.rows as rows_of, fusion_backend.kernels.common.cooperative_rows as shared
 rows_of.multiprocessors = shared.multiprocessors = lambda device: 132
 fp32, bf16 = torch.float32, torch.bfloat16
 

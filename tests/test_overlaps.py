@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fusion_backend import Pattern, explain
-from fusion_backend.backend import patterns
-from fusion_backend.pattern import PatternError
-from fusion_backend.template import templates
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.match.templates import templates
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import check_pattern, rewritten
 
 
@@ -43,7 +43,10 @@ def test_of_equals_the_first_registered_wins_and_both_are_shown(scratch):
 
     sites = told(lambda x: x.tan().cos(), torch.randn(4))
     assert sites["written_first"][0]
-    assert sites["written_second"] == (False, "overlaps written_first, which is as large and was registered first")
+    assert sites["written_second"] == (
+        False,
+        "overlaps written_first, which is as large and was registered first",
+    )
 
 
 def test_an_overlap_in_the_middle(scratch):
@@ -61,13 +64,20 @@ def test_an_overlap_in_the_middle(scratch):
 
 
 def test_what_a_larger_one_covers_does_not_count_as_left_out():
-    report = explain(lambda x, y: ((x + y) * 1.5).exp(), *torch.randn(2, 4), options={"fusion.gate": "always"})
-    assert [(s.pattern, s.covered) for s in report.sites] == [("add_mul_exp", False), ("add_mul", True)]
+    report = explain(
+        lambda x, y: ((x + y) * 1.5).exp(), *torch.randn(2, 4), options={"fusion.gate": "always"}
+    )
+    assert [(s.pattern, s.covered) for s in report.sites] == [
+        ("add_mul_exp", False),
+        ("add_mul", True),
+    ]
     assert "1 of 1 recognised sites fused" in str(report)
 
 
 def test_nothing_is_found_in_what_was_written(scratch):
-    """A replacement is never matched again, not even by a pattern that maps its own result to itself."""
+    """A replacement is never matched again, not even by a pattern that maps its own result to
+    itself.
+    """
 
     @Pattern
     def twice_absolute(x: Tensor) -> Tensor:
@@ -114,8 +124,12 @@ def definition(kind: str):
         return broken, "tensors that it computes"
 
 
-@pytest.mark.parametrize("kind", ["own replacement", "control flow", "random numbers", "nothing computed"])
+@pytest.mark.parametrize(
+    "kind", ["own replacement", "control flow", "random numbers", "nothing computed"]
+)
 def test_a_pattern_that_cannot_be_is_told_so(kind, scratch):
     broken, why = definition(kind)
-    with pytest.raises(PatternError, match=re.escape(f"pattern broken ({__file__}:") + r"\d+\): .*" + why):
+    with pytest.raises(
+        PatternError, match=re.escape(f"pattern broken ({__file__}:") + r"\d+\): .*" + why
+    ):
         check_pattern(broken)

@@ -1,4 +1,6 @@
-"""What a user installs: one top-level package, found by name, whatever folders lie about where the user works."""
+"""What a user installs: one top-level package, found by name, whatever folders lie about where the
+user works.
+"""
 
 import os
 import shutil
@@ -13,12 +15,13 @@ from pathlib import Path
 import pytest
 
 import fusion_backend
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("pyproject.toml", "README.md", "fusion_backend", "patterns")
 
-# Run from a folder with a patterns/ of its own. The backend is found by its name alone, through the entry point.
+# Run from a folder with a patterns/ of its own. The backend is found by its name alone, through the
+# entry point.
 USER_SCRIPT = """
     import sys
     import torch
@@ -63,14 +66,23 @@ THEIR_SCRIPT = """
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A copy of what is packaged, so that a build leaves nothing in the checkout."""
-    # By metadata: merely looking for the module pip makes setuptools give up its distutils in this process.
-    installed = {name: int(version(name).split(".")[0]) for name in ("pip", "setuptools") if is_installed(name)}
+    # By metadata: merely looking for the module pip makes setuptools give up its distutils in this
+    # process.
+    installed = {
+        name: int(version(name).split(".")[0])
+        for name in ("pip", "setuptools")
+        if is_installed(name)
+    }
     if installed.get("setuptools", 0) < 77 or "pip" not in installed:
-        pytest.skip("pip or setuptools >= 77 is not installed here, and a build would have to download them")
+        pytest.skip(
+            "pip or setuptools >= 77 is not installed here, and a build would have to download them"
+        )
     folder = tmp_path_factory.mktemp("source")
     for name in SHIPPED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / name)
     return folder
@@ -79,7 +91,19 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    call([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)])
+    call(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(folder),
+            str(source),
+        ]
+    )
     (file,) = folder.glob("*.whl")
     return file
 
@@ -98,7 +122,9 @@ def call(command: list[str], **options) -> str:
 
 
 def environment(folder: Path) -> str:
-    """The Python of a new environment that sees this one's packages, but not a project installed here as editable."""
+    """The Python of a new environment that sees this one's packages, but not a project installed
+    here as editable.
+    """
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -107,14 +133,27 @@ def environment(folder: Path) -> str:
 
 
 def install(python: str, *what: str) -> None:
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
     call([*command, "--no-build-isolation", "--ignore-installed", *what])
 
 
 def run_script(python: str, folder: Path, text: str, **variables: str) -> list[str]:
-    """Run a user's script in a folder with a patterns package that must never be imported; what it prints, by line."""
+    """Run a user's script in a folder with a patterns package that must never be imported; what it
+    prints, by line.
+    """
     (folder / "patterns").mkdir()
-    (folder / "patterns" / "__init__.py").write_text("raise AssertionError('the user\\'s own patterns was imported')\n")
+    (folder / "patterns" / "__init__.py").write_text(
+        "raise AssertionError('the user\\'s own patterns was imported')\n"
+    )
     (folder / "script.py").write_text(textwrap.dedent(text))
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return call([python, "script.py"], cwd=folder, env=clean | variables).splitlines()
@@ -143,7 +182,11 @@ def test_public_names():
 def test_every_file_of_patterns_is_loaded():
     """A new pattern is a new file, and no entry in a list."""
     patterns()
-    loaded = {name.rpartition(".")[2] for name in sys.modules if name.startswith("fusion_backend.patterns.")}
+    loaded = {
+        name.rpartition(".")[2]
+        for name in sys.modules
+        if name.startswith("fusion_backend.patterns.")
+    }
     assert {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"} <= loaded
 
 
@@ -151,7 +194,10 @@ def test_a_wheel_works_beside_a_folder_named_patterns(wheel, tmp_path):
     python = environment(tmp_path / "venv")
     install(python, str(wheel))
     package, patterns = run_script(python, tmp_path, USER_SCRIPT)
-    assert package.startswith(str(tmp_path)) and Path(patterns) == Path(package).parent / "patterns" / "__init__.py"
+    assert (
+        package.startswith(str(tmp_path))
+        and Path(patterns) == Path(package).parent / "patterns" / "__init__.py"
+    )
 
 
 def test_an_editable_install_works_beside_a_folder_named_patterns(source, tmp_path):
@@ -163,8 +209,12 @@ def test_an_editable_install_works_beside_a_folder_named_patterns(source, tmp_pa
 
 
 def test_a_bare_import_of_patterns_is_refused():
-    done = subprocess.run([sys.executable, "-c", "import patterns"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode and "ImportError: import fusion_backend.patterns" in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", "import patterns"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode and "ImportError: import fusion_backend.patterns" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_another_package_adds_a_pattern_by_entry_point(wheel, tmp_path):
@@ -188,7 +238,12 @@ def test_import_costs_little_beyond_torch():
         print(time.process_time() - started)
     """
     runs = [
-        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for _ in range(2)
     ]
     assert min(float(run.stdout) for run in runs) <= 0.15

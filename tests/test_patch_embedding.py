@@ -1,4 +1,6 @@
-"""Convolutions whose windows lie side by side: what they are taken for, that it is the same, and what is left alone."""
+"""Convolutions whose windows lie side by side: what they are taken for, that it is the same, and
+what is left alone.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,11 @@ def step(fn, model, x, dy) -> list[torch.Tensor]:
     leaf = x.detach().requires_grad_(x.requires_grad)
     y = fn(leaf)
     y.backward(dy)
-    return [y.detach(), *(p.grad for p in model.parameters()), *([leaf.grad] if leaf.requires_grad else [])]
+    return [
+        y.detach(),
+        *(p.grad for p in model.parameters()),
+        *([leaf.grad] if leaf.requires_grad else []),
+    ]
 
 
 def strides(t: torch.Tensor) -> list[int]:
@@ -57,14 +63,18 @@ def test_the_same_as_the_convolution(options, shape, gradient_of_x):
     torch.manual_seed(0)
     model = Embedding(**options)
     x = torch.randn(shape, requires_grad=gradient_of_x)
-    compiled = torch.compile(model, backend="fusion", options={"fusion.gate": "always"}, dynamic=False)
+    compiled = torch.compile(
+        model, backend="fusion", options={"fusion.gate": "always"}, dynamic=False
+    )
     fusion_backend.reset()
     y = model(x)
     dy = torch.randn_like(y)
     eager, ours = step(model, model, x, dy), step(compiled, model, x, dy)
     (site,) = fusion_backend.report().fused
     assert (site.pattern, site.forward, site.backward) == ("patch_embedding", "reference", "vjp")
-    exact = step(model.double(), model, x.detach().double().requires_grad_(gradient_of_x), dy.double())
+    exact = step(
+        model.double(), model, x.detach().double().requires_grad_(gradient_of_x), dy.double()
+    )
     for one, other, true in zip(ours, eager, exact, strict=True):
         assert one.shape == other.shape and strides(one) == strides(other)
         assert (one - true).norm() <= 2 * (other - true).norm() + 1e-6 * true.norm()
@@ -99,7 +109,9 @@ def test_layouts_are_those_of_the_convolution():
 
 def test_any_batch():
     model = Embedding(4)
-    compiled = torch.compile(model, backend="fusion", options={"fusion.gate": "always"}, dynamic=True)
+    compiled = torch.compile(
+        model, backend="fusion", options={"fusion.gate": "always"}, dynamic=True
+    )
     fusion_backend.reset()
     for batch in (3, 5, 2):
         x = torch.randn(batch, 3, 8, 8)
@@ -148,7 +160,9 @@ def test_a_single_image_is_left_alone():
 
 
 def test_sizes_that_are_not_known():
-    """Left alone, so that it compiles no more often than without us: cutting windows would guard on their number."""
+    """Left alone, so that it compiles no more often than without us: cutting windows would guard on
+    their number.
+    """
     model = nn.Conv2d(3, 10, 4, stride=4)
     graphs = {}
     for backend in ("inductor", "fusion"):

@@ -1,4 +1,6 @@
-"""What we keep or change for a whole process: nothing of Inductor's, bounded tables, and threads that do not meet."""
+"""What we keep or change for a whole process: nothing of Inductor's, bounded tables, and threads
+that do not meet.
+"""
 
 import gc
 import importlib.metadata
@@ -14,8 +16,11 @@ import torch.nn.functional as F
 from torch._functorch import config as functorch_config
 
 import fusion_backend
-from fusion_backend import backend, fitting, pattern, reporting
 from fusion_backend.compat import inductor
+from fusion_backend.frontends import dynamo as backend
+from fusion_backend.match import prefilter as fitting
+from fusion_backend.ops import pattern
+from fusion_backend.reporting import report as reporting
 from fusion_backend.testing import collect
 from tests.test_fallback import Eager
 
@@ -52,7 +57,9 @@ def of_inductor() -> tuple:
 
 
 def test_inductor_is_changed_only_while_a_graph_of_ours_is_compiled(monkeypatch):
-    """The backward too, which is compiled when it first runs; graphs without a site are plain Inductor's."""
+    """The backward too, which is compiled when it first runs; graphs without a site are plain
+    Inductor's.
+    """
     seen = []
 
     def compile(gm, inputs, **given):
@@ -63,7 +70,9 @@ def test_inductor_is_changed_only_while_a_graph_of_ours_is_compiled(monkeypatch)
     assert inductor.triton_kernel_wrapper_mutation not in before[0]
     assert not any(hasattr(analyse, "__wrapped__") for analyse in before[1])
     monkeypatch.setattr(inductor, "compile_fx_inner", compile)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx.__defaults__", (compile, *plain_defaults()))
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx.__defaults__", (compile, *plain_defaults())
+    )
     x = torch.randn(4, 8, requires_grad=True)
     out = torch.compile(norm, backend="fusion", options=OPTIONS)(x)
     assert of_inductor() == before
@@ -126,8 +135,13 @@ def test_two_threads_compile_different_models_at_once(no_inductor):
             torch.testing.assert_close(out, m(x))
     report = fusion_backend.report()
     assert [g.error for g in report.graphs] == [None] * 4 and gc.isenabled()
-    alone = [sorted(s.pattern for s in fusion_backend.explain(m, xs[0], options=OPTIONS).fused) for m in models]
-    assert sorted(sorted(s.pattern for s in g.sites if s.fused) for g in report.graphs) == sorted(alone)
+    alone = [
+        sorted(s.pattern for s in fusion_backend.explain(m, xs[0], options=OPTIONS).fused)
+        for m in models
+    ]
+    assert sorted(sorted(s.pattern for s in g.sites if s.fused) for g in report.graphs) == sorted(
+        alone
+    )
 
 
 def sizes() -> dict[str, int]:
@@ -166,7 +180,10 @@ def test_200_resets_leave_nothing_behind(no_inductor, monkeypatch):
     assert found[1][1] <= found[0][1] + 4  # graphs alive
     report = fusion_backend.report()
     assert (len(report.graphs), report.dropped) == (20, 180)
-    assert "180 older graphs are no longer kept" in str(report) and '"dropped": 180' in report.to_json()
+    assert (
+        "180 older graphs are no longer kept" in str(report)
+        and '"dropped": 180' in report.to_json()
+    )
     assert list(reporting.WARNED) == [f"graph {i}" for i in range(180, 200)]
     fusion_backend.reset()
     assert not report.graphs and not report.dropped
@@ -176,7 +193,7 @@ def test_forms_make_room_between_templates_only(monkeypatch):
     monkeypatch.setattr(fitting, "KNOWN", {})
     monkeypatch.setattr(fitting, "REMEMBERED", 2)
     (p, *_) = backend.patterns()
-    from fusion_backend.template import Template, templates
+    from fusion_backend.match.templates import Template, templates
 
     for _ in range(3):
         for t in templates(p):
@@ -207,7 +224,7 @@ def test_analyses_are_bounded(monkeypatch):
 
 THREADS = """
 import threading, torch
-from fusion_backend import backend
+from fusion_backend.frontends import dynamo as backend
 ready, found = threading.Barrier(4), []
 def work():
     ready.wait()
@@ -222,7 +239,9 @@ assert torch.compile(torch.sin, backend="fusion")
 
 
 def test_four_threads_that_compile_first_at_once():
-    """As docs/debugging.md has it: by name torch would load the entry point twice. The patterns are loaded once."""
+    """As docs/debugging.md has it: by name torch would load the entry point twice. The patterns are
+    loaded once.
+    """
     subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=300)
 
 

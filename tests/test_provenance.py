@@ -1,4 +1,6 @@
-"""Every figure names the commit that it was measured at, and that commit is in the repository's history."""
+"""Every figure names the commit that it was measured at, and that commit is in the repository's
+history.
+"""
 
 import json
 import re
@@ -23,7 +25,9 @@ def test_every_revision_is_in_the_history(path):
     text = path.read_text()
     named = json.loads(text).get("revision", "").split("; ") if path.suffix == ".json" else []
     named += [
-        name for found in re.findall(r"revision ([^`]*?): `", text) for name in " ".join(found.split()).split("; ")
+        name
+        for found in re.findall(r"revision ([^`]*?): `", text)
+        for name in " ".join(found.split()).split("; ")
     ]
     named += COMMIT.findall(text)
     assert not missing("; ".join(filter(None, named)))
@@ -36,7 +40,9 @@ def repository(tmp_path, monkeypatch):
 
     def git(*arguments):
         who = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
-        done = subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *arguments], capture_output=True, text=True
+        )
         assert not done.returncode, done.stderr
         return done.stdout.strip()
 
@@ -61,7 +67,9 @@ def test_the_revision_of_a_checkout(repository):
     assert revision(root) == head
 
 
-@pytest.mark.parametrize("file", [CODE, "fusion_backend/new.py", "patterns/new.py", "benchmarks/work.py"])
+@pytest.mark.parametrize(
+    "file", [CODE, "fusion_backend/new.py", "patterns/new.py", "benchmarks/work.py"]
+)
 def test_changed_and_new_code_is_told(repository, file):
     root, git = repository
     write(root / file, "two")
@@ -90,7 +98,11 @@ def test_a_copy_without_git(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "revision", lambda: revision(tmp_path))
     assert results.machine(torch.device("cpu"), COMMAND)["revision"] == "8cccfab3153c (told)"
     monkeypatch.delenv(provenance.TOLD)
-    assert revision(tmp_path) is None and history(tmp_path) is None and not missing("0000000", tmp_path)
+    assert (
+        revision(tmp_path) is None
+        and history(tmp_path) is None
+        and not missing("0000000", tmp_path)
+    )
 
 
 def test_what_is_missing(repository):
@@ -111,10 +123,22 @@ def test_what_is_missing(repository):
 
 def test_no_page_quotes_a_run_of_nowhere(repository, capsys):
     root, git = repository
-    about = dict(gpu=None, torch="2", triton="3", date="2026-01-01", command="python -m x", revision="8cccfabd5a5a")
+    about = dict(
+        gpu=None,
+        torch="2",
+        triton="3",
+        date="2026-01-01",
+        command="python -m x",
+        revision="8cccfabd5a5a",
+    )
     results.Run("models", about, []).save(root / "run.json")
     page = root / "README.md"
     page.write_text("<!-- figures: source run.json -->\n<!-- end of figures -->\n")
-    assert readme.main([], root) == 2 and "run.json names 8cccfabd5a5a, which is no commit" in capsys.readouterr().err
-    results.Run("models", about | dict(revision=git("rev-parse", "HEAD")[:12]), []).save(root / "run.json")
+    assert (
+        readme.main([], root) == 2
+        and "run.json names 8cccfabd5a5a, which is no commit" in capsys.readouterr().err
+    )
+    results.Run("models", about | dict(revision=git("rev-parse", "HEAD")[:12]), []).save(
+        root / "run.json"
+    )
     assert readme.main([], root) == 0 and git("rev-parse", "HEAD")[:12] in page.read_text()

@@ -1,5 +1,6 @@
-"""No site vanishes without a reason: values that rules put into other terms are found in the graph, operands by what
-broadcasts, and what was not read to the end, or not to the letter, is told."""
+"""No site vanishes without a reason: values that rules put into other terms are found in the graph,
+operands by what broadcasts, and what was not read to the end, or not to the letter, is told.
+"""
 
 import math
 
@@ -8,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern, explain, unify
-from fusion_backend.backend import patterns
-from fusion_backend.canonical import Canon
-from fusion_backend.capture import capture
-from fusion_backend.collect import Collector
-from fusion_backend.gate import Gate
-from fusion_backend.matcher import Matcher
+from fusion_backend import Pattern, explain
+from fusion_backend.capture.tracer import capture
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.match import unify
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.match.templates import templates
 from fusion_backend.options import Options
-from fusion_backend.template import templates
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_masks import INF, causal, grid, masks_of
 
@@ -50,7 +52,9 @@ def test_softmax_of_a_product(how, dtype):
     given = [t.to(dtype) for t in (X, W, B)]
     out = torch.compile(BIASED[how], backend=collector, dynamic=False)(*given)
     if how == "in another dtype" and dtype == torch.bfloat16:
-        assert not collector.report.fused and [m.pattern for m in collector.report.misses] == ["softmax"]
+        assert not collector.report.fused and [m.pattern for m in collector.report.misses] == [
+            "softmax"
+        ]
     else:
         assert [s.pattern for s in collector.report.fused] == ["softmax"], collector.report
     rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-5, 1e-6)
@@ -69,7 +73,9 @@ def test_scores_keep_their_grad_mode():
     (graph,) = collect(model, q, k, dynamic=False).sources
     view = capture(graph)
     canon = Canon().run(view.graph, view.region)
-    fixed, scores = (e.args[0] for n, e in canon.of.items() if n.target is torch.ops.aten.softmax.int)
+    fixed, scores = (
+        e.args[0] for n, e in canon.of.items() if n.target is torch.ops.aten.softmax.int
+    )
     assert str(fixed) == str(scores) and fixed is not scores
 
 
@@ -79,7 +85,9 @@ def test_a_bias_is_what_broadcasts(of, swapped):
     def model(b, x):
         return torch.relu(b + of(x) if swapped else of(x) + b)
 
-    collector = collect(model, torch.randn(6), torch.randn(4, 6), dynamic=False, options={"fusion.only": "bias_act"})
+    collector = collect(
+        model, torch.randn(6), torch.randn(4, 6), dynamic=False, options={"fusion.only": "bias_act"}
+    )
     (node,) = fused_nodes(collector.graphs[0])
     assert [tuple(a.meta["example_value"].shape) for a in node.args[:2]] == [(4, 6), (6,)]
 
@@ -97,16 +105,20 @@ def test_a_bias_in_a_sum_of_three(scratch):
         return torch.tanh((b + x.sin()) + y.cos())
 
     given = torch.randn(6), torch.randn(4, 6), torch.randn(4, 6)
-    (node,) = fused_nodes(collect(model, *given, dynamic=False, options={"fusion.only": "tanh_of_sum"}).graphs[0])
+    (node,) = fused_nodes(
+        collect(model, *given, dynamic=False, options={"fusion.only": "tanh_of_sum"}).graphs[0]
+    )
     assert [tuple(a.meta["example_value"].shape) for a in node.args[:3]] == [(4, 6), (4, 6), (6,)]
 
 
 def test_an_argument_inside_one_operator_is_told():
     report = collect(lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2).relu(), X, W, B).report
     (miss,) = report.misses
-    assert (miss.pattern, miss.matched, miss.size) == ("bias_act", 2, 2) and "is computed inside one operator" in str(
-        miss
-    )
+    assert (miss.pattern, miss.matched, miss.size) == (
+        "bias_act",
+        2,
+        2,
+    ) and "is computed inside one operator" in str(miss)
     report = collect(lambda x, w, b: F.linear(x, w, b).relu(), X, W, B).report
     assert not report.misses and [s.pattern for s in report.fused] == ["linear_act"]
 
@@ -116,7 +128,9 @@ def test_an_argument_inside_one_operator_is_told():
 
 def test_running_out_of_steps_is_told(monkeypatch):
     monkeypatch.setattr(unify, "BUDGET", 4)
-    report = collect(lambda x: torch.softmax(x @ x.mT * 0.3, -1) @ x, BIG, options={"fusion.only": "attention"}).report
+    report = collect(
+        lambda x: torch.softmax(x @ x.mT * 0.3, -1) @ x, BIG, options={"fusion.only": "attention"}
+    ).report
     told = [str(m) for m in report.misses if m.pattern == "attention"]
     assert told and all("more ways than 4 steps" in text for text in told), report
 
@@ -157,9 +171,16 @@ def test_a_finite_fill_is_told_and_refused(how):
     def site(fill, exact):
         torch.compiler.reset()
         options = {"fusion.gate": "always", "fusion.only": "attention", "fusion.exact_masks": exact}
-        return next(s for s in explain(lambda q: how(q, fill), q, options=options, dynamic=False).sites)
+        return next(
+            s for s in explain(lambda q: how(q, fill), q, options=options, dynamic=False).sites
+        )
 
-    told, refused, infinite, exact = site(-1e9, False), site(-1e9, True), site(INF, False), site(INF, True)
+    told, refused, infinite, exact = (
+        site(-1e9, False),
+        site(-1e9, True),
+        site(INF, False),
+        site(INF, True),
+    )
     assert told.forward == "library" and "-1e+09 taken for -inf" in told.reason
     assert refused.forward != "library" and "fusion.exact_masks is set" in refused.reason
     assert infinite.forward == exact.forward == "library" and infinite.reason == exact.reason

@@ -1,4 +1,6 @@
-"""In whole models, however they are run, everything that their sources hold is found, and nothing else."""
+"""In whole models, however they are run, everything that their sources hold is found, and nothing
+else.
+"""
 
 import itertools
 from pathlib import Path
@@ -12,22 +14,28 @@ from benchmarks.whole_models import SUBJECTS
 from tests.oracle.harness import TORCH
 
 PAGE = Path(__file__).parent.parent / "docs" / "recognition.md"
-EVERY = ("llama", "bert", "t5")  # in every setting; each other model in one more than evaluation and training
+# in every setting; each other model in one more than evaluation and training
+EVERY = ("llama", "bert", "t5")
 OTHER = itertools.cycle(list(SETTINGS)[2:])
 CASES = [
-    (name, setting) for name in SUBJECTS for setting in (SETTINGS if name in EVERY else ("eval", "train", next(OTHER)))
+    (name, setting)
+    for name in SUBJECTS
+    for setting in (SETTINGS if name in EVERY else ("eval", "train", next(OTHER)))
 ]
 
 
 @pytest.mark.parametrize("name, setting", CASES)
 def test_counts(name, setting):
-    in_python = not (name == "t5" and setting == "checkpoint" and TORCH >= (2, 14))  # a layer that Dynamo left there
+    # a layer that Dynamo left there
+    in_python = not (name == "t5" and setting == "checkpoint" and TORCH >= (2, 14))
     want = expected(SUBJECTS[name], setting if in_python else "", release())
     assert found(SUBJECTS[name], SETTINGS[setting]) == want
 
 
 def test_page_is_current():
-    """Of every release on the page what the sources hold was found, but for what is known to be missed."""
+    """Of every release on the page what the sources hold was found, but for what is known to be
+    missed.
+    """
     releases = sections_of(PAGE.read_text())
     assert len(releases) >= 2
     for title in releases:
@@ -36,4 +44,6 @@ def test_page_is_current():
             for name, setting in itertools.product(SUBJECTS, SETTINGS)
         }
         releases[title] = section(counts)
-    assert PAGE.read_text() == page(releases), "run `python -m benchmarks.recognition --out docs/recognition.md`"
+    assert PAGE.read_text() == page(releases), (
+        "run `python -m benchmarks.recognition --out docs/recognition.md`"
+    )

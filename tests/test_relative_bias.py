@@ -1,4 +1,6 @@
-"""The relative position bias: which indices are functions of i - j, and the gradient by diagonals."""
+"""The relative position bias: which indices are functions of i - j, and the gradient by
+diagonals.
+"""
 
 import copy
 import math
@@ -11,16 +13,16 @@ from fusion_backend.patterns.relative_bias import diagonal_bias, relative_bias
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks.measure import distance, joint_distance
-from fusion_backend.canonical import Canon
-from fusion_backend.capture import View
-from fusion_backend.collect import Collector
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
-from fusion_backend.diagonals import index_of
-from fusion_backend.functional import functionalize_locals
-from fusion_backend.gate import Gate
-from fusion_backend.op import op_of
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.masks.relative_index import index_of
+from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.pattern import LibraryCall
 from fusion_backend.options import Options
-from fusion_backend.pattern import LibraryCall
 from fusion_backend.testing import close, collect, fused_nodes
 from tests.oracle.harness import TORCH
 
@@ -48,7 +50,9 @@ def buckets(x, both=True, rows=ROWS, farthest=20):
     else:
         x = -torch.min(x, torch.zeros_like(x))
     exact = rows // 2
-    far = exact + (torch.log(x.float() / exact) / math.log(farthest / exact) * (rows - exact)).to(torch.long)
+    far = exact + (torch.log(x.float() / exact) / math.log(farthest / exact) * (rows - exact)).to(
+        torch.long
+    )
     found += torch.where(x < exact, x, torch.min(far, torch.full_like(far, rows - 1)))
     return found
 
@@ -72,7 +76,8 @@ def of_scores(w, x, q):
 # name -> fn(weight [32, 4], x [24, 30], q [2, 4, 24, 8])
 FUSED = {
     "buckets of T5": lambda w, x, q: bias(buckets(apart()), w),
-    "buckets of T5's decoder": lambda w, x, q: bias(buckets(apart(), both=False), w).unsqueeze(0).contiguous(),
+    "buckets of T5's decoder": lambda w, x,
+    q: bias(buckets(apart(), both=False), w).unsqueeze(0).contiguous(),
     "queries further on": lambda w, x, q: bias(buckets(apart(start=5)), w),
     "the other way round": lambda w, x, q: bias(buckets(-apart()), w),
     "transposed": lambda w, x, q: bias(buckets(apart(M, N)).T, w),
@@ -81,13 +86,16 @@ FUSED = {
     "by indexing": lambda w, x, q: w[buckets(apart())].permute(2, 0, 1),
     "by indexing from the end": lambda w, x, q: w[apart().clamp(-16, 15)].permute(2, 0, 1),
     "three dimensions": lambda w, x, q: F.embedding(buckets(apart())[None], w).permute(0, 3, 1, 2),
-    "numbers of each distance from an input": lambda w, x, q: bias(((x[0, :1] > 0).long() * 5 + apart()).abs() % 8, w),
-    "a table of the distances": lambda w, x, q: bias((q.flatten()[apart().abs()].abs() * 9).long() % ROWS, w),
+    "numbers of each distance from an input": lambda w, x,
+    q: bias(((x[0, :1] > 0).long() * 5 + apart()).abs() % 8, w),
+    "a table of the distances": lambda w, x,
+    q: bias((q.flatten()[apart().abs()].abs() * 9).long() % ROWS, w),
     "by its values": lambda w, x, q: bias(by_values(), w),
     "for every batch": of_scores,
     "the weight is used elsewhere": lambda w, x, q: bias(buckets(apart()), w) * w.sin().sum(),
     "the index is a result": lambda w, x, q: bias(buckets(apart()), w) + buckets(apart()),
-    "columns of a larger weight": lambda w, x, q: bias(buckets(apart()), torch.cat([w, w], 1)[:, 2:6]),
+    "columns of a larger weight": lambda w, x,
+    q: bias(buckets(apart()), torch.cat([w, w], 1)[:, 2:6]),
 }  # fmt: skip
 
 
@@ -123,12 +131,14 @@ LEFT = {
     "sorted": (lambda w, x, q: bias(apart().abs().sort(1)[0] % ROWS, w), READS),
     "written to": (written, READS),
     "a copy is written to": (lambda w, x, q: written(w, x, q, True), "a value inside is changed"),
-    "written to afterwards": (written_later, READS if TORCH < (2, 14) else "backward reads is changed afterwards"),
+    "written to afterwards": (written_later,
+    READS if TORCH < (2, 14) else "backward reads is changed afterwards"),
     "several batches": (
         lambda w, x, q: F.embedding(buckets(apart())[None].expand(2, N, M), w).permute(0, 3, 1, 2),
         "its index has the shape (2, 24, 30), not [n, m]"),
     "with padding": (lambda w, x, q: bias(buckets(apart()), w, padding_idx=3), LEFT_ALONE),
-    "scaled by frequency": (lambda w, x, q: bias(buckets(apart()), w, scale_grad_by_freq=True), LEFT_ALONE),
+    "scaled by frequency": (lambda w, x, q: bias(buckets(apart()), w, scale_grad_by_freq=True),
+    LEFT_ALONE),
     "sparse": (lambda w, x, q: bias(buckets(apart()), w, sparse=True), LEFT_ALONE),
     "heads last": (lambda w, x, q: F.embedding(buckets(apart()), w), LEFT_ALONE),
 }  # fmt: skip
@@ -144,7 +154,9 @@ def gradients(fn, given):
     """The result, and the gradient of the weight."""
     w = given[0].detach().requires_grad_()
     out = fn(w, *given[1:])
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+    weights = (
+        torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+    )
     (found,) = torch.autograd.grad((out * weights).sum(), w)
     return [out.detach(), found.to_dense()]
 
@@ -157,17 +169,23 @@ def operators(collector):
     return [str(n.target) for graph in collector.graphs for n in fused_nodes(graph)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("name", FUSED)
 def test_gradient_by_diagonals(name, dtype):
     fn, given = FUSED[name], inputs(dtype)
     collector = collect(fn, *given, options=OPTIONS)
     (site,) = sites_of(collector)
     assert operators(collector) == ["fusion.diagonal_bias.default"], collector.report
-    assert (site.forward, site.backward) == ("reference", "formula") and "a function of i - j" in site.reason
+    assert (site.forward, site.backward) == (
+        "reference",
+        "formula",
+    ) and "a function of i - j" in site.reason
     torch.compiler.reset()
     got = gradients(torch.compile(fn, backend=collector), given)
-    plain, exact = gradients(fn, given), gradients(fn, [given[0].double(), *given[1:]] if "table" in name or
+    plain, exact = gradients(fn, given), gradients(fn,
+        [given[0].double(), *given[1:]] if "table" in name or
                                                    "input" in name else [t.double() for t in given])  # fmt: skip
     for g, p, e in zip(got, plain, exact, strict=True):
         assert close(g, p, e) == ""
@@ -177,7 +195,8 @@ def test_gradient_by_diagonals(name, dtype):
 
 @pytest.mark.parametrize("name", LEFT)
 def test_anything_else_is_left_alone(name, monkeypatch):
-    monkeypatch.setattr("fusion_backend.gate.on_gpu", lambda t: True)  # on CPU the reference would be inlined
+    # on CPU the reference would be inlined
+    monkeypatch.setattr("fusion_backend.decide.gate.on_gpu", lambda t: True)
     fn, reason = LEFT[name]
     collector = collect(fn, *inputs(), options=OPTIONS)
     assert "fusion.diagonal_bias.default" not in operators(collector), collector.report
@@ -207,7 +226,9 @@ def test_rows_of_limited_length():
 
 def test_compiled_by_inductor():
     given = inputs(torch.bfloat16)
-    compiled = torch.compile(of_scores, backend="fusion", options={"fusion.gate": "always"} | OPTIONS)
+    compiled = torch.compile(
+        of_scores, backend="fusion", options={"fusion.gate": "always"} | OPTIONS
+    )
     got, plain, exact = gradients(compiled, given), gradients(of_scores, given), gradients(
         of_scores, [t.double() for t in given])  # fmt: skip
     for g, p, e in zip(got, plain, exact, strict=True):
@@ -229,7 +250,9 @@ def test_dynamic_sizes():
         compiled = torch.compile(fn, backend=mine, dynamic=True)
         for n, m in ((12, 15), (18, 9), (7, 7), (40, 33), (2, 50)):
             x = torch.randn(n, m)
-            for g, e in zip(gradients(compiled, [w, x]), gradients(fn, [w.double(), x]), strict=True):
+            for g, e in zip(
+                gradients(compiled, [w, x]), gradients(fn, [w.double(), x]), strict=True
+            ):
                 assert distance(g, e) < 1e-6
     assert operators(collector) == ["fusion.diagonal_bias.default"] * len(plain.graphs)
 
@@ -238,18 +261,26 @@ def test_without_a_gradient_and_small():
     """What is reported by default, here and where it has been timed."""
 
     def reason(training, n=N, m=M):
-        answer = diagonal_bias.worthwhile_fn(torch.zeros(n, m, dtype=torch.long), torch.zeros(ROWS, H), training)
+        answer = diagonal_bias.worthwhile_fn(
+            torch.zeros(n, m, dtype=torch.long), torch.zeros(ROWS, H), training
+        )
         return answer.reason if answer else None
 
     assert "without a gradient" in reason(False) and "not been timed" in reason(True)
     assert reason(True, 512, 512) is None
-    collector = collect(FUSED["buckets of T5"], *inputs(), options=OPTIONS | {"fusion.gate": "auto"})
+    collector = collect(
+        FUSED["buckets of T5"], *inputs(), options=OPTIONS | {"fusion.gate": "auto"}
+    )
     (site,) = sites_of(collector)
-    assert not site.fused and "timed on CUDA only" in site.reason and site.reason.startswith("the gather stays: its")
+    assert (
+        not site.fused
+        and "timed on CUDA only" in site.reason
+        and site.reason.startswith("the gather stays: its")
+    )
 
 
 def test_taken_where_it_has_been_timed(monkeypatch):
-    monkeypatch.setattr("fusion_backend.gate.on_gpu", lambda t: True)
+    monkeypatch.setattr("fusion_backend.decide.gate.on_gpu", lambda t: True)
 
     def fn(w):
         return bias(buckets(apart(512, 512)), w)
@@ -259,21 +290,32 @@ def test_taken_where_it_has_been_timed(monkeypatch):
     assert site.fused and (site.forward, site.backward) == ("reference", "formula"), site
     (site,) = sites_of(collect(fn, w.detach(), options=OPTIONS | {"fusion.gate": "auto"}))
     assert not site.fused and "without a gradient" in site.reason
-    (site,) = sites_of(collect(lambda w, x: bias(x, w), w, buckets(apart(512, 512)), options=OPTIONS))
+    (site,) = sites_of(
+        collect(lambda w, x: bias(x, w), w, buckets(apart(512, 512)), options=OPTIONS)
+    )
     assert not site.fused and site.reason.startswith(f"{READS} x"), site
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (5, 7), (1, 5, 7)])
 def test_operator_whatever_the_index(shape):
-    """It reads the first row and column, of any index: its gradient is that of what it computes, and so is the next."""
+    """It reads the first row and column, of any index: its gradient is that of what it computes,
+    and so is the next.
+    """
     torch.manual_seed(0)
-    index, weight = torch.randint(-9, 9, shape), torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    index, weight = (
+        torch.randint(-9, 9, shape),
+        torch.randn(9, 3, dtype=torch.float64, requires_grad=True),
+    )
 
     def fn(w):
-        return op_of(diagonal_bias).overload(index, w, forward="reference", backward="formula", save=True)
+        return op_of(diagonal_bias).overload(
+            index, w, forward="reference", backward="formula", save=True
+        )
 
     n, m = shape[-2:]
-    first = torch.stack([index.view(n, m)[max(i - j, 0), max(j - i, 0)] for i in range(n) for j in range(m)])
+    first = torch.stack(
+        [index.view(n, m)[max(i - j, 0), max(j - i, 0)] for i in range(n) for j in range(m)]
+    )
     assert torch.equal(fn(weight).reshape(3, n, m), weight[first.view(n, m)].permute(2, 0, 1))
     assert torch.autograd.gradcheck(fn, weight) and torch.autograd.gradgradcheck(fn, weight)
 
@@ -281,7 +323,9 @@ def test_operator_whatever_the_index(shape):
 def test_gradient_stays_where_it_is():
     """An infinite or NaN gradient of one place reaches the row of that place alone."""
     index, weight = buckets(apart()), torch.zeros(ROWS, H, requires_grad=True)
-    out = op_of(diagonal_bias).overload(index, weight, forward="reference", backward="formula", save=True)
+    out = op_of(diagonal_bias).overload(
+        index, weight, forward="reference", backward="formula", save=True
+    )
     grad = torch.zeros(H, N, M)
     grad[1, 5, 9], grad[2, 0, 0] = math.nan, math.inf
     (found,) = torch.autograd.grad(out, weight, grad)
@@ -311,7 +355,9 @@ def known(make, n, m, dynamic=False):
 
 
 def is_diagonal(values):
-    return all(len(values.diagonal(k).unique()) == 1 for k in range(1 - values.shape[0], values.shape[1]))
+    return all(
+        len(values.diagonal(k).unique()) == 1 for k in range(1 - values.shape[0], values.shape[1])
+    )
 
 
 class Author:
@@ -323,15 +369,23 @@ class Author:
     def index(self, depth):
         """A function of (i, j, x, t)."""
         if not depth or self.draw.random() < 0.15:
-            leaves = ["j - i"] * 6 + ["i - j"] * 3 + ["i", "j", "i + j", "x", "i + 0 * j", "t[(j - i).abs()]"]
+            leaves = (
+                ["j - i"] * 6
+                + ["i - j"] * 3
+                + ["i", "j", "i + j", "x", "i + 0 * j", "t[(j - i).abs()]"]
+            )
             return self.draw.choice(leaves)
         a, b = self.index(depth - 1), self.index(depth - 1)
         k = self.draw.randint(1, 4)
         forms = [
-            f"({a} + {b})", f"({a} - {b})", f"({a} * {k})", f"({a}).abs()", f"({a}).clamp(-{k}, {k})",
-            f"torch.where({a} > {k}, {b}, {a})", f"torch.minimum({a}, {b})", f"({a}) // {k + 1}", f"({a}) % {k + 1}",
-            f"(torch.log(({a}).abs().float() + 1) * {k}).long()", f"(({a}) > ({b})).long()", f"t[({a}).abs() % 5]",
-            f"({a}).flip(0)", f"({a}).T.T", f"({a}).unsqueeze(0).squeeze(0)", f"-({a})", f"torch.max({a}, {b})",
+            f"({a} + {b})", f"({a} - {b})", f"({a} * {k})", f"({a}).abs()",
+            f"({a}).clamp(-{k}, {k})",
+            f"torch.where({a} > {k}, {b}, {a})", f"torch.minimum({a}, {b})", f"({a}) // {k + 1}",
+            f"({a}) % {k + 1}",
+            f"(torch.log(({a}).abs().float() + 1) * {k}).long()", f"(({a}) > ({b})).long()",
+            f"t[({a}).abs() % 5]",
+            f"({a}).flip(0)", f"({a}).T.T", f"({a}).unsqueeze(0).squeeze(0)", f"-({a})",
+            f"torch.max({a}, {b})",
         ]  # fmt: skip
         return self.draw.choice(forms)
 
@@ -377,7 +431,9 @@ def test_a_deep_chain():
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_t5(train, dynamic):
-    pytest.importorskip("transformers", reason="the models come from transformers: pip install -e '.[bench]'")
+    pytest.importorskip(
+        "transformers", reason="the models come from transformers: pip install -e '.[bench]'"
+    )
     from benchmarks.tiny_models import MODELS, loss, result
 
     tiny = MODELS["t5"]
@@ -407,11 +463,20 @@ def test_t5(train, dynamic):
         have = step(compiled, example)
         assert distance(have[0], want[0]) <= 2 * distance(plain[0], want[0]) + 1.2e-7
         if train:
-            assert joint_distance(have[1], want[1]) <= 2 * joint_distance(plain[1], want[1]) + 1.2e-7
-            (name,) = [n for n in want[1] if n.startswith("encoder") and "relative_attention_bias" in n]
-            assert distance(have[1][name], want[1][name]) <= 2 * distance(plain[1][name], want[1][name]) + 1e-6
+            assert (
+                joint_distance(have[1], want[1]) <= 2 * joint_distance(plain[1], want[1]) + 1.2e-7
+            )
+            (name,) = [
+                n for n in want[1] if n.startswith("encoder") and "relative_attention_bias" in n
+            ]
+            assert (
+                distance(have[1][name], want[1][name])
+                <= 2 * distance(plain[1][name], want[1][name]) + 1e-6
+            )
     sites = sites_of(collector)
-    assert len(sites) == 2 * len(collector.graphs) and all(s.fused and "modeling_t5.py" in s.reason for s in sites)
+    assert len(sites) == 2 * len(collector.graphs) and all(
+        s.fused and "modeling_t5.py" in s.reason for s in sites
+    )
     assert operators(collector) == ["fusion.diagonal_bias.default"] * len(sites)
 
 

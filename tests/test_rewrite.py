@@ -1,10 +1,12 @@
-"""Calls that return their argument, or a view of it, and writes in between, at the edge of what is replaced."""
+"""Calls that return their argument, or a view of it, and writes in between, at the edge of what is
+replaced.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
 
 SAME = {
@@ -99,7 +101,9 @@ def test_what_is_written_in_between(code, grad):
         gradients = torch.autograd.grad(sum(o.sin().sum() for o in wanted), again) if grad else ()
     except RuntimeError:  # what eager refuses has no right answer
         return
-    torch.testing.assert_close(torch.autograd.grad(sum(o.sin().sum() for o in got), args) if grad else (), gradients)
+    torch.testing.assert_close(
+        torch.autograd.grad(sum(o.sin().sum() for o in got), args) if grad else (), gradients
+    )
 
 
 def test_dropout_in_place_draws_as_before():
@@ -123,13 +127,17 @@ def test_a_loss_reads_the_narrow_logits(form):
     """Not the upcast copy, which would be kept for backward."""
 
     def fn(logits, target):
-        rows = logits.float().view(-1, 100) if form == "cast first" else logits.view(-1, 100).float()
+        rows = (
+            logits.float().view(-1, 100) if form == "cast first" else logits.view(-1, 100).float()
+        )
         return F.cross_entropy(rows, target.view(-1))
 
     logits = torch.randn(2, 8, 100, dtype=torch.bfloat16, requires_grad=True)
     graph = collect(fn, logits, torch.zeros(2, 8, dtype=torch.int64)).graphs[0]
     (site,) = fused_nodes(graph)
-    assert site.args[0].meta["example_value"].dtype == torch.bfloat16 and "float_1" not in str(graph.graph)
+    assert site.args[0].meta["example_value"].dtype == torch.bfloat16 and "float_1" not in str(
+        graph.graph
+    )
 
 
 TURNED = {
@@ -143,7 +151,9 @@ TURNED = {
 @pytest.mark.parametrize("turn", TURNED.values(), ids=TURNED)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_site_reads_what_another_gives_turned_and_turned_back(turn, grad):
-    """The norm's site ends where it is turned back; its reader may name the value before (SqueezeBERT)."""
+    """The norm's site ends where it is turned back; its reader may name the value before
+    (SqueezeBERT).
+    """
 
     def f(x, w, u, c):
         t = turn(F.layer_norm(x, (8,), w))
@@ -151,17 +161,25 @@ def test_a_site_reads_what_another_gives_turned_and_turned_back(turn, grad):
 
     inputs = [torch.randn(s) for s in ((2, 5, 8), (8,), (6, 8), (6,))]
     collector = collect(f, *inputs)
-    assert [n.meta["fusion"] for n in fused_nodes(collector.graphs[0])] == ["layer_norm", "linear_act", "linear_act"]
+    assert [n.meta["fusion"] for n in fused_nodes(collector.graphs[0])] == [
+        "layer_norm",
+        "linear_act",
+        "linear_act",
+    ]
     results = []
     for fn in (torch.compile(f, backend=collector), f):
         leaves = [x.clone().requires_grad_(grad) for x in inputs]
         out = fn(*leaves)
-        results.append([*out, *(torch.autograd.grad(sum(o.sin().sum() for o in out), leaves) if grad else ())])
+        results.append(
+            [*out, *(torch.autograd.grad(sum(o.sin().sum() for o in out), leaves) if grad else ())]
+        )
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("root", [lambda x, y: ((x + y) * 2).exp(), lambda x, y: (x + y) * 2], ids=["exp", "mul"])
+@pytest.mark.parametrize(
+    "root", [lambda x, y: ((x + y) * 2).exp(), lambda x, y: (x + y) * 2], ids=["exp", "mul"]
+)
 def test_a_cast_of_the_result_is_left(root):
     """Under a cast the operators are the same, the pattern's result is not."""
     x, y = torch.randn(2, 8, 16, dtype=torch.bfloat16)
@@ -171,7 +189,9 @@ def test_a_cast_of_the_result_is_left(root):
     sites = [s for s in collector.report.sites if node.target.__name__.startswith(f"{s.pattern}.")]
     assert len(sites) == 1, collector.report
     assert cast.meta["example_value"].dtype == torch.float32
-    got = torch.compile(lambda x, y: root(x, y).float(), backend=Collector({"fusion.gate": "always"}))(x, y)
+    got = torch.compile(
+        lambda x, y: root(x, y).float(), backend=Collector({"fusion.gate": "always"})
+    )(x, y)
     assert got.dtype == torch.float32
 
 
@@ -213,4 +233,6 @@ def test_writes_around_a_site_in_training(code, reason):
     for got, want in zip(step(torch.compile(code, backend=collector)), step(code), strict=True):
         torch.testing.assert_close(got, want)
     (site,) = collector.report.sites
-    assert site.fused == (reason is None) and (site.fused or site.reason.startswith(reason)), collector.report
+    assert site.fused == (reason is None) and (site.fused or site.reason.startswith(reason)), (
+        collector.report
+    )

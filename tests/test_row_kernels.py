@@ -1,4 +1,6 @@
-"""Kernels that work on rows: softmax, norms with a residual, cross entropy, per-token quantisation. Against fp64."""
+"""Kernels that work on rows: softmax, norms with a residual, cross entropy, per-token quantisation.
+Against fp64.
+"""
 
 import itertools
 import math
@@ -10,11 +12,24 @@ import torch.nn.functional as F
 from fusion_backend.patterns import l2_norm as l2_room
 from fusion_backend.patterns import softmax as softmax_room
 
-from fusion_backend.kernels import norms, norms_backward, norms_split, quantize
-from fusion_backend.kernels.rows import Config
-from fusion_backend.op import op_of
-from fusion_backend.pattern import REGISTRY, Reject
-from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, few_or_many, randn, runs_kernels  # noqa: F401
+from fusion_backend.kernels.common.rows import Config
+from fusion_backend.kernels.norm import backward as norms_backward
+from fusion_backend.kernels.norm import forward as norms
+from fusion_backend.kernels.norm import forward_split as norms_split
+from fusion_backend.kernels.quantize import quantize
+from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.reporting.reject import Reject
+from tests.test_kernels import (  # noqa: F401  (fixtures)
+    CLOSE,
+    DEVICE,
+    FLOATS,
+    distance,
+    exact,
+    few_or_many,
+    randn,
+    runs_kernels,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SHAPES = [(1, 1), (5, 1), (7, 100), (3, 2049), (2, 3, 5, 33), (100,)]
@@ -47,13 +62,18 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     grads = [randn(*w.shape, dtype=e.dtype) for w, e in zip(want, eager, strict=True)]
     wanted = [k for k in tensors if needs[k]]
     smooth = [(w, g.double()) for w, g in zip(want, grads, strict=True) if w.requires_grad]
-    gradients = dict(zip(wanted, torch.autograd.grad([w for w, _ in smooth], [leaves[k] for k in wanted],
-                                                     [g for _, g in smooth]), strict=True))  # fmt: skip
+    gradients = dict(zip(wanted, torch.autograd.grad([w for w, _ in smooth],
+        [leaves[k] for k in wanted],
+                                                     [g for _, g in smooth]),
+                                                     strict=True))  # fmt: skip
     result = got[: pattern.outputs] if pattern.outputs > 1 else got[0]
     kept = dict(zip(pattern.saves, got[pattern.outputs :], strict=False))
     saved = SimpleNamespace(**inputs, **seed, **kept, result=result, needs=needs)
     found = dict(zip(tensors, many(pattern.backward_fn(saved, *grads)), strict=True))
-    found |= {k: grads[other] if other in (0, 1) else found[other] for k, other in pattern.backward_same.items()}
+    found |= {
+        k: grads[other] if other in (0, 1) else found[other]
+        for k, other in pattern.backward_same.items()
+    }
     for k in wanted:
         assert found[k].shape == inputs[k].shape and found[k].dtype == inputs[k].dtype
         assert distance(found[k], gradients[k]) <= factor * CLOSE[inputs[k].dtype], k
@@ -68,7 +88,16 @@ def test_softmax(shape, dtype):
     check("softmax", randn(*shape, dtype=dtype), 0.125, randn(shape[-1], dtype=dtype), None, None)
 
 
-MASKS = [(2, 3, 2, 17), (2, 1, 2, 17), (3, 1, 17), (2, 17), (17,), (2, 1, 1, 17), (2, 1), (1, 1, 1, 1)]
+MASKS = [
+    (2, 3, 2, 17),
+    (2, 1, 2, 17),
+    (3, 1, 17),
+    (2, 17),
+    (17,),
+    (2, 1, 1, 17),
+    (2, 1),
+    (1, 1, 1, 1),
+]
 
 
 @runs_kernels
@@ -78,11 +107,13 @@ def test_softmax_of_masks_that_broadcast(mask, walks, monkeypatch):
     if walks:
         monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
     x = randn(2, 3, 2, 17)
-    constant = mask[-1] == 1  # a number added to a whole row changes nothing: its gradient is rounding alone
+    # a number added to a whole row changes nothing: its gradient is rounding alone
+    constant = mask[-1] == 1
     check("softmax", x, 0.5, randn(*mask), None, None, needs=["x"] if constant else None)
     check("softmax", x, 0.5, randn(*mask), None, None, needs=[] if constant else ["mask"])
     check("softmax", x, None, None, randn(*mask) > 0.3, -1e9)
-    check("softmax", x, 2.0, None, randn(*mask) > 0.3, 0.7)  # what is dropped has no gradient, whatever its weight
+    # what is dropped has no gradient, whatever its weight
+    check("softmax", x, 2.0, None, randn(*mask) > 0.3, 0.7)
 
 
 @runs_kernels
@@ -93,7 +124,9 @@ def test_softmax_of_nan_and_infinity(walks, monkeypatch):
     x = randn(6, 20)
     x[0], x[1, 3], x[2, 5], x[3, 7], x[4, 2:] = -math.inf, -math.inf, math.nan, math.inf, -math.inf
     kernel = REGISTRY["softmax"].kernel_fn
-    torch.testing.assert_close(kernel(x, None, None, None, None), torch.softmax(x, -1), equal_nan=True)
+    torch.testing.assert_close(
+        kernel(x, None, None, None, None), torch.softmax(x, -1), equal_nan=True
+    )
     every = torch.ones(6, 1, dtype=torch.bool, device=x.device)
     assert kernel(x, None, None, every, -math.inf).isnan().all()
 
@@ -118,7 +151,12 @@ def test_l2_norm(shape, eps, dtype):
 def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
     if walks:
         monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
-    for x in (randn(7, 128)[:, :100], randn(4, 3, 100).transpose(0, 1), randn(1, 33).expand(5, 33), randn(1, 130)):
+    for x in (
+        randn(7, 128)[:, :100],
+        randn(4, 3, 100).transpose(0, 1),
+        randn(1, 33).expand(5, 33),
+        randn(1, 130),
+    ):
         check("l2_norm", x, 1e-12)
     assert REGISTRY["l2_norm"].kernel_fn(randn(0, 5), None).shape == (0, 5)
 
@@ -126,7 +164,9 @@ def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
 @runs_kernels
 @pytest.mark.parametrize("walks", [False, True])
 def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
-    """Rows shorter than eps are divided by it, and their gradient too; zeros, NaN and infinity as in torch."""
+    """Rows shorter than eps are divided by it, and their gradient too; zeros, NaN and infinity as
+    in torch.
+    """
     if walks:
         monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
     x = randn(6, 40)
@@ -195,7 +235,8 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
     check("dropout_add", r, x, 0.3)
     check("dropout_add", r[:1].expand(5, 1001), r, 0.3)
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
-    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(1024, 1, 4, 1, 3, True))  # walks through rows
+    # walks through rows
+    monkeypatch.setattr(norms, "forward_config", lambda *how: Config(1024, 1, 4, 1, 3, True))
     check("dropout_add_layer_norm", x, r, w, b, 0.3, 1e-5)
     monkeypatch.setattr(norms, "forward_config", lambda *how: Config(*PART))
     monkeypatch.setattr(norms_backward, "MAX_HELD_BACKWARD", 128)
@@ -208,9 +249,12 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
 def test_add_rms_norm_computes_only_wanted_gradients(needs):
     x, r, w = randn(7, 100), randn(7, 100), randn(100)
     pattern = REGISTRY["add_rms_norm"]
-    wanted = {"x": needs[0] in ("x", "residual"), "weight": "weight" in needs}  # the op asks for x in its place
+    # the op asks for x in its place
+    wanted = {"x": needs[0] in ("x", "residual"), "weight": "weight" in needs}
     y, h, rstd = pattern.kernel_fn(x, r, w, None, 1e-5, True)
-    saved = SimpleNamespace(x=x, residual=r, weight=w, offset=None, eps=1e-5, rstd=rstd, result=(y, h), needs=wanted)
+    saved = SimpleNamespace(
+        x=x, residual=r, weight=w, offset=None, eps=1e-5, rstd=rstd, result=(y, h), needs=wanted
+    )
     d, none, dw = pattern.backward_fn(saved, randn(7, 100), randn(7, 100))
     assert none is None and (d is not None) == wanted["x"] and (dw is not None) == wanted["weight"]
 
@@ -229,10 +273,16 @@ def test_norms_of_long_rows(name, monkeypatch):
 @pytest.mark.parametrize("name", [*NORMS, "layer_norm", "dropout_add_layer_norm"])
 @pytest.mark.parametrize("n", [300, 384])
 def test_norms_of_rows_that_are_split(n, name, dtype, monkeypatch):
-    """Few long rows: pieces of 128, the last of which may be shorter, padded rows, and far from zero."""
+    """Few long rows: pieces of 128, the last of which may be shorter, padded rows, and far from
+    zero.
+    """
     monkeypatch.setattr(norms_split, "few_long_rows", lambda rows, n, device: True)
     monkeypatch.setattr(norms_split, "PIECE", 128)
-    x, r, w, b = randn(5, n + 8, dtype=dtype)[:, :n], randn(5, n, dtype=dtype), *randn(2, n, dtype=dtype)
+    x, r, w, b = (
+        randn(5, n + 8, dtype=dtype)[:, :n],
+        randn(5, n, dtype=dtype),
+        *randn(2, n, dtype=dtype),
+    )
     others = {"layer_norm": (x, w, b, 1e-5), "dropout_add_layer_norm": (x, r, w, b, 0.3, 1e-5)}
     check(name, *(others[name] if name in others else NORMS[name](x, r, w, b)))
     if name == "layer_norm":
@@ -242,7 +292,9 @@ def test_norms_of_rows_that_are_split(n, name, dtype, monkeypatch):
         assert distance(got, F.layer_norm(far.double(), (n,))) < 1e-4
         far[0, 1], far[1, 2] = math.nan, math.inf
         got = REGISTRY[name].kernel_fn(far, None, None, 1e-5, False)[0]
-        torch.testing.assert_close(got, F.layer_norm(far, (n,)), equal_nan=True, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            got, F.layer_norm(far, (n,)), equal_nan=True, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_only_few_long_rows_are_split():
@@ -263,7 +315,9 @@ def test_norms_of_programs_that_walk_through_rows(name, early, monkeypatch):
 @runs_kernels
 @pytest.mark.parametrize("name", [*NORMS, "dropout_add_layer_norm"])
 def test_few_rows_have_the_gradients_of_many(name):
-    """Rows and columns that do not fill their blocks: the gradients of one kernel are those of two."""
+    """Rows and columns that do not fill their blocks: the gradients of one kernel are
+    those of two.
+    """
     x, r, w, b, dy = randn(70, 130), randn(70, 130), randn(130), randn(130), randn(70, 130)
     args = (x, r, w, b, 0.3, 1e-5) if name.startswith("dropout") else NORMS[name](x, r, w, b)
     check(name, *args)
@@ -285,14 +339,24 @@ def test_rms_norm_without_a_weight():
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("reduction, smoothing", list(itertools.product(("mean", "sum", "none"), (0.0, 0.1))))
+@pytest.mark.parametrize(
+    "reduction, smoothing", list(itertools.product(("mean", "sum", "none"), (0.0, 0.1)))
+)
 @pytest.mark.parametrize("v", [1, 100, 9001])
 def test_cross_entropy(v, reduction, smoothing, dtype):
     target = torch.arange(5) * 7 % v
     target[1] = -100
     for upcast in ("none", "fp32"):
         if v > 1:  # of one class the loss is nothing but rounding
-            check("cross_entropy", randn(5, v, dtype=dtype), target, -100, smoothing, reduction, upcast)
+            check(
+                "cross_entropy",
+                randn(5, v, dtype=dtype),
+                target,
+                -100,
+                smoothing,
+                reduction,
+                upcast,
+            )
 
 
 @runs_kernels
@@ -306,7 +370,10 @@ def test_cross_entropy_as_torch_has_it():
         loss, lse, label = kernel(x, none, *numbers.values(), True)
         saved = SimpleNamespace(logits=x, target=none, lse=lse, label=label, **numbers)
         assert REGISTRY["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
-    some, numbers = torch.tensor([1, -100, 2]), dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none")
+    some, numbers = (
+        torch.tensor([1, -100, 2]),
+        dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none"),
+    )
     loss, lse, label = kernel(x, some, *numbers.values(), True)
     saved = SimpleNamespace(logits=x, target=some, lse=lse, label=label, **numbers)
     d = REGISTRY["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
@@ -333,7 +400,9 @@ def test_quantize_per_token(shape, eps, dtype):
         q, scale = kernel(x, eps)
         want, exactly = REGISTRY["quantize_per_token"].reference(x.float(), eps)
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
-        torch.testing.assert_close(scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0)
+        torch.testing.assert_close(
+            scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0
+        )
         if dtype != torch.float32:
             want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
         assert torch.equal(q, want)
@@ -341,20 +410,37 @@ def test_quantize_per_token(shape, eps, dtype):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("weight, offset, eps", [(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)])
+@pytest.mark.parametrize(
+    "weight, offset, eps", [(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)]
+)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)]
+)
 def test_rms_norm_quantize(shape, weight, offset, eps, dtype):
-    """Scale within its dtype; the integers of that scale, but where the quotient is half way between two."""
-    x = (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2] if len(shape) == 2 else randn(*shape, dtype=dtype)
+    """Scale within its dtype; the integers of that scale, but where the quotient is half way
+    between two.
+    """
+    x = (
+        (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2]
+        if len(shape) == 2
+        else randn(*shape, dtype=dtype)
+    )
     w = randn(shape[-1], dtype=dtype) if weight else None
     args = x, w, offset, 1e-6
     assert REGISTRY["rms_norm_quantize"].guard_fn(*args, eps) is None
     y = REGISTRY["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
     for config in (None, PART) if shape[-1] > PART[0] else (None,):
         q, scale = quantize.forward(*args, eps, config)
-        assert (q.dtype, q.shape, scale.dtype, scale.shape) == (torch.int8, x.shape, dtype, (*x.shape[:-1], 1))
+        assert (q.dtype, q.shape, scale.dtype, scale.shape) == (
+            torch.int8,
+            x.shape,
+            dtype,
+            (*x.shape[:-1], 1),
+        )
         want = (y.abs().amax(-1, keepdim=True) / 127).clamp(min=eps or 0)
-        torch.testing.assert_close(scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0)
+        torch.testing.assert_close(
+            scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0
+        )
         quotients = (y / scale.double()).clamp(max=127)
         assert ((q - quotients).abs() <= 0.5 + 1e-4).all()
 
@@ -392,14 +478,22 @@ def test_quantize_per_token_of_nan_and_zero():
 def test_refusals():
     x, w = randn(4, 6), randn(6)
     for name, args, sentence in [
-        ("softmax", (randn(2, 1, 1, 4, 6), None, randn(6), None, None), "5; the kernel takes up to 4"),
+        (
+            "softmax",
+            (randn(2, 1, 1, 4, 6), None, randn(6), None, None),
+            "5; the kernel takes up to 4",
+        ),
         ("softmax", (x.t(), None, None, None, None), "the elements of a row are"),
         ("add_rms_norm", (x, randn(6), w, None, 1e-5), "x has shape (4, 6) and residual (6,)"),
         ("rms_norm", (x, randn(4, 6), None, 1e-5), "is not a plain vector"),
         ("dropout_add", (x, randn(6), 0.1), "x has shape (4, 6) and residual (6,)"),
         ("dropout_add", (randn(), randn(), 0.1), "x is a single number"),
         ("dropout_add_layer_norm", (x, x, w.half(), w, 0.1, 1e-5), "weight is torch.float16"),
-        ("cross_entropy", (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"), "target has shape"),
+        (
+            "cross_entropy",
+            (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"),
+            "target has shape",
+        ),
         ("quantize_per_token", (x.double(), None), "float64"),
     ]:
         answer = REGISTRY[name].guard_fn(*args)
@@ -413,14 +507,18 @@ def test_a_result_that_nobody_uses_has_no_gradient(name, used, monkeypatch):
     """Zeros would be written and read, as much memory as the gradient that there is."""
     pattern, seen = REGISTRY[name], []
     own = pattern.backward_fn
-    monkeypatch.setattr(pattern, "backward_fn", lambda saved, *grads: (seen.append(grads), own(saved, *grads))[1])
+    monkeypatch.setattr(
+        pattern, "backward_fn", lambda saved, *grads: (seen.append(grads), own(saved, *grads))[1]
+    )
     x, residual, w = (randn(*shape).requires_grad_() for shape in ((3, 40), (3, 40), (40,)))
     args = (x, residual, w, None, 1e-5) if name == "add_layer_norm" else (x, residual, w, 0.0, 1e-5)
     weights = [randn(3, 40) for _ in used]
     op = op_of(pattern)
     mine = op.overload(*op.flatten(dict(zip((p.name for p in pattern.params), args, strict=True))))
     found, want = (
-        torch.autograd.grad([results[i] for i in used], (x, residual, w), weights, materialize_grads=True)
+        torch.autograd.grad(
+            [results[i] for i in used], (x, residual, w), weights, materialize_grads=True
+        )
         for results in (mine, pattern.reference(*args))
     )
     torch.testing.assert_close(found, want)

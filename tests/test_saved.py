@@ -6,8 +6,8 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_backend.backend import patterns
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.ops.pattern import REGISTRY
 
 patterns()
 aten = torch.ops.aten
@@ -18,7 +18,11 @@ def expression(value):
     """What a node computes, whichever node it is."""
     if not isinstance(value, fx.Node):
         return str(value)
-    return value.name if value.op == "placeholder" else (str(value.target), *map(expression, value.args))
+    return (
+        value.name
+        if value.op == "placeholder"
+        else (str(value.target), *map(expression, value.args))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -33,7 +37,9 @@ def test_statistics_are_those_of_the_forward(name, dtype):
     def both(*args):
         return pattern.reference(*args, 1e-6), pattern.saved_fn(*args, 1e-6)
 
-    graph = make_fx(both, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args).graph
+    graph = make_fx(both, decomposition_table=select_decomp_table(), tracing_mode="fake")(
+        *args
+    ).graph
     found = [expression(n) for n in graph.nodes if n.target in REDUCTIONS]
     assert len(found) == 2 and len(set(found)) == 1, graph
 

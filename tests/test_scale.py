@@ -1,4 +1,6 @@
-"""Large graphs: cost grows linearly, nothing recurses as deep as the graph, nothing is forgotten."""
+"""Large graphs: cost grows linearly, nothing recurses as deep as the graph, nothing is
+forgotten.
+"""
 
 import gc
 import time
@@ -11,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.match_cost import cost
 from benchmarks.synthetic import chain, decoder
 from fusion_backend import explain
-from fusion_backend.backend import fuse_graph, patterns
+from fusion_backend.frontends.dynamo import fuse_graph, patterns
 from fusion_backend.options import parse
-from fusion_backend.reporting import GraphRecord
+from fusion_backend.reporting.report import GraphRecord
 from fusion_backend.testing import fused_nodes
 
-# Milliseconds for reading and matching a node: about four times what an idle machine takes (benchmarks.match_cost).
+# Milliseconds for reading and matching a node: about four times what an idle machine takes
+# (benchmarks.match_cost).
 LIMIT_MS = 0.2
 STEPS = {
     "add": torch.add,
@@ -33,7 +36,9 @@ STEPS = {
 
 
 def passed(gm: torch.fx.GraphModule):
-    """The whole pass over a graph: what comes out, what is reported, and the CPU seconds that it took this thread."""
+    """The whole pass over a graph: what comes out, what is reported, and the CPU seconds that it
+    took this thread.
+    """
     options, _ = parse({"fusion.gate": "always"}, [p.name for p in patterns()])
     record = GraphRecord(0)
     gc.collect()  # not in between: the tests before leave much behind
@@ -58,13 +63,16 @@ def test_matching_is_linear_and_fast():
 
 @pytest.mark.parametrize("step", STEPS)
 def test_deep_chains(step):
-    """A chain is deeper than Python's stack; four times the nodes cost about four times the time."""
+    """A chain is deeper than Python's stack; four times the nodes cost about four times
+    the time.
+    """
     short, long = (passed(chain(STEPS[step], n)) for n in (400, 1600))
     sites = [sum(s.fused for s in record.sites) for _, record, _ in (short, long)]
     assert sites == ([400, 1600] if step == "sites" else [0, 0])
     assert [len(fused_nodes(gm)) for gm, _, _ in (short, long)] == sites
     most = 4 * 2.5 * short[2] + 0.1
-    assert long[2] < most or passed(chain(STEPS[step], 1600))[2] < most  # once more: it may be somebody else's load
+    # once more: it may be somebody else's load
+    assert long[2] < most or passed(chain(STEPS[step], 1600))[2] < most
 
 
 def test_one_tensor_written_to_again_and_again():
@@ -93,6 +101,8 @@ class Nested(nn.Module):
 
 
 def test_higher_order_operators_within_each_other():
-    report = explain(Nested(12), torch.randn(2, 8, requires_grad=True), options={"fusion.gate": "always"})
+    report = explain(
+        Nested(12), torch.randn(2, 8, requires_grad=True), options={"fusion.gate": "always"}
+    )
     assert [g.error for g in report.graphs] == [None]
     assert sum("layer_norm" in s.pattern for s in report.fused) == 13

@@ -1,4 +1,6 @@
-"""Generated spellings of every pattern are recognised, near misses are left right; and the generator itself."""
+"""Generated spellings of every pattern are recognised, near misses are left right; and the
+generator itself.
+"""
 
 import json
 import linecache
@@ -9,18 +11,19 @@ import torch
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.backend import patterns
-from fusion_backend.canonical import RULES
-from fusion_backend.catalogue import RESULTS
-from fusion_backend.gate import Gate
-from fusion_backend.matcher import Match, Matcher
-from fusion_backend.pattern import unregister
-from fusion_backend.spelling.recall import recall
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends.catalogue import RESULTS
+from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.ir.canonicalize import RULES
+from fusion_backend.match.matcher import Match, Matcher
+from fusion_backend.ops.pattern import unregister
 from fusion_backend.testing import collect, near_misses, spellings
+from fusion_backend.testing.spelling.recall import recall
 
 ALL = {p.name: p for p in patterns()}
 
-# What a generated spelling may differ in, and what a near miss may get wrong, by the words it is made of.
+# What a generated spelling may differ in, and what a near miss may get wrong, by the words it is
+# made of.
 SAME = {
     "operand order": r"^(add|mul): \{other\} [+*] \{self\}",
     "method": r"^exp: \{self\}\.exp\(\)",
@@ -80,14 +83,18 @@ def scaled_tanh():
 
 @pytest.fixture
 def silent(monkeypatch):
-    """What vanished without a reason: matches that were not completed and are no misses, and refusals."""
+    """What vanished without a reason: matches that were not completed and are no misses, and
+    refusals.
+    """
     found, at, complete, decide = [], Matcher.at, Matcher.complete, Gate.decide
     incomplete = set()
 
     def completed(self, t, roots, env):
         result = complete(self, t, roots, env)
         incomplete.update([] if isinstance(result, Match) else [t])
-        found.extend([] if isinstance(result, Match) or result[1] else [f"{t.pattern.name} at {roots[0]}"])
+        found.extend(
+            [] if isinstance(result, Match) or result[1] else [f"{t.pattern.name} at {roots[0]}"]
+        )
         return result
 
     def tried(self, t, n):
@@ -100,10 +107,16 @@ def silent(monkeypatch):
     def decided(self, match):
         decision = decide(self, match)
         refused = decision is not None and not decision.fused
-        found.extend([f"{match.pattern.name} is refused"] if refused and not decision.reason else [])
+        found.extend(
+            [f"{match.pattern.name} is refused"] if refused and not decision.reason else []
+        )
         return decision
 
-    for cls, name, function in ((Matcher, "at", tried), (Matcher, "complete", completed), (Gate, "decide", decided)):
+    for cls, name, function in (
+        (Matcher, "at", tried),
+        (Matcher, "complete", completed),
+        (Gate, "decide", decided),
+    ):
         monkeypatch.setattr(cls, name, function)
     return found
 
@@ -111,7 +124,9 @@ def silent(monkeypatch):
 @every
 def test_spellings_are_recognised_and_near_misses_left_right(pattern, silent):
     found = recall(pattern, count=6, misses=4)
-    told = "\n".join(f"{o.spelling.source}\n{o.wrong}\n{o.reason}" for o in (*found.wrong, *found.unrecognised))
+    told = "\n".join(
+        f"{o.spelling.source}\n{o.wrong}\n{o.reason}" for o in (*found.wrong, *found.unrecognised)
+    )
     assert not found.faults, found.faults[0].spelling.source
     assert not found.wrong, told
     assert len(found.unrecognised) <= 1, told
@@ -120,7 +135,10 @@ def test_spellings_are_recognised_and_near_misses_left_right(pattern, silent):
 
 @pytest.fixture(scope="module")
 def generated():
-    return {name: (spellings(p, count=40, seed=8), near_misses(p, count=80, seed=8)) for name, p in ALL.items()}
+    return {
+        name: (spellings(p, count=40, seed=8), near_misses(p, count=80, seed=8))
+        for name, p in ALL.items()
+    }
 
 
 def test_every_pattern_has_forty(generated):
@@ -129,20 +147,33 @@ def test_every_pattern_has_forty(generated):
 
 @pytest.mark.parametrize("kinds, place", [(SAME, 0), (WRONG, 1)], ids=["spellings", "near misses"])
 def test_every_kind_occurs(generated, kinds, place):
-    words = [w for made in generated.values() for s in made[place] for w in s.words[: None if place == 0 else 1]]
-    assert [kind for kind, text in kinds.items() if not any(re.search(text, w) for w in words)] == []
+    words = [
+        w
+        for made in generated.values()
+        for s in made[place]
+        for w in s.words[: None if place == 0 else 1]
+    ]
+    assert [
+        kind for kind, text in kinds.items() if not any(re.search(text, w) for w in words)
+    ] == []
 
 
 def test_training_and_inference(scaled_tanh):
     row = recall(scaled_tanh, count=8, misses=8).row()
-    assert row["training"] >= 3 and row["inference"] >= 4 and 0 < row["near_misses_in_training"] < row["near_misses"]
+    assert (
+        row["training"] >= 3
+        and row["inference"] >= 4
+        and 0 < row["near_misses_in_training"] < row["near_misses"]
+    )
 
 
 def test_the_figures_on_the_page():
     """What benchmarks.spellings measured last: recognised in both modes, and nothing wrong."""
     rows = json.loads(RESULTS.read_text())["rows"]
     assert [r["pattern"] for r in rows] == list(ALL)
-    assert all(r["spellings"] >= 40 and r["training"] and r["inference"] and not r["faults"] for r in rows)
+    assert all(
+        r["spellings"] >= 40 and r["training"] and r["inference"] and not r["faults"] for r in rows
+    )
     for mode in ("training", "inference"):
         assert sum(r[f"recognised_in_{mode}"] for r in rows) >= 0.98 * sum(r[mode] for r in rows)
     assert sum(r["functions"] for r in rows) >= 5000 and not any(r["wrong"] for r in rows)
@@ -164,13 +195,17 @@ def test_a_pattern_of_the_user(scaled_tanh):
 
 def test_the_source_is_there_for_stack_traces(scaled_tanh):
     made = next(s for s in spellings(scaled_tanh) if "Model" not in s.source)
-    assert "def fn(x, w):" in linecache.getlines(made.fn.__code__.co_filename)[made.fn.__code__.co_firstlineno - 1]
+    assert (
+        "def fn(x, w):"
+        in linecache.getlines(made.fn.__code__.co_filename)[made.fn.__code__.co_firstlineno - 1]
+    )
 
 
 def test_a_false_equivalence_is_found_out(monkeypatch):
     """Were exp(-x) read as exp(x), near misses would show it."""
     monkeypatch.setitem(RULES, "aten::neg", lambda c, a, s: a("self"))
-    assert recall(ALL["add_mul_exp"], count=0, misses=10, seed=8).wrong  # torch.exp(-{self}) is among them
+    # torch.exp(-{self}) is among them
+    assert recall(ALL["add_mul_exp"], count=0, misses=10, seed=8).wrong
 
 
 def upcast(x, b):
@@ -208,9 +243,17 @@ def through_another_name(x, b):
     ],
 )
 def test_words_that_were_missed_once(name, fn):
-    report = collect(fn, torch.randn(8, 8), torch.randn(8, 8), dynamic=False, options={"fusion.only": [name]}).report
-    assert [s.pattern for s in report.sites if s.fused or "kernel" in s.reason].count(name) == 1, report
+    report = collect(
+        fn, torch.randn(8, 8), torch.randn(8, 8), dynamic=False, options={"fusion.only": [name]}
+    ).report
+    assert [s.pattern for s in report.sites if s.fused or "kernel" in s.reason].count(name) == 1, (
+        report
+    )
 
 
 def test_near_misses_name_what_they_change(scaled_tanh):
-    assert {s.words[0].partition(":")[0] for s in near_misses(scaled_tanh)} <= {"mul", "tanh", "returned too"}
+    assert {s.words[0].partition(":")[0] for s in near_misses(scaled_tanh)} <= {
+        "mul",
+        "tanh",
+        "returned too",
+    }

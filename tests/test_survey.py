@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks import survey
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 
 
 class Model(nn.Module):
@@ -57,10 +57,13 @@ def test_a_failure_of_the_pass_is_told():
     class Fails(Collector):
         def __call__(self, gm, inputs):
             run = super().__call__(gm, inputs)
-            self.report.graphs[0].error = "KeyError: y"  # as the backend notes it before it hands the graph to Inductor
+            # as the backend notes it before it hands the graph to Inductor
+            self.report.graphs[0].error = "KeyError: y"
             return run
 
-    found, _ = survey.surveyed(Model(), dict(x=torch.randn(4, 8)), False, Fails({"fusion.gate": "always"}))
+    found, _ = survey.surveyed(
+        Model(), dict(x=torch.randn(4, 8)), False, Fails({"fusion.gate": "always"})
+    )
     assert found == "FAILED: KeyError: y"
 
 
@@ -81,7 +84,15 @@ def test_what_takes_too_long_is_no_failure():
 
 def test_classes_of_transformers(capsys):
     pytest.importorskip("transformers")
-    argv = ["--kind", "causal", "--only", "GPTNeoXForCausalLM", "DbrxForCausalLM", "--attention", "eager"]
+    argv = [
+        "--kind",
+        "causal",
+        "--only",
+        "GPTNeoXForCausalLM",
+        "DbrxForCausalLM",
+        "--attention",
+        "eager",
+    ]
     assert survey.main(argv) == 0
     skipped, right, counts = capsys.readouterr().out.splitlines()
     assert "DbrxForCausalLM: skipped: it cannot be built" in skipped

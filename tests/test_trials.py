@@ -1,4 +1,6 @@
-"""Kernels are compiled several at a time before a graph depends on them; torch's analysis of them is remembered."""
+"""Kernels are compiled several at a time before a graph depends on them; torch's analysis of them
+is remembered.
+"""
 
 import json
 import os
@@ -23,9 +25,15 @@ CASES = (
 
 
 def printed(folder, *command: str) -> str:
-    """What a module prints in a process where kernels are not interpreted and none has been compiled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-m", *command], env=environment, capture_output=True, text=True)
+    """What a module prints in a process where kernels are not interpreted and none has been
+    compiled.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(folder)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -33,7 +41,9 @@ def printed(folder, *command: str) -> str:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """A case's outcome is its traceback, or nothing."""
-    return json.loads(printed(tmp_path_factory.mktemp("triton"), "tests.trial_cases").splitlines()[-1])
+    return json.loads(
+        printed(tmp_path_factory.mktemp("triton"), "tests.trial_cases").splitlines()[-1]
+    )
 
 
 def test_every_case_is_named(outcomes):
@@ -46,6 +56,15 @@ def test_trial(outcomes, case):
 
 
 def test_trial_cost_prints_every_kernel(tmp_path):
-    text = printed(tmp_path, "benchmarks.trial_cost", "plain_bert", "--tiny", "--mode", "infer", "--threads", "2")
+    text = printed(
+        tmp_path,
+        "benchmarks.trial_cost",
+        "plain_bert",
+        "--tiny",
+        "--mode",
+        "infer",
+        "--threads",
+        "2",
+    )
     assert re.search(r"plain_bert infer: [1-9]\d* sites, [1-9]\d* distinct launches", text), text
     assert "flash_kernel" in text and "threads: 2" in text, text

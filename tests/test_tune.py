@@ -5,8 +5,8 @@ import torch
 
 from benchmarks import tune
 from benchmarks.results import Run
-from fusion_backend.kernels import rows
-from fusion_backend.kernels.tuned import TABLE
+from fusion_backend.kernels.common import rows
+from fusion_backend.kernels.common.tuned import TABLE
 
 
 def test_the_table_is_what_the_sweeps_give():
@@ -42,18 +42,28 @@ def test_what_is_no_sweep_is_refused(tmp_path, capsys):
 
 def test_lookup(monkeypatch):
     monkeypatch.setattr(
-        rows, "TABLE", {"k": {1024: dict(rows=2, warps=8)}, "k, few rows": {1024: dict(rows=1, warps=1)}}
+        rows,
+        "TABLE",
+        {"k": {1024: dict(rows=2, warps=8)}, "k, few rows": {1024: dict(rows=1, warps=1)}},
     )
     rule = (512, 1, 4)
     assert rows.tuned("k", 5000, 1000, 2, rule) == rows.Config(1024, 2, 8)
     assert rows.tuned("k", 50, 1000, 2, rule) == rows.Config(1024, 1, 1)
     assert rows.tuned("k", 5000, 1000, 4, rule) == rows.Config(*rule)  # measured in 16 bits alone
-    assert rows.tuned("k", 5000, 1025, 2, rule) == rows.tuned("other", 5000, 1000, 2, rule) == rows.Config(*rule)
+    assert (
+        rows.tuned("k", 5000, 1025, 2, rule)
+        == rows.tuned("other", 5000, 1000, 2, rule)
+        == rows.Config(*rule)
+    )
 
 
 @pytest.mark.parametrize("kernel", TABLE)
 def test_entries_are_configurations(kernel):
     for n, entry in TABLE[kernel].items():
-        found = rows.tuned(kernel.removesuffix(", few rows"), 1 if "few" in kernel else 1 << 20, n, 2, (0, 0, 0))
-        assert found.block & (found.block - 1) == 0 and found.rows >= 1 and 1 <= found.warps <= 32, (n, entry)
+        found = rows.tuned(
+            kernel.removesuffix(", few rows"), 1 if "few" in kernel else 1 << 20, n, 2, (0, 0, 0)
+        )
+        assert (
+            found.block & (found.block - 1) == 0 and found.rows >= 1 and 1 <= found.warps <= 32
+        ), (n, entry)
         assert torch.bfloat16.itemsize == 2 and (found.stages > 0 or found.programs == 0)

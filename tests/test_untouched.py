@@ -10,8 +10,8 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.utils.checkpoint import checkpoint
 
 from fusion_backend import explain
+from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.testing import assert_fuses, collect
-from fusion_backend.untouched import untouched
 
 OPTIONS = {"fusion.gate": "always"}
 HELD = torch.zeros(4)
@@ -54,13 +54,27 @@ def test_everything_is_put_back():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     values = [t.clone() for t in (base, y)]
     states = torch.get_rng_state(), noise.get_state(), random.getstate()
-    attributes = model.calls, model.cache, list(model.history), model.state["mean"], set(vars(model))
+    attributes = (
+        model.calls,
+        model.cache,
+        list(model.history),
+        model.state["mean"],
+        set(vars(model)),
+    )
     report = explain(model, x, y, noise, options=OPTIONS)
     assert len(report.graphs) >= 2 and "layer_norm" in {s.pattern for s in report.fused}
     torch.testing.assert_close([base, y], values, rtol=0, atol=0)
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    assert attributes == (model.calls, model.cache, model.history, model.state["mean"], set(vars(model)))
-    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(noise.get_state(), states[1])
+    assert attributes == (
+        model.calls,
+        model.cache,
+        model.history,
+        model.state["mean"],
+        set(vars(model)),
+    )
+    assert torch.equal(torch.get_rng_state(), states[0]) and torch.equal(
+        noise.get_state(), states[1]
+    )
     assert random.getstate() == states[2]
     torch.testing.assert_close(torch.autograd.grad(product.sum(), w)[0], y)
     assert torch.equal(need, y.sin())
@@ -138,7 +152,11 @@ def test_places_that_overlap_and_tensors_without_a_history():
         sparse.mul_(2)
         grown = torch.zeros(4)
         grown.add_(1)
-    assert x.tolist() == [0, 1, 2, 3, 4, 5] and not inference.any() and torch.equal(sparse.to_dense(), torch.eye(3))
+    assert (
+        x.tolist() == [0, 1, 2, 3, 4, 5]
+        and not inference.any()
+        and torch.equal(sparse.to_dense(), torch.eye(3))
+    )
     assert grown.eq(1).all()  # made inside: nobody had it before
 
 
@@ -158,7 +176,9 @@ def test_a_models_own_keywords_reach_it():
     for graphs in (
         explain(with_options, x, options=OPTIONS, kwargs=taken, pattern=7.0).graphs,
         collect(with_options, x, kwargs=taken, pattern=7.0).report.graphs,
-        assert_fuses(with_options, x, pattern="layer_norm", kwargs={**taken, "pattern": 7.0}).graphs,
+        assert_fuses(
+            with_options, x, pattern="layer_norm", kwargs={**taken, "pattern": 7.0}
+        ).graphs,
     ):
         assert [len(g.sites) for g in graphs] == [1]
 

@@ -1,4 +1,6 @@
-"""A pattern that a user writes from docs/write-a-pattern.md alone: an activation of their own, with a bias."""
+"""A pattern that a user writes from docs/write-a-pattern.md alone: an activation of their own, with
+a bias.
+"""
 
 import math
 
@@ -8,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion_backend import Pattern
-from fusion_backend.pattern import PatternError, unregister
-from fusion_backend.spelling.recall import recall
-from fusion_backend.template import templates
+from fusion_backend.match.templates import templates
+from fusion_backend.ops.pattern import unregister
+from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, check_pattern
+from fusion_backend.testing.spelling.recall import recall
 
 
 @pytest.fixture

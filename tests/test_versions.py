@@ -18,24 +18,35 @@ ROOT = Path(__file__).parent.parent
 FIRST, LAST = (".".join(map(str, known["torch"])) for known in (OLDEST, NEWEST))
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.13.1", "2.15.0a0+git1234", "2.15.7"])
+@pytest.mark.parametrize(
+    "version", ["2.11.0", "2.11.0+cu130", "2.13.1", "2.15.0a0+git1234", "2.15.7"]
+)
 def test_a_release_in_the_range_is_taken_in_silence(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check("torch", version)
 
 
-@pytest.mark.parametrize("package, version", [("torch", "2.16.0"), ("torch", "3.0.0a0"), ("triton", "3.10.0")])
+@pytest.mark.parametrize(
+    "package, version", [("torch", "2.16.0"), ("torch", "3.0.0a0"), ("triton", "3.10.0")]
+)
 def test_a_release_beyond_the_range_is_a_warning(package, version):
     last = ".".join(map(str, NEWEST[package]))
-    with pytest.warns(RuntimeWarning, match=f"last tested with {package} {last}; {re.escape(version)} is installed"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=f"last tested with {package} {last}; {re.escape(version)} is installed",
+    ):
         check(package, version)
 
 
-@pytest.mark.parametrize("package, version", [("torch", "2.10.2"), ("torch", "2.9.0"), ("triton", "3.5.1")])
+@pytest.mark.parametrize(
+    "package, version", [("torch", "2.10.2"), ("torch", "2.9.0"), ("triton", "3.5.1")]
+)
 def test_a_release_before_the_range_is_an_error(package, version):
     first = ".".join(map(str, OLDEST[package]))
-    with pytest.raises(ImportError, match=f"needs {package} {first} or newer; {version} is installed"):
+    with pytest.raises(
+        ImportError, match=f"needs {package} {first} or newer; {version} is installed"
+    ):
         check(package, version)
 
 
@@ -57,9 +68,13 @@ def test_one_release_beyond_fuses_and_is_warned_about_once():
             x = torch.randn(shape)
             assert_fuses(lambda x, y: (x + y) * 0.5, x, x, pattern="add_mul")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"last tested with torch {LAST}; 2.16.0 is installed") == 1, done.stderr
+    assert done.stderr.count(f"last tested with torch {LAST}; 2.16.0 is installed") == 1, (
+        done.stderr
+    )
 
 
 def test_pages_and_commands_name_the_range():
@@ -68,7 +83,10 @@ def test_pages_and_commands_name_the_range():
     assert f'dependencies = ["torch>={FIRST}", "triton>={triton}"]' in project
     readme = (ROOT / "README.md").read_text()
     assert set(re.findall(r"PyTorch\s(2\.\d+ to 2\.\d+)", readme)) == {f"{FIRST} to {LAST}"}
-    assert f"Triton {' to '.join('.'.join(map(str, known['triton'])) for known in (OLDEST, NEWEST))}," in readme
+    assert (
+        f"Triton {' to '.join('.'.join(map(str, known['triton'])) for known in (OLDEST, NEWEST))},"
+        in readme
+    )
     major, minor = NEWEST["torch"]
     assert f"RANGE := torch>={FIRST},<{major}.{minor + 1}\n" in (ROOT / "Makefile").read_text()
     assert f"TORCH={FIRST}.0" in (ROOT / ".ci" / "run").read_text()

@@ -1,7 +1,8 @@
-"""Kernels on trial, without a GPU: Triton's own front half, with a driver that says sm_90, and its compiler or a fake.
+"""Kernels on trial, without a GPU: Triton's own front half, with a driver that says sm_90, and its
+compiler or a fake.
 
-`python -m tests.trial_cases` runs every function of CASES and prints their tracebacks as JSON. It needs a process of
-its own: kernels are not interpreted here, and CPU tensors pass for CUDA's.
+`python -m tests.trial_cases` runs every function of CASES and prints their tracebacks as JSON. It
+needs a process of its own: kernels are not interpreted here, and CPU tensors pass for CUDA's.
 """
 
 import json
@@ -17,19 +18,19 @@ from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import fusion_backend.gate
-import fusion_backend.op
+import fusion_backend.decide.gate
+import fusion_backend.ops.operator
 from benchmarks.trial_cost import Driver, pretended_gpu
 from fusion_backend import Pattern
-from fusion_backend.backend import fuse_graph, patterns
 from fusion_backend.compat.inductor import ANALYSED, ANALYSES, kernel_wrap, our_kernels
 from fusion_backend.compat.torch import inductor_config
+from fusion_backend.decide.kernel_trials import Trials
+from fusion_backend.frontends.dynamo import fuse_graph, patterns
 from fusion_backend.kernels import launch
-from fusion_backend.kernels.launch import TRIAL, trial
-from fusion_backend.kernels.trials import Trials
-from fusion_backend.op import op_of
+from fusion_backend.kernels.common.launch import TRIAL, trial
+from fusion_backend.ops.operator import op_of
 from fusion_backend.options import Options
-from fusion_backend.reporting import GraphRecord
+from fusion_backend.reporting.report import GraphRecord
 
 
 @triton.jit
@@ -82,7 +83,9 @@ def _(x):
 
 
 class Compiler:
-    """Takes the place of triton.compile. `wrong`: kernel and block -> what is raised; `meets`: how many run at once."""
+    """Takes the place of triton.compile. `wrong`: kernel and block -> what is raised; `meets`: how
+    many run at once.
+    """
 
     def __init__(self, wrong=(), meets=0):
         self.wrong, self.calls, self.inside = dict(wrong), [], []
@@ -90,7 +93,9 @@ class Compiler:
 
     def __call__(self, src, target=None, options=None, _env_vars=None):
         stack = torch._C._len_torch_dispatch_stack()
-        self.inside.append((threading.current_thread() is threading.main_thread(), stack, TRIAL.get()))
+        self.inside.append(
+            (threading.current_thread() is threading.main_thread(), stack, TRIAL.get())
+        )
         called = src.fn.__name__, src.constants[src.fn.arg_names.index("BLOCK"),]
         self.calls.append(called)
         if self.barrier:
@@ -179,7 +184,9 @@ def a_failure_is_told_at_its_site():
     whole = sites(both, Compiler())
     found = sites(both, Compiler({("small_kernel", 64): error}))
     assert [s[0] for s in found] == [s[0] for s in whole], (found, whole)  # in the same order
-    assert found == [(p, p == "twice_cosine", "" if p == "twice_cosine" else refused(error)) for p, _, _ in whole]
+    assert found == [
+        (p, p == "twice_cosine", "" if p == "twice_cosine" else refused(error)) for p, _, _ in whole
+    ]
     found = sites(both, Compiler({("small_kernel", 64): error, ("twice_kernel", 64): other}))
     found = {pattern: reason for pattern, _, reason in found}
     assert found == {"thrice_sine": refused(error), "twice_cosine": refused(other)}, found
@@ -193,8 +200,12 @@ def a_smaller_site_takes_the_place():
     found = sites(fn, compiler)
     assert ("thrice_sine", True, "") in found and any("too large" in s[2] for s in found), found
     assert sorted(compiler.calls) == [("small_kernel", 64), ("small_kernel", 128)], compiler.calls
-    found = sites(fn, Compiler({("small_kernel", block): RuntimeError(f"no {block}") for block in (64, 128)}))
-    assert found and not any(s[1] for s in found) and {s[2][-3:] for s in found} == {" 64", "128"}, found
+    found = sites(
+        fn, Compiler({("small_kernel", block): RuntimeError(f"no {block}") for block in (64, 128)})
+    )
+    assert (
+        found and not any(s[1] for s in found) and {s[2][-3:] for s in found} == {" 64", "128"}
+    ), found
 
 
 def what_failed_does_not_count_for_the_limit():
@@ -221,7 +232,12 @@ def no_constant_of_more_than_32_bits():
 
 
 def an_interrupt_waits_for_nobody():
-    trials, begun, release, started = Trials(), threading.Event(), threading.Event(), time.monotonic()
+    trials, begun, release, started = (
+        Trials(),
+        threading.Event(),
+        threading.Event(),
+        time.monotonic(),
+    )
     calls: list[int] = []
 
     def compile(src, *_, **__):
@@ -264,7 +280,9 @@ def writes_are_analysed_once():
             given = dict(X=torch.empty(4, dtype=dtype), OUT=torch.empty(4), n=n, BLOCK=block)
         before = len(calls)
         known, anew = analyse(kernel, dict(given), {}), analyse.__wrapped__(kernel, dict(given), {})
-        written = known if isinstance(known, list) else [dep.name for dep in known.read_writes.writes]
+        written = (
+            known if isinstance(known, list) else [dep.name for dep in known.read_writes.writes]
+        )
         assert known == anew and written == ["OUT"], (known, anew)
         return len(calls) - before - 1
 
@@ -281,8 +299,16 @@ def writes_are_analysed_once():
         assert [asked(twice_kernel), asked(twice_kernel)] == [1, 1]  # a kernel of somebody else's
         ANALYSED[twice_kernel] = {}
         assert [asked(twice_kernel), asked(twice_kernel), asked(twice_kernel, n=200)] == [1, 0, 1]
-        assert [asked(twice_kernel, torch.bfloat16), asked(twice_kernel, n=1), asked(twice_kernel, n=True)] == [1] * 3
-        assert [asked(twice_kernel, block=32), asked(twice_kernel), asked(twice_kernel, n=1)] == [1, 0, 0]
+        assert [
+            asked(twice_kernel, torch.bfloat16),
+            asked(twice_kernel, n=1),
+            asked(twice_kernel, n=True),
+        ] == [1] * 3
+        assert [asked(twice_kernel, block=32), asked(twice_kernel), asked(twice_kernel, n=1)] == [
+            1,
+            0,
+            0,
+        ]
         ANALYSED.clear()
         calls.clear()
         op = op_of(twice_cosine).overload
@@ -326,5 +352,5 @@ def outcome(case) -> str:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     patterns()
-    fusion_backend.gate.on_gpu = fusion_backend.op.on_gpu = lambda t: True
+    fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
     print(json.dumps({name: outcome(case) for name, case in CASES.items()}))

@@ -1,7 +1,9 @@
-"""Every private name of torch and triton, and every difference between their versions: nothing else knows them.
+"""Every private name of torch and triton, and every difference between their versions: nothing else
+knows them.
 
-Comes in: the names of PyTorch and Triton that have no public form. Goes out: functions and classes that the rest of the
-project imports. May import: torch and triton only.
+Comes in: the names of PyTorch and Triton that have no public form.
+Goes out: functions and classes that the rest of the project imports.
+May import: nothing of the project.
 """
 
 import torch

@@ -1,7 +1,9 @@
-"""Inductor for graphs with operators of ours: what it does differently there, and what is left when it fails.
+"""Inductor for graphs with operators of ours: what it does differently there, and what is left when
+it fails.
 
-Everything here holds while a graph of ours is compiled, forward or backward, and not a moment longer: other graphs are
-compiled as in a process without us. Dynamo's compile lock, which every compilation holds, keeps them apart.
+Everything here holds while a graph of ours is compiled, forward or backward, and not a moment
+longer: other graphs are compiled as in a process without us. Dynamo's compile lock, which every
+compilation holds, keeps them apart.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusion_backend.compat.torch import inductor
 from fusion_backend.compat.triton import Autotuner
 
-# What torch found that a kernel writes, and from 2.13 on reads, by what it was asked about; for kernels that `launch`
-# knows.
+# What torch found that a kernel writes, and from 2.13 on reads, by what it was asked about; for
+# kernels that `launch` knows.
 ANALYSED: weakref.WeakKeyDictionary[object, dict] = weakref.WeakKeyDictionary()
 ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11; 2.13, 2.15
 REMEMBERED = 200  # answers a kernel
@@ -37,24 +39,30 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
-def inductor_of_ours(mode: str | None, options: dict | None, backward_failed: Callable[[Exception], None]):
+def inductor_of_ours(
+    mode: str | None, options: dict | None, backward_failed: Callable[[Exception], None]
+):
     """As `inductor`, for graphs with operators of ours.
 
-    When the forward cannot be compiled it raises, and has left nothing behind in Dynamo's tracing context. When the
-    backward cannot, which Inductor finds out when the forward has run, `backward_failed` is told, and the backward runs
-    uncompiled.
+    When the forward cannot be compiled it raises, and has left nothing behind in Dynamo's tracing
+    context. When the backward cannot, which Inductor finds out when the forward has run,
+    `backward_failed` is told, and the backward runs uncompiled.
     """
     options = inductor(mode, options).config
 
     def compile(gm: fx.GraphModule, example_inputs):
         with our_kernels(), undone_on_failure():
-            inner = functools.wraps(compile_fx_inner)(functools.partial(compile_graph, backward_failed))
+            inner = functools.wraps(compile_fx_inner)(
+                functools.partial(compile_graph, backward_failed)
+            )
             return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=options)
 
     return compile
 
 
-def compile_graph(backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **given):
+def compile_graph(
+    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **given
+):
     """Inductor's compiler of one graph of AOTAutograd's, which changes the graph."""
     kept = copied(gm.graph) if given.get("is_backward") else None
     try:
@@ -89,13 +97,16 @@ def copied(graph: fx.Graph) -> fx.Graph:
 def our_kernels() -> Iterator[None]:
     """Inside, Inductor knows what our kernels need, and analyses each once.
 
-    A value that a kernel reads is written to memory for it. Without this Inductor would not know, and would compute a
-    pointwise value (a residual sum) once for the kernel and again for every other reader.
+    A value that a kernel reads is written to memory for it. Without this Inductor would not know,
+    and would compute a pointwise value (a residual sum) once for the kernel and again for every
+    other reader.
     """
     with compile_lock:
         realized = lowering.needs_realized_inputs
         missing = triton_kernel_wrapper_mutation not in realized
-        before = {name: getattr(kernel_wrap, name) for name in ANALYSES if hasattr(kernel_wrap, name)}
+        before = {
+            name: getattr(kernel_wrap, name) for name in ANALYSES if hasattr(kernel_wrap, name)
+        }
         realized.add(triton_kernel_wrapper_mutation)
         for name, analyse in before.items():
             setattr(kernel_wrap, name, analysed_once(analyse))
@@ -110,7 +121,9 @@ def our_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """What AOTAutograd writes into Dynamo's tracing context is taken back if it fails, for whoever compiles next."""
+    """What AOTAutograd writes into Dynamo's tracing context is taken back if it fails, for whoever
+    compiles next.
+    """
     context = TracingContext.try_get()
     before = list(state_of(context)) if context is not None else []
     try:
@@ -148,13 +161,14 @@ def kind_of_argument(value) -> tuple | None:
 def analysed_once(analyse):
     """`analyse(kernel, kwargs, descriptors)` with its answers remembered.
 
-    For every launch in a graph torch asks three or four times what the kernel writes, and makes Triton IR of its source
-    each time; the layers of a model are alike.
+    For every launch in a graph torch asks three or four times what the kernel writes, and makes
+    Triton IR of its source each time; the layers of a model are alike.
     """
 
     @functools.wraps(analyse)
     def remembered(kernel, kwargs, descriptors):
-        tuned = isinstance(kernel, Autotuner)  # of one configuration, which holds the number of warps
+        # of one configuration, which holds the number of warps
+        tuned = isinstance(kernel, Autotuner)
         known = ANALYSED.get(kernel.fn if tuned else kernel)
         given = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
         key = tuple((name, kind_of_argument(value)) for name, value in sorted(given.items()))
@@ -164,7 +178,8 @@ def analysed_once(analyse):
             return copy.copy(known[key])
         answer = analyse(kernel, kwargs, descriptors)
         written = answer if isinstance(answer, list) else answer.read_writes.writes
-        if len(written) < sum(kind[0] == "tensor" for _, kind in key):  # all: it may have failed, which may pass
+        # all: it may have failed, which may pass
+        if len(written) < sum(kind[0] == "tensor" for _, kind in key):
             if len(known) >= REMEMBERED:
                 known.clear()
             known[key] = copy.copy(answer)
@@ -176,4 +191,6 @@ def analysed_once(analyse):
 def mutated_tensors(kernel, constants: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
     """The arguments that torch finds a kernel to write."""
     table = kernel_wrap.kernel_side_table
-    return kernel_wrap.get_mutated_tensors(table.add_kernel(kernel), table.add_constant_args(constants), tensors, {})
+    return kernel_wrap.get_mutated_tensors(
+        table.add_kernel(kernel), table.add_constant_args(constants), tensors, {}
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
-UNDECLARED = ("running_mean", "running_var")  # native_batch_norm and cudnn_batch_norm write to these
+# native_batch_norm and cudnn_batch_norm write to these
+UNDECLARED = ("running_mean", "running_var")
 
 
 def written(op, args: tuple, kwargs: dict) -> list:
@@ -20,7 +21,9 @@ def written(op, args: tuple, kwargs: dict) -> list:
 
 
 def place_of(t: torch.Tensor) -> tuple:
-    """The memory that a tensor has (its storage first), or the tensor itself where that cannot be told (sparse)."""
+    """The memory that a tensor has (its storage first), or the tensor itself where that cannot be
+    told (sparse).
+    """
     if t.layout != torch.strided:
         return (id(t),)
     return (t.untyped_storage()._cdata, t.dtype, t.storage_offset(), t.shape, t.stride())

@@ -1,6 +1,7 @@
 """Every private torch name the project uses, and every difference between its versions.
 
-Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versions: `versions.py` says how.
+Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versions: `versions.py`
+says how.
 """
 
 # ruff: noqa: F401 (the imports are what this file is for)
@@ -85,7 +86,9 @@ def keep_source(node: fx.Node, source: fx.Node) -> None:
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode of a Dynamo graph's own example values (the tracing context's has been swapped by then)."""
+    """The fake mode of a Dynamo graph's own example values (the tracing context's has been swapped
+    by then).
+    """
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
             while is_traceable_wrapper_subclass(value):
@@ -97,9 +100,11 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
 
 
 class NewGuard(GuardOnDataDependentSymNode):
-    """Only a guard, a replacement or a runtime assertion would have answered a question about symbolic sizes.
+    """Only a guard, a replacement or a runtime assertion would have answered a question about
+    symbolic sizes.
 
-    To torch it is what a size that depends on data gives: its rules of shapes know that, and nothing is logged.
+    To torch it is what a size that depends on data gives: its rules of shapes know that, and
+    nothing is logged.
     """
 
     def __init__(self, condition: sympy.Basic, value: sympy.Basic):
@@ -108,12 +113,14 @@ class NewGuard(GuardOnDataDependentSymNode):
 
 @contextlib.contextmanager
 def no_new_guards(fake_mode: FakeTensorMode | None):
-    """Inside, questions about sizes are answered from what is known or guarded already; any other raises NewGuard.
+    """Inside, questions about sizes are answered from what is known or guarded already; any other
+    raises NewGuard.
 
-    Who says what to assume where the answer is not known (guard_or_false) is told that, as with sizes that depend on
-    data; results that may rest on it are forgotten. ShapeEnv calls `_check_frozen` right before it writes down a guard
-    or a runtime assertion, and before the replacements and ranges that follow from it. What is raised there is
-    remembered nowhere: others may ask again.
+    Who says what to assume where the answer is not known (guard_or_false) is told that, as with
+    sizes that depend on data; results that may rest on it are forgotten. ShapeEnv calls
+    `_check_frozen` right before it writes down a guard or a runtime assertion, and before the
+    replacements and ranges that follow from it. What is raised there is remembered nowhere: others
+    may ask again.
     """
     env = fake_mode.shape_env if fake_mode is not None else None
     if env is None or "_check_frozen" in vars(env):
@@ -143,7 +150,8 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
 
 @contextlib.contextmanager
 def refusals_unlogged():
-    """Operators are tried on fake tensors, and may refuse; PyTorch logs each refusal as an error, with its traceback.
+    """Operators are tried on fake tensors, and may refuse; PyTorch logs each refusal as an error,
+    with its traceback.
 
     Other threads log as before.
     """
@@ -166,33 +174,50 @@ def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
             stack.enter_context(tracing(TracingContext(fake_mode)))
             stack.enter_context(fake_mode)
         stack.enter_context(fx.traceback.preserve_node_meta())
-        return make_fx(fn, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*args)
+        return make_fx(fn, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
+            *args
+        )
 
 
 def hinted(sizes) -> tuple | None:
-    """Sizes as they are in the example that a graph was traced with; None where one depends on data."""
-    if not all(type(size) is int or (isinstance(size, torch.SymInt) and size.node.has_hint()) for size in sizes):
+    """Sizes as they are in the example that a graph was traced with; None where one depends on
+    data.
+    """
+    if not all(
+        type(size) is int or (isinstance(size, torch.SymInt) and size.node.has_hint())
+        for size in sizes
+    ):
         return None
     return tuple(size if type(size) is int else size.node.hint for size in sizes)
 
 
 def sym_key(value):
     """A symbolic number as part of a dictionary key."""
-    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+    return (
+        value.node.expr
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        else value
+    )
 
 
 def remove_op(call) -> None:
-    """Unregister what `triton_op` returned. torch does so itself when the name is registered again."""
+    """Unregister what `triton_op` returned. torch does so itself when the name is
+    registered again.
+    """
     call._lib._destroy()
 
 
 def assert_all(condition: torch.Tensor, message: str) -> None:
-    """An assertion where the tensor lives: a device-side one on CUDA, so that nothing waits for it."""
+    """An assertion where the tensor lives: a device-side one on CUDA, so that nothing
+    waits for it.
+    """
     torch.ops.aten._assert_async.msg(condition.all(), message)
 
 
 def operators_go_to(mode, handler):
-    """Have a tracer's mode hand every operator to `handler(op, types, args, kwargs)`. Returns what it did before."""
+    """Have a tracer's mode hand every operator to `handler(op, types, args, kwargs)`. Returns what
+    it did before.
+    """
     before = mode.__torch_dispatch__
     mode.__torch_dispatch__ = handler
     return before
@@ -212,7 +237,9 @@ def plain_tensors(tensors) -> bool:
 
 
 def inductor(mode: str | None, options: dict | None):
-    """The callable that torch.compile(backend="inductor", mode, options) uses; it validates both."""
+    """The callable that torch.compile(backend="inductor", mode, options) uses; it
+    validates both.
+    """
     return torch._TorchCompileInductorWrapper(mode, options, None)
 
 
@@ -230,7 +257,9 @@ def reset_cudagraphs() -> None:
 
 
 def many_recompiles():
-    """Dynamo keeps graphs by code object: explaining one model often must not run into the recompile limit."""
+    """Dynamo keeps graphs by code object: explaining one model often must not run into the
+    recompile limit.
+    """
     return dynamo_config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
 
 

@@ -1,4 +1,5 @@
-"""The releases of PyTorch and Triton that the project works with: the tests pass under the first and the last.
+"""The releases of PyTorch and Triton that the project works with: the tests pass under the first
+and the last.
 
 `make test TORCH=2.14.1` runs them under any.
 """
@@ -12,11 +13,15 @@ OLDEST, NEWEST = {"torch": (2, 11), "triton": (3, 6)}, {"torch": (2, 15), "trito
 
 
 def check(package: str, version: str) -> None:
-    """ImportError for a release that is too old; a warning, what was last tested, for one that is newer."""
+    """ImportError for a release that is too old; a warning, what was last tested, for one that is
+    newer.
+    """
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     oldest, newest = (".".join(map(str, known[package])) for known in (OLDEST, NEWEST))
     if release < OLDEST[package]:
-        raise ImportError(f"fusion_backend needs {package} {oldest} or newer; {version} is installed")
+        raise ImportError(
+            f"fusion_backend needs {package} {oldest} or newer; {version} is installed"
+        )
     if release > NEWEST[package]:
         warnings.warn(
             f"fusion_backend was last tested with {package} {newest}; {version} is installed",

@@ -1,5 +1,10 @@
-"""Triton code shared by patterns, and the one way to launch a kernel."""
+"""Triton code that patterns share.
 
-from fusion_backend.kernels.launch import interpreted, interpreting, launch
+Comes in: tensors.
+Goes out: kernel launches.
+May import: reporting, compat.
+"""
+
+from fusion_backend.kernels.common.launch import interpreted, interpreting, launch
 
 __all__ = ["interpreted", "interpreting", "launch"]

@@ -1,7 +1,9 @@
-"""On a GPU: a norm between a residual and a linear layer, as models have it, is no slower than with plain Inductor.
+"""On a GPU: a norm between a residual and a linear layer, as models have it, is no slower than with
+plain Inductor.
 
-Whole blocks, GPU time, in turn, so these tests want the GPU for themselves; what the gate decides by default. Where
-Inductor's fusion of the norm with its neighbours wins, the gate must have left it the forward.
+Whole blocks, GPU time, in turn, so these tests want the GPU for themselves; what the gate decides
+by default. Where Inductor's fusion of the norm with its neighbours wins, the gate must have left it
+the forward.
 """
 
 import statistics
@@ -80,7 +82,10 @@ def step(module, call, dy):
 
 def timed(module, args, dy) -> dict[str, float]:
     """Median milliseconds of each backend."""
-    calls = {backend: torch.compile(module, backend=backend, dynamic=False) for backend in ("inductor", "fusion")}
+    calls = {
+        backend: torch.compile(module, backend=backend, dynamic=False)
+        for backend in ("inductor", "fusion")
+    }
     steps = {backend: step(module, call, dy) for backend, call in calls.items()}
     for run in steps.values():
         run(args), run(args)
@@ -93,11 +98,16 @@ def test_a_block_is_not_slower(name, train, size):
     rows, n = size
     module = block(name, n).to("cuda", torch.bfloat16).train(train)
     x, branch, dy = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    medians = timed(module, [x.requires_grad_(train), branch.requires_grad_(train)], dy if train else None)
+    medians = timed(
+        module, [x.requires_grad_(train), branch.requires_grad_(train)], dy if train else None
+    )
     if train and size == LARGE:
         (site,) = fusion_backend.report().fused
         assert (site.pattern, site.backward) == (name, "kernel"), site
-    assert medians["fusion"] <= SLOWER * medians["inductor"], (medians, str(fusion_backend.report()))
+    assert medians["fusion"] <= SLOWER * medians["inductor"], (
+        medians,
+        str(fusion_backend.report()),
+    )
 
 
 def test_a_norm_alone_trains_faster():

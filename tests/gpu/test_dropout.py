@@ -1,12 +1,14 @@
-"""On a GPU: dropout with its kernels, in CUDA graphs, in little memory, and far into large tensors."""
+"""On a GPU: dropout with its kernels, in CUDA graphs, in little memory, and far into
+large tensors.
+"""
 
 import pytest
 import torch
 
 import fusion_backend
 from benchmarks.measure import peak_bytes
-from fusion_backend.kernels.dropout import philox, threshold
-from fusion_backend.pattern import REGISTRY
+from fusion_backend.kernels.common.dropout import philox, threshold
+from fusion_backend.ops.pattern import REGISTRY
 from tests.test_dropout import (  # noqa: F401  (the same tests, here with the kernels)
     ALWAYS,
     NAMES,
@@ -68,7 +70,10 @@ def test_training_takes_no_more_memory(name):
         step()
         return peak_bytes(step, torch.device("cuda"))
 
-    ours, plain = peak(compiled(reference)), peak(torch.compile(lambda *a: reference(*a), dynamic=False))
+    ours, plain = (
+        peak(compiled(reference)),
+        peak(torch.compile(lambda *a: reference(*a), dynamic=False)),
+    )
     assert fusion_backend.report().fused[0].forward == "kernel"
     assert ours <= 1.02 * plain
 

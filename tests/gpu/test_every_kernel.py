@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 from fusion_backend.testing import arguments, close, in_fp64, supported_forms, value_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -15,15 +15,26 @@ WITH_KERNELS = {p.name: p for p in patterns() if p.kernel_fn is not None and not
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("pattern", WITH_KERNELS.values(), ids=WITH_KERNELS)
 def test_compiled_with_its_kernels(pattern, dtype):
-    """The form with the most arguments and the one with the fewest; no worse than twice eager's distance."""
-    forms = [(kinds, arguments(pattern, kinds, dtype, device="cuda")) for kinds in supported_forms(pattern)]
-    forms = [(kinds, args) for kinds, args in forms if pattern.guard_fn is None or pattern.guard_fn(*args) is None]
+    """The form with the most arguments and the one with the fewest; no worse than twice eager's
+    distance.
+    """
+    forms = [
+        (kinds, arguments(pattern, kinds, dtype, device="cuda"))
+        for kinds in supported_forms(pattern)
+    ]
+    forms = [
+        (kinds, args)
+        for kinds, args in forms
+        if pattern.guard_fn is None or pattern.guard_fn(*args) is None
+    ]
     for kinds, args in (forms[0], forms[-1]):
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
         def run(*given, args=args):
             rest = iter(given)
-            return pattern.reference(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+            return pattern.reference(
+                *(next(rest) if isinstance(a, torch.Tensor) else a for a in args)
+            )
 
         fusion_backend.reset()
         torch.compiler.reset()

@@ -1,18 +1,24 @@
-"""On a GPU: the integers of quantised tensors are eager's, and those of normalised rows next to it."""
+"""On a GPU: the integers of quantised tensors are eager's, and those of normalised rows
+next to it.
+"""
 
 import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.backend import patterns
+from fusion_backend.frontends.dynamo import patterns
 
 pytestmark = pytest.mark.gpu
-INT8, NORM = (next(p for p in patterns() if p.name == name) for name in ("quantize_int8", "rms_norm_quantize"))
+INT8, NORM = (
+    next(p for p in patterns() if p.name == name) for name in ("quantize_int8", "rms_norm_quantize")
+)
 SPECIAL = [float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, float("nan")]
 
 
 def values(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Normal numbers, ties among them, and special values as far as there is room; a single number is a normal one."""
+    """Normal numbers, ties among them, and special values as far as there is room; a single number
+    is a normal one.
+    """
     x = torch.randn(size, device="cuda") * 4
     if size > 1000:
         x[: len(SPECIAL)] = torch.tensor(SPECIAL)
@@ -21,7 +27,9 @@ def values(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def agrees(got, x, scale, zero_point):
-    """Eager computes 16 bits rounded after each step, the kernel in fp32; torch does not define the int8 of NaN."""
+    """Eager computes 16 bits rounded after each step, the kernel in fp32; torch does not define the
+    int8 of NaN.
+    """
     want = INT8.reference(x.float(), scale, zero_point)
     assert got.dtype == torch.int8 and torch.equal(got[~x.isnan()], want[~x.isnan()])
     assert not got[x.isnan()].any()
@@ -44,7 +52,10 @@ def test_quantize_int8_compiled(dtype, zero_point):
     torch.compiler.reset()
     options = {"fusion.gate": "always", "fusion.only": ["quantize_int8"]}
     compiled = torch.compile(
-        lambda x: INT8.reference(x, 0.037, zero_point), backend="fusion", options=options, dynamic=False
+        lambda x: INT8.reference(x, 0.037, zero_point),
+        backend="fusion",
+        options=options,
+        dynamic=False,
     )
     x = values(10_000_000, dtype)
     agrees(compiled(x), x, 0.037, zero_point)
@@ -56,10 +67,14 @@ def test_quantize_int8_compiled(dtype, zero_point):
 @pytest.mark.parametrize("rows, n", [(8192, 4096), (7, 100), (256, 2049), (64, 8192)])
 def test_rms_norm_quantize(rows, n, dtype):
     """Against the reference in fp64: roundings move a scale, and a quotient that is near a half."""
-    x, w = torch.randn(rows, n, device="cuda").to(dtype), (torch.rand(n, device="cuda") + 0.5).to(dtype)
+    x, w = (
+        torch.randn(rows, n, device="cuda").to(dtype),
+        (torch.rand(n, device="cuda") + 0.5).to(dtype),
+    )
     q, scale = NORM.kernel_fn(x, w, None, 1e-6, 1e-5)
     _, want = NORM.reference(x.double(), w.double(), None, 1e-6, 1e-5)
-    step = 5e-7 if dtype == torch.float32 else 2**-7  # some roundings on either side; one step of bf16
+    # some roundings on either side; one step of bf16
+    step = 5e-7 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(scale.double(), want, rtol=step, atol=0)
     y = torch.nn.functional.rms_norm(x.double(), (n,), None, 1e-6) * w.double()
     expected = (y / scale.double()).round().clamp(-128, 127)  # of the scale as returned

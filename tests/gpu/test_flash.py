@@ -1,11 +1,14 @@
-"""On a GPU: the flash attention kernels in graphs with dropout, and with more scores than 31 bits count."""
+"""On a GPU: the flash attention kernels in graphs with dropout, and with more scores than 31 bits
+count.
+"""
 
 import pytest
 import torch
 
-from fusion_backend.kernels import flash, flash_backward
-from fusion_backend.kernels.dropout import Dropout
-from fusion_backend.kernels.flash import Masking
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.common.dropout import Dropout
 from tests.test_flash_dropout import (  # noqa: F401  (the same tests, here with the kernels)
     taken,
     test_batches_and_heads_are_of_one_draw,
@@ -37,7 +40,9 @@ def test_beyond_31_bits(window):
         return
     tail = torch.arange(n - last, n, device="cuda")
     apart = tail[:, None] - torch.arange(n, device="cuda")
-    s = (q[0, 0, -last:].double() @ k[0, 0].double().T * 0.125).masked_fill((apart < 0) | (apart > window), -torch.inf)
+    s = (q[0, 0, -last:].double() @ k[0, 0].double().T * 0.125).masked_fill(
+        (apart < 0) | (apart > window), -torch.inf
+    )
     want = s.softmax(-1) @ v[0, 0].double()
     assert ((out[0, 0, -last:].double() - want).norm() / want.norm()).item() < 1e-2
     alone = s.softmax(-1)[:, -last:].T @ do[0, 0, -last:].double()

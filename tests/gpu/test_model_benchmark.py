@@ -17,7 +17,19 @@ pytestmark = pytest.mark.gpu
 
 def test_kernels_of_a_model_by_class(tmp_path):
     out, traces = tmp_path / "run.json", tmp_path / "traces"
-    argv = ["--model", "plain_bert", "--mode", "train", "--size", "tiny", "--gate", "always", "--once", "--rounds", "3"]
+    argv = [
+        "--model",
+        "plain_bert",
+        "--mode",
+        "train",
+        "--size",
+        "tiny",
+        "--gate",
+        "always",
+        "--once",
+        "--rounds",
+        "3",
+    ]
     assert models.main([*argv, "--out", str(out), "--trace", str(traces)]) == 0
     (row,) = Run.load(out).rows
     assert row.dtype == "bf16" and row.exact == "float32"
@@ -37,6 +49,8 @@ def test_a_contender_that_needs_too_much_memory_leaves_the_others_alone():
         return lambda x: step(x) + torch.empty(1 << 43, device=device).sum()
 
     plan = Plan(rounds=3, least_ms=1, cold=False)
-    row = measure(subject, {"eager": lambda step: step, "greedy": greedy}, plan, row, device, lambda _: None)
+    row = measure(
+        subject, {"eager": lambda step: step, "greedy": greedy}, plan, row, device, lambda _: None
+    )
     assert [one.status for one in row.contenders] == [OK, FAILED]
     assert row.of("greedy").note.startswith("out of memory") and row.of("eager").step

@@ -15,7 +15,7 @@ import fusion_backend
 from benchmarks.measure import joint_distance, peak_bytes
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.pattern import unregister
+from fusion_backend.ops.pattern import unregister
 
 pytestmark = pytest.mark.gpu
 ALWAYS = {"fusion.gate": "always"}
@@ -125,7 +125,10 @@ def test_all_five_train(dtype):
     as_close_as_eager(m, compiled, x)
     sites = fused()
     assert set(KERNELS) <= set(sites), str(fusion_backend.report())
-    assert sites["layer_norm"][0].backward == "kernel" and sites["gated_linear"][0].backward == "formula"
+    assert (
+        sites["layer_norm"][0].backward == "kernel"
+        and sites["gated_linear"][0].backward == "formula"
+    )
     kernels, host = profiled(lambda: results(m, compiled, x))
     missing = {k for k in {*KERNELS.values(), *BACKWARD_KERNELS} if not ran(k, kernels)}
     assert not missing, f"{missing} not among {sorted(kernels)}"
@@ -135,7 +138,11 @@ def test_all_five_train(dtype):
 class Gated(nn.Module):
     def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+        self.gate, self.up, self.down = (
+            nn.Linear(width, inner),
+            nn.Linear(width, inner),
+            nn.Linear(inner, width),
+        )
 
     def forward(self, x):
         return self.down(torch.sigmoid(self.gate(x)) * self.up(x))
@@ -158,17 +165,21 @@ def test_training_takes_no_more_memory(name):
         (out[0] if isinstance(out, tuple) else out).sum().backward()
 
     peaks = {}
-    options = None if name == "all_five" else ALWAYS  # where each kernel is forced, its arguments are kept
+    # where each kernel is forced, its arguments are kept
+    options = None if name == "all_five" else ALWAYS
     ours = torch.compile(m, backend="fusion", options=options)
     for how, call in dict(inductor=torch.compile(m), fusion=ours).items():
         train(call)
         peaks[how] = peak_bytes(lambda call=call: train(call), x.device) / 2**20
     assert fused()
-    assert peaks["fusion"] <= peaks["inductor"] * 1.005, peaks  # the partial sums of the norm's gradients
+    # the partial sums of the norm's gradients
+    assert peaks["fusion"] <= peaks["inductor"] * 1.005, peaks
 
 
 class Activated(nn.Module):
-    """norm(gelu(linear(x))): Inductor keeps what gelu reads, and computes what the norm reads again."""
+    """norm(gelu(linear(x))): Inductor keeps what gelu reads, and computes what the norm reads
+    again.
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -203,12 +214,17 @@ def test_an_argument_computed_again(build):
         torch.compiler.reset()
         call = torch.compile(m, backend=backend)
         torch.autograd.grad(call(x).sum(), x)
-        peaks[backend] = peak_bytes(lambda call=call: torch.autograd.grad(call(x).sum(), x), x.device) / 2**20
-    # Nothing more is kept; backward holds one such argument, where Inductor computes it in registers.
+        peaks[backend] = (
+            peak_bytes(lambda call=call: torch.autograd.grad(call(x).sum(), x), x.device) / 2**20
+        )
+    # Nothing more is kept; backward holds one such argument, where Inductor computes it in
+    # registers.
     assert peaks["fusion"] <= peaks["inductor"] + 1.1 * x.nbytes / 2**20, peaks
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"])
+@pytest.mark.parametrize(
+    "mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
+)
 def test_modes(mode):
     m, x = model(), rows(4096)
     compiled = torch.compile(m, backend="fusion", mode=mode, fullgraph=True)
@@ -239,7 +255,10 @@ def seed(x, w1, b1, w2, b2):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_in_place_gate(transposed):
-    x, (w1, w2) = rows(4096, 1024), (torch.randn(2, 1024, 2048, device="cuda", dtype=torch.bfloat16) / 32).unbind()
+    x, (w1, w2) = (
+        rows(4096, 1024),
+        (torch.randn(2, 1024, 2048, device="cuda", dtype=torch.bfloat16) / 32).unbind(),
+    )
     if transposed:
         w1, w2 = w1.t().contiguous().t(), w2.t().contiguous().t()
     b1, b2 = rows(2, 2048).unbind()
@@ -275,7 +294,9 @@ def soft_sign():
     @soft_sign.kernel
     def _(x, scale):
         out = torch.empty_like(x)
-        launch(soft_sign_kernel, ((x.numel() + 1023) // 1024,), x, out, x.numel(), scale, BLOCK=1024)
+        launch(
+            soft_sign_kernel, ((x.numel() + 1023) // 1024,), x, out, x.numel(), scale, BLOCK=1024
+        )
         return out
 
     @soft_sign.inputs(dict(size=1003))
@@ -307,7 +328,9 @@ def test_a_users_own_pattern(soft_sign):
 def test_quantized_integers_are_eagers():
     """As eager on CUDA: a scalar divisor is its fp32 reciprocal there."""
     pattern = torch.compile(
-        lambda x: torch.clamp(torch.round(x / 0.037 + 5.0), -128, 127).to(torch.int8), backend="fusion", options=ALWAYS
+        lambda x: torch.clamp(torch.round(x / 0.037 + 5.0), -128, 127).to(torch.int8),
+        backend="fusion",
+        options=ALWAYS,
     )
     x = torch.randn(20_000_000, device="cuda") * 2
     got = pattern(x)

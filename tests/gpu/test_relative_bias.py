@@ -1,4 +1,6 @@
-"""On a GPU: the relative position bias of a decoder, its index computed in the graph, in training."""
+"""On a GPU: the relative position bias of a decoder, its index computed in the graph,
+in training.
+"""
 
 import math
 import warnings

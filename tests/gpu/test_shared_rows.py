@@ -1,6 +1,7 @@
 """On a GPU: where programs share a row, in norms, forward and backward, and in softmax.
 
-The interpreter runs one program after another, which would wait for ever: these kernels run nowhere else.
+The interpreter runs one program after another, which would wait for ever: these kernels run nowhere
+else.
 """
 
 import pytest
@@ -8,11 +9,19 @@ import torch
 from fusion_backend.patterns import softmax
 
 import fusion_backend
-from fusion_backend.kernels import norms, norms_backward, norms_shared
-from fusion_backend.kernels.dropout import Dropout, dropped
-from fusion_backend.kernels.norms import Norm
-from fusion_backend.kernels.norms_backward_shared import backward_shared, shared_config
-from fusion_backend.kernels.shared_rows import shareable
+from fusion_backend.kernels.common.cooperative_rows import shareable
+from fusion_backend.kernels.common.dropout import Dropout, dropped
+from fusion_backend.kernels.norm import (
+    backward as norms_backward,
+)
+from fusion_backend.kernels.norm import (
+    forward as norms,
+)
+from fusion_backend.kernels.norm import (
+    forward_cooperative as norms_shared,
+)
+from fusion_backend.kernels.norm.backward_cooperative import backward_shared, shared_config
+from fusion_backend.kernels.norm.forward import Norm
 from fusion_backend.testing import close, value_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -70,7 +79,9 @@ def test_against_fp64(rows, n, dtype, monkeypatch):
     seen = []
     monkeypatch.setattr(norms_backward, "shareable", lambda *_: True)  # odd rows, too
     monkeypatch.setattr(norms_backward, "better_shared", lambda *_: True)
-    monkeypatch.setattr(norms_backward, "backward_shared", lambda *a: seen.append(a) or backward_shared(*a))
+    monkeypatch.setattr(
+        norms_backward, "backward_shared", lambda *a: seen.append(a) or backward_shared(*a)
+    )
     for centred, own, p in ((True, None, 0.0), (False, dh, 0.0), (True, dh, 0.1)):
         norm = norm_of(w, b, centred, p)
         mean, rstd = moments(x, centred)
@@ -90,7 +101,12 @@ def test_strides_and_what_is_not_wanted():
     x, dy, _, w, b = given(1200, 12288, stride=8)
     norm, (mean, rstd) = norm_of(w, b, True), moments(x, True)
     want = exactly(dy, None, x, mean, rstd, norm)
-    for needs in ((True, False, False), (True, True, False), (True, False, True), (False, True, True)):
+    for needs in (
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+        (False, True, True),
+    ):
         got = norms_backward.backward(dy, None, x, mean, rstd, norm, needs)
         for mine, its, need in zip(got, want, needs, strict=False):
             assert (mine is not None) == need
@@ -102,7 +118,11 @@ def test_a_row_of_nan_or_infinity_is_alone():
     x, dy, _, w, b = given(1100, 16384)
     norm, (mean, rstd) = norm_of(w, b, True), moments(x, True)
     clean = norms_backward.backward(dy, None, x, mean, rstd, norm, (True, False, False))[0]
-    for value in (float("nan"), float("inf"), torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16).item()):
+    for value in (
+        float("nan"),
+        float("inf"),
+        torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16).item(),
+    ):
         bad = dy.clone()
         bad[5, 7] = bad[1099, 16383] = value
         got = norms_backward.backward(bad, None, x, mean, rstd, norm, (True, False, False))[0]
@@ -113,7 +133,9 @@ def test_a_row_of_nan_or_infinity_is_alone():
 
 
 def test_the_same_bits_every_time_and_beside_one_another():
-    """Also when many such kernels run at the same time, none has the GPU for itself, and rows are few for a group."""
+    """Also when many such kernels run at the same time, none has the GPU for itself, and rows are
+    few for a group.
+    """
     x, dy, _, w, b = given(1024, 32768)
     norm, (mean, rstd) = norm_of(w, b, True), moments(x, True)
     args = dy, None, x, mean, rstd, norm, ALL
@@ -133,7 +155,9 @@ def test_more_programs_than_there_is_room_for():
     x, dy, _, w, b = given(3000, 12288)
     norm, (mean, rstd) = norm_of(w, b, True), moments(x, True)
     out = torch.empty_like(x)
-    sums = backward_shared(dy, None, x, mean, rstd, norm, ALL, out, None, shared_config(12288)._replace(programs=50))
+    sums = backward_shared(
+        dy, None, x, mean, rstd, norm, ALL, out, None, shared_config(12288)._replace(programs=50)
+    )
     want = exactly(dy, None, x, mean, rstd, norm)
     near(out, want[0])
     near(sums[0].sum(0).to(x.dtype), want[1])
@@ -141,7 +165,9 @@ def test_more_programs_than_there_is_room_for():
 
 @pytest.mark.parametrize("rows, n", [(1024, 8200), (1030, 20008), (1500, 32768), (1024, 65528)])
 def test_forward_against_fp64(rows, n, monkeypatch):
-    """Layer norm, RMS norm of a sum, layer norm of a sum with dropout; what is saved, too. A mean far from zero."""
+    """Layer norm, RMS norm of a sum, layer norm of a sum with dropout; what is saved, too. A mean
+    far from zero.
+    """
     x, r, _, w, b = given(rows, n)
     x, seen = x + 50, []
     monkeypatch.setattr(norms_shared, "worthwhile", lambda *_: seen.append(1) or True)
@@ -150,7 +176,10 @@ def test_forward_against_fp64(rows, n, monkeypatch):
         y, h, mean, rstd = norms.forward(x, residual, norm, True)
         wide = dropped(x.double().cpu(), norm.dropout.seed.cpu(), p).cuda() if p else x.double()
         wide = wide if residual is None else wide + residual.double()
-        m, v = wide.mean(1, keepdim=True) if centred else 0.0, wide.var(1, correction=0, keepdim=True)
+        m, v = (
+            wide.mean(1, keepdim=True) if centred else 0.0,
+            wide.var(1, correction=0, keepdim=True),
+        )
         v = v if centred else wide.square().mean(1, keepdim=True)
         want = (wide - m) * (v + norm.eps).rsqrt() * (w.double() + (norm.offset or 0.0))
         near(y, want + (b.double() if centred else 0.0), 4)
@@ -163,7 +192,9 @@ def test_forward_against_fp64(rows, n, monkeypatch):
 
 
 def test_compiled_with_rows_that_vary():
-    """From the same graph: more rows than in the first call, fewer than there are groups, and one."""
+    """From the same graph: more rows than in the first call, fewer than there are
+    groups, and one.
+    """
 
     def run(x, w, b):
         y = torch.nn.functional.layer_norm(x, (16384,), w, b)
@@ -184,7 +215,9 @@ def test_compiled_with_rows_that_vary():
 
 
 def test_two_sites_that_are_alike():
-    """Equal buffers to exchange in are one tensor in the graph, and must be two when the kernels run."""
+    """Equal buffers to exchange in are one tensor in the graph, and must be two when the kernels
+    run.
+    """
 
     def run(x, w, b):
         y = torch.nn.functional.layer_norm(x, (65536,), w, b)
@@ -192,7 +225,9 @@ def test_two_sites_that_are_alike():
 
     fusion_backend.reset()
     torch.compiler.reset()
-    compiled = torch.compile(run, backend="fusion", options={"fusion.gate": "always"}, dynamic=False)
+    compiled = torch.compile(
+        run, backend="fusion", options={"fusion.gate": "always"}, dynamic=False
+    )
     x, _, _, w, b = given(1024, 65536)
     args = [t.requires_grad_() for t in (x, w, b)]
     exact = value_and_gradients(run, [t.detach().double().requires_grad_() for t in args])
@@ -205,13 +240,21 @@ def test_two_sites_that_are_alike():
 @pytest.mark.parametrize("rows, n", [(1024, 16385), (1500, 20001), (1030, 32768), (1024, 65536)])
 def test_softmax(rows, n):
     x = given(rows, n, stride=n % 8)[0] * 3
-    x[3], x[4, :5000], x[5, 7], x[6, 9], x[7, 5] = float("-inf"), float("-inf"), float("nan"), float("inf"), 90.0
+    x[3], x[4, :5000], x[5, 7], x[6, 9], x[7, 5] = (
+        float("-inf"),
+        float("-inf"),
+        float("nan"),
+        float("inf"),
+        90.0,
+    )
     for scale in (None, -0.5):
         got = softmax.forward_shared(x, scale, softmax.SHARED)
         want = torch.softmax(x.double() * (1 if scale is None else scale), -1)
         assert torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(), want.nan_to_num(), 2)
-        assert torch.equal(got.nan_to_num(), softmax.forward_shared(x, scale, softmax.SHARED).nan_to_num())
+        assert torch.equal(
+            got.nan_to_num(), softmax.forward_shared(x, scale, softmax.SHARED).nan_to_num()
+        )
 
 
 def test_who_shares():
@@ -219,5 +262,6 @@ def test_who_shares():
     assert shareable(x, config)
     assert not shareable(x[:1000], config)  # few rows
     assert not shareable(x.float(), config)
-    assert not shareable(torch.empty(1024, 16390, device="cuda", dtype=torch.bfloat16), config)  # nothing is read ahead
+    # nothing is read ahead
+    assert not shareable(torch.empty(1024, 16390, device="cuda", dtype=torch.bfloat16), config)
     assert not shareable(x, config._replace(block=256))  # more pieces than threads of a warp

@@ -1,4 +1,6 @@
-"""Ways of writing the catalogue's operations as models write them, each found as its pattern; the rewrite agrees."""
+"""Ways of writing the catalogue's operations as models write them, each found as its pattern; the
+rewrite agrees.
+"""
 
 import math
 
@@ -7,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend.collect import Collector
+from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect
 
 torch.manual_seed(0)
@@ -21,7 +23,10 @@ ROW = torch.randn(16)
 TARGET = torch.randint(16, (2, 6))
 TARGET[0, 0] = -100
 LINEAR, PACKED, BARE = nn.Linear(16, 24), nn.Linear(16, 48), nn.Linear(16, 48, bias=False)
-QX, QW = torch.randint(-100, 100, (32, 16), dtype=torch.int8), torch.randint(-100, 100, (8, 16), dtype=torch.int8)
+QX, QW = (
+    torch.randint(-100, 100, (32, 16), dtype=torch.int8),
+    torch.randint(-100, 100, (8, 16), dtype=torch.int8),
+)
 
 
 def rotate_half(x):
@@ -54,12 +59,18 @@ def per_token(y):
 
 
 def new_gelu(x):
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    return (
+        0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    )
 
 
 def new_gelu_upcast(x):
     """As under autocast on CUDA, which takes powers in fp32."""
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x.float(), 3.0))))
+    return (
+        0.5
+        * x
+        * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x.float(), 3.0))))
+    )
 
 
 def masked_by_hand(q, k, v):
@@ -161,7 +172,11 @@ def test_found(pattern, _, fn, inputs):
     collector = Collector({"fusion.gate": "always", "fusion.only": pattern})
     got = torch.compile(fn, backend=collector, dynamic=False)(*inputs)
     assert [s.pattern for s in collector.report.fused] == [pattern], str(collector.report)
-    tolerance = dict(rtol=3e-2, atol=3e-2) if inputs[0].dtype == torch.bfloat16 else dict(rtol=1e-4, atol=1e-4)
+    tolerance = (
+        dict(rtol=3e-2, atol=3e-2)
+        if inputs[0].dtype == torch.bfloat16
+        else dict(rtol=1e-4, atol=1e-4)
+    )
     torch.testing.assert_close(got, fn(*inputs), **tolerance)
 
 

@@ -1,4 +1,6 @@
-"""What the rewrite writes, one positive and its near misses a pattern. Update with EXPECTTEST_ACCEPT=1."""
+"""What the rewrite writes, one positive and its near misses a pattern. Update with
+EXPECTTEST_ACCEPT=1.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +39,19 @@ return (add_mul_default,)""",
         x, y, z = tensor(3, 5), tensor(3, 5), tensor(3, 5)
         assert_fuses(lambda x, y, z: (x - y) * z, x, y, z, pattern="add_mul", count=0)
         assert_fuses(lambda x, y, z: x + y * z, x, y, z, pattern="add_mul", count=0)
-        assert_fuses(lambda x, y, z: torch.add(x, y, alpha=2) * z, x, y, z, pattern="add_mul", count=0)
+        assert_fuses(
+            lambda x, y, z: torch.add(x, y, alpha=2) * z, x, y, z, pattern="add_mul", count=0
+        )
         assert_fuses(lambda x, y, z: ((x + y) * z, x + y), x, y, z, pattern="add_mul", count=0)
         assert_fuses(lambda x, y, z: (x + y) * z, x, y, z.long(), pattern="add_mul", count=0)
-        assert_fuses(lambda x, y, z: ((x + y).detach()) * z, x.requires_grad_(), y, z, pattern="add_mul", count=0)
+        assert_fuses(
+            lambda x, y, z: ((x + y).detach()) * z,
+            x.requires_grad_(),
+            y,
+            z,
+            pattern="add_mul",
+            count=0,
+        )
 
 
 class AddMulExp(TestCase):
@@ -53,7 +64,9 @@ return (add_mul_exp_default,)""",
         )
 
     def test_division_is_multiplication_by_the_reciprocal(self):
-        report = assert_fuses(lambda x, y: ((x + y) / 3).exp(), tensor(4), tensor(4), pattern="add_mul_exp")
+        report = assert_fuses(
+            lambda x, y: ((x + y) / 3).exp(), tensor(4), tensor(4), pattern="add_mul_exp"
+        )
         self.assertEqual(len(report.fused), 1)
 
     def test_near_misses(self):
@@ -61,13 +74,18 @@ return (add_mul_exp_default,)""",
         assert_fuses(lambda x, y: torch.exp2((x + y) * 2), x, y, pattern="add_mul_exp", count=0)
         assert_fuses(lambda x, y: torch.expm1((x + y) * 2), x, y, pattern="add_mul_exp", count=0)
         assert_fuses(lambda x, y: torch.exp(x + y * 2), x, y, pattern="add_mul_exp", count=0)
-        assert_fuses(lambda x, y: torch.exp((x + y) * x.sum()), x, y, pattern="add_mul_exp", count=0)
+        assert_fuses(
+            lambda x, y: torch.exp((x + y) * x.sum()), x, y, pattern="add_mul_exp", count=0
+        )
 
 
 class QuantizeInt8(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int8), tensor(3, 5)),
+            text(
+                lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int8),
+                tensor(3, 5),
+            ),
             """\
 quantize_int8_default = fusion.quantize_int8(l_x_, 0.1, 3.0, forward=reference, backward=vjp, save=False)
 return (quantize_int8_default,)""",
@@ -76,7 +94,8 @@ return (quantize_int8_default,)""",
     def test_near_misses(self):
         x = tensor(3, 5)
         for fn in (
-            lambda x: torch.clamp(torch.round(x * 10.0 + 3), -128, 127).to(torch.int8),  # not a true division
+            # not a true division
+            lambda x: torch.clamp(torch.round(x * 10.0 + 3), -128, 127).to(torch.int8),
             lambda x: torch.clamp(torch.round(x / 0.1 + 3), -127, 127).to(torch.int8),
             lambda x: torch.clamp(torch.floor(x / 0.1 + 3), -128, 127).to(torch.int8),
             lambda x: torch.clamp(torch.round(x / 0.1 + 3), -128, 127).to(torch.int16),
@@ -89,7 +108,12 @@ return (quantize_int8_default,)""",
 class LayerNorm(TestCase):
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, w, b: F.layer_norm(x, (5,), w, b, 1e-6), tensor(2, 3, 5), tensor(5), tensor(5)),
+            text(
+                lambda x, w, b: F.layer_norm(x, (5,), w, b, 1e-6),
+                tensor(2, 3, 5),
+                tensor(5),
+                tensor(5),
+            ),
             """\
 layer_norm_default = fusion.layer_norm(l_x_, l_w_, l_b_, 1e-06, forward=reference, backward=vjp, save=False)
 getitem = getitem(layer_norm_default, 0)
@@ -108,7 +132,9 @@ return (getitem,)""",
 
         def norm(x, eps_inside=True, dim=-1, unbiased=False):
             m, v = x.mean(dim, keepdim=True), x.var(dim, unbiased=unbiased, keepdim=True)
-            return (x - m) * torch.rsqrt(v + 1e-5) if eps_inside else (x - m) / (torch.sqrt(v) + 1e-5)
+            return (
+                (x - m) * torch.rsqrt(v + 1e-5) if eps_inside else (x - m) / (torch.sqrt(v) + 1e-5)
+            )
 
         assert_fuses(lambda x: norm(x), x, pattern="layer_norm")
         assert_fuses(lambda x: norm(x, eps_inside=False), x, pattern="layer_norm", count=0)
@@ -124,7 +150,9 @@ class GatedLinear(TestCase):
 
     def test_fuses(self):
         self.assertExpectedInline(
-            text(lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()),
+            text(
+                lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2), *self.inputs()
+            ),
             """\
 gated_linear_default = fusion.gated_linear(l_x_, l_w1_, l_b1_, l_w2_, l_b2_, sigmoid, forward=reference, backward=vjp, save=False)
 getitem = getitem(gated_linear_default, 0)
@@ -165,6 +193,8 @@ return (getitem,)""",
             lambda x, w1, b1, w2, b2: torch.tanh(x @ w1 + b1) * (x @ w2 + b2),
             lambda x, w1, b1, w2, b2: torch.sigmoid(x @ w1 + b1) * (x.relu() @ w2 + b2),
             lambda x, w1, b1, w2, b2: torch.sigmoid((x @ w1 + b1) * 2) * (x @ w2 + b2),
-            lambda x, w1, b1, w2, b2: (lambda g: (g * (x @ w2 + b2), g))(torch.sigmoid(x @ w1 + b1)),
+            lambda x, w1, b1, w2, b2: (lambda g: (g * (x @ w2 + b2), g))(
+                torch.sigmoid(x @ w1 + b1)
+            ),
         ):
             assert_fuses(fn, x, w1, b1, w2, b2, pattern="gated_linear", count=0)

@@ -9,7 +9,9 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def fresh_cache(tmp_path_factory):
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))):
+    with mock.patch.dict(
+        os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))
+    ):
         yield
 
 

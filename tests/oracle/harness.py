@@ -1,4 +1,6 @@
-"""Plain Inductor as the oracle: run one case under several backends, record what a user could observe, compare."""
+"""Plain Inductor as the oracle: run one case under several backends, record what a user could
+observe, compare.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ BACKEND = os.environ.get("ORACLE_BACKEND", "fusion")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SOME = -1  # "at least one", where the number of sites is not the point
 
-# The oracle of every case is compiled, so compile quickly: no vector code, one process, no graph caches.
+# The oracle of every case is compiled, so compile quickly: no vector code, one process, no graph
+# caches.
 FAST = {"cpp.simdlen": 1, "compile_threads": 1, "fx_graph_cache": False}
 
 
@@ -33,17 +36,15 @@ FAST = {"cpp.simdlen": 1, "compile_threads": 1, "fx_graph_cache": False}
 class Case:
     """A model with its inputs, and what is known of it.
 
-    build()      makes the model (a function or a module), under seed 0
-    inputs(k)    makes the inputs of call k, under seed 1 + k
-    fused        how many sites of a pattern must fuse; 0: none may
-    train        call backward with fixed cotangents
-    around(k)    the context manager in which call k runs; before(inputs) runs ahead of it
-    exact        what values and gradients are measured against: eager in "fp64", "eager", or "plain" Inductor
-    beside       put a layer_norm of the first floating output next to the model: a fusion elsewhere
-    fails        plain Inductor raises, and so must we, with the same message
-    skip         why this torch cannot run it even plainly
-    slack        bytes that may be saved beyond what plain Inductor saves
-    same_saved   nothing was rewritten in the differentiated part: the saved tensors are the very same
+    build()      makes the model (a function or a module), under seed 0 inputs(k)    makes the
+    inputs of call k, under seed 1 + k fused        how many sites of a pattern must fuse; 0: none
+    may train        call backward with fixed cotangents around(k)    the context manager in which
+    call k runs; before(inputs) runs ahead of it exact        what values and gradients are measured
+    against: eager in "fp64", "eager", or "plain" Inductor beside       put a layer_norm of the
+    first floating output next to the model: a fusion elsewhere fails        plain Inductor raises,
+    and so must we, with the same message skip         why this torch cannot run it even plainly
+    slack        bytes that may be saved beyond what plain Inductor saves same_saved   nothing was
+    rewritten in the differentiated part: the saved tensors are the very same
     """
 
     name: str
@@ -67,16 +68,21 @@ class Case:
 
 @dataclasses.dataclass
 class Result:
-    """What a user can observe of one run. `layout` holds what must be equal exactly, call by call."""
+    """What a user can observe of one run. `layout` holds what must be equal exactly,
+    call by call.
+    """
 
     values: list = dataclasses.field(default_factory=list)
     grads: list = dataclasses.field(default_factory=list)
     mutated: list = dataclasses.field(default_factory=list)
     layout: list = dataclasses.field(default_factory=list)
-    graphs: list = dataclasses.field(default_factory=list)  # Dynamo graphs compiled, after each call
+    # Dynamo graphs compiled, after each call
+    graphs: list = dataclasses.field(default_factory=list)
     saved: list = dataclasses.field(default_factory=list)  # (tensors, bytes) of each call
-    static: list = dataclasses.field(default_factory=list)  # of each Inductor forward graph: static input indices
-    attention: list = dataclasses.field(default_factory=list)  # and the attention operators that state has chosen
+    # of each Inductor forward graph: static input indices
+    static: list = dataclasses.field(default_factory=list)
+    # and the attention operators that state has chosen
+    attention: list = dataclasses.field(default_factory=list)
     breaks: dict = dataclasses.field(default_factory=dict)
     random: list = dataclasses.field(default_factory=list)  # the next random number
     error: Exception | None = None
@@ -120,7 +126,11 @@ def double(tree):
 
 
 def cotangent(t: Tensor) -> Tensor:
-    return torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape) if t.numel() else torch.zeros_like(t)
+    return (
+        torch.linspace(-1, 2, t.numel(), dtype=t.dtype).reshape(t.shape)
+        if t.numel()
+        else torch.zeros_like(t)
+    )
 
 
 def backward(out) -> None:
@@ -134,7 +144,9 @@ def memory(t: Tensor) -> int:
 
 
 def saved_tensors(out, held) -> tuple[int, int]:
-    """Number of tensors that compiled graphs keep for backward; bytes of the storages that nobody else holds."""
+    """Number of tensors that compiled graphs keep for backward; bytes of the storages that nobody
+    else holds.
+    """
     kept, seen = [], set()
     stack = [t.grad_fn for t in tensors(out) if t.grad_fn is not None]
     while stack:
@@ -147,15 +159,27 @@ def saved_tensors(out, held) -> tuple[int, int]:
             kept += [t for t in node.saved_tensors if t is not None]
             kept += getattr(node, "_tensors_no_vc_check", None) or []
     storages = {memory(t): local(t).untyped_storage().nbytes() for t in kept}
-    return len(kept), sum(nbytes for where, nbytes in storages.items() if where not in {memory(t) for t in held})
+    return len(kept), sum(
+        nbytes for where, nbytes in storages.items() if where not in {memory(t) for t in held}
+    )
 
 
 def layout(out, inputs) -> list:
-    """dtype, shape, strides and grad status of outputs and inputs, and who shares memory with whom."""
+    """dtype, shape, strides and grad status of outputs and inputs, and who shares
+    memory with whom.
+    """
     every = [*tensors(out), *tensors(inputs)]
     where = [memory(t) if t.numel() else object() for t in every]
     return [
-        (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad, t.is_inference(), where.index(w))
+        (
+            t.dtype,
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.requires_grad,
+            t.is_inference(),
+            where.index(w),
+        )
         for t, w in zip(every, where, strict=True)
     ]
 
@@ -172,7 +196,9 @@ def inductor_graphs(result: Result):
     def spy(gm, *args, **kwargs):
         if not kwargs.get("is_backward"):
             result.static.append(tuple(kwargs.get("static_input_idxs", ())))
-            result.attention.append({str(n.target) for n in gm.graph.nodes if "attention" in str(n.target)})
+            result.attention.append(
+                {str(n.target) for n in gm.graph.nodes if "attention" in str(n.target)}
+            )
         return inner(gm, *args, **kwargs)
 
     with mock.patch.object(compile_fx, "fx_codegen_and_compile", spy):
@@ -180,14 +206,21 @@ def inductor_graphs(result: Result):
 
 
 def compiled(model, backend: str, **how):
-    """On a CPU the gate is forced: sites are rewritten, with the inlined reference as their forward.
+    """On a CPU the gate is forced: sites are rewritten, with the inlined reference as their
+    forward.
 
     But for those with dropout: their masks are not plain Inductor's.
     """
     if backend == "fusion":
-        from fusion_backend.backend import patterns
+        from fusion_backend.frontends.dynamo import patterns
 
-        how = {"options": {"fusion.gate": "always", "fusion.skip": [p.name for p in patterns() if p.drawn]}, **how}
+        how = {
+            "options": {
+                "fusion.gate": "always",
+                "fusion.skip": [p.name for p in patterns() if p.drawn],
+            },
+            **how,
+        }
     return torch.compile(model, backend=backend, **how)
 
 
@@ -228,7 +261,9 @@ def run(case: Case, backend: str) -> Result:
                 result.error = error
                 break
     result.breaks = dict(collections.Counter(counters["graph_break"]))
-    result.warned = [str(w.message) for w in caught if "fusion" in str(w.message) or "fusion" in w.filename]
+    result.warned = [
+        str(w.message) for w in caught if "fusion" in str(w.message) or "fusion" in w.filename
+    ]
     if backend == "fusion":
         result.report = copy.deepcopy(fusion_backend.report())
     return result
@@ -248,7 +283,9 @@ def one_call(case: Case, k: int, call, model, inputs, result: Result) -> None:
     result.values.append(detached(out))
     if case.train:
         backward(out)
-    result.grads.append([None if t.grad is None else local(t.grad).detach().clone() for t in leaves])
+    result.grads.append(
+        [None if t.grad is None else local(t.grad).detach().clone() for t in leaves]
+    )
     result.mutated.append(detached([inputs, buffers]))
     result.graphs.append(counters["stats"]["unique_graphs"])
     result.random.append(torch.rand(1).item())
@@ -259,23 +296,33 @@ def error_of(ours: Tensor, exact: Tensor) -> float:
 
 
 def close(what: str, ours: list, plain: list, exact: list) -> None:
-    """Our error against `exact` is at most twice plain Inductor's, plus a few roundings of the largest element."""
-    assert len(ours) == len(plain) == len(exact), f"{what}: {len(ours)} tensors, plain {len(plain)}, {len(exact)}"
+    """Our error against `exact` is at most twice plain Inductor's, plus a few roundings of the
+    largest element.
+    """
+    assert len(ours) == len(plain) == len(exact), (
+        f"{what}: {len(ours)} tensors, plain {len(plain)}, {len(exact)}"
+    )
     for k, (a, b, e) in enumerate(zip(ours, plain, exact, strict=True)):
         here = f"{what}[{k}]"
         assert (a is None) == (b is None), f"{here}: {a} against plain {b}"
         if a is None:
             continue
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{here}: {a.dtype} {a.shape}, plain {b.dtype} {b.shape}"
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
+            f"{here}: {a.dtype} {a.shape}, plain {b.dtype} {b.shape}"
+        )
         if not a.is_floating_point():
             assert torch.equal(a, b), f"{here}: differs from plain"
             continue
-        assert torch.equal(a.isfinite(), b.isfinite()), f"{here}: not finite where plain is, or the reverse"
+        assert torch.equal(a.isfinite(), b.isfinite()), (
+            f"{here}: not finite where plain is, or the reverse"
+        )
         a, b, e = (t.nan_to_num() for t in (a, b, e if e is not None else b))
         scale = e.abs().max().item() if e.numel() else 0.0
         bound = 2 * error_of(b, e) + 8 * torch.finfo(a.dtype).eps * max(scale, 1e-3)
         ours_is, plain_is = error_of(a, e), error_of(b, e)
-        assert ours_is <= bound, f"{here}: error {ours_is:.3g}, plain {plain_is:.3g}, allowed {bound:.3g}"
+        assert ours_is <= bound, (
+            f"{here}: error {ours_is:.3g}, plain {plain_is:.3g}, allowed {bound:.3g}"
+        )
 
 
 def message(error: Exception) -> tuple[type, str]:
@@ -294,19 +341,28 @@ def sites_of(pattern: str, count: collections.Counter) -> int:
 
 
 def compare(case: Case, backend: str | None = None) -> Result:
-    """Run `case` plainly and fused; assert that nothing but speed differs. Returns the fused result."""
+    """Run `case` plainly and fused; assert that nothing but speed differs. Returns the fused
+    result.
+    """
     if case.skip:
         pytest.skip(case.skip)
     backend = backend or BACKEND
     plain = run(case, "inductor")
     ours = run(case, backend)
-    compare_results(case, plain, ours, plain if case.exact == "plain" or case.fails else run(case, case.exact))
+    compare_results(
+        case, plain, ours, plain if case.exact == "plain" or case.fails else run(case, case.exact)
+    )
     return ours
 
 
 def compare_results(case: Case, plain: Result, ours: Result, exact: Result) -> None:
     if plain.error or ours.error:
-        same = case.fails and plain.error and ours.error and message(plain.error) == message(ours.error)
+        same = (
+            case.fails
+            and plain.error
+            and ours.error
+            and message(plain.error) == message(ours.error)
+        )
         if not same:
             which = f"plain: {plain.error!r:.300}; ours: {ours.error!r:.300}"
             raise AssertionError(which) from ours.error or plain.error
@@ -319,10 +375,14 @@ def compare_results(case: Case, plain: Result, ours: Result, exact: Result) -> N
         close(f"call {k} grad", ours.grads[k], plain.grads[k], exact.grads[k])
         close(f"call {k} mutated", ours.mutated[k], plain.mutated[k], exact.mutated[k])
         (_, ours_saves), (_, plain_saves) = ours.saved[k], plain.saved[k]
-        assert ours_saves <= plain_saves + case.slack, f"call {k}: saves {ours_saves} bytes, plain {plain_saves}"
+        assert ours_saves <= plain_saves + case.slack, (
+            f"call {k}: saves {ours_saves} bytes, plain {plain_saves}"
+        )
     if case.same_saved:
         assert ours.saved == plain.saved, f"saves {ours.saved}, plain {plain.saved}"
-    assert ours.graphs == plain.graphs, f"graphs after each call {ours.graphs}, plain {plain.graphs}"
+    assert ours.graphs == plain.graphs, (
+        f"graphs after each call {ours.graphs}, plain {plain.graphs}"
+    )
     assert ours.breaks == plain.breaks
     assert ours.static == plain.static, f"static inputs {ours.static}, plain {plain.static}"
     assert ours.attention == plain.attention
@@ -332,8 +392,12 @@ def compare_results(case: Case, plain: Result, ours: Result, exact: Result) -> N
 def assert_report(case: Case, result: Result) -> None:
     report, count = result.report, fused_sites(result.report)
     assert not result.warned, result.warned
-    assert all(graph.error is None for graph in report.graphs), [graph.error for graph in report.graphs]
+    assert all(graph.error is None for graph in report.graphs), [
+        graph.error for graph in report.graphs
+    ]
     assert sum(count.values()) >= 1, f"nothing fused:\n{report}"
     for pattern, want in case.fused.items():
         have = sites_of(pattern, count)
-        assert have >= 1 if want == SOME else have == want, f"{have} sites of {pattern} fused, want {want}:\n{report}"
+        assert have >= 1 if want == SOME else have == want, (
+            f"{have} sites of {pattern} fused, want {want}:\n{report}"
+        )

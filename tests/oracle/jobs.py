@@ -1,4 +1,6 @@
-"""What two processes do together: DDP, FSDP2, DTensor, tensor parallelism. Run by test_distributed.py."""
+"""What two processes do together: DDP, FSDP2, DTensor, tensor parallelism. Run by
+test_distributed.py.
+"""
 
 import os
 import warnings
@@ -44,7 +46,9 @@ def ddp(model, x, backend):
     """Buckets of just one layer, so that the graph is cut between layers."""
     layer = sum(p.nbytes for p in model.layers[0].parameters())
     dist._DEFAULT_FIRST_BUCKET_BYTES = layer
-    return compile_if(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=layer / 2**20), backend), x
+    return compile_if(
+        nn.parallel.DistributedDataParallel(model, bucket_cap_mb=layer / 2**20), backend
+    ), x
 
 
 def fsdp2(model, x, backend):
@@ -117,14 +121,19 @@ def observe(job, rank, backend):
     seen["grads"] = [None if p.grad is None else local(p.grad).clone() for p in call.parameters()]
     if backend == "fusion":
         report = fusion_backend.report()
-        seen |= {"fused": dict(fused_sites(report)), "errors": [g.error for g in report.graphs if g.error]}
+        seen |= {
+            "fused": dict(fused_sites(report)),
+            "errors": [g.error for g in report.graphs if g.error],
+        }
         seen["report"] = str(report)
     return seen
 
 
 def work(rank, port, names, backends, folder):
     """Every job under every backend, in one process group; writes what it saw to a file."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD)
+    )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)

@@ -1,4 +1,6 @@
-"""Small pieces that the oracle's cases share: tensors, a gated linear layer as a function and as a module."""
+"""Small pieces that the oracle's cases share: tensors, a gated linear layer as a function and as a
+module.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""DDP, FSDP2, DTensor and tensor parallelism with two gloo processes: equal to plain Inductor, rank by rank."""
+"""DDP, FSDP2, DTensor and tensor parallelism with two gloo processes: equal to plain Inductor, rank
+by rank.
+"""
 
 import socket
 
@@ -10,7 +12,8 @@ import torch.multiprocessing as mp
 from . import jobs
 from .harness import BACKEND, close, sites_of
 
-# Sites that must fuse in each process: two layers of norm + gate; the norm at the end, where its frame is compiled.
+# Sites that must fuse in each process: two layers of norm + gate; the norm at the end, where its
+# frame is compiled.
 FUSED = {
     "ddp": {"gated_linear": 2, "layer_norm": 3},
     "fsdp2": {"gated_linear": 2, "layer_norm": 2},

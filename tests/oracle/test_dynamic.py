@@ -127,21 +127,37 @@ CASES = [
     case(Block, rows(8, 9, 1), 3, "dynamic", compile=ALL),
     case(Block, rows(8, 9, 10, 1), 4, "automatic"),
     case(Block, rows(8, 9), 2, "mark_dynamic", before=mark(0)),
-    case(Block, rows(8, 9), 2, "mark_static", before=mark(0, torch._dynamo.mark_static), compile=ALL),
-    case(Block, rows(8, 9), 2, "mark_unbacked", before=mark(0, torch._dynamo.decorators.mark_unbacked)),
+    case(
+        Block, rows(8, 9), 2, "mark_static", before=mark(0, torch._dynamo.mark_static), compile=ALL
+    ),
+    case(
+        Block,
+        rows(8, 9),
+        2,
+        "mark_unbacked",
+        before=mark(0, torch._dynamo.decorators.mark_unbacked),
+    ),
     case(Attention, images(*SHAPES), 3, "attention_automatic"),
     case(Branch, rows(8, 4, 9), 3, "branch", compile=ALL),
-    # two numbers a row: the partitioner keeps (h, max, sum) where plain Inductor keeps softmax's result
+    # two numbers a row: the partitioner keeps (h, max, sum) where plain Inductor keeps softmax's
+    # result
     case(Reshape, images(*SHAPES), 3, "reshape", compile=ALL, slack=512),
     case(Scalar, lambda k: (torch.randn(8, 16), (2, 3, 4)[k]), 3, "int_input"),
     case(Scalar, lambda k: (torch.randn(8, 16), (2.5, 3.5, 4.5)[k]), 3, "float_input"),
     case(Item, counted((8, 3), (8, 5)), 2, dynamo=SIZES),
     case(Item, counted((8, 3), (9, 5)), 2, "Item_dynamic", dynamo=SIZES, compile=ALL),
-    case(Item, counted((8, 3), (8, 5)), 2, "Item_graph_break", dynamo={"capture_scalar_outputs": False}),
+    case(
+        Item,
+        counted((8, 3), (8, 5)),
+        2,
+        "Item_graph_break",
+        dynamo={"capture_scalar_outputs": False},
+    ),
     case(GateOfItem, counted((8, 3), (8, 5)), 2, fused={"layer_norm": SOME}, dynamo=SIZES),
     case(ItemFloat, counted((8, 2.5), (8, 3.5)), 2, dynamo=SIZES),
     case(Nonzero, rows(8, 8), 2, dynamo=SIZES),
-    # one number a row: the partitioner keeps (y, mean, rstd) where plain Inductor keeps (y - mean, rstd)
+    # one number a row: the partitioner keeps (y, mean, rstd) where plain Inductor keeps (y - mean,
+    # rstd)
     case(MaskedSelect, rows(8, 8), 2, dynamo=SIZES, slack=32),
     case(MaskedRows, rows(8, 9), 2, dynamo=SIZES),
 ]

@@ -1,4 +1,6 @@
-"""Higher-order operators, functorch levels, checkpointing and custom autograd Functions next to a fusion."""
+"""Higher-order operators, functorch levels, checkpointing and custom autograd Functions next to a
+fusion.
+"""
 
 import functools
 import warnings
@@ -9,7 +11,11 @@ import torch.nn.functional as F
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from .harness import SOME, TORCH, Case, compare
 from .models import NO_GATE, ONE_GATE, gate, gate_inputs, gate_inputs_no_grad, x_w, x_w_no_grad
@@ -70,7 +76,11 @@ def checkpoint_dropout(x, w1, b1, w2, b2):
 
 
 def save_products(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if op is torch.ops.aten.mm.default
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def checkpoint_selective(x, w1, b1, w2, b2):
@@ -103,7 +113,9 @@ def per_sample_grad(x, w1, b1, w2, b2):
 
 
 def conditional(x, w1, b1, w2, b2):
-    return torch.cond(x.sum() > 0, gate, lambda x, w1, b1, w2, b2: (x @ w1).cos() + 1, (x, w1, b1, w2, b2)).sin()
+    return torch.cond(
+        x.sum() > 0, gate, lambda x, w1, b1, w2, b2: (x @ w1).cos() + 1, (x, w1, b1, w2, b2)
+    ).sin()
 
 
 def nested_region(x, w1, b1, w2, b2):
@@ -152,7 +164,8 @@ CASES = [
     case(checkpointed, fused=ONE_GATE),
     case(checkpoint_nested, fused={"gated_linear": SOME, "layer_norm": 1}),
     case(checkpoint_dropout, fused=ONE_GATE, exact="plain"),
-    # Inductor 2.15 keeps the statistics of the layer_norm beside it, 64 bytes, which ours computes again.
+    # Inductor 2.15 keeps the statistics of the layer_norm beside it, 64 bytes, which ours computes
+    # again.
     case(checkpoint_selective, fused=NO_GATE, same_saved=TORCH < (2, 14)),
     case(vmapped, fused=NO_GATE),
     case(vmap_beside_gate, fused=ONE_GATE),
@@ -160,8 +173,13 @@ CASES = [
     case(jvp_inside, gate_inputs_no_grad, fused=NO_GATE, train=False),
     case(per_sample_grad, fused=NO_GATE),
     case(conditional, fused=ONE_GATE),
-    # Inductor (2.11 to 2.15) reuses buffers that nested regions still read: its own gradients are wrong without this
-    case(nested_region, fused={"gated_linear": SOME, "layer_norm": 1}, config={"allow_buffer_reuse": False}),
+    # Inductor (2.11 to 2.15) reuses buffers that nested regions still read: its own gradients are
+    # wrong without this
+    case(
+        nested_region,
+        fused={"gated_linear": SOME, "layer_norm": 1},
+        config={"allow_buffer_reuse": False},
+    ),
     case(flex, qkv_bias, exact="eager", config={"cpp.simdlen": None}, train=False),
     case(flex_causal, qkv, exact="eager", config={"cpp.simdlen": None}, train=False),
     case(scan, x_w_no_grad, train=False),

@@ -1,4 +1,6 @@
-"""In-place code and aliasing: whatever plain Inductor gives, with a fusion next to it or inside it."""
+"""In-place code and aliasing: whatever plain Inductor gives, with a fusion next to it
+or inside it.
+"""
 
 import pytest
 import torch
@@ -257,7 +259,14 @@ def case(fn, inputs=x_w, **kw):
 
 # One compilation for several: what they do to a fresh local does not reach the others.
 FRESH = (relu_inplace, masked_fill, chain, setitem, copy_into_empty, constant_tensor)
-VIEWED = (view_mutation, view_of_mutated, view_later, detach_mutation, no_grad_mutation, contiguous_alias)
+VIEWED = (
+    view_mutation,
+    view_of_mutated,
+    view_later,
+    detach_mutation,
+    no_grad_mutation,
+    contiguous_alias,
+)
 
 CASES = [
     case(together(FRESH), name="fresh_locals"),
@@ -281,7 +290,9 @@ CASES = [
     case(dropout_inplace, exact="plain"),
     case(sum_mutated_between, grad_only(True, True, True), fused={"add_mul": 0, "layer_norm": 1}),
     case(operand_mutated_between, grad_only(False, True, True), fused={"layer_norm": 1}),
-    case(operand_mutated_after, grad_only(False, True, True), fused={"add_mul": 0, "layer_norm": 1}),
+    case(
+        operand_mutated_after, grad_only(False, True, True), fused={"add_mul": 0, "layer_norm": 1}
+    ),
     case(local_mutated_after, x_w_c),
     case(gate_used_elsewhere, gate_inputs, fused=NO_GATE),
     case(gate_mutated_through_view, gate_inputs, fails=True),
@@ -304,9 +315,13 @@ def test_inplace(case):
 
 
 def test_seed_function_trains():
-    """Neither eager nor plain Inductor can differentiate the in-place spelling; fused, it is the out-of-place one."""
+    """Neither eager nor plain Inductor can differentiate the in-place spelling; fused, it is the
+    out-of-place one.
+    """
     inplace = case(seed_function, gate_inputs, fused=ONE_GATE)
     functional = case(gate, gate_inputs)
     assert "modified by an inplace operation" in str(run(inplace, "inductor").error)
     if BACKEND == "fusion":
-        compare_results(inplace, run(functional, "inductor"), run(inplace, BACKEND), run(functional, "fp64"))
+        compare_results(
+            inplace, run(functional, "inductor"), run(inplace, BACKEND), run(functional, "fp64")
+        )

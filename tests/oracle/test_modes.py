@@ -1,4 +1,6 @@
-"""Autocast, grad and inference modes and backend-choosing contexts, inside and around a compiled model."""
+"""Autocast, grad and inference modes and backend-choosing contexts, inside and around a compiled
+model.
+"""
 
 import contextlib
 
@@ -145,6 +147,19 @@ def test_modes(case):
 
 def test_modes_in_turn():
     """One compiled module under one mode after another: as many recompiles as plain Inductor."""
-    contexts = [contextlib.nullcontext, torch.no_grad, bf16, contextlib.nullcontext, torch.inference_mode]
-    turn = Case("turn", Gate, lambda k: (X(8, 16),), {"gated_linear": 4}, calls=5, around=lambda k: contexts[k]())
+    contexts = [
+        contextlib.nullcontext,
+        torch.no_grad,
+        bf16,
+        contextlib.nullcontext,
+        torch.inference_mode,
+    ]
+    turn = Case(
+        "turn",
+        Gate,
+        lambda k: (X(8, 16),),
+        {"gated_linear": 4},
+        calls=5,
+        around=lambda k: contexts[k](),
+    )
     assert compare(turn).graphs == [1, 2, 3, 3, 4]

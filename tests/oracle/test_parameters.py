@@ -1,4 +1,6 @@
-"""Which parameters and inputs want a gradient, tied and frozen weights, buffers, random numbers, double backward."""
+"""Which parameters and inputs want a gradient, tied and frozen weights, buffers, random numbers,
+double backward.
+"""
 
 import pytest
 import torch
@@ -111,8 +113,17 @@ class NoiseInNorm(nn.Module):
 
 
 def add_mul_forms(x, row, column, zero, low):
-    """Broadcast operands, one tensor in several places, mixed dtypes, a number: each gradient has its input's shape."""
-    return (x + row) * column, (column + row) * 3, (x + x) * x, (x + zero) * zero, (x + low) * row, (low + low) * row
+    """Broadcast operands, one tensor in several places, mixed dtypes, a number: each gradient has
+    its input's shape.
+    """
+    return (
+        (x + row) * column,
+        (column + row) * 3,
+        (x + x) * x,
+        (x + zero) * zero,
+        (x + low) * row,
+        (low + low) * row,
+    )
 
 
 def add_mul_inputs(k):
@@ -130,7 +141,9 @@ def low(inputs):
 
 def only(*wanted):
     names = ("x", "w1", "b1", "w2", "b2")
-    return lambda k: tuple(t.detach().requires_grad_(n in wanted) for n, t in zip(names, gate_inputs(), strict=True))
+    return lambda k: tuple(
+        t.detach().requires_grad_(n in wanted) for n, t in zip(names, gate_inputs(), strict=True)
+    )
 
 
 def x(*shape, grad=True):
@@ -150,9 +163,18 @@ CASES = [
     case(Gate, x(8, 16, grad=False), name="parameters_only"),
     case(Gate, x(2, 8, 16), name="three_dimensions"),
     case(Gate, lambda k: (torch.randn(16, 8).t().requires_grad_(),), name="transposed_input"),
-    case(Gate, lambda k: (torch.randn(8, 1, 16).expand(8, 3, 16).requires_grad_(),), name="expanded_input"),
+    case(
+        Gate,
+        lambda k: (torch.randn(8, 1, 16).expand(8, 3, 16).requires_grad_(),),
+        name="expanded_input",
+    ),
     case(lambda: Gate(bias=False), name="no_bias"),
-    function(gate_and_norm, lambda k: (X(0, 16), *gate_inputs()), name="no_rows", fused={"layer_norm": SOME}),
+    function(
+        gate_and_norm,
+        lambda k: (X(0, 16), *gate_inputs()),
+        name="no_rows",
+        fused={"layer_norm": SOME},
+    ),
     function(
         gate_and_norm,
         lambda k: (X(8, 16).bfloat16(), *low(gate_inputs())),
@@ -163,7 +185,8 @@ CASES = [
     case(FrozenWeight),
     case(FrozenBias, x(8, 16, grad=False)),
     case(Frozen),
-    case(TiedInside, fused={"layer_norm": 1}),  # one product stands in both halves: the gate is not two any more
+    # one product stands in both halves: the gate is not two any more
+    case(TiedInside, fused={"layer_norm": 1}),
     case(TiedAcross, fused={"gated_linear": 2, "layer_norm": 1}),
     case(WeightReturned),
     case(TiedNorm, fused={"layer_norm": 3}),
@@ -175,7 +198,13 @@ CASES = [
     case(Evaluated),
     case(NoiseInNorm, fused={"layer_norm": 2}, calls=2, exact="plain"),
     case(GateWithDropout, name="fallback_random", config={"fallback_random": True}, exact="eager"),
-    function(add_mul_forms, add_mul_inputs, name="forms", fused={"add_mul": SOME, "layer_norm": 1}, exact="eager"),
+    function(
+        add_mul_forms,
+        add_mul_inputs,
+        name="forms",
+        fused={"add_mul": SOME, "layer_norm": 1},
+        exact="eager",
+    ),
     function(gate, only("x"), name="grad_x"),
     function(gate, only("b2"), name="grad_b2"),
     function(gate, only("x", "w2", "b1"), name="grad_x_w2_b1"),
@@ -210,7 +239,9 @@ def backward_twice(call, x):
 
 @pytest.mark.parametrize("step", [double_backward, backward_twice], ids=lambda step: step.__name__)
 def test_backward_again(step):
-    """Double backward is refused with torch's own words; a retained graph gives what it gives under plain Inductor."""
+    """Double backward is refused with torch's own words; a retained graph gives what it gives under
+    plain Inductor.
+    """
 
     def one(backend):
         torch._dynamo.reset()

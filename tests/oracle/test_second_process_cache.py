@@ -1,4 +1,6 @@
-"""Inductor's and AOTAutograd's caches across processes: hits when nothing changed, misses when anything of ours did."""
+"""Inductor's and AOTAutograd's caches across processes: hits when nothing changed, misses when
+anything of ours did.
+"""
 
 import json
 import os
@@ -10,7 +12,9 @@ import torch
 
 from .harness import BACKEND
 
-pytestmark = pytest.mark.skipif(BACKEND != "fusion", reason="the plain backend has no cache identity")
+pytestmark = pytest.mark.skipif(
+    BACKEND != "fusion", reason="the plain backend has no cache identity"
+)
 
 PATTERN = """
 import torch
@@ -91,7 +95,9 @@ def first(process):
 
 
 def hits(seen) -> tuple[int, int]:
-    return seen["counters"].get("fxgraph_cache_hit", 0), seen["counters"].get("autograd_cache_hit", 0)
+    return seen["counters"].get("fxgraph_cache_hit", 0), seen["counters"].get(
+        "autograd_cache_hit", 0
+    )
 
 
 def test_first_process_misses(first):
@@ -104,8 +110,14 @@ def test_second_process(process, first):
     """Unchanged: both caches answer. Another option: neither may."""
     options = ALWAYS, ALWAYS | {"fusion.only": "layer_norm"}, {"fusion.gate": "never"}
     same, only, never = process(*options, PYTHONHASHSEED="2")
-    assert same["counters"].get("autograd_cache_hit") == 1 and "autograd_cache_miss" not in same["counters"]
-    assert "autograd_cache_bypass" not in same["counters"] and "fxgraph_cache_bypass" not in same["counters"]
+    assert (
+        same["counters"].get("autograd_cache_hit") == 1
+        and "autograd_cache_miss" not in same["counters"]
+    )
+    assert (
+        "autograd_cache_bypass" not in same["counters"]
+        and "fxgraph_cache_bypass" not in same["counters"]
+    )
     assert same["counters"]["fxgraph_cache_hit"] == 2, "forward and backward"
     assert (same["values"], same["sites"]) == (first["values"], first["sites"])
     assert hits(only) == hits(never) == (0, 0)

@@ -1,0 +1,147 @@
+"""What stands around a site: which operators compute its arguments, which read its results.
+
+A pattern's `neighbours` function is told, by names of ATen, so that a kernel can stand back where
+Inductor would have made one kernel of the site and its neighbours, or would have chosen their
+layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.tracer import embedded, is_lowered
+from fusion_backend.compat.torch import schema_of
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.expr import in_library, peel
+from fusion_backend.match.matcher import Match
+from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.report import location
+
+NEARBY = 32  # operators to look at, on each side
+LIBRARY = {
+    f"aten::{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+}
+LIBRARY |= {"aten::scaled_dot_product_attention"}
+# Elementwise, though torch does not say so.
+POINTWISE = {
+    f"aten::{name}" for name in ("_to_copy", "clone", "dropout", "reshape", "flatten", "batch_norm")
+}
+
+# Of many elements one, or each by all of them.
+REDUCTIONS = "sum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp softmax log_softmax max min"
+REDUCTIONS += " amax amin aminmax argmax argmin any all cumsum cumprod topk sort median layer_norm native_layer_norm"
+REDUCTIONS += " group_norm native_group_norm instance_norm rms_norm"
+REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
+
+
+def name_of(n: fx.Node) -> str:
+    """The operator's name, "aten::mul"; of anything else the target's."""
+    return schema_of(n.target).name if is_lowered(n) else str(n.target)
+
+
+def names(nodes: Iterable[fx.Node]) -> list[str]:
+    """Each once, without "aten::"."""
+    return list(dict.fromkeys(name_of(n).removeprefix("aten::") for n in nodes))
+
+
+def library_call(name: str) -> bool:
+    """A call that Inductor fuses with nothing."""
+    return name in LIBRARY or name.startswith("aten::conv")
+
+
+def reduces(name: str) -> bool:
+    return name in REDUCTIONS or "pool" in name
+
+
+def elementwise(n: fx.Node) -> bool:
+    """Does each element of the result need one element of an argument? Views too."""
+    if not is_lowered(n):
+        return False
+    moves = any(r.alias_info is not None for r in schema_of(n.target).returns)
+    return moves or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
+
+
+class Neighbours:
+    """Of one match; the nearest first."""
+
+    def __init__(self, match: Match):
+        self.pattern, self.roots = match.pattern, match.roots
+        self.inside = {*match.interior, *match.roots}
+        self.arguments = [getattr(v, "node", v) for v in match.tensors.values()]
+
+    def users(self, n: fx.Node) -> list[fx.Node]:
+        return [u for u in n.users if u not in self.inside]
+
+    @functools.cached_property
+    def unread(self) -> tuple[int, ...]:
+        """The results that nothing outside reads, by their place."""
+        return tuple(i for i, r in enumerate(self.roots) if not self.users(r))
+
+    @functools.cached_property
+    def making(self) -> list[fx.Node]:
+        """What the arguments are computed from, as far as the library calls before the site."""
+        found: dict[fx.Node, None] = {}
+        pending = list(self.arguments)
+        while pending and len(found) < NEARBY:
+            n = pending.pop(0)
+            if n not in found and n.op == "call_function":
+                found[n] = None
+                pending += () if library_call(name_of(n)) else n.all_input_nodes
+        return list(found)
+
+    @functools.cached_property
+    def reading(self) -> list[fx.Node]:
+        """What reads the results, also through elementwise operators that have one reader
+        themselves: of more Inductor writes the value to memory.
+        """
+        found: dict[fx.Node, None] = {}
+        pending = [u for r in self.roots for u in self.users(r)]
+        while pending and len(found) < NEARBY:
+            n = pending.pop(0)
+            if n not in found and n.op == "call_function":
+                found[n] = None
+                pending += self.users(n) if elementwise(n) and len(n.users) == 1 else ()
+        return list(found)
+
+    @property
+    def makers(self) -> list[str]:
+        return names(self.making)
+
+    @property
+    def readers(self) -> list[str]:
+        return names(self.reading)
+
+    @property
+    def reductions(self) -> list[str]:
+        """The readers that need many elements for one of theirs."""
+        return names(n for n in self.reading if not elementwise(n) and reduces(name_of(n)))
+
+    @property
+    def convolutions(self) -> list[str]:
+        """The makers and readers whose layout Inductor chooses."""
+        return names(
+            n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
+        )
+
+    def fusable(self, canon: Canon, training: bool) -> Reject | None:
+        """A kernel of ours stands alone: next to code that Inductor would fuse with its own, it
+        moves more bytes.
+        """
+        if training and self.pattern.inductor == "pointwise":
+            return Reject("in training Inductor fuses it too, and chooses what to save")
+        half = self.pattern.inductor == "reduction"
+        for n in (*self.arguments, *(u for r in self.roots for u in self.users(r))):
+            if is_lowered(n) and not in_library(peel(canon.of[n]).op) and canon.of[n].op != "input":
+                tables = (
+                    (embedded(a, self.inside) for a in self.arguments) if half and training else ()
+                )
+                if table := next(filter(None, tables), None):
+                    return Reject(
+                        f"Inductor fuses its gradient with that of the embedding at {location(table)}"
+                    )
+                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", half)
+        return None

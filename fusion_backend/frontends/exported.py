@@ -1,0 +1,105 @@
+"""fuse(exported_program): the same pass on a torch.export program, written in directly.
+
+Exported programs have no Dynamo graph: their nodes are ATen above autograd already, and state
+regions (no_grad, autocast) are submodules. Each is matched by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from fusion_backend.capture.tracer import View, state_key
+from fusion_backend.compat.torch import (
+    fake_mode_of,
+    name_again,
+    no_new_guards,
+    refusals_unlogged,
+    tracing_under,
+)
+from fusion_backend.decide.gate import Gate
+from fusion_backend.frontends.dynamo import (
+    best_answers,
+    nearest,
+    note_faults,
+    patterns,
+    site,
+    usable,
+)
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.options import Options, parse
+from fusion_backend.reporting import report as reporting
+from fusion_backend.rewrite.writer import copied, put
+
+
+def fuse(program: ExportedProgram, **options) -> ExportedProgram:
+    """A new exported program with `torch.ops.fusion.*` at the accepted sites; the given one is not
+    changed.
+
+    options: only, skip, limit, gate, as in torch.compile's `fusion.*`. The sites are added to
+    `fusion_backend.report()`. Raises ValueError for an unknown option.
+    """
+    ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
+    record = reporting.GraphRecord(len(program.graph.nodes))
+    reporting.add(record)
+    root = copied(program.graph_module)
+    mode = fake_mode_of(root)
+    with tracing_under(mode), refusals_unlogged(), no_new_guards(mode):
+        fuse_module(root, ours, record, torch.is_grad_enabled())
+    reporting.log(record)
+    return ExportedProgram(
+        root=root,
+        graph=root.graph,
+        graph_signature=program.graph_signature,
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> None:
+    """Match, decide and write one graph; state regions inside it with their own state."""
+    for n in list(gm.graph.nodes):
+        if getattr(n.target, "__name__", "") != "wrap_with_set_grad_enabled":
+            continue
+        fuse_module(getattr(gm, n.args[1].target), options, record, n.args[0])
+    with torch.set_grad_enabled(grad):
+        key = state_key(None)
+    nodes = list(gm.graph.nodes)
+    trains = {
+        n
+        for n in nodes
+        if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].requires_grad
+    }
+    region = {n: key for n in nodes if n.op == "call_function"}
+    view = View(gm, gm.graph, {}, {}, region, trains, {}, {})
+    canon = Canon().run(gm.graph, region)
+    matcher, gate = Matcher(gm.graph, canon, usable(patterns())), Gate(view, canon, options)
+    decisions = best_answers(gate.decide_all(list(matcher.candidates())))
+    record.sites += [site(d) for d in decisions]
+    record.misses += nearest(matcher, gate)
+    note_faults(record, canon, matcher)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for d in decisions:
+        if d.fused:
+            write(gm.graph, d, replaced)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:
+    _, results = put(graph, d, lambda n: replaced.get(n, n))
+    replaced |= results
+    for root, result in results.items():
+        name = root.name
+        root.replace_all_uses_with(result)
+        graph.erase_node(root)
+        name_again(result, name)  # the graph signature knows outputs by name
+    for n in reversed(d.match.interior):
+        if not n.users:
+            graph.erase_node(n)

@@ -1,0 +1,97 @@
+"""Arguments that no node holds but a free view of one does, and how to write that view into a
+graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.sizes import hashable
+from fusion_backend.compat.torch import aten
+from fusion_backend.ir.expr import Expr
+
+BY_NUMBERS = {"mul": aten.mul.Tensor, "div": aten.div.Tensor}
+
+
+@dataclasses.dataclass(frozen=True)
+class Viewed:
+    """An argument that no node holds but a free view of one does: a linear layer's weight,
+    transposed, or a part of it.
+
+    `steps` are canonical expressions' operators and attributes, from the node outwards: permute,
+    half, slice, unflatten (rows seen as more dimensions again); not, for the complement of a mask;
+    mul and div by a node that is a number.
+    """
+
+    node: fx.Node
+    steps: tuple[tuple[str, tuple], ...]
+
+    @functools.cached_property
+    def value(self) -> torch.Tensor:
+        """The fake value."""
+        value = self.node.meta["val"]
+        for step in self.steps:
+            target, rest = step_of(step, value)
+            value = target(value, *map(value_of, rest))
+        return value
+
+    @functools.cached_property
+    def kinds(self) -> tuple:
+        """The steps, but for which number multiplies."""
+        return tuple((op, () if op in BY_NUMBERS else attr) for op, attr in self.steps)
+
+
+def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple]:
+    """The ATen operator of one step over a value, and its arguments after the first."""
+    op, attr = step
+    rank = value.dim()
+    if op in BY_NUMBERS:
+        return BY_NUMBERS[op], attr
+    if op == "not":
+        return aten.bitwise_not.default, ()
+    if op == "permute":
+        return aten.permute.default, (list(range(rank - len(attr))) + [d + rank for d in attr],)
+    if op == "unflatten":
+        return aten.unflatten.int, (0, list(attr))
+    axis = attr[0] + rank
+    if op == "half":
+        middle = value.shape[axis] // 2
+        return aten.slice.Tensor, (axis, *((middle, 2 * middle) if attr[1] else (0, middle)))
+    return aten.slice.Tensor, (axis, *attr[1:])
+
+
+def value_of(argument):
+    """The fake value of an argument."""
+    if isinstance(argument, Viewed):
+        return argument.value
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def geometry(value) -> object:
+    """What a shape rule can see of a fake value, symbols included; a number as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.device, hashable(value.shape), hashable(value.stride())
+
+
+def original(argument) -> torch.Tensor:
+    """The fake value that an argument is, or is a view of: of the same dtype, device and kind of
+    tensor.
+    """
+    return (argument.node if isinstance(argument, Viewed) else argument).meta["val"]
+
+
+def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
+    """The value whose permutation g is; dimensions are counted from the right."""
+    given = g.attr if g.op == "permute" else ()
+    rank = max(len(order), len(given))
+    order, given = ((*range(-rank, -len(o)), *o) for o in (order, given))
+    both = [given[order.index(d)] for d in range(-rank, 0)]
+    while both and both[0] == -len(both):
+        both.pop(0)
+    base = g.args[0] if g.op == "permute" else g
+    return Expr("permute", (base,), tuple(both), None, -1) if both else base

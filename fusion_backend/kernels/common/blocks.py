@@ -1,0 +1,23 @@
+"""Elementwise kernels: a program for each block of a tensor's elements, in the order of
+its memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def blocks_of(size, block: int):
+    """The grid, and how many of all elements the last program has: their number may take more than
+    the 32 bits that Inductor passes to kernels.
+    """
+    programs = (size + block - 1) // block
+    return (programs,), size - (programs - 1) * block
+
+
+@triton.jit
+def block_of(last, BLOCK: tl.constexpr):
+    """The first element of this program, and how many it has."""
+    ends = tl.program_id(0) == tl.num_programs(0) - 1
+    return tl.program_id(0).to(tl.int64) * BLOCK, tl.where(ends, last, BLOCK)

@@ -1,0 +1,59 @@
+"""Launch a Triton kernel, whoever is asking: Inductor while it compiles, eager code, the
+interpreter, or a trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+
+import torch
+from torch.library import wrap_triton
+
+from fusion_backend.compat.inductor import ANALYSED
+from fusion_backend.compat.triton import InterpretedFunction
+
+TRIAL = contextvars.ContextVar("fusion_trial", default=None)
+
+
+def interpreting() -> bool:
+    """Do kernels defined now run in Triton's interpreter?"""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Can a compiled kernel read it?"""
+    return tensor.is_cuda
+
+
+def interpreted(kernel) -> bool:
+    """Does this kernel run in Triton's interpreter (TRITON_INTERPRET=1 when it was defined)?"""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def launch(kernel, grid: tuple, *args, **options) -> None:
+    """Run `kernel[grid](*args, **options)`.
+
+    Under torch.compile the launch becomes a node that Inductor calls from its own wrapper. In the
+    interpreter, which torch refuses to wrap, and in a trial, which compiles and does not run, the
+    kernel is called directly.
+    """
+    trial = TRIAL.get()
+    if trial is not None:
+        trial(kernel, grid, args, options)
+    elif interpreted(kernel):
+        kernel[grid](*args, **options)
+    else:
+        ANALYSED.setdefault(kernel, {})
+        wrap_triton(kernel)[grid](*args, **options)
+
+
+@contextlib.contextmanager
+def trial(record):
+    """Inside, launches go to `record(kernel, grid, args, options)` and run nothing."""
+    token = TRIAL.set(record)
+    try:
+        yield
+    finally:
+        TRIAL.reset(token)

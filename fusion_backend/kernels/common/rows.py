@@ -1,0 +1,140 @@
+"""What kernels share that give one program to one or more rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from fusion_backend.kernels.common.inputs import dynamic, number
+from fusion_backend.kernels.common.tuned import TABLE
+from fusion_backend.reporting.reject import Reject
+
+RESULTS = "benchmarks/results"
+UNMEASURED = Reject("its kernel has not been timed here; fusion.gate=always takes it")
+FEW = 1024  # rows that leave a GPU waiting for one read after another
+MAX_ROW = 131072  # the longest row accepted
+MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one program
+
+
+class Config(NamedTuple):
+    """Of a forward kernel. A BLOCK shorter than the row: the row is walked through."""
+
+    block: int
+    rows: int  # a program
+    warps: int
+    programs: int = 0  # a multiprocessor, which walk through the rows; 0: all rows at once
+    stages: int = 0  # of the loop over rows
+    early: bool = False  # weight and bias are read before the rows (norms)
+
+
+def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
+    """BLOCK, rows a program and warps for rows of n: 16 elements a thread, but at least four warps.
+
+    A BLOCK shorter than the row: the row does not fit in registers and is walked through.
+    """
+    block = triton.next_power_of_2(n)
+    if n * itemsize > MAX_HELD:
+        return 8192, 1, 16
+    return block, max(1, 2048 // block), min(32, max(4, block // 512))
+
+
+def tuned(kernel: str, rows, n: int, itemsize: int, rule: tuple) -> Config:
+    """What the table has for the kernel and rows of n, else what the rule gives."""
+    few = ", few rows" if not dynamic(rows) and rows < FEW else ""
+    block = triton.next_power_of_2(n)
+    found = TABLE.get(kernel + few, {}).get(block) if itemsize == 2 else None
+    return Config(**dict(block=block) | found) if found else Config(*rule)
+
+
+def reject_rows(x: Tensor) -> Reject | None:
+    """Refuse rows that are dynamic, too long, or not dense."""
+    if x.dim() == 0:
+        return Reject("x is a single number")
+    n = number(x.shape[-1])
+    if dynamic(n):
+        return Reject("the row length is dynamic")
+    if not 1 <= n <= MAX_ROW:
+        return Reject(f"a row of {n} is not between 1 and {MAX_ROW}")
+    if dynamic(x.stride(-1)) or (x.stride(-1) != 1 and n > 1):
+        return Reject(f"the elements of a row are {x.stride(-1)} apart")
+
+
+def reject_shapes(**tensors: Tensor) -> Reject | None:
+    """Refuse tensors whose shapes are not known to be equal."""
+    (first, x), *others = tensors.items()
+    for name, t in others:
+        if t.dim() != x.dim() or not statically_known_true(sym_eq(tuple(t.shape), tuple(x.shape))):
+            return Reject(f"{first} has shape {tuple(x.shape)} and {name} {tuple(t.shape)}")
+
+
+def reject_vectors(**vectors: Tensor | None) -> Reject | None:
+    """Refuse weights and biases that are not dense vectors."""
+    for name, t in vectors.items():
+        if t is not None and (t.dim() != 1 or dynamic(t.stride(0)) or t.stride(0) != 1):
+            return Reject(
+                f"{name} with shape {tuple(t.shape)} and strides {t.stride()} is not a plain vector"
+            )
+
+
+def reject_broadcast(x: Tensor, name: str, other: Tensor | None) -> Reject | None:
+    """Refuse what Broadcast cannot describe."""
+    if other is None:
+        return None
+    if x.dim() > 4 or other.dim() > x.dim():
+        return Reject(
+            f"{name} has {other.dim()} dimensions and x {x.dim()}; the kernel takes up to 4"
+        )
+    for mine, its in zip(reversed(x.shape), reversed(other.shape), strict=False):
+        if not statically_known_true(its == mine) and not statically_known_true(its == 1):
+            return Reject(
+                f"{name} with shape {tuple(other.shape)} may or may not broadcast to {tuple(x.shape)}"
+            )
+
+
+class Broadcast:
+    """How `other` is read at a row and column of x `[a, heads, length, n]`, without
+    being expanded.
+    """
+
+    def __init__(self, x: Tensor, other: Tensor | None):
+        self.tensor = other
+        shape = [1] * (4 - x.dim()) + list(x.shape)
+        self.sizes = shape[1:3] if other is not None else [1, 1]
+        self.strides = [0] * 4
+        for i in range(other.dim() if other is not None else 0):
+            its = other.shape[-1 - i]
+            alone = statically_known_true(its == 1) and not statically_known_true(
+                shape[-1 - i] == 1
+            )
+            self.strides[-1 - i] = 0 if alone else other.stride(-1 - i)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of the GPU; of an H200 for tensors without data, so that what it would run can be compiled
+    without one.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132 if device.type == "meta" else 4
+
+
+def grid(rows, rows_each: int, programs: int, device: torch.device):
+    """A program for rows_each rows; with `programs`, so many a multiprocessor at most, which walk
+    through the rows.
+    """
+    every, most = (rows + rows_each - 1) // rows_each, programs * multiprocessors(device)
+    return every if not programs else most if dynamic(rows) else min(most, every)
+
+
+def partial_sums(h, needs, programs):
+    """fp32 partial sums `[weight and bias, programs, n]`; None where nobody asks."""
+    count = sum(needs[1:])
+    return (
+        torch.empty((count, programs, h.shape[-1]), dtype=torch.float32, device=h.device)
+        if count
+        else None
+    )

@@ -1,0 +1,182 @@
+"""Does a template fit at an expression, whatever its arguments are bound to? And if not, how far
+does it fit?
+
+Whether two arguments are one value is the unifier's question. Without it every part of a template
+stands by itself, so the answer for one part at one expression is worked out once, for all templates
+that have that part. This keeps the cost of matching linear: layers share parts, templates share
+parts, and the unifier runs only where a match is likely.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fusion_backend.ir.expr import COMMUTATIVE, Expr, describe, peel
+from fusion_backend.match.root_index import CHAINS, flat
+
+# a name that tells draws apart; how often, which the shapes say
+OWN_ATTR = {"dropout", "repeat_heads"}
+
+
+class Form:
+    """A part of a template without the names of its arguments. `bit` stands for its operator in a
+    set of operators.
+    """
+
+    __slots__ = ("args", "attr", "bit", "chain", "links", "op", "parts")
+
+    def __init__(self, op: str, attr, args: tuple[Form, ...], bit: int):
+        self.op, self.attr, self.args, self.bit = op, attr, args, bit
+        self.parts = [i for i, a in enumerate(args) if a.op != "var"]  # which args can fail to fit
+        self.links = bit  # the operators of a chain that starts here
+        self.chain: list[Form] = []  # its operands, for a chain of more than two
+        if op in CHAINS:
+            operands: list[Form] = []
+            for a in args:
+                linked = a.op == op
+                operands += (a.chain or list(a.args)) if linked else [a]
+                self.links |= a.links if linked else 0
+            self.chain = operands if len(operands) > 2 else []
+
+
+class Fit(NamedTuple):
+    """The operators that have a counterpart, and where the deepest of the others should have had
+    one.
+    """
+
+    matched: int  # a set of operators, one bit each
+    stopped: tuple[Form, Expr] | None = None  # what was expected, and what is there
+
+
+OPEN = Fit(0)
+KNOWN: dict[tuple, Form] = {}
+REMEMBERED = 10_000  # the catalogue has about 400; notebooks define patterns again and again
+
+
+def make_room() -> None:
+    """Before the forms of a template are made: they must all differ in their bits."""
+    if len(KNOWN) > REMEMBERED:
+        KNOWN.clear()
+
+
+def form_of(e: Expr, known: dict[Expr, Form]) -> Form:
+    """The form of a template's expression; `known` is the template's own."""
+    if e not in known:
+        attr = None if e.op in ("var", "scalar", *OWN_ATTR) else e.attr
+        args = tuple(form_of(a, known) for a in e.args)
+        key = (e.op, attr, args)
+        if key not in KNOWN:
+            KNOWN[key] = Form(e.op, attr, args, 1 << len(KNOWN))
+        known[e] = KNOWN[key]
+    return known[e]
+
+
+class Fitting:
+    """Remembers the answers for one view."""
+
+    def __init__(self):
+        self.known: dict[tuple[Form, Expr], Fit] = {}
+        self.flat: dict[Expr, list[Expr]] = {}
+
+    def __call__(self, p: Form, g: Expr) -> Fit:
+        if p.op == "var":
+            return OPEN
+        found = self.known.get((p, g))
+        if found is None:
+            found = self.known[p, g] = self.compare(p, peel(g))
+        return found
+
+    def compare(self, p: Form, g: Expr) -> Fit:
+        if p.op == "scalar" or p.op == "const":
+            agree = g.op == "const" and (
+                p.op == "scalar" or math.isclose(p.attr, g.attr, rel_tol=1e-6)
+            )
+            return OPEN if agree else Fit(0, (p, g))
+        if p.op == "permute" and p.args[0].op == "var" and (p.op, p.attr) != (g.op, g.attr):
+            return Fit(p.bit)
+        if p.op != g.op:
+            return self.reciprocal(p, g)
+        if (p.attr != g.attr and p.op not in OWN_ATTR) or len(p.args) != len(g.args):
+            return Fit(0, (p, g))
+        best = self.all(p, g.args)
+        if best.stopped is None:
+            return best
+        if p.op in COMMUTATIVE and g.args[0] is not g.args[1]:
+            best = better(best, self.all(p, g.args[::-1]))
+        if best.stopped and p.chain:
+            best = better(best, self.regrouped(p, g))
+        if best.stopped and p.op == "where" and p.args[0].op == "var":  # the complement of the mask
+            best = better(best, self.all(p, (g.args[0], g.args[2], g.args[1])))
+        return best
+
+    def all(self, p: Form, given: tuple[Expr, ...]) -> Fit:
+        matched, stopped, deepest = p.bit, None, -1
+        for i in p.parts:
+            part, why = self.known.get((p.args[i], given[i])) or self(p.args[i], given[i])
+            matched |= part
+            if why is not None and part.bit_count() > deepest:
+                stopped, deepest = why, part.bit_count()
+        return Fit(matched, stopped)
+
+    def operands(self, g: Expr) -> list[Expr]:
+        if g not in self.flat:
+            self.flat[g] = flat(g, g.op)
+        return self.flat[g]
+
+    def regrouped(self, p: Form, g: Expr) -> Fit:
+        """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
+        given = self.operands(g)
+        if len(given) != len(p.chain):
+            return Fit(0, (p, g))
+        if not all(
+            w.op == "var" or any(self(w, x).stopped is None for x in given) for w in p.chain
+        ):
+            return Fit(0, (p, g))
+        fits = [[self(w, x) for x in given] for w in p.chain]
+
+        def assign(i: int, left: list[int]) -> int | None:
+            if i == len(fits):
+                return p.links
+            for j in left:
+                if not fits[i][j].stopped:
+                    rest = assign(i + 1, [k for k in left if k != j])
+                    if rest is not None:
+                        return rest | fits[i][j].matched
+            return None
+
+        found = assign(0, list(range(len(given))))
+        return Fit(0, (p, g)) if found is None else Fit(found)
+
+    def reciprocal(self, p: Form, g: Expr) -> Fit:
+        """x·s against x/c, and the other way round: s is 1/c. Whether that may be rounded is the
+        unifier's question.
+        """
+        scalar = [a for a in p.args if a.op == "scalar"]
+        if (
+            {p.op, g.op} == {"mul", "div"}
+            and scalar
+            and (p.op == "mul" or p.args[1].op == "scalar")
+        ):
+            x, c = sorted(g.args, key=lambda e: e.op == "const") if g.op == "mul" else g.args
+            if c.op == "const" and c.attr:
+                matched, stopped = self(next(a for a in p.args if a is not scalar[0]), x)
+                return Fit(matched | p.bit, stopped)
+        return Fit(0, (p, g))
+
+
+def better(a: Fit, b: Fit) -> Fit:
+    if b.stopped is None or b.matched.bit_count() > a.matched.bit_count():
+        return b
+    return a
+
+
+def expected(p: Form, g: Expr) -> str:
+    """Where a fit stopped, in words."""
+    if p.op == "scalar":
+        return f"expected a number known at compile time, found {describe(g)}"
+    if p.op == "const":
+        return f"expected {p.attr:g}, found {describe(g)}"
+    if p.op == g.op:
+        return f"expected {p.op} over {p.attr}, found {g.attr}"
+    return f"expected {p.op}, found {describe(g)}"

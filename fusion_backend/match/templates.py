@@ -1,0 +1,305 @@
+"""Pattern -> templates: the expressions to look for, one for each spelling and each form of the
+arguments.
+
+A reference is traced twice, with other values for its scalars. A number that equals a scalar's
+value in both traces is that scalar, captured; the two templates must come out the same, so no
+constant is baked in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from fusion_backend.cache.disk import file_of, load, store
+from fusion_backend.cache.fingerprint import built_in, fingerprint
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
+from fusion_backend.ir.canonicalize import Canon, unrepeatable
+from fusion_backend.ir.expr import LEAVES, Expr
+from fusion_backend.match.prefilter import Form, form_of, make_room
+from fusion_backend.match.root_index import needs
+from fusion_backend.ops.pattern import Pattern
+from fusion_backend.reporting.reject import PatternError
+
+# what tracing learns besides the templates
+TRACED = ("random", "differentiable", "dtypes", "default_dtype")
+PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these
+# How a captured scalar may reach the graph, and how to get it back from there.
+FORMS: dict[str, tuple[Callable, Callable]] = {
+    "s": (lambda s: s, lambda v: v),
+    "-s": (lambda s: -s, lambda v: -v),
+    "1/s": (lambda s: 1 / s, lambda v: 1 / v),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """One form of a pattern as expressions: `kinds` says for each argument tensor,
+    scalar or none.
+    """
+
+    pattern: Pattern
+    kinds: tuple[str, ...]
+    roots: tuple[Expr, ...]
+    size: int  # operators in it
+    line: int  # of the spelling
+
+    @functools.cached_property
+    def start(self) -> int:
+        """The root to start at: the one with the most below it, other results among them."""
+        below = [len(subexpressions([r])) for r in self.roots]
+        return below.index(max(below))
+
+    @functools.cached_property
+    def needs(self) -> frozenset:
+        return needs(self.roots[self.start])
+
+    @functools.cached_property
+    def forms(self) -> dict[Expr, Form]:
+        """The form of every expression in it."""
+        known: dict[Expr, Form] = {}
+        make_room()
+        for root in self.roots:
+            form_of(root, known)
+        return known
+
+
+def templates(pattern: Pattern) -> list[Template]:
+    """All templates of a pattern, the largest first; traced once, then kept on disk. Raises
+    PatternError.
+
+    Integers times a float are of torch's default dtype: under another one a reference may be traced
+    anew.
+    """
+    default = torch.get_default_dtype()
+    if pattern.memo.get("default_dtype") != default:
+        pattern.memo.pop("templates", None)
+        pattern.memo["default_dtype"] = default
+    if "templates" not in pattern.memo:
+        file = file_of(pattern)
+        kept = load(file)
+        if kept is not None and kept.get("default_dtype") == default:
+            pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
+            pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
+            return pattern.memo["templates"]
+        found: dict[str, Template] = {}
+        for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
+            for t in template(pattern, fn, kinds):
+                found.setdefault(f"{kinds}{t.roots!r}", t)
+        if not found:
+            error = pattern.memo.get("trace_error")
+            raise PatternError(f"{pattern.where}: the reference cannot be traced: {error}")
+        pattern.memo["templates"] = sorted(found.values(), key=lambda t: -t.size)
+        fields = [(t.kinds, t.roots, t.size, t.line) for t in pattern.memo["templates"]]
+        store(
+            file, {"templates": fields} | {k: pattern.memo[k] for k in TRACED if k in pattern.memo}
+        )
+    return pattern.memo["templates"]
+
+
+def renew(pattern: Pattern) -> None:
+    """Forget what was traced if the pattern, or anything that it reaches, has changed since."""
+    if not built_in(pattern):
+        digest = fingerprint(pattern).digest
+        if pattern.memo.setdefault("digest", digest) != digest:
+            pattern.forget()
+            pattern.memo["digest"] = digest
+
+
+def backward_of(pattern: Pattern) -> str:
+    """Who computes the gradient, in words."""
+    templates(pattern)
+    if not pattern.memo.get("differentiable"):
+        return "none (integers)"
+    if pattern.backward_fn is None:
+        return "vjp of the reference"
+    return "own formula" if pattern.backward_plain else "own kernel"
+
+
+def forms(pattern: Pattern):
+    return itertools.product(*(p.kinds() for p in pattern.params))
+
+
+def example_inputs(pattern: Pattern, make: Callable, case: dict | None = None) -> list:
+    """The arguments of a case (the first by default), tensors made by `make(*shape)`."""
+    if pattern.inputs_fn is None:
+        made = [
+            make(6, 6) if p.tensor else 0.5 if p.scalar is float else 3 if p.scalar else p.words[0]
+            for p in pattern.params
+        ]
+    else:
+        made = list(pattern.inputs_fn(make, **(pattern.cases[0] if case is None else case)))
+    if len(made) != len(pattern.params):
+        raise PatternError(
+            f"{pattern.where}: inputs gives {len(made)} values for {len(pattern.params)} arguments"
+        )
+    return made
+
+
+def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: float = 1.0) -> list:
+    """The arguments in the asked-for forms; scalars moved off their example value by `probe`."""
+    out = []
+    for i, (p, kind, arg) in enumerate(zip(pattern.params, kinds, args, strict=True)):
+        if kind == "none":
+            out.append(None)
+        elif p.words:
+            out.append(kind.removeprefix("="))
+        elif kind == "tensor":
+            if not isinstance(arg, torch.Tensor):
+                raise PatternError(f"{pattern.where}: inputs gives {arg!r} for the tensor {p.name}")
+            out.append(arg)
+        else:
+            number = arg if isinstance(arg, (int, float)) else 0.37 * (i + 1)
+            out.append(
+                integer(int(number), i, probe)
+                if p.scalar is int
+                else (number or 0.11) * probe + 0.001 * i
+            )
+    return out
+
+
+def integer(number: int, i: int, probe: float) -> int:
+    """Multiples of the example, so that a number of groups still divides the channels; of small
+    numbers no multiples, which would be found everywhere.
+    """
+    if probe == 1.0:
+        return number
+    return number * (3 if probe > 1 else 5) if abs(number) > 1 else number + int(1000 * probe) + i
+
+
+def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
+    """No template where a form is not supported by the spelling (a bias without a weight, say)."""
+    first = traced(pattern, fn, kinds, PROBES[0])
+    second = traced(pattern, fn, kinds, PROBES[1]) if first and "scalar" in kinds else first
+    if first is None or second is None:
+        return []
+    roots, size = first
+    if repr(roots) != repr(second[0]):
+        raise PatternError(
+            f"{pattern.where}: a scalar is computed with before it reaches the graph and cannot be captured: "
+            f"{roots!r} against {second[0]!r}"
+        )
+    used = {
+        e.attr if e.op == "var" else e.attr[0]
+        for e in subexpressions(roots)
+        if e.op in ("var", "scalar")
+    }
+    given = [
+        p.name
+        for p, kind in zip(pattern.params, kinds, strict=True)
+        if kind != "none" and not p.words
+    ]
+    unused = [name for name in given if name not in used]
+    if unused and fn is pattern.reference:
+        raise PatternError(f"{pattern.where}: argument {unused[0]} is not used")
+    if unused:
+        return []  # a spelling for some forms only, for example without the zero point
+    return [Template(pattern, kinds, roots, size, fn.__code__.co_firstlineno)]
+
+
+def subexpressions(roots) -> set[Expr]:
+    found, stack = set(), list(roots)
+    while stack:
+        e = stack.pop()
+        if e not in found:
+            found.add(e)
+            stack.extend(e.args)
+    return found
+
+
+def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
+    fake_mode = FakeTensorMode()
+
+    def make(*shape):
+        return torch.empty(*shape, dtype=torch.float32, device="cpu")
+
+    with fake_mode:
+        args = with_kinds(pattern, kinds, example_inputs(pattern, make), probe)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    names = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"]
+    note_dtypes(pattern, args)
+    scalars = {
+        p.name: a
+        for p, kind, a in zip(pattern.params, kinds, args, strict=True)
+        if kind == "scalar"
+    }
+
+    def call(*given):
+        rest = iter(given)
+        return fn(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
+
+    try:
+        with torch.no_grad():
+            gm = trace(call, tensors, fake_mode)
+    except Exception as error:  # whatever a user's function raises; told with the pattern's name
+        name = type(error).__name__
+        why = (
+            "it reads the value of a tensor, to branch on it say: "
+            if "DataDependent" in name
+            else ""
+        )
+        pattern.memo["trace_error"] = f"{why}{name}: {error}"
+        return None
+    view = View(gm, gm.graph, {}, {}, {}, set(), {}, {})
+    functionalize_locals(view)
+    canon = Canon(lambda number: scalar_named(scalars, number))
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for name, n in zip(names, placeholders, strict=True):
+        canon.variable(n, name)
+    canon.run(gm.graph)
+    if canon.faults:
+        raise PatternError(f"{pattern.where}: {next(iter(canon.faults.values()))}")
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    outs = pytree.tree_leaves(output.args[0])
+    if not outs or not all(isinstance(o, torch.fx.Node) and o.op == "call_function" for o in outs):
+        raise PatternError(
+            f"{pattern.where}: it must return a tensor or a tuple of tensors that it computes"
+        )
+    if len(outs) != pattern.outputs:
+        raise PatternError(
+            f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}"
+        )
+    ours = next((n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fusion"), None)
+    if ours is not None:
+        raise PatternError(
+            f"{pattern.where}: it calls {ours.target}, which is what patterns are replaced with and never found in a "
+            "graph: write out what that computes"
+        )
+    random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
+    if random:
+        pattern.memo.setdefault("random", set()).add(kinds)
+    for n in random:
+        if schema_of(n.target).name not in ("aten::dropout", "aten::scaled_dot_product_attention"):
+            raise PatternError(
+                f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random numbers"
+            )
+    pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
+    roots = tuple(canon.of[o] for o in outs)
+    return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
+
+
+def note_dtypes(pattern: Pattern, args: list) -> None:
+    """A mask, an index or a quantised weight is what the example inputs show; the gate asks for
+    nothing else there.
+    """
+    exact = pattern.memo.setdefault("dtypes", {})
+    for p, a in zip(pattern.params, args, strict=True):
+        if isinstance(a, torch.Tensor) and not a.is_floating_point():
+            exact[p.name] = a.dtype
+
+
+def scalar_named(scalars: dict[str, float], number) -> tuple[str, str] | None:
+    """The scalar that this number is, and in which form."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return None
+    for form, (of, _) in FORMS.items():
+        for name, value in scalars.items():
+            if value and float(of(value)) == float(number):
+                return name, form
+    return None

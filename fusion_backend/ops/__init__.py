@@ -1,0 +1,6 @@
+"""Patterns as their authors define them, and the torch operators made of them.
+
+Comes in: plain torch functions.
+Goes out: `torch.ops.fusion.*`, with a gradient and providers.
+May import: kernels, reporting, compat.
+"""

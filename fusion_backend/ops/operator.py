@@ -1,0 +1,337 @@
+"""Pattern -> torch.ops.fusion.<name>: dispatch, shape rule, autograd.
+
+The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kernels from its own
+wrapper. Its keyword arguments are the gate's decision: `forward` is "kernel" or "reference"
+(inlined, for Inductor to fuse as if we were not there), `backward` is "kernel", "formula" (the
+pattern's own, in plain torch) or "vjp" (of the reference), `save` says whether anybody will
+differentiate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+
+import torch
+from torch import Tensor
+
+from fusion_backend.compat.torch import plain_tensors, remove_op, triton_op
+from fusion_backend.kernels.common.launch import interpreting, on_gpu
+from fusion_backend.ops.pattern import Pattern, registered
+from fusion_backend.reporting.reject import PatternError
+
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
+# The seed of a pattern with random numbers: drawn by an operator of the graph that AOTAutograd and
+# Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
+# alike where a checkpoint recomputes.
+DRAW = torch.ops.aten.randint.low
+
+
+class Op:
+    """The registered operators of one pattern, and how arguments map to their schema."""
+
+    def __init__(self, pattern: Pattern):
+        self.pattern = pattern
+        self.fields = [field for p in pattern.params for field in fields(p)]
+        self.tensors = [p.name for p in pattern.params if p.tensor]
+        self.tensor_fields = [
+            i for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)
+        ]
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self.fields += [inspect.Parameter(name, plain, annotation=Tensor) for name in pattern.drawn]
+        # what runs where the kernel does not
+        self.reference = pattern.seeded_fn or pattern.reference
+        self.results = pattern.outputs + len(pattern.saves)
+        self.call = triton_op(
+            f"fusion::{pattern.name}", signed(self.forward, self.schema()), mutates_args=()
+        )
+        self.call.register_autograd(self.gradient, setup_context=self.keep)
+        self.backward_call = None
+        if pattern.backward_fn is not None and not pattern.backward_plain:
+            name = f"fusion::{pattern.name}_backward"
+            self.backward_call = triton_op(
+                name, signed(self.backward, self.backward_schema()), mutates_args=()
+            )
+
+    def remove(self) -> None:
+        """Take the operators out of torch: the pattern's name may come to mean something else."""
+        for call in (self.call, self.backward_call):
+            if call is not None:
+                remove_op(call)
+
+    @property
+    def overload(self):
+        """The torch operator that goes into graphs."""
+        return getattr(torch.ops.fusion, self.pattern.name).default
+
+    # Schemas. A `Tensor | float` argument has two fields, of which one is None.
+
+    def schema(self) -> inspect.Signature:
+        keep = inspect.Parameter.KEYWORD_ONLY
+        decision = [
+            inspect.Parameter(k, keep, default=v, annotation=type(v)) for k, v in DECISION.items()
+        ]
+        return inspect.Signature([*self.fields, *decision], return_annotation=returns(self.results))
+
+    def backward_schema(self) -> inspect.Signature:
+        plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        kinds = [Tensor | None if may else Tensor for may in self.pattern.backward_missing]
+        first = [
+            inspect.Parameter(f"grad_{i}", plain, annotation=kind) for i, kind in enumerate(kinds)
+        ]
+        results = range(self.pattern.outputs if self.pattern.backward_result else 0)
+        first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in results]
+        saved = [
+            inspect.Parameter(f"saved_{name}", plain, annotation=Tensor)
+            for name in self.pattern.saves
+        ]
+        needs = inspect.Parameter("needs", plain, annotation=list[bool])
+        return inspect.Signature(
+            [*first, *saved, needs, *self.fields], return_annotation=returns(len(self.tensors))
+        )
+
+    def flatten(self, arguments: dict[str, object]) -> list:
+        """Arguments of the pattern -> arguments of the op. Works on tensors, fakes and graph nodes
+        alike.
+        """
+        out = []
+        for p in self.pattern.params:
+            value = arguments[p.name]
+            number = isinstance(value, (int, float))
+            if p.words:
+                out.append(value)
+            if p.tensor:
+                out.append(None if number else value)
+            if p.scalar is not None:
+                out.append(p.scalar(value) if number else None)
+        return out + [arguments[name] for name in self.pattern.drawn]
+
+    def unflatten(self, flat: tuple) -> list:
+        rest = iter(flat)
+        out = []
+        for p in self.pattern.params:
+            values = [next(rest) for _ in fields(p)]
+            out.append(next((v for v in values if v is not None), None))
+        return [*out, *rest]
+
+    # What the operators do.
+
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True):
+        pattern, args = self.pattern, self.unflatten(flat)
+        with without_autocast():
+            if forward == "kernel" and self.kernel_takes(args):
+                out = pattern.kernel_fn(*args, save) if pattern.saves else pattern.kernel_fn(*args)
+                out = out if isinstance(out, tuple) else (out,)
+            else:
+                out = self.reference(*args)
+                out = out if isinstance(out, tuple) else (out,)
+                out += self.saved(args, save and backward != "vjp", out[0])
+        if len(out) != self.results:
+            raise PatternError(
+                f"{pattern.where}: the kernel returns {len(out)} tensors, not {self.results}"
+            )
+        return out[0] if self.results == 1 else out
+
+    def kernel_takes(self, args: list) -> bool:
+        """The gate has asked before; whoever calls the op directly gets the reference where the
+        guard says no.
+        """
+        p = self.pattern
+        if p.kernel_fn is None or not runs_kernel(args):
+            return False
+        return p.ask("guard", *args[: len(p.params)]) is None
+
+    def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
+        if wanted and self.pattern.saved_fn is not None:
+            out = self.pattern.saved_fn(*args)
+            return out if isinstance(out, tuple) else (out,)
+        return tuple(like.new_empty(0, dtype=torch.float32) for _ in self.pattern.saves)
+
+    def keep(self, ctx, inputs, keyword_only_inputs, output) -> None:
+        out = output if isinstance(output, tuple) else (output,)
+        saves = out[self.pattern.outputs :]
+        ctx.mark_non_differentiable(*saves)
+        ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
+        ctx.has = [isinstance(a, Tensor) for a in inputs]
+        ctx.decision = {**DECISION, **keyword_only_inputs}
+        own = self.pattern.backward_result and ctx.decision["backward"] != "vjp"
+        ctx.set_materialize_grads(not (own and any(self.pattern.backward_missing)))
+        kept = out if own else saves  # a kept result may not be written to in place
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
+
+    def gradient(self, ctx, *grads):
+        """The backward formula, run by autograd; under AOTAutograd it is traced."""
+        tensors = iter(ctx.saved_tensors)
+        flat = [
+            next(tensors) if has else number
+            for has, number in zip(ctx.has, ctx.numbers, strict=True)
+        ]
+        results = list(tensors)  # and what the kernel saved
+        grads = grads[: self.pattern.outputs]
+        needs = list(ctx.needs_input_grad[: len(flat)])
+        choice, pattern, args = ctx.decision, self.pattern, self.unflatten(flat)
+        own = pattern.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
+        taken = self.kernel_takes(args)
+        if not own or not (pattern.can_inline_forward or (taken and choice["forward"] == "kernel")):
+            return self.vjp(flat, needs, grads)
+        needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
+        for name, other in pattern.backward_same.items():
+            if other in needed:
+                needed[other] |= needed[name]
+        wanted = list(needed.values())
+        missing = [
+            g is None and not may for g, may in zip(grads, pattern.backward_missing, strict=True)
+        ]
+        if any(missing):
+            grads = [
+                torch.zeros_like(r) if no else g
+                for no, g, r in zip(missing, grads, results, strict=False)
+            ]
+        if pattern.backward_plain:
+            found = self.run_backward(*grads, *results, wanted, *flat)
+        elif taken:
+            found = self.backward_call(*grads, *results, wanted, *flat)
+            found = found if isinstance(found, tuple) else (found,)
+        else:
+            return self.vjp(flat, needs, grads)
+        gradients = dict(zip(self.tensors, found, strict=True))
+        same = pattern.backward_same.items()
+        gradients |= {
+            name: grads[other] if isinstance(other, int) else gradients[other]
+            for name, other in same
+        }
+        by_field = dict(zip(self.tensor_fields, gradients.values(), strict=True))
+        return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
+
+    def backward(self, *flat):
+        """The backward as an operator: nobody's gradient is an empty tensor."""
+        out = tuple(flat[0].new_empty(0) if g is None else g for g in self.run_backward(*flat))
+        return out[0] if len(out) == 1 else out
+
+    def run_backward(self, *flat):
+        n, k = self.pattern.outputs, len(self.pattern.saves)
+        m = n if self.pattern.backward_result else 0
+        grads, results, saves = flat[:n], flat[n : n + m], flat[n + m : n + m + k]
+        needs, args = flat[n + m + k], self.unflatten(flat[n + m + k + 1 :])
+        names = (*(p.name for p in self.pattern.params), *self.pattern.drawn)
+        saved = types.SimpleNamespace(**dict(zip(names, args, strict=True)))
+        for name, tensor in zip(self.pattern.saves, saves, strict=True):
+            setattr(saved, name, tensor)
+        if m:
+            saved.result = results if n > 1 else results[0]
+        saved.needs = dict(zip(self.tensors, needs, strict=True))
+        with without_autocast():
+            out = self.pattern.backward_fn(saved, *grads)
+        out = out if isinstance(out, tuple) else (out,)
+        if len(out) != len(self.tensors):
+            raise PatternError(
+                f"{self.pattern.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
+            )
+        return out
+
+    def vjp(self, flat: list, needs: list[bool], grads):
+        """The gradient of the reference. Differentiable again when autograd is recording."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad(), without_autocast():
+            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]
+            out = self.reference(*self.unflatten(inputs))
+            out = out if isinstance(out, tuple) else (out,)
+            pairs = [
+                (o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None
+            ]
+            wanted = [i for i, need in zip(inputs, needs, strict=True) if need]
+            found = iter(
+                torch.autograd.grad(
+                    [o for o, _ in pairs],
+                    wanted,
+                    [g for _, g in pairs],
+                    allow_unused=True,
+                    create_graph=again,
+                )
+                if pairs
+                else [None] * len(wanted)
+            )
+        return tuple(next(found) if need else None for need in needs)
+
+
+def how_to_draw(device: torch.device) -> tuple[tuple, dict]:
+    """The arguments of DRAW for one seed."""
+    return (0, 2**63 - 1, [1]), dict(dtype=torch.int64, device=device)
+
+
+def draw(device: torch.device) -> Tensor:
+    """A seed, as a rewritten graph draws it."""
+    args, kwargs = how_to_draw(device)
+    return DRAW(*args, **kwargs)
+
+
+def fake_seed(like: Tensor) -> Tensor:
+    """A seed where the fake tensor `like` is."""
+    with like.fake_mode:
+        return draw(like.device)
+
+
+def seed_of(pattern: Pattern, like: Tensor) -> dict[str, Tensor]:
+    """A fake seed for a pattern that draws random numbers."""
+    return {name: fake_seed(like) for name in pattern.drawn}
+
+
+def fields(p) -> list[inspect.Parameter]:
+    """The schema arguments of one pattern argument."""
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    either = p.tensor and p.scalar is not None
+    out = []
+    if p.words:
+        out.append(inspect.Parameter(p.name, plain, annotation=str))
+    if p.tensor:
+        hint = Tensor | None if p.optional or either else Tensor
+        out.append(inspect.Parameter(p.name, plain, annotation=hint))
+    if p.scalar is not None:
+        name = f"{p.name}_{p.scalar.__name__}" if either else p.name
+        hint = p.scalar | None if either or p.optional else p.scalar
+        out.append(inspect.Parameter(name, plain, annotation=hint))
+    return out
+
+
+def returns(n: int):
+    return Tensor if n == 1 else tuple[(Tensor,) * n]
+
+
+def signed(method, signature: inspect.Signature):
+    """A function with the signature that the schema is read from."""
+
+    def call(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return method(*bound.args, **bound.kwargs)
+
+    call.__signature__ = signature
+    call.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {
+        "return": signature.return_annotation
+    }
+    return call
+
+
+@contextlib.contextmanager
+def without_autocast():
+    """The casts of a fused site are explicit on its inputs."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def runs_kernel(args: list) -> bool:
+    """Kernels run on CUDA, and on real CPU tensors in Triton's interpreter."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    return all(map(on_gpu, tensors)) or (interpreting() and plain_tensors(tensors))
+
+
+def op_of(pattern: Pattern) -> Op:
+    """The operator of a pattern, registered at first use."""
+    if "op" not in pattern.memo:
+        if not registered(pattern):
+            raise PatternError(
+                f"{pattern.where}: another pattern has its name, and the operator of that name"
+            )
+        pattern.memo["op"] = Op(pattern)
+    return pattern.memo["op"]

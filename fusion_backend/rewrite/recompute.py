@@ -1,0 +1,78 @@
+"""Arguments that backward computes again instead of keeping them.
+
+An op whose backward is a kernel keeps its arguments. Where one is a cheap function of a value that
+autograd keeps in any case, as in layer_norm(gelu(z)), that is a tensor more than plain Inductor
+keeps: Inductor computes gelu(z) again from z. The mark of activation checkpointing on such nodes
+makes AOTAutograd's partitioner do the same here; backward then holds one such argument at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fusion_backend.capture.sizes import same
+from fusion_backend.capture.tracer import View, is_elementwise
+from fusion_backend.decide.gate import Decision
+
+# Elementwise functions whose derivative reads their argument: it is kept for backward. (relu, tanh,
+# sigmoid and exp read their result: that is kept in any case.)
+READS_ARGUMENT = {
+    "abs",
+    "cos",
+    "elu",
+    "erf",
+    "gelu",
+    "leaky_relu",
+    "log",
+    "mish",
+    "silu",
+    "sin",
+    "softplus",
+}
+LONGEST = 8  # operators computed again for one argument
+# after every checkpointed region
+MARK = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30}
+
+
+def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
+    """The nodes of the view that backward should compute again: of arguments of kernels in
+    backward.
+    """
+    found: set[fx.Node] = set()
+    for d in decisions:
+        if d.backward == "kernel":
+            sites = {*d.match.roots, *d.match.interior}
+            for a in d.match.tensors.values():
+                if isinstance(a, fx.Node):
+                    found |= chain(view, a, sites)
+    return found
+
+
+def chain(view: View, argument: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+    """The elementwise operators from a value that is kept in any case to the argument; empty if it
+    is not so.
+    """
+    nodes: list[fx.Node] = []
+    again: set[fx.Node] = set()
+    n = argument
+    while (
+        len(nodes) < LONGEST
+        and is_elementwise(n)
+        and all(u in inside or is_elementwise(u) for u in n.users)
+    ):
+        tensors = [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        if len(tensors) != 1 or not same(tensors[0].meta["val"].shape, n.meta["val"].shape):
+            break
+        nodes.append(n)
+        source = tensors[0]
+        smaller = source.meta["val"].dtype.itemsize <= argument.meta["val"].dtype.itemsize
+        if (
+            n.target.overloadpacket.__name__ in READS_ARGUMENT
+            and source in view.requires_grad
+            and smaller
+        ):
+            again = set(nodes)
+        n = source
+    return again

@@ -1,0 +1,365 @@
+"""Accepted decisions -> the Dynamo graph with torch.ops.fusion.* at their sites.
+
+Only Dynamo nodes that a site touches are replaced, by their ATen expansion; everything else stays
+the very node that Dynamo made. An expanded group reads only values that Dynamo nodes produce (to a
+fixpoint), and a chain of in-place operators is expanded whole or not at all. The plan is made and
+checked first: nothing accepted, the same object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.compat.torch import (
+    OpOverload,
+    aten,
+    keep_signature,
+    keep_source,
+    pytree,
+    schema_of,
+)
+from fusion_backend.decide.gate import Decision
+from fusion_backend.ir.argument_views import Viewed, step_of, value_of
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ops.operator import DRAW, fake_seed, how_to_draw, op_of, seed_of
+from fusion_backend.rewrite.recompute import MARK, computed_again
+
+# What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static
+# inputs).
+CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
+
+
+def rewrite(
+    view: View,
+    canon: Canon,
+    decisions: list[Decision],
+    chains: dict,
+    bodies: dict[str, fx.GraphModule],
+) -> fx.GraphModule:
+    """The Dynamo graph with the accepted sites written in, or the very same object when there is
+    nothing to write.
+    """
+    accepted = [d for d in decisions if d.fused]
+    bodies = {k: b for k, b in bodies.items() if b is not operator.attrgetter(k)(view.source)}
+    if not accepted and not bodies:
+        return view.source
+    return Writer(view, canon, chains).write(accepted, bodies)
+
+
+def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Insert the op of a decision before its first root. Returns the new nodes and root -> result.
+
+    `now` maps an argument that was the result of an earlier site to what holds it now.
+    """
+    match = d.match
+    first = min(match.roots)  # in graph order
+    new: list[fx.Node] = []
+
+    def call(target, args, kwargs, value) -> fx.Node:
+        n = graph.call_function(target, args, kwargs)
+        kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+        n.meta = {k: first.meta[k] for k in kept if k in first.meta}
+        n.meta["val"] = value
+        n.meta["fusion"] = match.pattern.name
+        new.append(n)
+        return n
+
+    def drawn(fake: torch.Tensor) -> fx.Node:
+        return call(DRAW, *how_to_draw(fake.device), fake)
+
+    def argument(a):
+        if not isinstance(a, Viewed):
+            return now(a) if isinstance(a, fx.Node) else a
+        n, value = now(a.node), a.node.meta["val"]
+        for step in a.steps:
+            target, rest = step_of(step, value)
+            value = target(value, *map(value_of, rest))
+            n = call(
+                target, (n, *(now(r) if isinstance(r, fx.Node) else r for r in rest)), {}, value
+            )
+        return n
+
+    with graph.inserting_before(first):
+        if d.call is not None:
+            given = tuple(
+                drawn(fake_seed(d.value[0]))
+                if t is d.call.SEED
+                else argument(match.arguments[t] if isinstance(t, str) else t)
+                for t in d.call.tensors
+            )
+            result = call(
+                d.call.op, given, dict(d.call.options), d.value if len(d.value) > 1 else d.value[0]
+            )
+            if len(d.value) > 1:
+                result = call(operator.getitem, (result, 0), {}, d.value[0])
+            if d.copy:
+                value = first.meta["val"]
+                result = call(
+                    aten.clone.default, (result,), {"memory_format": torch.contiguous_format}, value
+                )
+            return new, {match.roots[0]: result}
+        arguments = {name: argument(a) for name, a in match.arguments.items()}
+        for name, fake in seed_of(match.pattern, d.value[0]).items():
+            arguments[name] = drawn(fake)
+        flat = op_of(match.pattern).flatten(arguments)
+        chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
+        result = call(
+            op_of(match.pattern).overload,
+            tuple(flat),
+            chosen,
+            d.value if len(d.value) > 1 else d.value[0],
+        )
+        if len(d.value) == 1:
+            return new, {match.roots[0]: result}
+        return new, {
+            root: call(operator.getitem, (result, i), {}, d.value[i])
+            for i, root in enumerate(match.roots)
+        }
+
+
+class Writer:
+    """Carries out one rewrite of one Dynamo graph."""
+
+    def __init__(self, view: View, canon: Canon, chains: dict[fx.Node, list[fx.Node]]):
+        self.view, self.canon = view, canon
+        # Node -> the members of the in-place chain that it belongs to, up to the last that was
+        # converted.
+        self.chain_of: dict[fx.Node, list[fx.Node]] = {}
+        for m in reversed(chains):
+            if m not in self.chain_of:
+                members = chains[m][: chains[m].index(m) + 1]
+                self.chain_of |= dict.fromkeys(members, members)
+        # Dynamo node -> members of chains that it became
+        self.chained: dict[fx.Node, list[fx.Node]] = {}
+        for m in chains:
+            self.chained.setdefault(view.owner.get(m), []).append(m)
+        self.chains = chains
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.touched: set[fx.Node] = set()  # Dynamo nodes
+        # view nodes that a library call no longer reads, and what they are made of
+        self.dropped: set[fx.Node] = set()
+
+    def write(self, accepted: list[Decision], bodies: dict[str, fx.GraphModule]) -> fx.GraphModule:
+        self.again = computed_again(self.view, accepted)
+        for d in accepted:
+            self.apply(d)
+        self.groups: dict[fx.Node, list[fx.Node]] = {}
+        for n in self.view.graph.nodes:
+            if n in self.view.owner:
+                self.groups.setdefault(self.view.owner[n], []).append(n)
+        self.holders: dict[fx.Node, list[fx.Node]] = {}  # view node -> Dynamo nodes with its value
+        for d, held in self.view.value.items():
+            if isinstance(held, fx.Node):
+                self.holders.setdefault(held, []).append(d)
+        self.close()
+        graph = self.emit()
+        source = self.view.source
+        new = fx.GraphModule(source, graph)
+        new.meta = dict(source.meta)
+        for name in CARRIED:
+            if name in source.__dict__:
+                setattr(new, name, source.__dict__[name])
+        for name, child in source.named_children():
+            if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
+                # Inductor changes graphs in place: the source stays as it was
+                new.set_submodule(name, copied(child))
+        for name, body in bodies.items():
+            new.set_submodule(name, body)
+        graph.lint()
+        return new
+
+    def apply(self, d: Decision) -> None:
+        """Put the op into the view and take out what it computes."""
+        owner = self.view.owner
+        first_owner = owner[min(d.match.roots)]
+        arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
+        for n in (*d.match.roots, *d.match.interior, *arguments):
+            self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
+        self.drop(
+            [a for name, a in d.match.tensors.items() if d.call and name not in d.call.tensors]
+        )
+        new, replaced = put(self.view.graph, d, self.now)
+        # an elementwise operator, and now a call that computes the same
+        if self.again.issuperset(d.match.roots):
+            self.again |= set(new)
+        owner |= dict.fromkeys(new, first_owner)
+        self.replaced |= replaced
+        self.touched.add(first_owner)
+        inside = {*d.match.roots, *d.match.interior}
+        for root, result in replaced.items():
+            root.replace_all_uses_with(result)
+            self.touched.add(owner[root])
+            for n in d.match.interior:
+                # permuted and permuted back: other sites may name either
+                if self.canon.of[n] is self.canon.of[root]:
+                    self.replaced[n] = result
+                    n.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+        for n in [*d.match.roots, *reversed(d.match.interior)]:
+            if not n.users:
+                self.touched.add(owner[n])
+                self.view.graph.erase_node(n)
+
+    def drop(self, arguments: list) -> None:
+        pending = [a if isinstance(a, fx.Node) else a.node for a in arguments]
+        while pending:
+            n = pending.pop()
+            if n not in self.dropped:
+                self.dropped.add(n)
+                pending += n.all_input_nodes
+
+    def only_computes(self, d: fx.Node) -> bool:
+        """Was this Dynamo node, which may be unused now, part of a mask and nothing but operators
+        without effects?
+        """
+        nodes = self.groups.get(d) or [self.view.value.get(d)]
+        pure = all(
+            n in self.dropped and is_lowered(n) and dead_if_unused(n) and not is_random(n)
+            for n in nodes
+        )
+        return pure and d.op in ("call_function", "call_method") and d not in self.view.kept
+
+    def close(self) -> None:
+        """Touch what the touched groups need, to a fixpoint."""
+        produced = {self.now(v) for v in self.view.value.values() if isinstance(v, fx.Node)}
+        pending = list(self.touched)
+        while pending:
+            for n in self.groups.get(pending.pop(), ()):
+                for a in n.all_input_nodes:
+                    owner = self.view.owner.get(a)
+                    if a not in produced and owner is not None and owner not in self.touched:
+                        self.touched.add(owner)
+                        pending.append(owner)
+
+    def now(self, n: fx.Node) -> fx.Node:
+        """The node that holds a value after the rewrite."""
+        while n in self.replaced:
+            n = self.replaced[n]
+        return n
+
+    def emit(self) -> fx.Graph:
+        graph = fx.Graph()
+        unneeded: set[fx.Node] = set()  # if nobody reads them
+        dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
+        atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
+        # Dynamo node -> earlier ones with its value that are gone
+        names: dict[fx.Node, list[fx.Node]] = {}
+        for d in self.view.source.graph.nodes:
+            # A call that returned its argument has no nodes of its own in the view, and ends where
+            # its argument does.
+            gone = (
+                d not in self.groups
+                and d.op != "output"
+                and any(dynamo[a] is None for a in d.all_input_nodes)
+            )
+            if d not in self.touched and not gone:
+                dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
+                if self.only_computes(d):
+                    unneeded.add(dynamo[d])
+                keep_source(dynamo[d], d)
+                if self.again and self.again.issuperset(self.groups.get(d, {None})):
+                    dynamo[d].meta |= MARK
+                held = self.view.value.get(d)
+                if isinstance(held, fx.Node):
+                    atens[self.now(held)] = dynamo[d]
+                continue
+            for n in self.groups.get(d, ()):
+                atens[n] = graph.node_copy(n, lambda x: atens[x])
+                clean(atens[n])
+                if n in self.again:
+                    atens[n].meta |= MARK
+                if "in_place" in n.meta:
+                    draw_in_place(atens[n])
+            dynamo[d] = self.result(d, atens)
+            if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
+                dynamo[d].meta["example_value"] = d.meta["example_value"]
+            self.rename(d, dynamo, names)
+            self.repoint(d, dynamo, atens)
+        for n in reversed(list(graph.nodes)):
+            if not n.users and (n in unneeded or (n.op == "call_function" and dead_if_unused(n))):
+                graph.erase_node(n)
+        return graph
+
+    def result(self, d: fx.Node, atens: dict):
+        """What a touched Dynamo node's value is now; None for a value that nobody reads
+        any more.
+        """
+        return pytree.tree_map(
+            lambda v: atens.get(self.now(v)) if isinstance(v, fx.Node) else v,
+            self.view.value[d],
+            is_leaf=lambda v: isinstance(v, fx.Node),
+        )
+
+    def rename(self, d: fx.Node, dynamo: dict, names: dict) -> None:
+        """A call may return its argument (x.type_as(x)): later readers of the argument read the
+        call in the view.
+        """
+        value = (
+            self.canon.of.get(self.view.value[d])
+            if isinstance(self.view.value[d], fx.Node)
+            else None
+        )
+        for a in d.all_input_nodes:
+            held = self.view.value.get(a)
+            if (
+                dynamo[a] is None
+                and value is not None
+                and isinstance(held, fx.Node)
+                and self.canon.of[held] is value
+            ):
+                names[d] = [a, *names.get(a, ())]
+                dynamo |= dict.fromkeys(names[d], dynamo[d])
+
+    def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
+        """After an in-place operator became functional, its older names mean the new value."""
+        for m in self.chained.get(d, ()):
+            if self.now(m) in atens:
+                for held in itertools.takewhile(lambda older, m=m: older is not m, self.chains[m]):
+                    for earlier in self.holders.get(held, ()):
+                        if earlier in dynamo:
+                            dynamo[earlier] = atens[self.now(m)]
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes and values in a graph of our own, submodules too."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in gm.graph.nodes:
+        env[n] = graph.node_copy(n, lambda x: env[x])
+    keep_signature(graph, gm.graph)
+    new = fx.GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(new, name, copied(child))
+    return new
+
+
+def clean(n: fx.Node) -> None:
+    """Dynamo graphs carry example_value, never val."""
+    n.meta = dict(n.meta)
+    n.meta["example_value"] = n.meta.pop("val", None)
+    n.meta.pop("tensor_meta", None)
+
+
+def draw_in_place(n: fx.Node) -> None:
+    """A random operator draws its numbers as the user wrote it: in place, here on a copy."""
+    with n.graph.inserting_before(n):
+        copy = n.graph.call_function(torch.ops.aten.clone.default, n.args[:1])
+    n.target, n.args = n.meta.pop("in_place"), (copy, *n.args[1:])
+    copy.meta = dict(n.meta)
+
+
+def is_random(n: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in n.target.tags
+
+
+def dead_if_unused(n: fx.Node) -> bool:
+    schema = schema_of(n.target) if isinstance(n.target, OpOverload) else None
+    if n.target is operator.getitem:
+        return "fusion" in n.meta or not n.all_input_nodes
+    return schema is not None and not schema.is_mutable

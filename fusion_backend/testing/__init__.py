@@ -1,0 +1,52 @@
+"""Tests of patterns and graph rewrites, for the project and for its users.
+
+rewritten, assert_fuses and check_pattern; spellings and near_misses write a pattern in other words.
+
+Comes in: a function or a pattern.
+Goes out: a rewritten graph, an assertion, or a proof.
+May import: frontends, match, ops, kernels, ir, capture, cache, reporting, compat.
+"""
+
+from fusion_backend.testing.asserts import (
+    assert_fuses,
+    collect,
+    fused_nodes,
+    graph_text,
+    rewritten,
+    with_kernels,
+)
+from fusion_backend.testing.check_pattern import Proof, check_pattern
+from fusion_backend.testing.compare import (
+    FACTOR,
+    ULPS,
+    DropoutOfKernels,
+    arguments,
+    close,
+    in_fp64,
+    supported_forms,
+    unfused,
+    value_and_gradients,
+)
+from fusion_backend.testing.spelling.author import near_misses, spellings
+
+__all__ = [
+    "FACTOR",
+    "ULPS",
+    "DropoutOfKernels",
+    "Proof",
+    "arguments",
+    "assert_fuses",
+    "check_pattern",
+    "close",
+    "collect",
+    "fused_nodes",
+    "graph_text",
+    "in_fp64",
+    "near_misses",
+    "rewritten",
+    "spellings",
+    "supported_forms",
+    "unfused",
+    "value_and_gradients",
+    "with_kernels",
+]

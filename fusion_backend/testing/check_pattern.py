@@ -1,0 +1,353 @@
+"""check_pattern: runs every function of a pattern, compares, and says what ran and what did not.
+
+Each function is run in every form of the arguments. A form may be refused, with an exception, where
+the function runs in another one; a name that does not exist is a mistake in any form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fusion_backend.compat.torch import FakeTensorMode, many_recompiles
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.match.templates import example_inputs, forms, template, templates, with_kinds
+from fusion_backend.ops.operator import draw, op_of
+from fusion_backend.ops.pattern import UNMATCHED, LibraryCall, Pattern
+from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.testing.compare import (
+    DropoutOfKernels,
+    arguments,
+    check_close,
+    in_fp64,
+    supported_forms,
+    unfused,
+    value_and_gradients,
+)
+from fusion_backend.testing.kernel_checks import DTYPES, check_kernels, flat_arguments
+from fusion_backend.testing.proof import Proof, in_forms, line_of, raised, typo, watched
+
+EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
+
+
+def check_pattern(
+    pattern: Pattern, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
+) -> Proof:
+    """Prove what can be proven of a pattern on this machine. The result says what ran, and what did
+    not and why.
+
+    Every function of the pattern is run. The reference can be traced, and its rewritten graph
+    computes what it does; every spelling agrees with it in fp64, value and gradient, and is
+    recognised; every near miss differs from it and is left alone; guard and worthwhile answer; the
+    kernel agrees, with gradients and without, in each of `dtypes` that the guard takes (on CUDA, or
+    with TRITON_INTERPRET=1); the operators pass torch.library.opcheck. Raises PatternError or
+    AssertionError naming pattern and line.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    proof = Proof(pattern.name)
+    check_inputs(pattern, proof)
+    reference = run_in_forms(pattern, pattern.reference, "reference", list(forms(pattern)), proof)
+    templates(pattern)
+    supported = supported_forms(pattern)
+    untraceable = [kinds for kinds in reference if kinds not in supported]
+    if untraceable:
+        template(pattern, pattern.reference, untraceable[0])
+        why = pattern.memo.get("trace_error")
+        proof.not_run.append(
+            f"recognition {in_forms(untraceable, reference)}: it cannot be traced: {why}"
+        )
+    check_reference(pattern, supported, proof)
+    if pattern.seeded_fn is not None:
+        check_seeded(pattern, supported, proof)
+    for fn in pattern.spellings[1:]:
+        check_spelling(pattern, fn, supported, reference, proof)
+    for fn in pattern.near_misses:
+        check_near_miss(pattern, fn, supported, reference, proof)
+    check_answers(pattern, supported, tuple(dtypes), proof)
+    check_kernels(pattern, supported, tuple(dtypes), device, proof)
+    return proof
+
+
+def check_inputs(pattern: Pattern, proof: Proof) -> None:
+    """Every case gives its arguments, on fakes: the last may be as large as a benchmark's."""
+    for case in pattern.cases or (None,):
+        try:
+            with FakeTensorMode():
+                example_inputs(pattern, torch.empty, case)
+        except PatternError:
+            raise
+        except Exception as error:
+            raise raised(pattern, "inputs", pattern.inputs_fn, error, f" for {case}") from error
+    proof.checked.append(
+        f"inputs: {len(pattern.cases)} cases" if pattern.cases else "inputs: the default ones"
+    )
+
+
+def run_in_forms(
+    pattern: Pattern, fn: Callable, what: str, kinds_of_all: list, proof: Proof
+) -> dict[tuple, list]:
+    """Value and gradients in fp64 in every form that the function takes."""
+    results, refused = {}, {}
+    for kinds in kinds_of_all:
+        try:
+            results[kinds] = value_and_gradients(fn, arguments(pattern, kinds, torch.float64))
+        except Exception as error:
+            if typo(error):
+                raise raised(pattern, what, fn, error, f" for {kinds}") from error
+            refused[kinds] = error
+    if not results:
+        kinds = max(refused, key=lambda kinds: how_far(fn, refused[kinds]))
+        where = f" in every form; it gets furthest for {kinds}"
+        raise raised(pattern, what, fn, refused[kinds], where) from refused[kinds]
+    for text in dict.fromkeys(described(e) for e in refused.values()):
+        alike = [kinds for kinds, e in refused.items() if described(e) == text]
+        proof.not_run.append(
+            f"{titled(what, fn)} {in_forms(alike, kinds_of_all)}: it raises {text}"
+        )
+    return results
+
+
+def how_far(fn: Callable, error: Exception) -> int:
+    """The line of the function that raised."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code is fn.__code__ else line
+        trace = trace.tb_next
+    return line
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def titled(what: str, fn: Callable) -> str:
+    doc = (fn.__doc__ or "").strip().partition("\n")[0]
+    return f"{what} at line {line_of(fn)}" + (f" ({doc})" if doc and what == "near miss" else "")
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Are these the same values and gradients in fp64?"""
+    return len(mine) == len(theirs) and all(
+        m.shape == t.shape and torch.allclose(m.double(), t.double(), **EXACT, equal_nan=True)
+        for m, t in zip(mine, theirs, strict=True)
+    )
+
+
+def report_on(pattern: Pattern, what: str, fn: Callable, args: list, run: Callable | None = None):
+    """What the pass finds in the function, looking for this pattern alone, and what `run` makes of
+    the new graph.
+    """
+    collector = Collector({"fusion.gate": "always", "fusion.only": [pattern.name]})
+    compiled = torch.compile(fn, backend=collector, dynamic=False, fullgraph=True)
+    try:
+        with many_recompiles():
+            out = run(compiled, args) if run else compiled(*args)
+    except PatternError:
+        raise
+    except Exception as error:
+        raise raised(pattern, what, fn, error, ", compiled,") from error
+    errors = [g.error for g in collector.report.graphs if g.error]
+    if errors or not collector.report.graphs:
+        reason = errors[0] if errors else "Dynamo made no graph of it"
+        raise AssertionError(
+            f"{pattern.where}: the {what} at line {line_of(fn)} was not looked at: {reason}"
+        )
+    return collector, out
+
+
+def sites_in(pattern: Pattern, collector: Collector) -> list:
+    return [s for s in collector.report.sites if s.pattern == pattern.name]
+
+
+def whole(pattern: Pattern, collector: Collector, args: list) -> bool:
+    """Has the operator as many arguments as the function? A site inside it may be a
+    smaller form.
+    """
+    wanted = given(flat_arguments(pattern, args))
+    calls = [
+        n for gm in collector.graphs for n in gm.graph.nodes if n.target is op_of(pattern).overload
+    ]
+    return all(given(n.args) == wanted for n in calls)
+
+
+def given(arguments) -> int:
+    """How many there are, words aside, which may stand for one another: `same` and `float32` of
+    fp32.
+    """
+    return sum(a is not None and not isinstance(a, str) for a in arguments)
+
+
+def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
+    """Value and gradients, dropout with the masks of the kernels."""
+    with DropoutOfKernels():
+        return value_and_gradients(fn, args)
+
+
+def check_recognised(
+    pattern: Pattern, what: str, fn: Callable, kinds: tuple, run: Callable | None = None
+):
+    """The site, and what `run` made of the new graph, in fp32."""
+    args = arguments(pattern, kinds, torch.float32)
+    collector, out = report_on(pattern, what, fn, args, run)
+    found = sites_in(pattern, collector)
+    if len(found) != 1 or not whole(pattern, collector, args):
+        raise AssertionError(
+            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not recognised\n{collector.report}"
+        )
+    return found[0], out
+
+
+def check_reference(pattern: Pattern, supported: list, proof: Proof) -> None:
+    """It is recognised, and the rewritten graph computes what it does, in fp32."""
+    if pattern.name in UNMATCHED:
+        proof.checked.append(f"reference: traced {in_forms(supported, supported)}")
+        proof.not_run.append("recognition: the pattern is not looked for in graphs (matched=False)")
+        return
+    fused, unchanged = [], {}
+    with watched(pattern) as calls:
+        for kinds in supported:
+            args = arguments(pattern, kinds, torch.float32)
+            site, got = check_recognised(
+                pattern, "reference", pattern.reference, kinds, like_kernels
+            )
+            plain, exact = unfused(pattern, args), unfused(pattern, in_fp64(args))
+            check_close(pattern, f"the rewritten graph for {kinds}", got, plain, exact)
+            fused += [kinds] * site.fused
+            unchanged |= {} if site.fused else {kinds: site.reason}
+    if calls.errors:
+        raise calls.errors[0]
+    proof.checked.append(f"reference: traced and recognised {in_forms(supported, supported)}")
+    if fused:
+        proof.checked.append(
+            f"rewritten graph: agrees with the reference in fp32 {in_forms(fused, supported)}"
+        )
+    for reason in dict.fromkeys(unchanged.values()):
+        alike = [kinds for kinds, r in unchanged.items() if r == reason]
+        proof.not_run.append(f"rewritten graph {in_forms(alike, supported)}: not fused: {reason}")
+    if pattern.library_fn is not None:
+        say_library(calls.answers["library_fn"], proof)
+
+
+def say_library(answers: list, proof: Proof) -> None:
+    """What the library provider answered for the reference's own graphs."""
+    offered = [a for a in answers if isinstance(a, LibraryCall)]
+    if offered:
+        proof.checked.append(f"library provider: {len(offered)} calls in {len(answers)} graphs")
+    for reason in dict.fromkeys(a.reason for a in answers if isinstance(a, Reject)):
+        proof.not_run.append(f"library provider: it declines: {reason}")
+    if not answers:
+        proof.not_run.append("library provider: it was never asked")
+
+
+def check_seeded(pattern: Pattern, supported: list, proof: Proof) -> None:
+    """What is written in terms of a seed computes what the reference does with the same mask, in
+    fp64.
+    """
+    for kinds in supported:
+        args = arguments(pattern, kinds, torch.float64)
+        try:
+            mine = value_and_gradients(
+                lambda *args: pattern.seeded_fn(*args, draw(torch.device("cpu"))), args
+            )
+        except Exception as error:
+            raise raised(
+                pattern, "seeded reference", pattern.seeded_fn, error, f" for {kinds}"
+            ) from error
+        if not equal(mine, unfused(pattern, args)):
+            line = line_of(pattern.seeded_fn)
+            raise PatternError(
+                f"{pattern.where}: the seeded reference at line {line} disagrees with the reference for {kinds}"
+            )
+    proof.checked.append(
+        f"seeded reference: agrees with the reference in fp64 {in_forms(supported, supported)}"
+    )
+
+
+def check_spelling(
+    pattern: Pattern, fn: Callable, supported: list, reference: dict, proof: Proof
+) -> None:
+    """It computes what the reference does wherever it has a template, and is recognised wherever it
+    computes that.
+    """
+    line = line_of(fn)
+    results = run_in_forms(pattern, fn, "spelling", supported, proof)
+    agreeing = [kinds for kinds, mine in results.items() if equal(mine, reference[kinds])]
+    others = [kinds for kinds in results if kinds not in agreeing]
+    for kinds in others:
+        if not agreeing or template(pattern, fn, kinds):
+            raise PatternError(
+                f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
+            )
+    if pattern.name not in UNMATCHED:
+        for kinds in agreeing:
+            check_recognised(pattern, "spelling", fn, kinds)
+    proof.checked.append(
+        f"spelling at line {line}: agrees with the reference in fp64, value and gradient, and is recognised "
+        f"{in_forms(agreeing, supported)}"
+    )
+    if others:
+        why = "it computes something else, without all of the arguments"
+        proof.not_run.append(f"spelling at line {line} {in_forms(others, supported)}: {why}")
+
+
+def check_near_miss(
+    pattern: Pattern, fn: Callable, supported: list, reference: dict, proof: Proof
+) -> None:
+    """It differs from the reference, in value or gradient, and is left alone, wherever it runs."""
+    line = line_of(fn)
+    results = run_in_forms(pattern, fn, "near miss", supported, proof)
+    for kinds, mine in results.items():
+        if equal(mine, reference[kinds]):
+            raise PatternError(
+                f"{pattern.where}: the near miss at line {line} computes what the reference does for {kinds}, value "
+                "and gradient: it is a spelling, or the example inputs do not show the difference"
+            )
+        if pattern.name in UNMATCHED:
+            continue
+        found = sites_in(
+            pattern,
+            report_on(pattern, "near miss", fn, arguments(pattern, kinds, torch.float32))[0],
+        )
+        if found:
+            raise AssertionError(
+                f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}"
+            )
+    proof.checked.append(
+        f"{titled('near miss', fn)}: differs from the reference and is left alone {in_forms(results, supported)}"
+    )
+
+
+def check_answers(pattern: Pattern, supported: list, dtypes: tuple, proof: Proof) -> None:
+    """Guard and worthwhile answer None or Reject to fakes in every form, dtype and case."""
+    asked = [
+        (what, fn, extra)
+        for what, fn, extra in (
+            ("guard", pattern.guard_fn, ()),
+            ("worthwhile", pattern.worthwhile_fn, (False,)),
+            ("worthwhile", pattern.worthwhile_fn, (True,)),
+        )
+        if fn is not None
+    ]
+    for case in pattern.cases or (None,):
+        for dtype in dtypes:
+            with FakeTensorMode():
+                made = example_inputs(
+                    pattern, lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype), case
+                )
+                for kinds in supported:
+                    for what, fn, extra in asked:
+                        ask(pattern, what, fn, [*with_kinds(pattern, kinds, made), *extra])
+    for what in dict.fromkeys(what for what, _, _ in asked):
+        proof.checked.append(f"{what}: answers in every form, dtype and case of inputs")
+
+
+def ask(pattern: Pattern, what: str, fn: Callable, args: list) -> None:
+    try:
+        answer = fn(*args)
+    except Exception as error:
+        raise raised(pattern, what, fn, error) from error
+    if answer is not None and not isinstance(answer, Reject):
+        raise PatternError(
+            f"{pattern.where}: the {what} at line {line_of(fn)} answers {answer!r}, not Reject or None"
+        )

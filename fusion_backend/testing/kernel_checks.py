@@ -1,0 +1,287 @@
+"""The kernels of a pattern against its reference, in every form, dtype and way in which a graph may
+ask for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.library import opcheck
+
+from fusion_backend.compat.torch import FakeTensor, FakeTensorMode
+from fusion_backend.kernels.common.inputs import DTYPES as NAMES
+from fusion_backend.kernels.common.launch import interpreting, trial
+from fusion_backend.ops.operator import draw, op_of
+from fusion_backend.ops.pattern import Pattern
+from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.testing.compare import (
+    arguments,
+    check_close,
+    in_fp64,
+    unfused,
+    value_and_gradients,
+)
+from fusion_backend.testing.proof import Proof, in_forms, watched
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ON_REAL = ("test_schema", "test_autograd_registration")
+WITHOUT = "kernel, without gradients"
+INLINED = "forward inlined"
+ON_FAKES = ("test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def own_backward(pattern: Pattern) -> str:
+    return (
+        "vjp" if pattern.backward_fn is None else "formula" if pattern.backward_plain else "kernel"
+    )
+
+
+def ways(pattern: Pattern) -> dict[str, dict]:
+    """How a graph may ask for the operator: in words, and its keyword arguments."""
+    own, found = own_backward(pattern), {}
+    if pattern.kernel_fn is not None:
+        found[WITHOUT] = dict(forward="kernel", backward="vjp", save=False)
+        if pattern.memo["differentiable"]:
+            found["kernel, with gradients"] = dict(forward="kernel", backward=own, save=True)
+    if pattern.can_inline_forward and not pattern.drawn:
+        found[f"backward ({own}), {INLINED}"] = dict(forward="reference", backward=own, save=True)
+    return found
+
+
+def check_kernels(
+    pattern: Pattern, supported: list, dtypes: tuple, device: str, proof: Proof
+) -> None:
+    """Kernel and backward where they can run on this machine, and the operators by
+    torch.library.opcheck.
+    """
+    asked = ways(pattern)
+    if pattern.kernel_fn is None:
+        proof.not_run.append("kernel: the pattern has none")
+    if device != "cuda" and not interpreting():
+        for words in [words for words, decision in asked.items() if "kernel" in decision.values()]:
+            asked.pop(words)
+            proof.not_run.append(f"{words}: no CUDA device and TRITON_INTERPRET is not set")
+    ran = {words: {} for words in asked}
+    with watched(pattern) as calls:
+        for dtype in dtypes if asked else ():
+            now = {
+                words: decision
+                for words, decision in asked.items()
+                if due(pattern, words, dtype, dtypes)
+            }
+            compared, refused = compare_in_forms(pattern, supported, now, dtype, device, calls)
+            for words in now:
+                ran[words][dtype] = compared
+            for reason in dict.fromkeys(refused.values()):
+                alike = [kinds for kinds, r in refused.items() if r == reason]
+                proof.not_run.append(
+                    f"kernel in {NAMES.get(dtype, dtype)} {in_forms(alike, supported)}: {reason}"
+                )
+        launched = [
+            (kinds, dtype)
+            for by_dtype in ran.values()
+            for dtype in by_dtype
+            for kinds in by_dtype[dtype]
+        ]
+        for words, by_dtype in ran.items():
+            if any(by_dtype.values()):
+                proof.checked.append(
+                    f"{words}: agrees with the reference {in_dtypes(by_dtype, supported)}"
+                )
+            else:
+                proof.not_run.append(
+                    f"{words}: the guard takes the example inputs in no form and dtype"
+                )
+        first = next(
+            (k for k in supported if pattern.drawn or k not in pattern.memo.get("random", ())),
+            supported[0],
+        )
+        kinds, dtype = launched[0] if launched else (first, dtypes[0])
+        kernel = bool(launched) and any(
+            decision["forward"] == "kernel" for decision in asked.values()
+        )
+        check_operators(pattern, kinds, kernel, dtype, device, proof)
+
+
+def due(pattern: Pattern, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
+    """Is it asked in this dtype? The kernel in every one, what it shares its code with in the first
+    alone: an inlined forward with the backward's kernel, and a launcher without `save` with itself.
+    """
+    only = words == WITHOUT and not pattern.saves and pattern.memo["differentiable"]
+    return dtype == dtypes[0] or not (only or words.endswith(INLINED))
+
+
+def in_dtypes(by_dtype: dict[torch.dtype, list], supported: list) -> str:
+    """In which forms and dtypes; dtypes with the same forms together."""
+    forms = dict.fromkeys(tuple(kinds) for kinds in by_dtype.values() if kinds)
+    parts = []
+    for some in forms:
+        names = [NAMES.get(d, str(d)) for d, kinds in by_dtype.items() if tuple(kinds) == some]
+        parts.append(f"{in_forms(some, supported)} in {', '.join(names)}")
+    return "; ".join(parts)
+
+
+def compare_in_forms(pattern, supported, asked, dtype, device, calls) -> tuple[list, dict]:
+    """The forms that were compared in a dtype, and the reasons why others were not."""
+    compared, refused = [], {}
+    for kinds in supported:
+        args = arguments(pattern, kinds, dtype, device)
+        answer = pattern.guard_fn(*args) if pattern.guard_fn is not None else None
+        if isinstance(answer, Reject):
+            refused[kinds] = answer.reason
+            continue
+        try:
+            plain, exact = unfused(pattern, args), unfused(pattern, in_fp64(args))
+        except Exception as error:  # fp16 on a CPU, say
+            refused[kinds] = f"the reference raises {type(error).__name__}: {error}"
+            continue
+        for words, decision in asked.items():
+            what = f"{words}, for {kinds} in {dtype}"
+            compare(pattern, what, decision, args, plain, exact, calls)
+        if pattern.kernel_fn is not None and not compared and dtype == torch.float32:
+            check_on_fakes(pattern, kinds, args)
+        compared.append(kinds)
+    return compared, refused
+
+
+def compare(
+    pattern: Pattern, what: str, decision: dict, args: list, plain: list, exact: list, calls
+) -> None:
+    """One way of asking for the operator, against the reference in the same dtype and in fp64."""
+    before = {name: len(calls.answers[name]) for name in ("kernel_fn", "backward_fn")}
+
+    def run(*given):
+        return operator_on(pattern, decision, given)
+
+    try:
+        if decision["save"]:
+            got = value_and_gradients(run, args)
+        else:
+            with torch.no_grad():
+                got, plain, exact = (
+                    value_and_gradients(run, args),
+                    plain[: pattern.outputs],
+                    exact[: pattern.outputs],
+                )
+    except PatternError:
+        raise
+    except Exception as error:
+        raise PatternError(
+            f"{pattern.where}: {what}: it raised {type(error).__name__}: {error}"
+        ) from error
+    check_close(pattern, what, got, plain, exact)
+    backward = decision["backward"] != "vjp" and len(plain) > pattern.outputs
+    for name, due in (("kernel_fn", decision["forward"] == "kernel"), ("backward_fn", backward)):
+        if due and len(calls.answers[name]) == before[name]:
+            raise AssertionError(
+                f"{pattern.where}: {what}: the {name.removesuffix('_fn')} was not run"
+            )
+
+
+def operator_on(pattern: Pattern, decision: dict, given):
+    """The results of the pattern's operator on its arguments, without what it keeps for the
+    backward.
+    """
+    out = op_of(pattern).overload(*flat_arguments(pattern, given), **decision)
+    return out[: pattern.outputs] if isinstance(out, tuple) else out
+
+
+def flat_arguments(pattern: Pattern, given) -> list:
+    device = next(a.device for a in given if isinstance(a, torch.Tensor))
+    named = dict(zip([p.name for p in pattern.params], given, strict=True))
+    return op_of(pattern).flatten(named | {name: draw(device) for name in pattern.drawn})
+
+
+def check_operators(
+    pattern: Pattern, kinds: tuple, kernel: bool, dtype, device: str, proof: Proof
+) -> None:
+    """torch.library.opcheck of the operator, and of that of its backward, in one form and dtype.
+
+    What the interpreter runs cannot be traced: there, on fake tensors the operator is its
+    reference.
+    """
+    op = op_of(pattern)
+    args = arguments(pattern, kinds, dtype, device)
+    if not pattern.memo["differentiable"] or not all(
+        o.is_floating_point() for o in tensors(pattern.reference(*args))
+    ):
+        args = detached(args)  # opcheck would ask for the gradient of integers
+    flat = flat_arguments(pattern, args)
+    inlined = dict(forward="reference", backward="vjp", save=False)
+    launched = dict(forward="kernel", backward=own_backward(pattern), save=True)
+    checked_by_torch(pattern, op.overload, flat, launched if kernel else inlined, ON_REAL)
+    checked_by_torch(
+        pattern, op.overload, flat, launched if kernel and device == "cuda" else inlined, ON_FAKES
+    )
+    names = [str(op.overload)]
+    if op.backward_call is not None and kernel:
+        backward = getattr(torch.ops.fusion, f"{pattern.name}_backward").default
+        names.append(str(backward))
+        given = backward_arguments(pattern, flat)
+        with trial(unless_fake) if device != "cuda" else contextlib.nullcontext():
+            checked_by_torch(pattern, backward, given, {}, (*ON_REAL, "test_faketensor"))
+    elif op.backward_call is not None:
+        proof.not_run.append("opcheck of the backward's operator: its kernel was not run")
+    proof.checked.append(f"opcheck of {' and '.join(names)}: {', '.join((*ON_REAL, *ON_FAKES))}")
+
+
+def unless_fake(kernel, grid: tuple, args: tuple, options: dict) -> None:
+    """A launch in the interpreter, which cannot read a fake tensor."""
+    if not any(isinstance(a, FakeTensor) for a in args):
+        kernel[grid](*args, **options)
+
+
+def detached(args) -> list:
+    return [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def tensors(out) -> tuple:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def check_on_fakes(pattern: Pattern, kinds: tuple, args: list) -> None:
+    """On fake tensors the launcher gives results of the shapes, strides and dtypes of the real
+    ones.
+    """
+    flat = flat_arguments(pattern, detached(args))
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in flat]
+    for save in (False, True) if pattern.saves else (False,):
+        extra = (save,) if pattern.saves else ()
+        real = tensors(pattern.kernel_fn(*op_of(pattern).unflatten(flat), *extra))
+        with mode, trial(unless_fake):
+            fake = tensors(pattern.kernel_fn(*op_of(pattern).unflatten(fakes), *extra))
+        for i, (r, f) in enumerate(zip(real, fake, strict=True)):
+            have, want = ((t.shape, t.stride(), t.dtype) for t in (f, r))
+            if have != want:
+                raise AssertionError(
+                    f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake tensors, "
+                    f"{want} on real ones"
+                )
+
+
+def backward_arguments(pattern: Pattern, flat: list) -> list:
+    """What the operator of the backward takes, for gradients of ones."""
+    op, flat = op_of(pattern), detached(flat)
+    with torch.no_grad():
+        out = tensors(op.overload(*flat, forward="kernel", backward="kernel", save=True))
+    results, saves = out[: pattern.outputs], out[pattern.outputs :]
+    given = [flat[i] for i in op.tensor_fields]
+    needs = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in given]
+    return [
+        *map(torch.ones_like, results),
+        *(results if pattern.backward_result else ()),
+        *saves,
+        needs,
+        *flat,
+    ]
+
+
+def checked_by_torch(pattern: Pattern, overload, args: list, kwargs: dict, checks: tuple) -> None:
+    try:
+        opcheck(overload, tuple(args), kwargs, test_utils=checks)
+    except PatternError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{pattern.where}: opcheck of {overload}: {error}") from error

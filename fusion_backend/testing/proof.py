@@ -1,0 +1,102 @@
+"""What a check of a pattern found, in sentences, and errors that name the function and its line."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
+
+from fusion_backend.ops.pattern import Pattern
+from fusion_backend.reporting.reject import PatternError
+
+WATCHED = {"guard_fn": "guard", "library_fn": "library provider", "kernel_fn": "kernel",
+    "saved_fn": "saved",
+           "seeded_fn": "seeded reference", "backward_fn": "backward"}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Proof:
+    """What check_pattern ran, and what it did not run and why: a sentence each, that begins with
+    what it is about.
+    """
+
+    pattern: str
+    checked: list[str] = dataclasses.field(default_factory=list)
+    not_run: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self):
+        checked = [f"{self.pattern}: checked", *(f"  {line}" for line in self.checked)]
+        return "\n".join(
+            checked + (["not run", *(f"  {line}" for line in self.not_run)] if self.not_run else [])
+        )
+
+
+def line_of(fn: Callable) -> int:
+    return fn.__code__.co_firstlineno
+
+
+def in_forms(some: Collection, of_all: Collection) -> str:
+    """Forms in words; a few by name."""
+    if len(some) == len(of_all):
+        return "in its one form" if len(of_all) == 1 else f"in all {len(of_all)} forms"
+    if len(some) <= 3:
+        return "in " + " and ".join(f"({', '.join(kinds)})" for kinds in some)
+    return f"in {len(some)} of {len(of_all)} forms"
+
+
+def raised(
+    pattern: Pattern, what: str, fn: Callable, error: Exception, where: str = ""
+) -> PatternError:
+    return PatternError(
+        f"{pattern.where}: the {what} at line {line_of(fn)} raised {type(error).__name__}{where}: {error}"
+    )
+
+
+def typo(error: Exception) -> bool:
+    """A name that does not exist, unless it was asked of an argument that is None or a number in
+    this form.
+    """
+    if isinstance(error, AttributeError):
+        return error.name is None or not isinstance(error.obj, (type(None), int, float, str))
+    return isinstance(error, (NameError, ImportError, SyntaxError))
+
+
+@dataclasses.dataclass
+class Calls:
+    """What the functions of a pattern answered, in order, and what they raised."""
+
+    answers: dict[str, list] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    errors: list[PatternError] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watched(pattern: Pattern):
+    """Inside, the calls of a pattern's functions are recorded, and what they raise names the
+    function and its line.
+    """
+    calls, real = Calls(), {name: getattr(pattern, name) for name in WATCHED}
+
+    def recorded(name: str, fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def call(*args):
+            try:
+                answer = fn(*args)
+            except Exception as error:
+                calls.errors.append(raised(pattern, WATCHED[name], fn, error))
+                raise calls.errors[-1] from error
+            calls.answers[name].append(answer)
+            return answer
+
+        return call
+
+    try:
+        for name, fn in real.items():
+            setattr(pattern, name, fn and recorded(name, fn))
+        yield calls
+    finally:
+        for name, fn in real.items():
+            setattr(pattern, name, fn)

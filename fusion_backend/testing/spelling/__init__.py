@@ -1,0 +1,3 @@
+"""Generated spellings and near misses of a pattern, and the proof that they are recognised and left
+right.
+"""

@@ -1,0 +1,61 @@
+"""What may stand around a value or around the whole code and changes nothing. Fields as in
+wordings.py.
+"""
+
+from __future__ import annotations
+
+# The value itself in other words; `{x}` is a variable that holds it.
+DISGUISES = [
+    "{x}.contiguous()",
+    ("{x}.view({x}.shape)", lambda a: a.contiguous),
+    "{x}.reshape({x}.shape)",
+    ("{x}.view({x}.size(0), -1)", lambda a: a.contiguous and a.rank == 2),
+    ("{x}.view(-1, {x}.shape[-1]).view({x}.shape)", lambda a: a.contiguous),
+    ("{x}.reshape(-1, {x}.size(-1)).view_as({x})", lambda a: a.rank >= 2),
+    ("{x}.flatten(0, 1).unflatten(0, {x}.shape[:2])", lambda a: a.rank >= 2),
+    "{x}[...]",
+    "{x}[:]",
+    "{x}[None].squeeze(0)",
+    "{x}[None][0]",
+    "{x}.to({x}.dtype)",
+    ("{x}.float().to({type})", lambda a: a.floating and a.type.itemsize <= 4),
+    "{x}.type_as({x})",
+    "{x}.unsqueeze(0).squeeze(0)",
+    "{x}.unsqueeze(-1).squeeze(-1)",
+    ("{x}.transpose(0, 1).transpose(0, 1)", lambda a: a.rank >= 2),
+    ("{x}.mT.mT", lambda a: a.rank >= 2),
+    ("F.dropout({x}, 0.1, training=False)", lambda a: a.floating),
+    ("F.dropout({x}, p=0.0)", lambda a: a.floating),
+    ("nn.Dropout(0.0)({x})", lambda a: a.floating),
+    ("nn.Dropout(0.3).eval()({x})", lambda a: a.floating),
+    "nn.Identity()({x})",
+    ("{x} * 1", lambda a: a.floating),
+    "{x}.clone()",
+    "{x}.expand_as({x})",
+    "{x}",
+]
+
+
+def indented(lines: list[str]) -> list[str]:
+    return ["    " + line for line in lines]
+
+
+# Where the code stands: its lines, its result and its arguments become the lines of a function.
+FRAMES = {
+    "plain": lambda body, out, given: [*body, f"return {out}"],
+    "inner function": lambda body, out, given: [
+        f"def inner({given}):", *indented([*body, f"return {out}"]), f"return inner({given})"
+    ],
+    "checkpoint": lambda body, out, given: [
+        f"def inner({given}):", *indented([*body, f"return {out}"]),
+        f"return torch.utils.checkpoint.checkpoint(inner, {given}, use_reentrant=False)",
+    ],
+    "autocast off": lambda body, out, given: [
+        'with torch.autocast("cpu", enabled=False):', *indented([*body, f"result = {out}"]),
+        "return result"
+    ],
+    "autocast": lambda body, out, given: [
+        'with torch.autocast("cpu", torch.bfloat16):', *indented([*body, f"result = {out}"]),
+        "return result"
+    ],
+}  # fmt: skip
