@@ -29,11 +29,11 @@ from benchmarks.selection import case_of, dtype_of, takes, unfit
 from benchmarks.sweep import INTERPRETED, NO_GPU, run_now
 from benchmarks.timing import ROUNDS, Clock, in_turn
 from benchmarks.work import SMALL, WORK, Work
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels.common.blocks import blocks_of
 from fusion_backend.kernels.common.launch import interpreting, trial
 from fusion_backend.kernels.norm import forward as norms
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
 Blocked = Callable[[int, int], object]  # a call with BLOCK and warps
@@ -49,7 +49,7 @@ ROWWISE = {  # where a launcher asks for BLOCK, rows a program, warps and maybe 
 
 def forward(work: Work, args: list) -> object:
     """The pattern's own launcher."""
-    pattern = REGISTRY[work.pattern]
+    pattern = RULES[work.pattern]
     return pattern.kernel_fn(*args, *([False] if pattern.saves else []))
 
 
@@ -101,7 +101,7 @@ def rowwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
 
 def blocked(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     """The call, and the BLOCK and warps that the pattern's launcher takes itself."""
-    if not REGISTRY[work.pattern].kernel_fn:
+    if not RULES[work.pattern].kernel_fn:
         raise ValueError(f"{work.pattern} has no kernel")
     return (rowwise if work.pattern in ROWWISE else elementwise)(work, args)
 
@@ -167,13 +167,13 @@ def cell(row: BlockRow | None) -> str:
 
 def work_of(pattern: str, size: str | None, dtype: str | None, on_gpu: bool) -> Work:
     """The size asked for, or the first one of the pattern that benchmarks.patterns measures."""
-    if pattern not in REGISTRY:
-        raise ValueError(f"no pattern {pattern}; there is {', '.join(sorted(REGISTRY))}")
+    if pattern not in RULES:
+        raise ValueError(f"no pattern {pattern}; there is {', '.join(sorted(RULES))}")
     first = [w for w in (WORK if on_gpu else SMALL) if w.pattern == pattern and not w.linear][:1]
     work = (
         first[0]
         if first
-        else Work(pattern, REGISTRY[pattern].cases[-1 if on_gpu else 0], torch.float32)
+        else Work(pattern, RULES[pattern].cases[-1 if on_gpu else 0], torch.float32)
     )
     case = case_of(size if "=" in size else f"size={size}") if size else work.case
     if not takes(pattern, case):

@@ -37,7 +37,7 @@ from benchmarks.selection import add_arguments, selected, spread
 from benchmarks.table import LONG_MS
 from benchmarks.timing import CALLS, TURN_MS
 from benchmarks.work import Work
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 ROOT = Path(__file__).parent.parent
 ROUNDS, RESAMPLINGS, TOLERANCE = 12, 2000, 0.02

@@ -22,7 +22,7 @@ from benchmarks.timing import ROUNDS, Clock, copy_bandwidth, in_turn, matrix_rat
 from benchmarks.trace import profile
 from benchmarks.work import NAMES, Work
 from fusion_backend.compat.torch import inductor_config
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 
 inductor_config.max_autotune_report_choices_stats = False  # its tables would bury ours
 TWIN, ALWAYS = "inductor-again", "fusion-always"
@@ -197,7 +197,7 @@ def first_calls(
             what = ""
             if exact is not None:
                 if random:
-                    with same_mask(got[REGISTRY[work.pattern].outputs - 1] != 0):
+                    with same_mask(got[RULES[work.pattern].outputs - 1] != 0):
                         exact, plain = exactly(work, args, dys), step(reference, args, dys)
                 mine.errors, what = errors(got, exact), wrong(got, plain, exact)
             mine.status, mine.note = (WRONG, what) if what else (mine.status, "")

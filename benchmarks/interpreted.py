@@ -19,8 +19,9 @@ from torch import Tensor
 from benchmarks.measure import distance
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.match.templates import with_kinds
-from fusion_backend.ops.operator import op_of
-from fusion_backend.ops.pattern import REGISTRY, Pattern
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.registry import RULES
 from fusion_backend.testing import supported_forms
 
 
@@ -68,7 +69,10 @@ def compare(pattern: Pattern) -> bool:
         kernel[grid](*args, **options)
 
     # the same dropout for all
-    op, seeds = op_of(pattern), {name: torch.tensor([2026]) for name in pattern.drawn}
+    op, seeds = (
+        operator_of(pattern),
+        {name: torch.tensor([2026]) for name in pattern.seed_arguments},
+    )
 
     def reference(*args):
         return op.reference(*args, *seeds.values())
@@ -120,9 +124,7 @@ def main() -> int:
             "benchmarks.interpreted: set TRITON_INTERPRET=1 before Python starts", file=sys.stderr
         )
         return 2
-    ok = [
-        compare(pattern) for pattern in REGISTRY.values() if pattern.kernel_fn and pattern.inputs_fn
-    ]
+    ok = [compare(pattern) for pattern in RULES.values() if pattern.kernel_fn and pattern.inputs_fn]
     return not all(ok)
 
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from fusion_backend.compat.torch import TorchDispatchMode, storage_id
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.match.templates import with_kinds
-from fusion_backend.ops.pattern import REGISTRY, UNMATCHED, Pattern
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.registry import OPS
+from fusion_backend.ops.rule import Rule
 from fusion_backend.testing import supported_forms
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -26,7 +28,7 @@ TYPES = {
 SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
 
 MASKS = dict(padded=1), dict(bias=1)
-# Pattern, case, dtype, does a backward follow?
+# Op, case, dtype, does a backward follow?
 SITES = [
     ("add_mul", dict(size=20_000_000), FULL, False),
     ("add_mul_exp", dict(size=20_000_000), FULL, False),
@@ -215,7 +217,7 @@ def describe(kernel, grid: tuple, args: tuple, options: dict, given: set[int]) -
 
 
 def launches(
-    pattern: Pattern,
+    pattern: Op,
     case: dict,
     dtype: torch.dtype,
     backward: bool,
@@ -235,16 +237,15 @@ def launches(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     args = list(pattern.inputs_fn(tensor, **case))
-    args = (
-        with_kinds(pattern, supported_forms(pattern)[form], args)
-        if pattern.name in REGISTRY
-        else args
-    )
+    if isinstance(pattern, Rule):
+        args = with_kinds(pattern, supported_forms(pattern)[form], args)
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [
             a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)
         ]
-    drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
+    drawn = {
+        name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.seed_arguments
+    }
     seen.extend(a for a in (*args, *drawn.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
         results = pattern.kernel_fn(*args, *drawn.values(), *([backward] if pattern.saves else []))
@@ -268,7 +269,7 @@ def sites(only: list[str]):
     for name, case, dtype, backward in SITES:
         if only and name not in only:
             continue
-        pattern = (REGISTRY | UNMATCHED)[name]
+        pattern = OPS[name]
         ways = (
             [dict(transposed=True)]
             if name == "gated_linear"

@@ -21,8 +21,10 @@ from benchmarks.synthetic import chain, decoder
 from fusion_backend.capture import autocast
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import capture
+from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Gate
-from fusion_backend.frontends.dynamo import nearest, patterns, usable
+from fusion_backend.decide.record import near_misses
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.options import parse
@@ -59,9 +61,9 @@ def matched(view, canon, known):
 
 
 def decisions(view, canon, options, matcher, found) -> int:
-    gate = Gate(view, canon, options)
+    gate = Gate(Facts(view, canon, options.exact_masks, {}), options)
     decided = gate.decide_all(found)
-    nearest(matcher, gate)
+    near_misses(matcher, gate)
     return len(decided)
 
 

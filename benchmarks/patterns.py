@@ -36,7 +36,7 @@ from benchmarks.selection import add_arguments, selected, spread
 from benchmarks.table import heading, honest, noise_of, summary, text
 from benchmarks.warm import compile_ahead
 from benchmarks.work import NAMES, Work
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 AUTOTUNE = "max-autotune"
 Plan = list[tuple[Work, dict[str, Maker]]]  # each row and its contenders, in order

@@ -27,7 +27,7 @@ from benchmarks.tiny_models import LAYERS
 from benchmarks.whole_models import SUBJECTS, Subject
 from fusion_backend.compat.torch import many_recompiles
 from fusion_backend.frontends.explain import Collector
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 
 KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
@@ -158,7 +158,7 @@ def found(subject: Subject, setting: Setting) -> dict[str, int]:
         for site in (s for s in graph.sites if not s.covered):
             for kind in (k for k, patterns in KINDS.items() if site.pattern in patterns):
                 # the first result
-                places[kind].add((i, site.nodes[-REGISTRY[site.pattern].outputs]))
+                places[kind].add((i, site.nodes[-RULES[site.pattern].outputs]))
     return {kind: sum(collector.calls[i] for i, _ in where) for kind, where in places.items()}
 
 

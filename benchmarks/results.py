@@ -30,7 +30,7 @@ import torch
 import triton
 
 from benchmarks.provenance import revision
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 OK, WRONG, FAILED = "ok", "wrong", "failed"  # status of a contender
 

@@ -9,7 +9,7 @@ import inspect
 import torch
 
 from benchmarks.work import DTYPES, F32, SMALL, WORK, Work
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 
 SIZES = ("small", "large", "all")
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def selected(args: argparse.Namespace, on_gpu: bool) -> list[Work]:
     """The work in question; ValueError names what is not known, and what is."""
     names = args.only or sorted({work.pattern for work in WORK})
-    if unknown := sorted(set(names) - set(REGISTRY)):
-        raise ValueError(f"no pattern {', '.join(unknown)}; there is {', '.join(sorted(REGISTRY))}")
+    if unknown := sorted(set(names) - set(RULES)):
+        raise ValueError(f"no pattern {', '.join(unknown)}; there is {', '.join(sorted(RULES))}")
     dtypes = [dtype_of(word) for word in args.dtype.split(",")] if args.dtype else None
     modes = {True: [True], False: [False]}.get(
         args.train if args.train != args.infer else None, [False, True]
@@ -99,13 +99,13 @@ def case_of(word: str) -> dict[str, int]:
 
 def keys_of(pattern: str) -> list[str]:
     """The sizes that a pattern's example inputs take."""
-    fn = REGISTRY[pattern].inputs_fn
+    fn = RULES[pattern].inputs_fn
     return list(inspect.signature(fn).parameters)[1:] if fn else []
 
 
 def needed(pattern: str) -> list[str]:
     """Those that have no default."""
-    fn = REGISTRY[pattern].inputs_fn
+    fn = RULES[pattern].inputs_fn
     return (
         [
             p.name
@@ -160,7 +160,7 @@ def listed(names, sizes, dtypes, modes, on_gpu) -> list[Work]:
     # the last.
     rows = [
         *rows,
-        *(Work(n, REGISTRY[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have),
+        *(Work(n, RULES[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have),
     ]
     chosen = []
     for work in rows:

@@ -17,8 +17,8 @@ from benchmarks.contenders import HOW, compiled, results_of, step
 from benchmarks.measure import said
 from benchmarks.timing import Clock
 from benchmarks.work import Work
-from fusion_backend.frontends.dynamo import patterns
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.frontends.loading import patterns
+from fusion_backend.ops.registry import RULES
 
 
 class Side:
@@ -29,7 +29,7 @@ class Side:
         self.clock, self.how = Clock(self.device), how
 
     def prepare(self, work: Work) -> dict:
-        if work.pattern not in REGISTRY:
+        if work.pattern not in RULES:
             return dict(missing=True)
         torch.compiler.reset()
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import table_json
-from fusion_backend.frontends.dynamo import patterns, usable
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.testing.spelling.recall import Recall, recall
 
 HEADER = (

@@ -24,9 +24,10 @@ from benchmarks.model_zoo import ENTRIES, build
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.compat.triton import SM_90, forget_compiled, set_driver
 from fusion_backend.decide import gate
-from fusion_backend.frontends.dynamo import fuse_graph, patterns, usable
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.ops import operator as op
 from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.report import GraphRecord
 
 
@@ -82,7 +83,7 @@ def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[floa
         triton.knobs.compilation.always_compile = True
         triton.knobs.compilation.listener = compiled
         started = time.perf_counter()
-        fuse_graph(gm, options, record)
+        fuse_graph(gm, options, record, usable(patterns()))
         seconds = time.perf_counter() - started
     compiled.forget()
     return seconds, sum(site.fused for site in record.sites), compiled
@@ -90,7 +91,9 @@ def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[floa
 
 def show(name: str, gm: torch.fx.GraphModule, options: Options, threads: list[int]) -> None:
     usable(patterns())
-    fuse_graph(gm, options, GraphRecord(0))  # what is done once a process is not counted
+    fuse_graph(
+        gm, options, GraphRecord(0), usable(patterns())
+    )  # what is done once a process is not counted
     runs = [(n, *cost(gm, options, n)) for n in threads]
     _, _, sites, compiled = runs[0]
     each = Counter({kernel: sum(seconds) for kernel, seconds in compiled.seconds.items()})

@@ -27,7 +27,7 @@ from benchmarks.measure import synchronize
 from benchmarks.results import Contender
 from benchmarks.work import Work
 from fusion_backend.compat.torch import benchmarker
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
 Task = tuple[Work, list[str]]  # what is compiled, and for which contenders

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.counting import operations, size_of
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -62,7 +62,7 @@ class Work(NamedTuple):
                 (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
             )
             return [x, 0.125, *masks]
-        args = list(REGISTRY[self.pattern].inputs_fn(tensor, **self.case))
+        args = list(RULES[self.pattern].inputs_fn(tensor, **self.case))
         if self.pattern == "gated_linear":
             for i in (1, 3):
                 args[i] *= self.case["k"] ** -0.5
@@ -83,7 +83,7 @@ class Work(NamedTuple):
         """
         if self.pattern == "relative_bias":
             return of_t5
-        return windowed(**self.case) if "window" in self.case else REGISTRY[self.pattern].reference
+        return windowed(**self.case) if "window" in self.case else RULES[self.pattern].reference
 
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
         """The least time, given bytes and matrix operations a second."""
@@ -143,7 +143,7 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
     near, exact = apart.abs(), half // 2
     far = exact + (torch.log(near.float() / exact) / math.log(128 / exact) * (half - exact)).long()
     row = (apart > 0).long() * half + torch.where(near < exact, near, far.clamp(max=half - 1))
-    return REGISTRY["relative_bias"].reference(row, weight).contiguous()
+    return RULES["relative_bias"].reference(row, weight).contiguous()
 
 
 def windowed(window: int, **case) -> Callable:
@@ -156,7 +156,7 @@ def windowed(window: int, **case) -> Callable:
             k.shape[2], device=q.device
         )
         band = (apart >= 0) & (apart < window)
-        return REGISTRY["attention"].reference(
+        return RULES["attention"].reference(
             q, k, v, mask, bias, band if keep is None else band & keep, *rest
         )
 

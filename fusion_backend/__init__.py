@@ -5,16 +5,22 @@ import time
 LOADED_AT = time.time()  # before any other file of ours is read
 
 # ruff: noqa: E402 (the clock is read before any other file of ours)
-from fusion_backend.ops.pattern import LibraryCall, Pattern
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.rule import Replacement, Rule, analysis
 from fusion_backend.options import disable
-from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.reporting.reject import BackwardOnly, PatternError, Reject
 from fusion_backend.reporting.report import report, reset
 
 __all__ = [
-    "LibraryCall",
+    "BackwardOnly",
+    "Op",
     "Pattern",
     "PatternError",
     "Reject",
+    "Replacement",
+    "Rule",
+    "analysis",
     "disable",
     "explain",
     "fuse",

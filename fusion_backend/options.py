@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import os
 
 GATES = ("auto", "always", "never")
 DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
@@ -14,7 +15,7 @@ DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
 class Options:
     """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong
     answer to one rewrite); gate  auto: where it is known to pay, always: wherever it is possible,
-    never: report only; exact_masks no finite fill of a mask, such as -1e9, is taken for -inf.
+    never: report only; exact_masks no finite fill of a mask, such as -1e9, is taken for -inf; dump  a directory for what each pass makes, as text.
     """
 
     only: tuple[str, ...] = ()
@@ -22,6 +23,7 @@ class Options:
     limit: int | None = None
     gate: str = "auto"
     exact_masks: bool = False
+    dump: str | None = dataclasses.field(default=None, repr=False)  # no part of a cache's key
 
 
 def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
@@ -49,6 +51,10 @@ def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
     exact = ours.get("exact_masks", False)
     if not isinstance(exact, bool):
         raise ValueError(f"fusion.exact_masks is {exact!r}; it must be True or False")
+    if ours.get("dump") is not None:
+        if not isinstance(ours["dump"], (str, os.PathLike)):
+            raise ValueError(f"fusion.dump is {ours['dump']!r}; it must be a directory")
+        ours["dump"] = os.fspath(ours["dump"])
     if ours.get("gate", "auto") not in GATES:
         raise ValueError(f"fusion.gate is {ours['gate']!r}; valid are {', '.join(GATES)}")
     return Options(**ours), theirs

@@ -7,7 +7,7 @@ Installed as fusion_backend.patterns; refuses to be imported under another name.
 import importlib
 import pkgutil
 
-from fusion_backend.ops.pattern import clashes_left_out
+from fusion_backend.ops.registry import clashes_left_out
 from fusion_backend.reporting.report import warn_once
 
 if __name__ != "fusion_backend.patterns":

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern, Reject
+from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.rows import RESULTS, reject_rows, reject_shapes, reject_vectors
 from fusion_backend.kernels.norm.backward import backward
@@ -57,9 +57,8 @@ def _(x, residual, weight, bias, eps, training):
     if no := small_in_fp32(x, training):
         return no
     if training:
-        return Reject(
-            f"what Inductor's forward gives need not be kept for backward ({RESULTS})",
-            forward_only=True,
+        return BackwardOnly(
+            f"what Inductor's forward gives need not be kept for backward ({RESULTS})"
         )
     return not_forward(x, residual=True)
 

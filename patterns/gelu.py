@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend import Op, Pattern, Reject, Replacement
 
 LOG2E = 1.4426950408889634
 NEAR = 0.295
@@ -60,12 +60,10 @@ def _(around, training):
         return Reject(f"before {around.reductions[0]} the formula is written to memory: {LOST}")
 
 
-@gelu.library()
-def _(x, approximate, masks, training):
+@gelu.replacement
+def _(x, approximate):
     why = "computed without the branches of " + ("erf" if approximate == "none" else "tanh")
-    return LibraryCall(
-        branchless_gelu, ("x",), dict(approximate=approximate), why, stays="gelu stays"
-    )
+    return Replacement(branchless_gelu, (x, approximate), {}, why, otherwise="gelu stays")
 
 
 def normal_distribution(x: Tensor, bell: Tensor, sign: int) -> Tensor:
@@ -85,7 +83,7 @@ def sigmoid(exponential: Tensor, sign: int) -> Tensor:
     return torch.rsqrt(y * y)
 
 
-@Pattern(matched=False)
+@Op
 def branchless_gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     """x · Φ(x), where Φ is computed in fp32 by one formula for all x."""
     wide = x.float()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern, Reject
+from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED, reject_rows, reject_vectors
 from fusion_backend.kernels.norm.backward import backward
@@ -69,9 +69,7 @@ def _(x, weight, bias, eps, training):
         return Reject(f"Inductor's forward is as fast in fp32 ({RESULTS})")
     few = statically_known_true(x.numel() < FEW * number(x.shape[-1]))
     if x.element_size() == 2 and 12288 < number(x.shape[-1]) <= 16384 and not few:
-        return Reject(
-            f"Inductor's forward is faster for rows of 24 to 32 KB ({RESULTS})", forward_only=True
-        )
+        return BackwardOnly(f"Inductor's forward is faster for rows of 24 to 32 KB ({RESULTS})")
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend import Op, Pattern, Reject, Replacement
 from fusion_backend.kernels.common.inputs import dynamic
 from fusion_backend.kernels.common.rows import UNMEASURED
 
@@ -47,15 +47,14 @@ def _(x, weight, bias):
     return F.conv2d(x, weight, bias, stride=tuple(weight.shape[2:]), dilation=2)
 
 
-@patch_embedding.library()
-def _(x, weight, bias, masks, training):
+@patch_embedding.replacement
+def _(x, weight, bias):
     why = "one matrix product: its windows do not overlap"
-    return LibraryCall(
-        windows_times_weight, ("x", "weight", "bias"), {}, why, stays="the convolution stays"
-    )
+    otherwise = "the convolution stays"
+    return Replacement(windows_times_weight, (x, weight, bias), {}, why, otherwise)
 
 
-@Pattern(matched=False)
+@Op
 def windows_times_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The result lies in memory as the product leaves it, channels last."""
     out, *_ = weight.shape

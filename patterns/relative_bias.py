@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend import Op, Pattern, Reject, Replacement
 from fusion_backend.kernels.common.inputs import reject_dtypes
 
 
@@ -47,18 +47,19 @@ def _(index, weight):
     return heads_first(F.embedding(index, weight, padding_idx=16))
 
 
-@relative_bias.library(masks=("index",))
-def _(index, weight, masks, training):
+@relative_bias.replacement(asks={"index": "relative_index"})
+def _(index, weight, known):
     """The gradient by diagonals, where the index allows it; the forward is Inductor's
     either way.
     """
-    found = masks["index"]
+    found = known["index"]
     if not found.diagonal:
         return Reject(found.text)
-    return LibraryCall(diagonal_bias, ("index", "weight"), {}, found.text, stays="the gather stays")
+    otherwise = "the gather stays"
+    return Replacement(diagonal_bias, (index, weight), {}, found.text, otherwise)
 
 
-@Pattern(matched=False)
+@Op
 def diagonal_bias(index: Tensor, weight: Tensor) -> Tensor:
     """The bias of an index of which only the first row and the first column count."""
     n, m = index.shape[-2:]

@@ -57,8 +57,8 @@ def scalar_code():
 @pytest.fixture
 def scratch():
     """Forget patterns that a test defines."""
-    from fusion_backend.frontends.dynamo import patterns
-    from fusion_backend.ops.pattern import unregister
+    from fusion_backend.frontends.loading import patterns
+    from fusion_backend.ops.registry import unregister
 
     before = {p.name for p in patterns()}
     yield

@@ -11,7 +11,7 @@ import fusion_backend
 from benchmarks.measure import distance
 from fusion_backend.compat.torch import FakeTensorMode
 from fusion_backend.frontends.explain import Collector
-from fusion_backend.ops.pattern import LibraryCall
+from fusion_backend.ops.rule import Replacement
 from fusion_backend.testing import collect, graph_text
 
 B, H, S, D = 2, 4, 24, 16
@@ -209,12 +209,12 @@ def test_heads_whose_numbers_are_apart(device, taken):
         )
 
         def answer(q, k, v):
-            return attention.library_fn(q=q, k=k, v=v, **options, masks={}, training=False)
+            return attention.replacement_fn(q, k, v, **options, known={}, training=False)
 
-        assert isinstance(answer(q, k, v), LibraryCall)
+        assert isinstance(answer(q, k, v), Replacement)
         for given in ((apart, k, v), (q, apart, v), (q, k, apart)):
             found = answer(*given)
-            assert isinstance(found, LibraryCall) == taken and (
+            assert isinstance(found, Replacement) == taken and (
                 taken or "are 3 apart" in found.reason
             )
 

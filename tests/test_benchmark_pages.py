@@ -27,7 +27,7 @@ from benchmarks.results import (
 )
 from benchmarks.timing import Clock
 from benchmarks.work import Work
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")

@@ -83,7 +83,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
         result = call(*config)
         result = outs[-1] if result is None else result[0] if isinstance(result, tuple) else result
         results.append(result.clone())
-    exact = results_of(block_size.REGISTRY[name].reference, args)[0]
+    exact = results_of(block_size.RULES[name].reference, args)[0]
     for result in results:
         torch.testing.assert_close(result, exact)
 

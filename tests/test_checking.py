@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.ops.pattern import unregister
+from fusion_backend.ops.registry import unregister
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import check_pattern
 
@@ -287,11 +287,11 @@ def test_a_typo_in_a_library_provider():
     def sine_of_tan(x: Tensor) -> Tensor:
         return torch.tan(x).sin()
 
-    @sine_of_tan.library()
-    def _(x, masks, training):
+    @sine_of_tan.replacement
+    def _(x):
         return torch.tnah(x)
 
-    with pytest.raises(PatternError, match="the library provider at line .* raised AttributeError"):
+    with pytest.raises(PatternError, match="the replacement at line .* raised AttributeError"):
         check_pattern(sine_of_tan)
 
 

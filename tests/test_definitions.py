@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend import BackwardOnly, Pattern, Reject, Replacement
 from fusion_backend.match.templates import templates
-from fusion_backend.ops.operator import op_of
-from fusion_backend.ops.pattern import REGISTRY, UNMATCHED, clashes_left_out, unregister
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.registry import OPS, RULES, clashes_left_out, unregister
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, collect
 
@@ -33,7 +33,7 @@ def saving(x, y, s, save):
     return x
 
 
-def called(x, y, s, masks, training):
+def called(x, y, s, known, training):
     return Reject("no")
 
 
@@ -45,7 +45,6 @@ def gradient(saved, dy):
 WRONG = {
     r"inductor is 'pointwize'; use 'pointwise', 'reduction'": lambda: define(inductor="pointwize"),
     r"reciprocal is 'no'; use True, False": lambda: define(reciprocal="no"),
-    r"matched is 0; use True, False": lambda: define(matched=0),
     r"plain is 'yes'": lambda: define().backward(plain="yes")(gradient),
     r"result is 1;": lambda: define().backward(result=1)(gradient),
     r"saves is 'rstd'; it is a tuple of names": lambda: define().kernel(saves="rstd")(saving),
@@ -54,9 +53,8 @@ WRONG = {
         saving
     ),
     r"saves names y, which the backward knows": lambda: define().kernel(saves=("y",))(saving),
-    r"masks names z; its tensors are x, y": lambda: define().library(masks=("z",))(called),
-    r"masks names s; its": lambda: define().library(masks=("s",))(called),
-    r"masks is 'x'": lambda: define().library(masks="x")(called),
+    r"asks names z; its tensors are x, y": lambda: define().replacement(asks={"z": "mask"})(called),
+    r"asks names s; its": lambda: define().replacement(asks={"s": "mask"})(called),
     r"same names z;": lambda: define().backward(same={"z": "x"})(gradient),
     r"same names xx;": lambda: define().backward(same={"y": "xx"})(gradient),
     r"same gives y the gradient of result 1; it has 1": lambda: define().backward(same={"y": 1})(
@@ -73,14 +71,16 @@ WRONG = {
         lambda saved, dy=0: 0
     ),
     r"the backward must be a plain function": lambda: define().backward(torch.sin),
-    r"the guard .* takes \(x, y\), not \(x, y, s\)": lambda: define().guard(lambda x, y: None),
+    r"the guard .* takes \(x, z\), not some of \(x, y, s\)": lambda: define().guard(
+        lambda x, z: None
+    ),
     r"the guard must be a plain function, written with def; sin is of type": lambda: define().guard(
         torch.sin
     ),
-    r"the worthwhile .* takes \(x, y, s\), not": lambda: define().worthwhile(lambda x, y, s: None),
-    r"the library .* takes \(x, y, s\)": lambda: define().library(lambda x, y, s: None),
+    r"the worthwhile .* takes \(train\), not": lambda: define().worthwhile(lambda train: None),
+    r"the replacement .* takes \(masks\), not": lambda: define().replacement(lambda masks: None),
     r"the spelling .* takes \(y, x, s\)": lambda: define().spelling(lambda y, x, s: x),
-    r"the near miss .* takes \(\)": lambda: define().near_miss(lambda: 0),
+    r"the near miss .* takes \(args\)": lambda: define().near_miss(lambda *args: 0),
     r"the kernel must be a plain function.* is a class": lambda: define().kernel(Reject),
     r"the inputs at line \d+ do not take \{'m': 3\}: .*'m'": lambda: define().inputs(dict(m=3))(
         lambda tensor: 0
@@ -123,29 +123,31 @@ def test_only_a_function_is_a_pattern():
             return x
 
         Pattern(mine)
-    assert not {"Mine", "mine", "sin"} & {*REGISTRY}
+    assert not {"Mine", "mine", "sin"} & {*RULES}
 
 
 ADD = torch.ops.aten.add.Tensor
 
 
-@pytest.mark.parametrize("what", ["guard", "worthwhile", "library"])
+@pytest.mark.parametrize("what", ["guard", "worthwhile", "replacement"])
 def test_what_is_no_answer_is_an_error(what):
     pattern, answers = define(), [None]
-    extra = {"guard": "", "worthwhile": ", training", "library": ", masks, training"}[what]
+    extra = {"guard": "", "worthwhile": ", training", "replacement": ", known, training"}[what]
     getattr(pattern, what)(
         eval(f"lambda x, y, s{extra}: answer()", {"answer": lambda: answers[-1]})
     )
     given = range(3 + extra.count(","))
-    half = Reject("no", forward_only=True)
+    half = BackwardOnly("no")
     call, typo = (
-        LibraryCall(ADD, ("x", None), {}, "better"),
-        LibraryCall(ADD, ("x", "yy"), {}, "better"),
+        Replacement(ADD, (1, 2), {}, "better"),
+        Replacement(pattern, (1, 2), {}, "of three"),
     )
-    right = {"guard": [None], "worthwhile": [None, half], "library": [call]}[what] + [Reject("no")]
+    right = {"guard": [None], "worthwhile": [None, half], "replacement": [call]}[what] + [
+        Reject("no")
+    ]
     for answer in right:
         answers.append(answer)
-        assert pattern.ask(what, *given) is answer is pattern.asked(what, *given)
+        assert pattern.ask(what, *given) is answer is pattern.answer(what, *given)
     wrong = [a for a in (None, half, call) if not any(a is r for r in right)]
     for answer in [*wrong, False, True, 0, "no", Reject, typo]:
         answers.append(answer)
@@ -156,16 +158,16 @@ def test_what_is_no_answer_is_an_error(what):
     with pytest.warns(
         RuntimeWarning, match=rf"{WHERE}its {what} at line \d+ returned .*; the site is left"
     ):
-        refused = pattern.asked(what, *given)
+        refused = pattern.answer(what, *given)
     assert isinstance(refused, Reject) and refused.reason.startswith(f"its {what} at line")
-    assert pattern.asked(what, *given).reason == refused.reason, "told once, refused again"
+    assert pattern.answer(what, *given).reason == refused.reason, "told once, refused again"
 
 
 def test_a_function_that_raises_refuses_the_site():
     pattern = define()
     pattern.guard(lambda x, y, s: torch.tnah(x))
     with pytest.warns(RuntimeWarning, match=WHERE + "its guard raised AttributeError: .*'tnah'"):
-        assert "AttributeError" in pattern.asked("guard", 1, 2, 3).reason
+        assert "AttributeError" in pattern.answer("guard", 1, 2, 3).reason
     with pytest.raises(AttributeError):
         pattern.ask("guard", 1, 2, 3)
 
@@ -181,7 +183,7 @@ def test_an_op_called_directly_tells_of_its_guard():
     pattern.guard(lambda x, y, s: False)
     pattern.kernel(lambda x, y, s: x * 0)
     with pytest.raises(PatternError, match=WHERE + "its guard at line .* returned False"):
-        op_of(pattern).overload(torch.ones(2), torch.ones(2), 0.5)
+        operator_of(pattern).overload(torch.ones(2), torch.ones(2), 0.5)
 
 
 # One name, one pattern.
@@ -202,7 +204,7 @@ def test_a_factory_gives_each_pattern_a_name():
         match=WHERE + r"this definition has made a pattern before.*unregister\('mine'\)",
     ):
         factory(3.0)
-    assert REGISTRY["mine"] is first
+    assert RULES["mine"] is first
     assert_fuses(lambda x: torch.tanh(x * 2.0), torch.ones(3), pattern="mine")
     assert_fuses(lambda x: torch.tanh(x * 3.0), torch.ones(3), pattern="mine", count=0)
     unregister("mine")
@@ -213,7 +215,7 @@ def test_a_factory_gives_each_pattern_a_name():
 
 SOURCE = """
 from torch import Tensor
-from fusion_backend import Pattern
+from fusion_backend import Op, Pattern
 
 @Pattern
 def mine(x: Tensor) -> Tensor:
@@ -294,27 +296,25 @@ def test_a_definition_that_is_run_again_replaces_the_first(again, tmp_path, monk
     assert [s.pattern for s in before.report.fused] == ["mine"]
     torch.testing.assert_close(torch.ops.fusion.mine(x), twice(x))
     second = next(definitions)
-    assert REGISTRY["mine"] is second is not first
+    assert RULES["mine"] is second is not first
     assert not hasattr(torch.ops.fusion, "mine"), "nobody calls the old one by its name"
     torch.compiler.reset()
     after = [collect(fn, x) for fn in (twice, thrice)]
     assert [[s.pattern for s in a.report.fused] for a in after] == [[], ["mine"]]
     torch.testing.assert_close(after[1].graphs[0](x)[0], thrice(x))
     torch.testing.assert_close(torch.ops.fusion.mine(x), thrice(x))
-    with pytest.raises(PatternError, match="another pattern has its name"):
-        op_of(first)
+    with pytest.raises(PatternError, match="another definition has its name"):
+        operator_of(first)
 
 
 def test_a_second_definition_may_be_one_that_is_not_looked_for():
     notebook = {"__name__": "__main__"}
     source = SOURCE.replace("FACTOR", "2")
     exec(compile(source, "<cell 1>", "exec"), notebook)
-    exec(
-        compile(source.replace("@Pattern", "@Pattern(matched=False)"), "<cell 2>", "exec"), notebook
-    )
-    assert "mine" not in REGISTRY and UNMATCHED["mine"] is notebook["mine"]
+    exec(compile(source.replace("@Pattern", "@Op"), "<cell 2>", "exec"), notebook)
+    assert "mine" not in RULES and OPS["mine"] is notebook["mine"]
     unregister("mine")
-    assert "mine" not in UNMATCHED
+    assert "mine" not in OPS
 
 
 def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
@@ -327,9 +327,9 @@ def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
     told = r"mine \(.*installed.py:5\): the name is taken by pattern mine \(.*definitions.py:\d+\); it is left out"
     with clashes_left_out(), pytest.warns(RuntimeWarning, match=told):
         installed = importlib.import_module("installed")
-    assert REGISTRY["mine"] is mine and REGISTRY["other"] is installed.other
-    with pytest.raises(PatternError, match="another pattern has its name"):
-        op_of(installed.mine)
+    assert RULES["mine"] is mine and RULES["other"] is installed.other
+    with pytest.raises(PatternError, match="another definition has its name"):
+        operator_of(installed.mine)
 
 
 @pytest.fixture
@@ -337,13 +337,13 @@ def no_patterns(monkeypatch):
     """As in a process where none is loaded yet; afterwards as before, in the same order."""
     import fusion_backend.patterns as rooms
 
-    before = dict(REGISTRY), dict(UNMATCHED)
-    REGISTRY.clear(), UNMATCHED.clear()
+    before = dict(RULES), dict(OPS)
+    RULES.clear(), OPS.clear()
     for room in ("gelu", "rms_norm", "rotary"):
         monkeypatch.setattr(rooms, room, getattr(rooms, room))
         monkeypatch.delitem(sys.modules, f"fusion_backend.patterns.{room}")
     yield rooms
-    for registry, patterns in zip((REGISTRY, UNMATCHED), before, strict=True):
+    for registry, patterns in zip((RULES, OPS), before, strict=True):
         registry.clear()
         registry.update(patterns)
 
@@ -360,11 +360,11 @@ def test_a_user_may_define_a_built_in_pattern_first(no_patterns, monkeypatch):
 
     with pytest.warns(RuntimeWarning) as told:
         importlib.reload(no_patterns)
-    assert REGISTRY == {
+    assert RULES == {
         "gelu": gelu,
         "rms_norm": sys.modules["fusion_backend.patterns.rms_norm"].rms_norm,
     }
-    assert [*UNMATCHED] == ["branchless_gelu"]
+    assert {*OPS} == {"gelu", "rms_norm", "branchless_gelu"}
     clash, failure = sorted((str(w.message) for w in told), key=len, reverse=True)
     assert re.search(
         r"\(.*gelu.py:\d+\): the name is taken by pattern gelu \(.*definitions.py:\d+\); it is",

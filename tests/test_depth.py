@@ -17,11 +17,10 @@ from torch import fx
 from benchmarks.synthetic import decoder, graph
 from fusion_backend.capture.tracer import View, embedded
 from fusion_backend.compat.torch import FakeTensorMode
-from fusion_backend.decide.gate import Gate
+from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.canonicalize import RULES, Canon
 from fusion_backend.masks import element_rules as elements
 from fusion_backend.masks.relative_index import index_of
-from fusion_backend.options import Options
 from fusion_backend.testing import collect
 from tests.canonical_cases import SAME, M, R
 from tests.test_canonical import graph_of, rules_of
@@ -374,7 +373,7 @@ def test_every_rule_of_masks_is_linear(double):
         asked += [on_top(t, name, c) for name in RULES_OF_MASKS[k % 3 :: 3]]
     view = View(None, t.graph, {}, {}, {}, set(), {}, {})
     with within(20, 600):
-        masks = Gate(view, Canon().run(t.graph), Options()).masks
+        masks = Facts(view, Canon().run(t.graph), False, {}).masks
         for n in asked:
             masks.of(n)
         for n in asked[::9]:
@@ -392,7 +391,7 @@ def test_the_value_of_a_mask_is_computed_however_it_is_made():
         c = t.call(aten.roll.default, c, [6], [0], like=c)
     with within(20, 300):
         view = View(None, t.graph, {}, {}, {}, set(), {}, {})
-        assert Gate(view, Canon().run(t.graph), Options()).masks.of(c).causal
+        assert Facts(view, Canon().run(t.graph), False, {}).masks.of(c).causal
 
 
 @pytest.mark.parametrize("many", [6, 7, 8, 9])
@@ -404,7 +403,7 @@ def test_choices_in_each_other(many):
         there = t.call(aten.eq.Scalar, t.value((6, 6), torch.int64), k, like=m, dtype=torch.bool)
         m = t.call(aten.where.ScalarSelf, there, float("-inf"), m, like=m)
     view = View(None, t.graph, {}, {}, {}, set(), {}, {})
-    found = Gate(view, Canon().run(t.graph), Options()).masks.of(m)
+    found = Facts(view, Canon().run(t.graph), False, {}).masks.of(m)
     assert [p.kind for p in found.parts] == ["dense"] * len(found.parts)
     assert found.choice or many > 6, found
 

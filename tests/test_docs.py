@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.models import SIZES
 from fusion_backend.frontends.catalogue import catalogue
-from fusion_backend.frontends.dynamo import patterns
 from fusion_backend.frontends.explain import Collector
+from fusion_backend.frontends.loading import patterns
 
 ROOT = Path(__file__).parent.parent
 builtin_compile = compile

@@ -82,7 +82,7 @@ import mine
 for file in pathlib.Path("edited").glob("*.py"):
     pathlib.Path(file.name).write_text(file.read_text())
 from fusion_backend.cache import disk
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.cache.identity import key_of
 from fusion_backend.testing import collect
 

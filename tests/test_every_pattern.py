@@ -5,7 +5,7 @@ import torch
 
 import fusion_backend
 import fusion_backend.match.templates as template_module
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.match.templates import subexpressions, template, templates
 from fusion_backend.testing import (
     DropoutOfKernels,
@@ -31,7 +31,7 @@ every = pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 def written(pattern):
     """The forms that are written into graphs: random numbers only where they come from a seed."""
     supported = supported_forms(pattern)
-    random = () if pattern.drawn else pattern.memo.get("random", ())
+    random = () if pattern.seed_arguments else pattern.memo.get("random", ())
     return [kinds for kinds in supported if kinds not in random]
 
 
@@ -51,7 +51,7 @@ def forms(patterns):
 every_form = pytest.mark.parametrize("pattern, kinds", forms(WRITTEN.values()))
 # Inductor draws its own seeds: tests/test_dropout.py has those
 every_undrawn = pytest.mark.parametrize(
-    "pattern", [pytest.param(p, id=p.name) for p in WRITTEN.values() if not p.drawn]
+    "pattern", [pytest.param(p, id=p.name) for p in WRITTEN.values() if not p.seed_arguments]
 )
 
 
@@ -91,8 +91,8 @@ def test_pattern_keeps_the_contract(pattern):
                 or not pattern.memo["differentiable"]
             )
             assert line.endswith(" in fp32, bf16, fp16" if every_dtype else " in fp32"), str(proof)
-    if pattern.library_fn is not None:
-        called = any(line.startswith("library provider: ") for line in proof.checked)
+    if pattern.replacement_fn is not None:
+        called = any(line.startswith("replacement: ") for line in proof.checked)
         assert called != (pattern.name in DECLINED), str(proof)
 
 

@@ -14,6 +14,7 @@ from torch._inductor.output_code import OutputCode
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
+from fusion_backend import pipeline
 from fusion_backend.compat import inductor
 from fusion_backend.decide.gate import Gate
 from fusion_backend.frontends import dynamo as backend
@@ -78,11 +79,11 @@ def spoils(gm, *args, **kwargs):
 
 
 STAGES = {
-    "capture": (backend, "capture", broken),
-    "read": (backend, "prepare", broken),
+    "capture": (pipeline, "capture", broken),
+    "read": (pipeline, "analyse", broken),
     "match": (Matcher, "candidates", broken),
     "decide": (Gate, "decide_all", broken),
-    "rewrite": (backend, "rewrite", broken),
+    "rewrite": (pipeline, "rewrite", broken),
     "identity": (backend, "key_of", broken),
     "options": (backend, "with_identity", broken),
     "Inductor's passes": (inductor, "compile_fx", spoils),
@@ -180,7 +181,7 @@ def test_what_plain_inductor_refuses_is_not_ours(where, monkeypatch):
     a word.
     """
     if where == "pass":
-        monkeypatch.setattr(backend, "rewrite", broken)
+        monkeypatch.setattr(pipeline, "rewrite", broken)
     x, v = torch.randn(4, 8, requires_grad=True), torch.randn((), requires_grad=True)
     args = [x, torch.ones(8), x > 0.5, v]
     with warnings.catch_warnings():
@@ -230,7 +231,7 @@ def test_a_graph_that_dynamo_hands_over_again_is_told_once(xy, monkeypatch):
     monkeypatch.setattr(
         backend,
         "fuse_graph",
-        lambda gm, options, record: (fx.symbolic_trace(lambda x: x.sin()), []),
+        lambda *given: (fx.symbolic_trace(lambda x: x.sin()), []),
     )
     for _ in range(5):
         with pytest.raises(backend.RestartAnalysis):

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 import fusion_backend
 from fusion_backend.compat.torch import GuardOnDataDependentSymNode
 from fusion_backend.decide import gate
-from fusion_backend.frontends import dynamo as backend
-from fusion_backend.frontends.dynamo import fuse_graph
+from fusion_backend.decide.facts import Facts
+from fusion_backend.decide.legality import Legality
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.ir import canonicalize as canonical
 from fusion_backend.masks.analysis import Masks
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.match.prefilter import Fitting
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.registry import RULES
 from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.report import GraphRecord, Report
 from fusion_backend.testing import collect
 
@@ -54,7 +56,7 @@ def run(gm, how="always") -> tuple[GraphRecord, list[str]]:
     fusion_backend.reset()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        fuse_graph(gm, Options(gate=how), record)
+        fuse_graph(gm, Options(gate=how), record, usable(patterns()))
     return record, [str(w.message) for w in told]
 
 
@@ -86,36 +88,28 @@ def fits_norm(holder, p, g):
 
 
 NORM = canonical.RULES, "aten::layer_norm"
-QUESTIONS = (
-    "unwanted",
-    "overlap",
-    "not_movable",
-    "not_supported",
-    "training",
-    "provide",
-    "kernel_refused",
-    "try_out",
-)
+QUESTIONS = {
+    gate.Gate: ("unwanted", "overlap", "provide", "refused", "op_call"),
+    Legality: ("refusal", "not_movable"),
+    Facts: ("training",),
+}
 # Where it is, what is put in its place, who loses by it, and what is told of it.
 FAULTS = {
-    f"Gate.{name}": ((gate.Gate, name), where(is_norm), "layer_norm", "deciding it raised")
-    for name in QUESTIONS
+    f"{owner.__name__}.{name}": ((owner, name), where(is_norm), "layer_norm", "deciding it raised")
+    for owner, names in QUESTIONS.items()
+    for name in names
 }
-FAULTS["Gate.try_out"] = (
-    (gate.Gate, "try_out"), where(lambda self, d, values: is_norm(self, d.match)), "layer_norm",
-    "deciding it raised"
-)  # fmt: skip
 FAULTS |= {
     "rule": (NORM, lambda _: boom, "layer_norm", "the rule of aten::layer_norm raised"),
     "complete": ((Matcher, "complete"), where(is_norm), "layer_norm", "matching it raised"),
     "fitting": ((Fitting, "compare"), where(fits_norm), "layer_norm", "matching it raised"),
     "mask": ((Masks, "of"), lambda _: boom, "attention", "deciding it raised"),
     "guard": (("layer_norm", "guard_fn"), lambda _: boom, "layer_norm", "its guard raised"),
-    "library": (
-        ("attention", "library_fn"),
+    "replacement": (
+        ("attention", "replacement_fn"),
         lambda _: boom,
         "attention",
-        "its library provider raised",
+        "its replacement raised",
     ),
 }
 
@@ -124,7 +118,7 @@ def put(monkeypatch, place, replaced) -> None:
     holder, name = place
     if isinstance(holder, dict):
         return monkeypatch.setitem(holder, name, replaced(holder[name]))
-    holder = REGISTRY[holder] if isinstance(holder, str) else holder
+    holder = RULES[holder] if isinstance(holder, str) else holder
     return monkeypatch.setattr(holder, name, replaced(getattr(holder, name)))
 
 
@@ -142,7 +136,7 @@ def test_a_fault_costs_one_site(monkeypatch, graph, place, replaced, loses, word
 
 
 def test_a_fault_of_worthwhile(monkeypatch, graph):
-    monkeypatch.setattr(REGISTRY["layer_norm"], "worthwhile_fn", boom)
+    monkeypatch.setattr(RULES["layer_norm"], "worthwhile_fn", boom)
     record, told = run(graph, "default")
     (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
     assert (
@@ -169,14 +163,14 @@ def test_a_question_that_needs_a_guard_is_no_fault(monkeypatch, graph, place):
 
 
 def test_a_pattern_that_a_rule_fails_on_is_left_out(monkeypatch):
-    pattern = REGISTRY["layer_norm"]
+    pattern = RULES["layer_norm"]
     monkeypatch.setitem(canonical.RULES, "aten::layer_norm", boom)
     monkeypatch.setattr(pattern, "memo", {})
     monkeypatch.setattr("fusion_backend.match.templates.load", lambda pattern: None)
     with pytest.warns(
         RuntimeWarning, match=f"the rule of aten::layer_norm raised {BOOM}; it is left out"
     ):
-        assert pattern not in backend.usable([pattern, REGISTRY["gelu"]])
+        assert pattern not in usable([pattern, RULES["gelu"]])
 
 
 @pytest.mark.parametrize("fn", [F.softmax, F.log_softmax])

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from fusion_backend.cache.fingerprint import LONGEST, fingerprint
-from fusion_backend.ops.pattern import unregister
+from fusion_backend.ops.registry import unregister
 
 HELPERS = """
 import collections, dataclasses, enum, functools, math
@@ -76,7 +76,7 @@ PATTERN = """
 import helpers
 import torch
 from helpers import ALPHA, SETTINGS, Derived, Kind, cached
-from fusion_backend import LibraryCall, Pattern, Reject
+from fusion_backend import Op, Pattern, Reject, Replacement
 
 @Pattern(reciprocal=True)
 def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -103,8 +103,8 @@ def _(x, y, seed, save):
 @followed.saved
 def _(x, y, seed): return x + 128.5
 
-@followed.library(masks=("x",))
-def _(x, y, masks, training): return LibraryCall(other, ("x",), {}, "129.5")
+@followed.replacement(asks={"x": "attention_mask"})
+def _(x, y, known, training): return Replacement(other, (x,), {}, "129.5")
 
 @followed.backward(result=True, same={"y": "x"})
 def _(saved, dy): return dy * 130.5, None
@@ -112,7 +112,7 @@ def _(saved, dy): return dy * 130.5, None
 @followed.inputs(dict(n=31))
 def _(tensor, n): return tensor(n), tensor(n)
 
-@Pattern(matched=False)
+@Op
 def other(x: torch.Tensor) -> torch.Tensor: return x + 132.5
 
 def later(x): return x + 133.5
@@ -128,7 +128,7 @@ EDITS |= {
     "constexpr(0.5)": "constexpr(0.25)",
     "(x, 27)": "(x, 28)",
     "n=31": "n=32",
-    "masks=(": "masks=('y', ",
+    'asks={"x": "attention_mask"}': 'asks={"y": "attention_mask"}',
 }
 EDITS |= {
     "reciprocal=True": "reciprocal=False",

@@ -14,8 +14,8 @@ from fusion_backend.kernels.attention import backward as flash_backward
 from fusion_backend.kernels.attention import forward as flash
 from fusion_backend.kernels.attention.forward import Masking
 from fusion_backend.kernels.common.dropout import Dropout, tile_survives, tiles_kept
-from fusion_backend.ops.operator import op_of
-from fusion_backend.ops.pattern import UNMATCHED
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.registry import OPS
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_flash import SMALL, qkv
 from tests.test_kernels import DEVICE, randn, runs_kernels
@@ -110,7 +110,7 @@ def test_the_operator_and_its_reference_drop_the_same():
     """Value and gradients of torch.ops.fusion.masked_attention by the kernels, and by the
     written-out reference.
     """
-    op = op_of(UNMATCHED["masked_attention"]).overload
+    op = operator_of(OPS["masked_attention"]).overload
     inputs = [t.requires_grad_() for t in (*qkv(20, 33, 16, h=4, kv=2), randn(1, 4, 20, 33))]
     inputs[1:3] = [t.detach()[:, :2].clone().requires_grad_() for t in inputs[1:3]]
     keys = torch.arange(33, device=DEVICE) < torch.tensor([[20], [33]], device=DEVICE)

@@ -12,7 +12,7 @@ from fusion_backend.patterns.attention import masked_attention
 from fusion_backend.kernels.attention import backward as flash_backward
 from fusion_backend.kernels.attention import forward as flash
 from fusion_backend.kernels.attention.forward import Masking
-from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.operator import operator_of
 from tests.test_flash import SMALL, check, dropout, masks, qkv
 from tests.test_kernels import DEVICE, randn, runs_kernels
 
@@ -74,7 +74,7 @@ def test_the_operator_of_nothing(b, n, m):
     q, k, v = (torch.randn(b, 2, size, 16, device=DEVICE, requires_grad=True) for size in (n, m, m))
     args = (q, k, v, None, None, None, None, 0, None, None, 0.25, None, None, "nan", "seen")
     assert "is empty" in masked_attention.guard_fn(*args).reason
-    out = op_of(masked_attention).overload(*args)[0]
+    out = operator_of(masked_attention).overload(*args)[0]
     assert out.shape == q.shape and not out.any()
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
 

@@ -17,8 +17,9 @@ from torch import fx, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import fusion_backend
-from fusion_backend import Pattern, Reject
-from fusion_backend.frontends.dynamo import fuse_graph, patterns
+from fusion_backend import BackwardOnly, Pattern, Reject
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.options import Options
 from fusion_backend.reporting.report import GraphRecord
 from fusion_backend.testing import fused_nodes, graph_text
@@ -40,7 +41,7 @@ def run(fn, *shapes, dtype=torch.bfloat16, grad=False, **options):
         Examples(gm).run(*inputs)
     record = GraphRecord(0)
     patterns()
-    new, decisions = fuse_graph(gm, Options(**options), record)
+    new, decisions = fuse_graph(gm, Options(**options), record, usable(patterns()))
     return gm, new, record
 
 def norm(x, w, b):
@@ -249,7 +250,7 @@ def doubled_sine(x: Tensor) -> Tensor:
     return torch.sin(x) * 2
 @doubled_sine.worthwhile
 def _(x, training):
-    return Reject("Inductor is as fast", forward_only=True)
+    return BackwardOnly("Inductor is as fast")
 @doubled_sine.kernel
 def _(x):
     return torch.empty_like(x)

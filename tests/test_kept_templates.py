@@ -15,7 +15,7 @@ import torch
 from fusion_backend import Pattern
 from fusion_backend.cache import disk
 from fusion_backend.cache import identity as cache
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.ir.expr import Expr
 from fusion_backend.match.templates import templates
 

@@ -17,23 +17,33 @@ LINES = 400
 # Longer until they are divided: their lines were wrapped at 100 columns before that.
 TOO_LONG = {
     "fusion_backend/capture/tracer.py",
-    "fusion_backend/decide/gate.py",
     "fusion_backend/ir/rules_attention.py",
     "fusion_backend/kernels/attention/backward.py",
     "fusion_backend/kernels/norm/backward.py",
     "fusion_backend/masks/analysis.py",
     "fusion_backend/match/matcher.py",
-    "fusion_backend/ops/pattern.py",
     "fusion_backend/testing/spelling/author.py",
     "fusion_backend/testing/spelling/changes.py",
-    "patterns/attention.py",
 }
 
 # Modules at the top of the package that are no room: what they may import.
 LOOSE = {
-    "options": set(),
     "__init__": {"options", "ops", "reporting", "frontends"},
     "__main__": {"frontends"},
+    "options": set(),
+    "pipeline": {
+        "capture",
+        "compat",
+        "decide",
+        "dump",
+        "ir",
+        "match",
+        "ops",
+        "options",
+        "reporting",
+        "rewrite",
+    },
+    "dump": {"pipeline", "ir", "reporting", "compat"},
 }
 # a library call in place: there is nothing to open up
 OPAQUE = {"fusion_backend/kernels/gemm/products.py"}

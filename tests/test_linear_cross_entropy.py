@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from fusion_backend.patterns import linear_cross_entropy as room
 
-from fusion_backend.ops.operator import op_of
-from fusion_backend.ops.pattern import REGISTRY
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.registry import RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import CLOSE, FLOATS, distance, randn, runs_kernels
@@ -38,10 +38,10 @@ def inputs(rows, k=24, v=101, dtype=torch.float32, linear=False):
 
 
 def call(x, w, b, target, reduction="mean", loss="same", smoothing=0.0):
-    op = op_of(REGISTRY[NAME])
+    op = operator_of(RULES[NAME])
     arguments = (x, w, b, target, -100, smoothing, reduction, loss)
     return op.overload(
-        *op.flatten(dict(zip([p.name for p in op.pattern.params], arguments, strict=True)))
+        *op.flatten(dict(zip([p.name for p in op.op.params], arguments, strict=True)))
     )[0]
 
 
@@ -100,7 +100,7 @@ def test_only_wanted_gradients(wanted, reduction, chunks_of_two):
     x, w, b, target = inputs(9)
     leaves = [t.requires_grad_(bool(need)) for t, need in zip((x, w, b), wanted, strict=True)]
     if reduction == "mean":
-        out = REGISTRY[NAME].kernel_fn(*leaves, target, -100, 0.0, reduction, "same", True)
+        out = RULES[NAME].kernel_fn(*leaves, target, -100, 0.0, reduction, "same", True)
         assert [d.numel() > 0 for d in out[1:]] == [bool(need) for need in wanted]
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
     call(*leaves, target, reduction).sum().backward()
@@ -113,7 +113,7 @@ def test_only_wanted_gradients(wanted, reduction, chunks_of_two):
 @runs_kernels
 def test_nobody_differentiates():
     x, w, b, target = inputs(9)
-    losses, *rest = REGISTRY[NAME].kernel_fn(x, w, b, target, -100, 0.0, "none", "same", False)
+    losses, *rest = RULES[NAME].kernel_fn(x, w, b, target, -100, 0.0, "none", "same", False)
     assert not any(t.numel() for t in rest)
     torch.testing.assert_close(losses, F.cross_entropy(x @ w + b, target, reduction="none"))
 
@@ -227,7 +227,7 @@ def test_refusals():
         (dict(x=x.half()), "x is torch.float16 and w is torch.float32"),
     ]:
         given = dict(x=x, w=w, b=b, target=target) | change
-        answer = REGISTRY[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
+        answer = RULES[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
         assert isinstance(answer, Reject) and sentence in answer.reason, answer
 
 
@@ -240,7 +240,8 @@ from benchmarks.trial_cost import Driver  # torch asks about the GPU before it l
 
 triton.runtime.driver.set_active(Driver())
 import fusion_backend.decide.gate, fusion_backend.ops.operator
-from fusion_backend.frontends.dynamo import fuse_graph, patterns
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.options import Options
 from fusion_backend.reporting.report import GraphRecord
 fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
@@ -265,7 +266,7 @@ def graphs(frozen, gate, rows=512, v=2048):
 
     def backend(gm, example_inputs):
         record = GraphRecord(0)
-        new, _ = fuse_graph(gm, Options(gate=gate), record)
+        new, _ = fuse_graph(gm, Options(gate=gate), record, usable(patterns()))
         sites.extend((s.pattern, s.fused) for s in record.sites)
         return compile_fx(new, example_inputs, inner_compile=look)
 

@@ -13,11 +13,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
-from fusion_backend.decide.gate import Gate
+from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.masks.analysis import hides
 from fusion_backend.masks.terms import computed
-from fusion_backend.options import Options
 
 INF, SMALLEST = float("-inf"), torch.finfo(torch.float32).min
 
@@ -50,7 +49,7 @@ def masks_of(make, *inputs, dynamic=False):
     functionalize_locals(view)
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     canon = Canon().run(gm.graph)
-    return Gate(view, canon, Options()).masks, output.args[0], gm
+    return Facts(view, canon, False, {}).masks, output.args[0], gm
 
 
 def materialised(found, gm, inputs, shape):

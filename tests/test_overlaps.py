@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend import Pattern, explain
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.match.templates import templates
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import check_pattern, rewritten

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fusion_backend
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("pyproject.toml", "README.md", "fusion_backend", "patterns")
@@ -165,7 +165,8 @@ def test_the_wheel_has_one_top_level_package(wheel):
     assert {name.split("/")[0] for name in names} == {"fusion_backend", info}
     shipped = {name for name in names if name.endswith(".py")}
     core = {str(path.relative_to(ROOT)) for path in (ROOT / "fusion_backend").rglob("*.py")}
-    rooms = {f"fusion_backend/patterns/{path.name}" for path in (ROOT / "patterns").glob("*.py")}
+    patterns = ROOT / "patterns"
+    rooms = {f"fusion_backend/patterns/{p.relative_to(patterns)}" for p in patterns.rglob("*.py")}
     assert shipped == core | rooms
     assert "fusion_backend/py.typed" in names
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch._functorch import config as functorch_config
 
 import fusion_backend
+from fusion_backend import pipeline
 from fusion_backend.compat import inductor
 from fusion_backend.frontends import dynamo as backend
+from fusion_backend.frontends import loading
 from fusion_backend.match import prefilter as fitting
-from fusion_backend.ops import pattern
+from fusion_backend.ops import registry
 from fusion_backend.reporting import report as reporting
 from fusion_backend.testing import collect
 from tests.test_fallback import Eager
@@ -102,19 +104,19 @@ def test_a_second_thread_waits_until_all_patterns_are_loaded(monkeypatch):
         name = value = "slow"
 
         def load(self):
-            backend.patterns()  # it may ask for them itself
+            loading.patterns()  # it may ask for them itself
             started.set()
             assert may_end.wait(10)
-            pattern.REGISTRY["slow"] = None
+            registry.RULES["slow"] = None
 
-    monkeypatch.setattr(backend, "LOADED", [])
-    monkeypatch.setattr(pattern, "REGISTRY", dict(pattern.REGISTRY))
-    monkeypatch.setattr(backend, "REGISTRY", pattern.REGISTRY)
+    monkeypatch.setattr(loading, "LOADED", [])
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    monkeypatch.setattr(loading, "RULES", registry.RULES)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Slow()])
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(backend.patterns)
+        first = pool.submit(loading.patterns)
         assert started.wait(10)
-        second = pool.submit(backend.patterns)
+        second = pool.submit(loading.patterns)
         assert not second.done() and threading.Event().wait(0.05) is False and not second.done()
         may_end.set()
         assert None in first.result() and None in second.result()
@@ -146,7 +148,7 @@ def test_two_threads_compile_different_models_at_once(no_inductor):
 
 def sizes() -> dict[str, int]:
     """How much is in each table of ours that outlives a graph."""
-    known = backend.patterns()
+    known = loading.patterns()
     return {
         "report": len(reporting.REPORT.graphs),
         "warnings": len(reporting.WARNED),
@@ -192,7 +194,7 @@ def test_200_resets_leave_nothing_behind(no_inductor, monkeypatch):
 def test_forms_make_room_between_templates_only(monkeypatch):
     monkeypatch.setattr(fitting, "KNOWN", {})
     monkeypatch.setattr(fitting, "REMEMBERED", 2)
-    (p, *_) = backend.patterns()
+    (p, *_) = loading.patterns()
     from fusion_backend.match.templates import Template, templates
 
     for _ in range(3):
@@ -247,8 +249,8 @@ def test_four_threads_that_compile_first_at_once():
 
 def test_the_garbage_collector_is_left_alone(no_inductor, monkeypatch):
     seen = []
-    real = backend.capture
-    monkeypatch.setattr(backend, "capture", lambda gm: seen.append(gc.isenabled()) or real(gm))
+    real = pipeline.capture
+    monkeypatch.setattr(pipeline, "capture", lambda gm: seen.append(gc.isenabled()) or real(gm))
     torch.compile(norm, backend="fusion", options=OPTIONS)(torch.randn(4, 8))
     gc.disable()
     try:

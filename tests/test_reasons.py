@@ -11,14 +11,13 @@ from torch import Tensor
 
 from fusion_backend import Pattern, explain
 from fusion_backend.capture.tracer import capture
-from fusion_backend.decide.gate import Gate
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.decide.facts import Facts
 from fusion_backend.frontends.explain import Collector
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match import unify
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.match.templates import templates
-from fusion_backend.options import Options
 from fusion_backend.testing import collect, fused_nodes
 from tests.test_masks import INF, causal, grid, masks_of
 
@@ -220,4 +219,4 @@ def test_the_option_reaches_the_masks_and_is_checked():
     with pytest.raises(ValueError, match="fusion.exact_masks is 'yes'; it must be True or False"):
         Collector({"fusion.exact_masks": "yes"})
     masks, _, gm = masks_of(causal, torch.zeros(6, 6))
-    assert Gate(masks.view, masks.canon, Options(exact_masks=True)).masks.exact and not masks.exact
+    assert Facts(masks.view, masks.canon, True, {}).masks.exact and not masks.exact

@@ -16,13 +16,12 @@ from benchmarks.measure import distance, joint_distance
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
-from fusion_backend.decide.gate import Gate
+from fusion_backend.decide.facts import Facts
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.masks.relative_index import index_of
-from fusion_backend.ops.operator import op_of
-from fusion_backend.ops.pattern import LibraryCall
-from fusion_backend.options import Options
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.rule import Replacement
 from fusion_backend.testing import close, collect, fused_nodes
 from tests.oracle.harness import TORCH
 
@@ -308,7 +307,7 @@ def test_operator_whatever_the_index(shape):
     )
 
     def fn(w):
-        return op_of(diagonal_bias).overload(
+        return operator_of(diagonal_bias).overload(
             index, w, forward="reference", backward="formula", save=True
         )
 
@@ -323,7 +322,7 @@ def test_operator_whatever_the_index(shape):
 def test_gradient_stays_where_it_is():
     """An infinite or NaN gradient of one place reaches the row of that place alone."""
     index, weight = buckets(apart()), torch.zeros(ROWS, H, requires_grad=True)
-    out = op_of(diagonal_bias).overload(
+    out = operator_of(diagonal_bias).overload(
         index, weight, forward="reference", backward="formula", save=True
     )
     grad = torch.zeros(H, N, M)
@@ -350,7 +349,7 @@ def known(make, n, m, dynamic=False):
     view = View(gm, gm.graph, {}, {}, {}, set(), {}, {})
     functionalize_locals(view)
     (output,) = [node for node in gm.graph.nodes if node.op == "output"]
-    masks = Gate(view, Canon().run(gm.graph), Options()).masks
+    masks = Facts(view, Canon().run(gm.graph), False, {}).masks
     return index_of(output.args[0], masks), gm(*given)
 
 
@@ -483,6 +482,6 @@ def test_t5(train, dynamic):
 def test_the_library_answers_for_the_operator():
     index, weight = buckets(apart()), torch.zeros(ROWS, H)
     found = type("Found", (), dict(diagonal=True, text="yes"))
-    answer = relative_bias.library_fn(index, weight, {"index": found}, True)
-    assert isinstance(answer, LibraryCall) and answer.op is diagonal_bias
+    answer = relative_bias.replacement_fn(index, weight, {"index": found}, True)
+    assert isinstance(answer, Replacement) and answer.op is diagonal_bias
     torch.testing.assert_close(diagonal_bias(index, weight + 1), relative_bias(index, weight + 1))

@@ -13,10 +13,10 @@ from torch import Tensor
 from fusion_backend import Pattern
 from fusion_backend.decide.gate import Gate
 from fusion_backend.frontends.catalogue import RESULTS
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.ir.canonicalize import RULES
 from fusion_backend.match.matcher import Match, Matcher
-from fusion_backend.ops.pattern import unregister
+from fusion_backend.ops.registry import unregister
 from fusion_backend.testing import collect, near_misses, spellings
 from fusion_backend.testing.spelling.recall import recall
 

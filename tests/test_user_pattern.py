@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusion_backend import Pattern
 from fusion_backend.match.templates import templates
-from fusion_backend.ops.pattern import unregister
+from fusion_backend.ops.registry import unregister
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, check_pattern
 from fusion_backend.testing.spelling.recall import recall

@@ -25,11 +25,12 @@ from fusion_backend import Pattern
 from fusion_backend.compat.inductor import ANALYSED, ANALYSES, kernel_wrap, our_kernels
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.decide.kernel_trials import Trials
-from fusion_backend.frontends.dynamo import fuse_graph, patterns
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.kernels import launch
 from fusion_backend.kernels.common.launch import TRIAL, trial
-from fusion_backend.ops.operator import op_of
+from fusion_backend.ops.operator import operator_of
 from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.report import GraphRecord
 
 
@@ -124,7 +125,7 @@ def sites(fn, compiler=None, shape=(64, 64), **options):
     try:
         triton.compiler.compile = compiler or real
         with pretended_gpu():
-            fuse_graph(gm, Options(only=only, **options), record)
+            fuse_graph(gm, Options(only=only, **options), record, usable(patterns()))
     finally:
         triton.compiler.compile = real
     return [(s.pattern, s.fused, s.reason) for s in record.sites if s.pattern in only]
@@ -311,7 +312,7 @@ def writes_are_analysed_once():
         ]
         ANALYSED.clear()
         calls.clear()
-        op = op_of(twice_cosine).overload
+        op = operator_of(twice_cosine).overload
         with FakeTensorMode() as mode:
             x = torch.empty(64, 64)
         try:

@@ -23,11 +23,11 @@ from fusion_backend.cache.fingerprint import fingerprint
 from fusion_backend.cache.identity import own_sources
 from fusion_backend.compat.torch import cache_folder, torch_version
 from fusion_backend.ir.expr import Expr
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.definition import Definition
 from fusion_backend.reporting.report import warn_once
 
 
-def file_of(pattern: Pattern) -> Path | None:
+def file_of(pattern: Definition) -> Path | None:
     """Where a traced pattern is kept; nowhere when Inductor's caches are off or nothing names it in
     every process.
     """
@@ -35,7 +35,9 @@ def file_of(pattern: Pattern) -> Path | None:
     if folder is None or sources is None or print_.opaque:
         return None
     # a template knows its spelling by the line
-    lines = [fn.__code__.co_firstlineno for fn in pattern.spellings]
+    lines = [
+        fn.__code__.co_firstlineno for fn in getattr(pattern, "spellings", [pattern.reference])
+    ]
     text = repr((sources, print_.digest, pattern.where, lines, torch_version(), sys.version))
     return (
         Path(folder)

@@ -33,7 +33,8 @@ import weakref
 import torch
 
 from fusion_backend.compat.torch import OPERATORS
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.definition import Definition
+from fusion_backend.ops.rule import ANALYSES
 
 OURS = {"torch", "triton", "fusion_backend"}
 PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -96,14 +97,14 @@ class Fingerprint:
     opaque: str
 
 
-def fingerprint(pattern: Pattern) -> Fingerprint:
+def fingerprint(pattern: Definition) -> Fingerprint:
     """Of a pattern as it is now."""
     walk = Walk()
     walk.token(pattern)
     return walk.finish()
 
 
-def built_in(pattern: Pattern) -> bool:
+def built_in(pattern: Definition) -> bool:
     """Is it one of ours, whose sources are part of every key?"""
     return known(pattern.reference.__globals__.get("__name__"), None)
 
@@ -240,10 +241,12 @@ class Walk:
                 f"module {value.__name__}",
                 *([] if known_module(value) else [self.module(value)]),
             ]
-        if isinstance(value, Pattern):
+        if isinstance(value, Definition):
+            asked = getattr(value, "asks", {}).values()  # analyses, which are reached by name
             return [
                 "pattern",
                 *(f"{k}={self.token(v)}" for k, v in vars(value).items() if k not in PLACES),
+                *(self.token(ANALYSES[name]) for name in asked if name in ANALYSES),
             ]
         if isinstance(value, enum.Enum):
             return ["member", self.token(kind), value.name, self.token(value.value)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from fusion_backend import LOADED_AT
 from fusion_backend.cache.fingerprint import fingerprint
 from fusion_backend.compat.torch import CustomGraphPass, pass_slot
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.definition import Definition
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -44,7 +44,7 @@ def with_identity(options: dict, key: str | None) -> dict:
     return {**options, slot: Identity(key, theirs)}
 
 
-def key_of(patterns: list[Pattern], decisions: list[str]) -> str | None:
+def key_of(patterns: list[Definition], decisions: list[str]) -> str | None:
     """A digest of the patterns in use, our own sources, and the decisions. None where no key can
     tell all of it.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 
 import sympy
 import torch
@@ -25,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import clear_caches
+from torch._logging._internal import trace_structured_artifact
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -277,3 +279,8 @@ def cache_folder() -> str | None:
 
 def torch_version() -> str:
     return torch.__version__
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace (TORCH_TRACE), where tlparse shows it."""
+    trace_structured_artifact(name, "string", text)

@@ -18,7 +18,7 @@ from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import in_library, peel
 from fusion_backend.match.matcher import Match
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.reject import BackwardOnly, Reject
 from fusion_backend.reporting.report import location
 
 NEARBY = 32  # operators to look at, on each side
@@ -69,7 +69,7 @@ class Neighbours:
     """Of one match; the nearest first."""
 
     def __init__(self, match: Match):
-        self.pattern, self.roots = match.pattern, match.roots
+        self.roots = match.roots
         self.inside = {*match.interior, *match.roots}
         self.arguments = [getattr(v, "node", v) for v in match.tensors.values()]
 
@@ -127,21 +127,22 @@ class Neighbours:
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
 
-    def fusable(self, canon: Canon, training: bool) -> Reject | None:
-        """A kernel of ours stands alone: next to code that Inductor would fuse with its own, it
-        moves more bytes.
+    def fusable(self, canon: Canon, inductor: str, training: bool) -> Reject | None:
+        """A kernel of ours stands alone: next to code that Inductor would fuse with its own
+        (`inductor` is what it makes of the op), it moves more bytes.
         """
-        if training and self.pattern.inductor == "pointwise":
+        if training and inductor == "pointwise":
             return Reject("in training Inductor fuses it too, and chooses what to save")
-        half = self.pattern.inductor == "reduction"
+        refusal = BackwardOnly if inductor == "reduction" else Reject
         for n in (*self.arguments, *(u for r in self.roots for u in self.users(r))):
-            if is_lowered(n) and not in_library(peel(canon.of[n]).op) and canon.of[n].op != "input":
-                tables = (
-                    (embedded(a, self.inside) for a in self.arguments) if half and training else ()
-                )
+            if not is_lowered(n) or in_library(peel(canon.of[n]).op) or canon.of[n].op == "input":
+                continue
+            if inductor == "reduction" and training:
+                tables = (embedded(a, self.inside) for a in self.arguments)
                 if table := next(filter(None, tables), None):
+                    where = location(table)
                     return Reject(
-                        f"Inductor fuses its gradient with that of the embedding at {location(table)}"
+                        f"Inductor fuses its gradient with that of the embedding at {where}"
                     )
-                return Reject(f"Inductor fuses it with its neighbour at {location(n)}", half)
+            return refusal(f"Inductor fuses it with its neighbour at {location(n)}")
         return None

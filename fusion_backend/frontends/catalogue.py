@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 from fusion_backend.match.templates import backward_of, templates
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.rule import Rule
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "spellings.json"  # in a checkout
 
@@ -40,7 +40,7 @@ the same, such as a norm with another eps.
 """
 
 
-def catalogue(patterns: list[Pattern]) -> str:
+def catalogue(patterns: list[Rule]) -> str:
     """The page as markdown."""
     rows = "".join(row(p) for p in patterns)
     return HEAD + rows + spelled() + "".join(section(p) for p in patterns)
@@ -64,21 +64,25 @@ def spelled() -> str:
     return SPELLED.format(**known, **total, share=total["recognised"] / total["spellings"]) + rows
 
 
-def summary(pattern: Pattern) -> str:
+def summary(pattern: Rule) -> str:
     return " ".join(pattern.doc.strip().partition("\n\n")[0].split())
 
 
-def row(p: Pattern) -> str:
+def row(p: Rule) -> str:
     arguments = ", ".join(f"{a.name}: {' / '.join(a.kinds())}" for a in p.params)
     forward = (
-        "Triton kernel" if p.kernel_fn else "library call" if p.library_fn else "recognised only"
+        "Triton kernel"
+        if getattr(p, "kernel_fn", None)
+        else "library call"
+        if p.replacement_fn
+        else "recognised only"
     )
     return (
         f"| [{p.name}](#{p.name}) | {summary(p)} | {arguments} | {forward} | {backward_of(p)} |\n"
     )
 
 
-def section(p: Pattern) -> str:
+def section(p: Rule) -> str:
     forms = len({t.kinds for t in templates(p)})
     return (
         f"\n## {p.name}\n\n{p.doc.strip()}\n\n"

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from fusion_backend.frontends.catalogue import catalogue
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.match.templates import backward_of, templates
 from fusion_backend.reporting.reject import PatternError
 
@@ -61,7 +61,7 @@ def doctor() -> str:
     ]
     for p in patterns():
         try:
-            state = f"{len(templates(p))} templates, kernel {'yes' if p.kernel_fn else 'no'}"
+            state = f"{len(templates(p))} templates, kernel {'yes' if getattr(p, 'kernel_fn', None) else 'no'}"
             state += f", backward {backward_of(p)}"
         except PatternError as error:
             state = f"broken: {error}"

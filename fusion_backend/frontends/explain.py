@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from fusion_backend.compat.torch import many_recompiles
-from fusion_backend.frontends.dynamo import fuse_graph, patterns
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.options import parse
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting import report as reporting
 
 
@@ -23,7 +24,7 @@ class Collector:
     def __call__(self, gm, example_inputs):
         record = reporting.GraphRecord(len(gm.graph.nodes))
         self.report.graphs.append(record)
-        new, _ = fuse_graph(gm, self.options, record)
+        new, _ = fuse_graph(gm, self.options, record, usable(patterns()))
         self.sources.append(gm)
         self.graphs.append(new)
         return new.forward

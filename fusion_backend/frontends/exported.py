@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from fusion_backend import dump
 from fusion_backend.capture.tracer import View, state_key
 from fusion_backend.compat.torch import (
     fake_mode_of,
@@ -18,18 +19,9 @@ from fusion_backend.compat.torch import (
     refusals_unlogged,
     tracing_under,
 )
-from fusion_backend.decide.gate import Gate
-from fusion_backend.frontends.dynamo import (
-    best_answers,
-    nearest,
-    note_faults,
-    patterns,
-    site,
-    usable,
-)
-from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.match.matcher import Matcher
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import Options, parse
+from fusion_backend.pipeline import Scope, run
 from fusion_backend.reporting import report as reporting
 from fusion_backend.rewrite.writer import copied, put
 
@@ -78,14 +70,11 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     }
     region = {n: key for n in nodes if n.op == "call_function"}
     view = View(gm, gm.graph, {}, {}, region, trains, {}, {})
-    canon = Canon().run(gm.graph, region)
-    matcher, gate = Matcher(gm.graph, canon, usable(patterns())), Gate(view, canon, options)
-    decisions = best_answers(gate.decide_all(list(matcher.candidates())))
-    record.sites += [site(d) for d in decisions]
-    record.misses += nearest(matcher, gate)
-    note_faults(record, canon, matcher)
+    top = Scope(view, {})
+    with dump.into(options.dump) as dumped:
+        run(top, options, record, usable(patterns()), dumped)
     replaced: dict[fx.Node, fx.Node] = {}
-    for d in decisions:
+    for d in top.decisions:
         if d.fused:
             write(gm.graph, d, replaced)
     gm.graph.lint()

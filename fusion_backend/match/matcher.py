@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator
 
 import torch
@@ -25,8 +26,9 @@ from fusion_backend.match.prefilter import Fitting, expected
 from fusion_backend.match.root_index import Below
 from fusion_backend.match.templates import Template, templates
 from fusion_backend.match.unify import Bound, Unifier
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.faults import refusal
+from fusion_backend.reporting.report import RuleCount
 
 REMEMBERED = 1000  # shapes a pattern
 # nodes to look at for each operator of a template, for a result that is not inside another
@@ -37,7 +39,7 @@ NEAR = 50
 class Match:
     """A place where a pattern stands in a view."""
 
-    pattern: Pattern
+    pattern: Rule
     template: Template
     roots: list[fx.Node]  # the nodes whose values the pattern computes
     arguments: dict[str, object]  # argument -> node, Viewed, number or None
@@ -70,7 +72,7 @@ class Match:
 class Mismatch:
     """Where matching stopped: `matched` of `size` operators agreed, then `reason` at `node`."""
 
-    pattern: Pattern
+    pattern: Rule
     root: fx.Node
     matched: int
     size: int
@@ -87,7 +89,7 @@ class Mismatch:
 class Matcher:
     """All patterns against one view."""
 
-    def __init__(self, graph: fx.Graph, canon: Canon, patterns: list[Pattern]):
+    def __init__(self, graph: fx.Graph, canon: Canon, patterns: list[Rule]):
         self.canon = canon
         self.patterns = patterns
         self.order = {n: i for i, n in enumerate(graph.nodes)}
@@ -110,12 +112,13 @@ class Matcher:
                 alike.setdefault(below(self.value[n]), []).append(n)
                 self.by_value.setdefault(self.value[n], []).append(n)
         self.fitting = Fitting()
-        self.outcomes: dict[Pattern, dict[tuple, list[tuple] | str]] = {}
+        self.outcomes: dict[Rule, dict[tuple, list[tuple] | str]] = {}
         self.signatures: dict[fx.Node, tuple | None] = {}
         self.started: dict[tuple, list[fx.Node]] = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
         self.stands: dict[fx.Node, list[Template]] = {}  # the templates that were found there
         self.faults: dict[fx.Node, str] = {}  # a node where matching failed -> how
+        self.counts: dict[str, RuleCount] = {}
 
     def starts(self, t: Template) -> list[fx.Node]:
         """The nodes where a template can start, the latest first."""
@@ -139,11 +142,17 @@ class Matcher:
         """
         ranked = sorted((t for p in self.patterns for t in templates(p)), key=lambda t: -t.size)
         for t in ranked:
-            for n in self.starts(t):
-                found = self.attempt(t, n)
-                if found is not None:
+            started, found = time.perf_counter(), []
+            starts = self.starts(t)
+            for n in starts:
+                match = self.attempt(t, n)
+                if match is not None:
                     self.stands.setdefault(n, []).append(t)
-                    yield found
+                    found.append(match)
+            count = RuleCount(len(starts), len(found), time.perf_counter() - started)
+            name = t.pattern.name
+            self.counts[name] = self.counts[name].plus(count) if name in self.counts else count
+            yield from found
 
     def attempt(self, t: Template, n: fx.Node) -> Match | None:
         """A template at a node. Where that raises, this node alone is a miss."""
@@ -427,7 +436,7 @@ def holder(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewe
     return Viewed(e.nodes[0], tuple(steps)) if e.nodes and plain else None
 
 
-def outcome(pattern: Pattern, values: list) -> list[tuple] | str:
+def outcome(pattern: Rule, values: list) -> list[tuple] | str:
     """Dtype, device and shape of what the reference gives on these fakes, or its error."""
     modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
     try:

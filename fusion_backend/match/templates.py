@@ -24,7 +24,9 @@ from fusion_backend.ir.canonicalize import Canon, unrepeatable
 from fusion_backend.ir.expr import LEAVES, Expr
 from fusion_backend.match.prefilter import Form, form_of, make_room
 from fusion_backend.match.root_index import needs
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.definition import Definition
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.reject import PatternError
 
 # what tracing learns besides the templates
@@ -44,7 +46,7 @@ class Template:
     scalar or none.
     """
 
-    pattern: Pattern
+    pattern: Definition
     kinds: tuple[str, ...]
     roots: tuple[Expr, ...]
     size: int  # operators in it
@@ -70,7 +72,7 @@ class Template:
         return known
 
 
-def templates(pattern: Pattern) -> list[Template]:
+def templates(pattern: Definition) -> list[Template]:
     """All templates of a pattern, the largest first; traced once, then kept on disk. Raises
     PatternError.
 
@@ -89,7 +91,7 @@ def templates(pattern: Pattern) -> list[Template]:
             pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
             return pattern.memo["templates"]
         found: dict[str, Template] = {}
-        for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
+        for fn, kinds in itertools.product(spellings_of(pattern), forms(pattern)):
             for t in template(pattern, fn, kinds):
                 found.setdefault(f"{kinds}{t.roots!r}", t)
         if not found:
@@ -103,7 +105,12 @@ def templates(pattern: Pattern) -> list[Template]:
     return pattern.memo["templates"]
 
 
-def renew(pattern: Pattern) -> None:
+def spellings_of(definition: Definition) -> list[Callable]:
+    """The functions to trace. An op alone is traced as well, to learn of its dtypes."""
+    return definition.spellings if isinstance(definition, Rule) else [definition.reference]
+
+
+def renew(pattern: Definition) -> None:
     """Forget what was traced if the pattern, or anything that it reaches, has changed since."""
     if not built_in(pattern):
         digest = fingerprint(pattern).digest
@@ -112,21 +119,23 @@ def renew(pattern: Pattern) -> None:
             pattern.memo["digest"] = digest
 
 
-def backward_of(pattern: Pattern) -> str:
+def backward_of(pattern: Definition) -> str:
     """Who computes the gradient, in words."""
     templates(pattern)
     if not pattern.memo.get("differentiable"):
         return "none (integers)"
+    if not isinstance(pattern, Op):
+        return "its replacement's"
     if pattern.backward_fn is None:
         return "vjp of the reference"
     return "own formula" if pattern.backward_plain else "own kernel"
 
 
-def forms(pattern: Pattern):
+def forms(pattern: Definition):
     return itertools.product(*(p.kinds() for p in pattern.params))
 
 
-def example_inputs(pattern: Pattern, make: Callable, case: dict | None = None) -> list:
+def example_inputs(pattern: Definition, make: Callable, case: dict | None = None) -> list:
     """The arguments of a case (the first by default), tensors made by `make(*shape)`."""
     if pattern.inputs_fn is None:
         made = [
@@ -142,7 +151,7 @@ def example_inputs(pattern: Pattern, make: Callable, case: dict | None = None) -
     return made
 
 
-def with_kinds(pattern: Pattern, kinds: tuple[str, ...], args: list, probe: float = 1.0) -> list:
+def with_kinds(pattern: Definition, kinds: tuple[str, ...], args: list, probe: float = 1.0) -> list:
     """The arguments in the asked-for forms; scalars moved off their example value by `probe`."""
     out = []
     for i, (p, kind, arg) in enumerate(zip(pattern.params, kinds, args, strict=True)):
@@ -173,7 +182,7 @@ def integer(number: int, i: int, probe: float) -> int:
     return number * (3 if probe > 1 else 5) if abs(number) > 1 else number + int(1000 * probe) + i
 
 
-def template(pattern: Pattern, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
+def template(pattern: Definition, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
     """No template where a form is not supported by the spelling (a bias without a weight, say)."""
     first = traced(pattern, fn, kinds, PROBES[0])
     second = traced(pattern, fn, kinds, PROBES[1]) if first and "scalar" in kinds else first
@@ -213,7 +222,7 @@ def subexpressions(roots) -> set[Expr]:
     return found
 
 
-def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
+def traced(pattern: Definition, fn: Callable, kinds, probe: float):
     fake_mode = FakeTensorMode()
 
     def make(*shape):
@@ -284,7 +293,7 @@ def traced(pattern: Pattern, fn: Callable, kinds, probe: float):
     return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
 
 
-def note_dtypes(pattern: Pattern, args: list) -> None:
+def note_dtypes(pattern: Definition, args: list) -> None:
     """A mask, an index or a quantised weight is what the example inputs show; the gate asks for
     nothing else there.
     """

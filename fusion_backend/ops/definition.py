@@ -1,202 +1,119 @@
-"""How the parts of a pattern must be written: its arguments, the options of its decorators, and
-what its functions answer. Whatever is wrong is told as a PatternError, where it is defined or, of
-an answer, where it is first asked for.
-"""
+"""What an op and a rule have in common: a plain torch function of annotated arguments."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import Tensor
-
-from fusion_backend.reporting.reject import PatternError
-
-INDUCTOR = ("pointwise", "reduction", "recomputed", None)
-SCALARS = (float, int)
+from fusion_backend.ops import checks
+from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.reporting.report import warn_once
 
 
-@dataclasses.dataclass(frozen=True)
-class Param:
-    """One argument of a pattern: a tensor, a captured scalar, either, or one of a few words."""
+class Definition:
+    """A plain torch function, the *reference*, and what its author says about it.
 
-    name: str
-    tensor: bool
-    scalar: type | None = None
-    optional: bool = False
-    words: tuple[str, ...] = ()
+    The reference has annotated positional arguments (`Tensor`, `Tensor | None`, `float`, `int`,
+    `Tensor | float`, `Literal["relu", "silu"]`) and returns a tensor or a tuple of tensors.
 
-    def kinds(self) -> tuple[str, ...]:
-        """The forms in which a graph may supply this argument. A word is a form of its own:
-        `=relu`.
-        """
-        forms = ("tensor",) * self.tensor + ("scalar",) * (self.scalar is not None)
-        return forms + ("none",) * self.optional + tuple(f"={w}" for w in self.words)
-
-
-def plain_function(fn, what: str) -> types.FunctionType:
-    """Code to trace, with arguments that have names; anything else is refused."""
-    if not isinstance(fn, types.FunctionType):
-        kind = "a class" if isinstance(fn, type) else f"of type {type(fn).__name__}"
-        name = getattr(fn, "__name__", None) or repr(fn)
-        raise PatternError(
-            f"{what} must be a plain function, written with def; {name} is {kind}{location(fn)}"
-        )
-    return fn
-
-
-def location(thing) -> str:
-    """The file and line of something that is no function, where Python knows them."""
-    try:
-        return f" ({inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]})"
-    except (OSError, TypeError):
-        return ""
-
-
-def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
-    """Read the parameters off a reference's annotations, or say which one is not understood."""
-    try:
-        hints = typing.get_type_hints(fn)
-    except Exception as error:  # whatever the text of an annotation raises
-        raise PatternError(f"{where}: an annotation cannot be read: {error}") from None
-    params = []
-    for p in inspect.signature(fn).parameters.values():
-        hint = hints.get(p.name)
-        if typing.get_origin(hint) is typing.Literal and all(
-            isinstance(w, str) for w in typing.get_args(hint)
-        ):
-            params.append(Param(p.name, False, words=typing.get_args(hint)))
-            continue
-        union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        members = set(typing.get_args(hint)) if union else {hint}
-        optional = type(None) in members
-        scalars = [s for s in SCALARS if s in members]
-        if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
-            raise PatternError(
-                f"{where}: argument {p.name} must be positional and without a default"
-            )
-        if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
-            raise PatternError(
-                f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, float, int, Tensor | float, Literal[words], and `| None` where it may be missing"
-            )
-        params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
-    if not any(p.tensor for p in params):
-        raise PatternError(f"{where}: a pattern needs at least one Tensor argument")
-    return tuple(params)
-
-
-def outputs_of(fn: Callable, where: str) -> int:
-    """How many tensors a reference returns, by its annotation (one, when there is none)."""
-    hint = typing.get_type_hints(fn).get("return", Tensor)
-    members = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
-    if not members or any(m is not Tensor for m in members):
-        raise PatternError(
-            f"{where}: it returns {hint!r}; a pattern returns Tensor or tuple[Tensor, Tensor, ...]"
-        )
-    return len(members)
-
-
-def is_one_of(value, allowed: Sequence, option: str, where: str) -> None:
-    if not any(value is a or (type(value) is str and value == a) for a in allowed):
-        raise PatternError(f"{where}: {option} is {value!r}; use {', '.join(map(repr, allowed))}")
-
-
-def distinct_names(names: Sequence[str], option: str, where: str) -> tuple[str, ...]:
-    """Names as a tuple; a string, which is a sequence too, is not meant as its letters."""
-    if isinstance(names, str) or not all(
-        isinstance(name, str) and name.isidentifier() for name in names
-    ):
-        raise PatternError(f'{where}: {option} is {names!r}; it is a tuple of names, ("mean",) say')
-    if len(set(names)) < len(names):
-        raise PatternError(f"{where}: {option} is {names!r}, with a name given twice")
-    return tuple(names)
-
-
-def new_names(names: Sequence[str], params: Sequence[Param], where: str) -> tuple[str, ...]:
-    """Of the tensors that a kernel saves: the backward finds them beside the arguments."""
-    names = distinct_names(names, "saves", where)
-    taken = [
-        name for name in names if name in {"needs", "result", "seed", *(p.name for p in params)}
-    ]
-    if taken:
-        raise PatternError(
-            f"{where}: saves names {taken[0]}, which the backward knows as something else"
-        )
-    return names
-
-
-def tensor_names(
-    names: Sequence[str], params: Sequence[Param], option: str, where: str
-) -> tuple[str, ...]:
-    tensors = [p.name for p in params if p.tensor]
-    wrong = [name for name in distinct_names(names, option, where) if name not in tensors]
-    if wrong:
-        raise PatternError(
-            f"{where}: {option} names {wrong[0]}; its tensors are {', '.join(tensors)}"
-        )
-    return tuple(names)
-
-
-def same_gradients(
-    same: dict, params: Sequence[Param], outputs: int, where: str
-) -> dict[str, str | int]:
-    """The `same=` of a backward: of an argument that of another, or that of the forward's result of
-    this number.
+    Raises PatternError, naming file and line, where the annotations are not understood or the name
+    is taken.
     """
-    tensor_names(list(same), params, "same", where)
-    for name, other in same.items():
-        if type(other) is int and not 0 <= other < outputs:
-            raise PatternError(
-                f"{where}: same gives {name} the gradient of result {other}; it has {outputs}"
-            )
-        if type(other) is not int:
-            tensor_names([other], params, "same", where)
-            if other in same:
-                raise PatternError(
-                    f"{where}: same gives {name} the gradient of {other}, which has none of its own"
-                )
-    return dict(same)
 
+    kind = "definition"  # the word for it in messages
 
-def gradients_taken(fn: Callable, outputs: int, result: bool, where: str) -> list[bool]:
-    """Which gradients a backward takes None for, after the first argument, `saved`."""
-    plain_function(fn, f"{where}: the backward")
-    first, *given = [*inspect.signature(fn).parameters.values()] or [None]
-    several = bool(given) and given[-1].kind is inspect.Parameter.VAR_POSITIONAL
-    if first is None or (len(given) != outputs and not several):
-        takes = ", ".join(inspect.signature(fn).parameters)
-        gradients = f"saved and {outputs} gradient{'s' if outputs > 1 else ''}"
-        raise PatternError(
-            f"{where}: the backward at {line_of(fn)} takes ({takes}), not {gradients}"
-        )
-    defaults = [p.default for p in given if p.default is not inspect.Parameter.empty]
-    if any(d is not None for d in defaults):
-        raise PatternError(f"{where}: the backward at {line_of(fn)} has a default other than None")
-    return [result and i < len(given) and given[i].default is None for i in range(outputs)]
+    def __new__(cls, reference: Callable | None = None, **options):
+        if reference is None:
+            return functools.partial(cls, **options)
+        return super().__new__(cls)
 
+    def __init__(self, reference: Callable):
+        code = checks.plain_function(reference, f"{self.article} {self.kind}").__code__
+        self.name: str = reference.__name__
+        self.reference = reference
+        self.file, self.line = code.co_filename, code.co_firstlineno
+        self.where = f"{self.kind} {self.name} ({self.file}:{self.line})"
+        if not self.name.isidentifier():
+            raise PatternError(f"{self.where}: {self.name} cannot be the name of an operator")
+        self.params = checks.params_of(reference, self.where)
+        self.outputs = checks.outputs_of(reference, self.where)
+        self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
+        self.inputs_fn: Callable | None = None
+        self.cases: tuple[dict, ...] = ()
+        self.spec = reference.__globals__.get("__spec__")  # of the module as it was loaded
+        self.memo: dict = {}  # what other modules derive from it (templates, its operator)
 
-def same_arguments(fn: Callable, what: str, want: list[str], where: str) -> None:
-    have = list(inspect.signature(plain_function(fn, f"{where}: the {what}")).parameters)
-    if have != want:
-        message = f"the {what} at {line_of(fn)} takes ({', '.join(have)}), not ({', '.join(want)})"
-        raise PatternError(f"{where}: {message}")
+    @property
+    def article(self) -> str:
+        return "an" if self.kind[0] in "aeiou" else "a"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} at {self.file}:{self.line}>"
 
-def takes_cases(fn: Callable, cases: Sequence[dict], where: str) -> None:
-    """Can the example inputs be made from every case?"""
-    plain_function(fn, f"{where}: the inputs")
-    for case in cases:
+    def forget(self) -> None:
+        """What was traced no longer holds. The operator stays: it runs the functions themselves."""
+        for name in self.memo.keys() - {"operator"}:
+            del self.memo[name]
+
+    def takes(
+        self, fn: Callable, what: str, extra: Sequence[str] = (), must: Sequence[str] = ()
+    ) -> Callable:
+        """A function of the reference's arguments and `extra`, of a function that may name those
+        alone that it reads, or take the others as `**rest`. Raises PatternError for other names, or
+        where one of `must` is missing.
+        """
+        names = [*(p.name for p in self.params), *extra]
+        return checks.taking(fn, what, names, self.where, must)
+
+    def inputs(self, *cases: dict) -> Callable:
+        """Example inputs: `fn(tensor, **case)` returns the arguments. The first case serves tests,
+        the last benchmarks.
+
+        `tensor(*shape)` makes a random floating tensor; the caller decides dtype and device.
+        """
+
+        def keep(fn: Callable) -> Callable:
+            checks.takes_cases(fn, cases or ({},), self.where)
+            self.inputs_fn, self.cases = fn, cases or ({},)
+            self.memo.clear()
+            return fn
+
+        return keep
+
+    def ask(self, question: str, *given) -> Any:
+        """What the function for a question ("guard", "worthwhile", "neighbours", "replacement")
+        answers. Raises PatternError where that is no answer.
+        """
+        fn = getattr(self, f"{question}_fn")
+        if fn is None:
+            return None
+        answer = fn(*given)
+        wrong, right = self.wrong_answer(question, answer)
+        if wrong:
+            line = checks.line_of(fn)
+            told = f'its {question} at {line} returned {wrong}; it returns Reject("why not") or'
+            raise PatternError(f"{self.where}: {told} {right}")
+        return answer
+
+    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+        """Why this is no answer to a question, in words, empty where it is one; and what is."""
+        return "" if answer is None or type(answer) is Reject else repr(answer), "None"
+
+    def answer(self, question: str, *given) -> Any:
+        """`ask` for the pass: whatever goes wrong refuses the site, with a warning to the author."""
+        # not for whoever only defines patterns: it imports Dynamo
+        from fusion_backend.reporting.faults import refusal
+
         try:
-            inspect.signature(fn).bind(None, **case)
-        except TypeError as error:
-            raise PatternError(
-                f"{where}: the inputs at {line_of(fn)} do not take {case!r}: {error}"
-            ) from None
-
-
-def line_of(fn: Callable) -> str:
-    return f"line {fn.__code__.co_firstlineno}"
+            return self.ask(question, *given)
+        except PatternError as error:
+            why = str(error).removeprefix(f"{self.where}: ")
+        except Exception as error:
+            why, fault = refusal(error, f"its {question}")
+            if fault is None:
+                return Reject(why)
+        told = f"fusion: {self.where}: {why}; the site is left to Inductor"
+        warn_once(f"{question} {self.where}", told)
+        return Reject(why)

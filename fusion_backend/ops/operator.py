@@ -1,9 +1,9 @@
-"""Pattern -> torch.ops.fusion.<name>: dispatch, shape rule, autograd.
+"""Op -> torch.ops.fusion.<name>: dispatch, shape rule, autograd.
 
 The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kernels from its own
 wrapper. Its keyword arguments are the gate's decision: `forward` is "kernel" or "reference"
 (inlined, for Inductor to fuse as if we were not there), `backward` is "kernel", "formula" (the
-pattern's own, in plain torch) or "vjp" (of the reference), `save` says whether anybody will
+op's own, in plain torch) or "vjp" (of the reference), `save` says whether anybody will
 differentiate.
 """
 
@@ -18,44 +18,47 @@ from torch import Tensor
 
 from fusion_backend.compat.torch import plain_tensors, remove_op, triton_op
 from fusion_backend.kernels.common.launch import interpreting, on_gpu
-from fusion_backend.ops.pattern import Pattern, registered
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
-# The seed of a pattern with random numbers: drawn by an operator of the graph that AOTAutograd and
+# The seed of an op with random numbers: drawn by an operator of the graph that AOTAutograd and
 # Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
 # alike where a checkpoint recomputes.
 DRAW = torch.ops.aten.randint.low
 
 
-class Op:
-    """The registered operators of one pattern, and how arguments map to their schema."""
+class Operator:
+    """The registered operators of one op, and how arguments map to their schema."""
 
-    def __init__(self, pattern: Pattern):
-        self.pattern = pattern
-        self.fields = [field for p in pattern.params for field in fields(p)]
-        self.tensors = [p.name for p in pattern.params if p.tensor]
+    def __init__(self, op: Op):
+        self.op = op
+        self.fields = [field for p in op.params for field in fields(p)]
+        self.tensors = [p.name for p in op.params if p.tensor]
         self.tensor_fields = [
             i for i, f in enumerate(self.fields) if f.annotation in (Tensor, Tensor | None)
         ]
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.fields += [inspect.Parameter(name, plain, annotation=Tensor) for name in pattern.drawn]
+        self.fields += [
+            inspect.Parameter(name, plain, annotation=Tensor) for name in op.seed_arguments
+        ]
         # what runs where the kernel does not
-        self.reference = pattern.seeded_fn or pattern.reference
-        self.results = pattern.outputs + len(pattern.saves)
+        self.reference = op.seeded_fn or op.reference
+        self.results = op.outputs + len(op.saves)
         self.call = triton_op(
-            f"fusion::{pattern.name}", signed(self.forward, self.schema()), mutates_args=()
+            f"fusion::{op.name}", signed(self.forward, self.schema()), mutates_args=()
         )
         self.call.register_autograd(self.gradient, setup_context=self.keep)
         self.backward_call = None
-        if pattern.backward_fn is not None and not pattern.backward_plain:
-            name = f"fusion::{pattern.name}_backward"
+        if op.backward_fn is not None and not op.backward_plain:
+            name = f"fusion::{op.name}_backward"
             self.backward_call = triton_op(
                 name, signed(self.backward, self.backward_schema()), mutates_args=()
             )
 
     def remove(self) -> None:
-        """Take the operators out of torch: the pattern's name may come to mean something else."""
+        """Take the operators out of torch: the op's name may come to mean something else."""
         for call in (self.call, self.backward_call):
             if call is not None:
                 remove_op(call)
@@ -63,7 +66,7 @@ class Op:
     @property
     def overload(self):
         """The torch operator that goes into graphs."""
-        return getattr(torch.ops.fusion, self.pattern.name).default
+        return getattr(torch.ops.fusion, self.op.name).default
 
     # Schemas. A `Tensor | float` argument has two fields, of which one is None.
 
@@ -76,15 +79,14 @@ class Op:
 
     def backward_schema(self) -> inspect.Signature:
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        kinds = [Tensor | None if may else Tensor for may in self.pattern.backward_missing]
+        kinds = [Tensor | None if may else Tensor for may in self.op.backward_missing]
         first = [
             inspect.Parameter(f"grad_{i}", plain, annotation=kind) for i, kind in enumerate(kinds)
         ]
-        results = range(self.pattern.outputs if self.pattern.backward_result else 0)
+        results = range(self.op.outputs if self.op.backward_result else 0)
         first += [inspect.Parameter(f"result_{i}", plain, annotation=Tensor) for i in results]
         saved = [
-            inspect.Parameter(f"saved_{name}", plain, annotation=Tensor)
-            for name in self.pattern.saves
+            inspect.Parameter(f"saved_{name}", plain, annotation=Tensor) for name in self.op.saves
         ]
         needs = inspect.Parameter("needs", plain, annotation=list[bool])
         return inspect.Signature(
@@ -92,11 +94,11 @@ class Op:
         )
 
     def flatten(self, arguments: dict[str, object]) -> list:
-        """Arguments of the pattern -> arguments of the op. Works on tensors, fakes and graph nodes
+        """Arguments of the reference -> arguments of the operator. Works on tensors, fakes and graph nodes
         alike.
         """
         out = []
-        for p in self.pattern.params:
+        for p in self.op.params:
             value = arguments[p.name]
             number = isinstance(value, (int, float))
             if p.words:
@@ -105,12 +107,12 @@ class Op:
                 out.append(None if number else value)
             if p.scalar is not None:
                 out.append(p.scalar(value) if number else None)
-        return out + [arguments[name] for name in self.pattern.drawn]
+        return out + [arguments[name] for name in self.op.seed_arguments]
 
     def unflatten(self, flat: tuple) -> list:
         rest = iter(flat)
         out = []
-        for p in self.pattern.params:
+        for p in self.op.params:
             values = [next(rest) for _ in fields(p)]
             out.append(next((v for v in values if v is not None), None))
         return [*out, *rest]
@@ -118,10 +120,10 @@ class Op:
     # What the operators do.
 
     def forward(self, *flat, forward="kernel", backward="kernel", save=True):
-        pattern, args = self.pattern, self.unflatten(flat)
+        op, args = self.op, self.unflatten(flat)
         with without_autocast():
             if forward == "kernel" and self.kernel_takes(args):
-                out = pattern.kernel_fn(*args, save) if pattern.saves else pattern.kernel_fn(*args)
+                out = op.kernel_fn(*args, save) if op.saves else op.kernel_fn(*args)
                 out = out if isinstance(out, tuple) else (out,)
             else:
                 out = self.reference(*args)
@@ -129,7 +131,7 @@ class Op:
                 out += self.saved(args, save and backward != "vjp", out[0])
         if len(out) != self.results:
             raise PatternError(
-                f"{pattern.where}: the kernel returns {len(out)} tensors, not {self.results}"
+                f"{op.where}: the kernel returns {len(out)} tensors, not {self.results}"
             )
         return out[0] if self.results == 1 else out
 
@@ -137,26 +139,26 @@ class Op:
         """The gate has asked before; whoever calls the op directly gets the reference where the
         guard says no.
         """
-        p = self.pattern
+        p = self.op
         if p.kernel_fn is None or not runs_kernel(args):
             return False
         return p.ask("guard", *args[: len(p.params)]) is None
 
     def saved(self, args: list, wanted: bool, like: Tensor) -> tuple[Tensor, ...]:
-        if wanted and self.pattern.saved_fn is not None:
-            out = self.pattern.saved_fn(*args)
+        if wanted and self.op.saved_fn is not None:
+            out = self.op.saved_fn(*args)
             return out if isinstance(out, tuple) else (out,)
-        return tuple(like.new_empty(0, dtype=torch.float32) for _ in self.pattern.saves)
+        return tuple(like.new_empty(0, dtype=torch.float32) for _ in self.op.saves)
 
     def keep(self, ctx, inputs, keyword_only_inputs, output) -> None:
         out = output if isinstance(output, tuple) else (output,)
-        saves = out[self.pattern.outputs :]
+        saves = out[self.op.outputs :]
         ctx.mark_non_differentiable(*saves)
         ctx.numbers = [None if isinstance(a, Tensor) else a for a in inputs]
         ctx.has = [isinstance(a, Tensor) for a in inputs]
         ctx.decision = {**DECISION, **keyword_only_inputs}
-        own = self.pattern.backward_result and ctx.decision["backward"] != "vjp"
-        ctx.set_materialize_grads(not (own and any(self.pattern.backward_missing)))
+        own = self.op.backward_result and ctx.decision["backward"] != "vjp"
+        ctx.set_materialize_grads(not (own and any(self.op.backward_missing)))
         kept = out if own else saves  # a kept result may not be written to in place
         ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
 
@@ -168,27 +170,25 @@ class Op:
             for has, number in zip(ctx.has, ctx.numbers, strict=True)
         ]
         results = list(tensors)  # and what the kernel saved
-        grads = grads[: self.pattern.outputs]
+        grads = grads[: self.op.outputs]
         needs = list(ctx.needs_input_grad[: len(flat)])
-        choice, pattern, args = ctx.decision, self.pattern, self.unflatten(flat)
-        own = pattern.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
+        choice, op, args = ctx.decision, self.op, self.unflatten(flat)
+        own = op.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
         taken = self.kernel_takes(args)
-        if not own or not (pattern.can_inline_forward or (taken and choice["forward"] == "kernel")):
+        if not own or not (op.can_inline_forward or (taken and choice["forward"] == "kernel")):
             return self.vjp(flat, needs, grads)
         needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
-        for name, other in pattern.backward_same.items():
+        for name, other in op.backward_same.items():
             if other in needed:
                 needed[other] |= needed[name]
         wanted = list(needed.values())
-        missing = [
-            g is None and not may for g, may in zip(grads, pattern.backward_missing, strict=True)
-        ]
+        missing = [g is None and not may for g, may in zip(grads, op.backward_missing, strict=True)]
         if any(missing):
             grads = [
                 torch.zeros_like(r) if no else g
                 for no, g, r in zip(missing, grads, results, strict=False)
             ]
-        if pattern.backward_plain:
+        if op.backward_plain:
             found = self.run_backward(*grads, *results, wanted, *flat)
         elif taken:
             found = self.backward_call(*grads, *results, wanted, *flat)
@@ -196,7 +196,7 @@ class Op:
         else:
             return self.vjp(flat, needs, grads)
         gradients = dict(zip(self.tensors, found, strict=True))
-        same = pattern.backward_same.items()
+        same = op.backward_same.items()
         gradients |= {
             name: grads[other] if isinstance(other, int) else gradients[other]
             for name, other in same
@@ -210,23 +210,23 @@ class Op:
         return out[0] if len(out) == 1 else out
 
     def run_backward(self, *flat):
-        n, k = self.pattern.outputs, len(self.pattern.saves)
-        m = n if self.pattern.backward_result else 0
+        n, k = self.op.outputs, len(self.op.saves)
+        m = n if self.op.backward_result else 0
         grads, results, saves = flat[:n], flat[n : n + m], flat[n + m : n + m + k]
         needs, args = flat[n + m + k], self.unflatten(flat[n + m + k + 1 :])
-        names = (*(p.name for p in self.pattern.params), *self.pattern.drawn)
+        names = (*(p.name for p in self.op.params), *self.op.seed_arguments)
         saved = types.SimpleNamespace(**dict(zip(names, args, strict=True)))
-        for name, tensor in zip(self.pattern.saves, saves, strict=True):
+        for name, tensor in zip(self.op.saves, saves, strict=True):
             setattr(saved, name, tensor)
         if m:
             saved.result = results if n > 1 else results[0]
         saved.needs = dict(zip(self.tensors, needs, strict=True))
         with without_autocast():
-            out = self.pattern.backward_fn(saved, *grads)
+            out = self.op.backward_fn(saved, *grads)
         out = out if isinstance(out, tuple) else (out,)
         if len(out) != len(self.tensors):
             raise PatternError(
-                f"{self.pattern.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
+                f"{self.op.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
             )
         return out
 
@@ -272,13 +272,8 @@ def fake_seed(like: Tensor) -> Tensor:
         return draw(like.device)
 
 
-def seed_of(pattern: Pattern, like: Tensor) -> dict[str, Tensor]:
-    """A fake seed for a pattern that draws random numbers."""
-    return {name: fake_seed(like) for name in pattern.drawn}
-
-
 def fields(p) -> list[inspect.Parameter]:
-    """The schema arguments of one pattern argument."""
+    """The schema arguments of one argument of the reference."""
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     either = p.tensor and p.scalar is not None
     out = []
@@ -326,12 +321,28 @@ def runs_kernel(args: list) -> bool:
     return all(map(on_gpu, tensors)) or (interpreting() and plain_tensors(tensors))
 
 
-def op_of(pattern: Pattern) -> Op:
-    """The operator of a pattern, registered at first use."""
-    if "op" not in pattern.memo:
-        if not registered(pattern):
+def operator_of(op: Op) -> Operator:
+    """The operator of an op, registered at first use."""
+    if "operator" not in op.memo:
+        if not registered(op):
             raise PatternError(
-                f"{pattern.where}: another pattern has its name, and the operator of that name"
+                f"{op.where}: another definition has its name, and the operator of that name"
             )
-        pattern.memo["op"] = Op(pattern)
-    return pattern.memo["op"]
+        op.memo["operator"] = Operator(op)
+    return op.memo["operator"]
+
+
+def call(op: Op, args: tuple):
+    """Run an op as a user calls it: kernel and gradient where they are possible, a seed drawn."""
+    operator = operator_of(op)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if len(args) != len(op.params) or not tensors:
+        names = ", ".join(p.name for p in op.params)
+        raise TypeError(f"{op.name} takes ({names}), of which some are tensors")
+    given = dict(zip((p.name for p in op.params), args, strict=True))
+    given |= {name: draw(tensors[0].device) for name in op.seed_arguments}
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    out = operator.overload(*operator.flatten(given), save=save)
+    if not isinstance(out, tuple):
+        return out
+    return out[0] if op.outputs == 1 else out[: op.outputs]

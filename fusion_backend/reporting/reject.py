@@ -11,15 +11,22 @@ class PatternError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reject:
-    """The answer "no" of a guard, with its reason: a sentence that a user reads in the report.
+    """The answer "no", with its reason: a sentence that a user reads in the report.
 
-    With `forward_only`, from `worthwhile`: in training the forward is left to Inductor as the
-    inlined reference and the backward kernel is used all the same.
+    Raises PatternError where the reason is missing.
     """
 
     reason: str
-    forward_only: bool = False
 
     def __post_init__(self):
         if not (isinstance(self.reason, str) and self.reason.strip()):
-            raise PatternError(f"a Reject needs its reason, a sentence, not {self.reason!r}")
+            raise PatternError(
+                f"a {type(self).__name__} needs its reason, a sentence, not {self.reason!r}"
+            )
+
+
+class BackwardOnly(Reject):
+    """The answer of `worthwhile` where the kernel pays in the backward alone: in training the
+    forward is left to Inductor, as the inlined reference, and the backward kernel is used; in
+    inference the site is refused.
+    """

@@ -64,6 +64,21 @@ class Miss:
         return f"near miss  {self.pattern:14} {self.where}  {how_far}"
 
 
+@dataclasses.dataclass(frozen=True)
+class RuleCount:
+    """How often a rule was tried at a node of a graph, how often it matched, and the seconds that
+    took.
+    """
+
+    tried: int = 0
+    matched: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: RuleCount) -> RuleCount:
+        seconds = self.seconds + other.seconds
+        return RuleCount(self.tried + other.tried, self.matched + other.matched, seconds)
+
+
 @dataclasses.dataclass(eq=False)  # two graphs may have equal records
 class GraphRecord:
     """One graph that Dynamo handed over.
@@ -83,6 +98,16 @@ class GraphRecord:
     misses: list[Miss] = dataclasses.field(default_factory=list)
     # of ours; each costs the place where it was
     faults: list[str] = dataclasses.field(default_factory=list)
+    rules: dict[str, RuleCount] = dataclasses.field(default_factory=dict, repr=False)
+
+    def rules_table(self) -> str:
+        """A line a rule: tried, matched, fused, milliseconds; the dearest first."""
+        fused = [s.pattern for s in self.sites if s.fused]
+        lines = ["rule                      tried  matched  fused       ms"]
+        for name, c in sorted(self.rules.items(), key=lambda item: -item[1].seconds):
+            row = f"{name:24} {c.tried:6} {c.matched:8} {fused.count(name):6}"
+            lines.append(f"{row} {c.seconds * 1e3:8.2f}")
+        return "\n".join(lines) + "\n"
 
 
 @dataclasses.dataclass

@@ -26,7 +26,8 @@ from fusion_backend.compat.torch import (
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed, step_of, value_of
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ops.operator import DRAW, fake_seed, how_to_draw, op_of, seed_of
+from fusion_backend.ops.operator import DRAW, fake_seed, how_to_draw
+from fusion_backend.ops.rule import SEED
 from fusion_backend.rewrite.recompute import MARK, computed_again
 
 # What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static
@@ -52,74 +53,63 @@ def rewrite(
 
 
 def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Insert the op of a decision before its first root. Returns the new nodes and root -> result.
+    """Insert the call of a decision before its first root. Returns the new nodes and root ->
+    result.
 
-    `now` maps an argument that was the result of an earlier site to what holds it now.
+    `now` maps an argument that was the result of an earlier site to the node that has it now.
     """
-    match = d.match
-    first = min(match.roots)  # in graph order
-    new: list[fx.Node] = []
+    return Insertion(graph, d, now).write()
 
-    def call(target, args, kwargs, value) -> fx.Node:
-        n = graph.call_function(target, args, kwargs)
-        kept = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
-        n.meta = {k: first.meta[k] for k in kept if k in first.meta}
+
+class Insertion:
+    """The nodes of one site."""
+
+    def __init__(self, graph: fx.Graph, d: Decision, now):
+        self.graph, self.match, self.call, self.now = graph, d.match, d.call, now
+        self.first = min(d.match.roots)  # in graph order
+        self.new: list[fx.Node] = []
+
+    def write(self) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+        call, roots = self.call, self.match.roots
+        with self.graph.inserting_before(self.first):
+            args = tuple(map(self.argument, call.args))
+            several = len(call.values) > 1
+            value = call.values if several else call.values[0]
+            result = self.node(call.target, args, dict(call.kwargs), value)
+            results = [result]
+            if several:
+                results = [
+                    self.node(operator.getitem, (result, i), {}, call.values[i])
+                    for i, _ in enumerate(roots)
+                ]
+            if call.contiguous:
+                like = self.first.meta["val"]
+                dense = {"memory_format": torch.contiguous_format}
+                results = [self.node(aten.clone.default, (results[0],), dense, like)]
+        return self.new, dict(zip(roots, results, strict=True))
+
+    def node(self, target, args: tuple, kwargs: dict, value) -> fx.Node:
+        n = self.graph.call_function(target, args, kwargs)
+        carried = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+        n.meta = {k: self.first.meta[k] for k in carried if k in self.first.meta}
         n.meta["val"] = value
-        n.meta["fusion"] = match.pattern.name
-        new.append(n)
+        n.meta["fusion"] = self.match.pattern.name
+        self.new.append(n)
         return n
 
-    def drawn(fake: torch.Tensor) -> fx.Node:
-        return call(DRAW, *how_to_draw(fake.device), fake)
-
-    def argument(a):
+    def argument(self, a):
+        if a is SEED:
+            fake = fake_seed(self.call.values[0])
+            return self.node(DRAW, *how_to_draw(fake.device), fake)
         if not isinstance(a, Viewed):
-            return now(a) if isinstance(a, fx.Node) else a
-        n, value = now(a.node), a.node.meta["val"]
+            return self.now(a) if isinstance(a, fx.Node) else a
+        n, value = self.now(a.node), a.node.meta["val"]
         for step in a.steps:
             target, rest = step_of(step, value)
             value = target(value, *map(value_of, rest))
-            n = call(
-                target, (n, *(now(r) if isinstance(r, fx.Node) else r for r in rest)), {}, value
-            )
+            args = (n, *(self.now(r) if isinstance(r, fx.Node) else r for r in rest))
+            n = self.node(target, args, {}, value)
         return n
-
-    with graph.inserting_before(first):
-        if d.call is not None:
-            given = tuple(
-                drawn(fake_seed(d.value[0]))
-                if t is d.call.SEED
-                else argument(match.arguments[t] if isinstance(t, str) else t)
-                for t in d.call.tensors
-            )
-            result = call(
-                d.call.op, given, dict(d.call.options), d.value if len(d.value) > 1 else d.value[0]
-            )
-            if len(d.value) > 1:
-                result = call(operator.getitem, (result, 0), {}, d.value[0])
-            if d.copy:
-                value = first.meta["val"]
-                result = call(
-                    aten.clone.default, (result,), {"memory_format": torch.contiguous_format}, value
-                )
-            return new, {match.roots[0]: result}
-        arguments = {name: argument(a) for name, a in match.arguments.items()}
-        for name, fake in seed_of(match.pattern, d.value[0]).items():
-            arguments[name] = drawn(fake)
-        flat = op_of(match.pattern).flatten(arguments)
-        chosen = {"forward": d.forward, "backward": d.backward or "vjp", "save": d.save}
-        result = call(
-            op_of(match.pattern).overload,
-            tuple(flat),
-            chosen,
-            d.value if len(d.value) > 1 else d.value[0],
-        )
-        if len(d.value) == 1:
-            return new, {match.roots[0]: result}
-        return new, {
-            root: call(operator.getitem, (result, i), {}, d.value[i])
-            for i, root in enumerate(match.roots)
-        }
 
 
 class Writer:
@@ -180,9 +170,8 @@ class Writer:
         arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
         for n in (*d.match.roots, *d.match.interior, *arguments):
             self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
-        self.drop(
-            [a for name, a in d.match.tensors.items() if d.call and name not in d.call.tensors]
-        )
+        read = [a for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+        self.drop([a for a in d.match.tensors.values() if a not in read])
         new, replaced = put(self.view.graph, d, self.now)
         # an elementwise operator, and now a call that computes the same
         if self.again.issuperset(d.match.roots):

@@ -13,8 +13,10 @@ import torch
 from fusion_backend.compat.torch import FakeTensorMode, many_recompiles
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.match.templates import example_inputs, forms, template, templates, with_kinds
-from fusion_backend.ops.operator import draw, op_of
-from fusion_backend.ops.pattern import UNMATCHED, LibraryCall, Pattern
+from fusion_backend.ops.definition import Definition
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.operator import draw, operator_of
+from fusion_backend.ops.rule import Replacement, Rule
 from fusion_backend.reporting.reject import PatternError, Reject
 from fusion_backend.testing.compare import (
     DropoutOfKernels,
@@ -32,10 +34,10 @@ EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
 
 
 def check_pattern(
-    pattern: Pattern, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
+    pattern: Definition, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
 ) -> Proof:
-    """Prove what can be proven of a pattern on this machine. The result says what ran, and what did
-    not and why.
+    """Prove what can be proven of a pattern, a rule or an op on this machine. The result says what
+    ran, and what did not and why.
 
     Every function of the pattern is run. The reference can be traced, and its rewritten graph
     computes what it does; every spelling agrees with it in fp64, value and gradient, and is
@@ -58,18 +60,20 @@ def check_pattern(
             f"recognition {in_forms(untraceable, reference)}: it cannot be traced: {why}"
         )
     check_reference(pattern, supported, proof)
-    if pattern.seeded_fn is not None:
-        check_seeded(pattern, supported, proof)
-    for fn in pattern.spellings[1:]:
-        check_spelling(pattern, fn, supported, reference, proof)
-    for fn in pattern.near_misses:
-        check_near_miss(pattern, fn, supported, reference, proof)
-    check_answers(pattern, supported, tuple(dtypes), proof)
-    check_kernels(pattern, supported, tuple(dtypes), device, proof)
+    if isinstance(pattern, Rule):
+        for fn in pattern.spellings[1:]:
+            check_spelling(pattern, fn, supported, reference, proof)
+        for fn in pattern.near_misses:
+            check_near_miss(pattern, fn, supported, reference, proof)
+    if isinstance(pattern, Op):
+        if pattern.seeded_fn is not None:
+            check_seeded(pattern, supported, proof)
+        check_answers(pattern, supported, tuple(dtypes), proof)
+        check_kernels(pattern, supported, tuple(dtypes), device, proof)
     return proof
 
 
-def check_inputs(pattern: Pattern, proof: Proof) -> None:
+def check_inputs(pattern: Definition, proof: Proof) -> None:
     """Every case gives its arguments, on fakes: the last may be as large as a benchmark's."""
     for case in pattern.cases or (None,):
         try:
@@ -85,7 +89,7 @@ def check_inputs(pattern: Pattern, proof: Proof) -> None:
 
 
 def run_in_forms(
-    pattern: Pattern, fn: Callable, what: str, kinds_of_all: list, proof: Proof
+    pattern: Definition, fn: Callable, what: str, kinds_of_all: list, proof: Proof
 ) -> dict[tuple, list]:
     """Value and gradients in fp64 in every form that the function takes."""
     results, refused = {}, {}
@@ -134,7 +138,9 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     )
 
 
-def report_on(pattern: Pattern, what: str, fn: Callable, args: list, run: Callable | None = None):
+def report_on(
+    pattern: Definition, what: str, fn: Callable, args: list, run: Callable | None = None
+):
     """What the pass finds in the function, looking for this pattern alone, and what `run` makes of
     the new graph.
     """
@@ -156,17 +162,22 @@ def report_on(pattern: Pattern, what: str, fn: Callable, args: list, run: Callab
     return collector, out
 
 
-def sites_in(pattern: Pattern, collector: Collector) -> list:
+def sites_in(pattern: Definition, collector: Collector) -> list:
     return [s for s in collector.report.sites if s.pattern == pattern.name]
 
 
-def whole(pattern: Pattern, collector: Collector, args: list) -> bool:
+def whole(pattern: Definition, collector: Collector, args: list) -> bool:
     """Has the operator as many arguments as the function? A site inside it may be a
     smaller form.
     """
+    if not isinstance(pattern, Op):
+        return True
     wanted = given(flat_arguments(pattern, args))
     calls = [
-        n for gm in collector.graphs for n in gm.graph.nodes if n.target is op_of(pattern).overload
+        n
+        for gm in collector.graphs
+        for n in gm.graph.nodes
+        if n.target is operator_of(pattern).overload
     ]
     return all(given(n.args) == wanted for n in calls)
 
@@ -185,7 +196,7 @@ def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
 
 
 def check_recognised(
-    pattern: Pattern, what: str, fn: Callable, kinds: tuple, run: Callable | None = None
+    pattern: Definition, what: str, fn: Callable, kinds: tuple, run: Callable | None = None
 ):
     """The site, and what `run` made of the new graph, in fp32."""
     args = arguments(pattern, kinds, torch.float32)
@@ -198,11 +209,11 @@ def check_recognised(
     return found[0], out
 
 
-def check_reference(pattern: Pattern, supported: list, proof: Proof) -> None:
+def check_reference(pattern: Definition, supported: list, proof: Proof) -> None:
     """It is recognised, and the rewritten graph computes what it does, in fp32."""
-    if pattern.name in UNMATCHED:
+    if not isinstance(pattern, Rule):
         proof.checked.append(f"reference: traced {in_forms(supported, supported)}")
-        proof.not_run.append("recognition: the pattern is not looked for in graphs (matched=False)")
+        proof.not_run.append("recognition: an op is not looked for in graphs")
         return
     fused, unchanged = [], {}
     with watched(pattern) as calls:
@@ -225,22 +236,22 @@ def check_reference(pattern: Pattern, supported: list, proof: Proof) -> None:
     for reason in dict.fromkeys(unchanged.values()):
         alike = [kinds for kinds, r in unchanged.items() if r == reason]
         proof.not_run.append(f"rewritten graph {in_forms(alike, supported)}: not fused: {reason}")
-    if pattern.library_fn is not None:
-        say_library(calls.answers["library_fn"], proof)
+    if getattr(pattern, "replacement_fn", None) is not None:
+        say_replacement(calls.answers["replacement_fn"], proof)
 
 
-def say_library(answers: list, proof: Proof) -> None:
-    """What the library provider answered for the reference's own graphs."""
-    offered = [a for a in answers if isinstance(a, LibraryCall)]
+def say_replacement(answers: list, proof: Proof) -> None:
+    """What the replacement answered for the reference's own graphs."""
+    offered = [a for a in answers if isinstance(a, Replacement)]
     if offered:
-        proof.checked.append(f"library provider: {len(offered)} calls in {len(answers)} graphs")
+        proof.checked.append(f"replacement: {len(offered)} calls in {len(answers)} graphs")
     for reason in dict.fromkeys(a.reason for a in answers if isinstance(a, Reject)):
-        proof.not_run.append(f"library provider: it declines: {reason}")
+        proof.not_run.append(f"replacement: it declines: {reason}")
     if not answers:
-        proof.not_run.append("library provider: it was never asked")
+        proof.not_run.append("replacement: it was never asked")
 
 
-def check_seeded(pattern: Pattern, supported: list, proof: Proof) -> None:
+def check_seeded(pattern: Definition, supported: list, proof: Proof) -> None:
     """What is written in terms of a seed computes what the reference does with the same mask, in
     fp64.
     """
@@ -265,7 +276,7 @@ def check_seeded(pattern: Pattern, supported: list, proof: Proof) -> None:
 
 
 def check_spelling(
-    pattern: Pattern, fn: Callable, supported: list, reference: dict, proof: Proof
+    pattern: Definition, fn: Callable, supported: list, reference: dict, proof: Proof
 ) -> None:
     """It computes what the reference does wherever it has a template, and is recognised wherever it
     computes that.
@@ -279,7 +290,7 @@ def check_spelling(
             raise PatternError(
                 f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
             )
-    if pattern.name not in UNMATCHED:
+    if isinstance(pattern, Rule):
         for kinds in agreeing:
             check_recognised(pattern, "spelling", fn, kinds)
     proof.checked.append(
@@ -292,7 +303,7 @@ def check_spelling(
 
 
 def check_near_miss(
-    pattern: Pattern, fn: Callable, supported: list, reference: dict, proof: Proof
+    pattern: Definition, fn: Callable, supported: list, reference: dict, proof: Proof
 ) -> None:
     """It differs from the reference, in value or gradient, and is left alone, wherever it runs."""
     line = line_of(fn)
@@ -303,7 +314,7 @@ def check_near_miss(
                 f"{pattern.where}: the near miss at line {line} computes what the reference does for {kinds}, value "
                 "and gradient: it is a spelling, or the example inputs do not show the difference"
             )
-        if pattern.name in UNMATCHED:
+        if not isinstance(pattern, Rule):
             continue
         found = sites_in(
             pattern,
@@ -318,7 +329,7 @@ def check_near_miss(
     )
 
 
-def check_answers(pattern: Pattern, supported: list, dtypes: tuple, proof: Proof) -> None:
+def check_answers(pattern: Definition, supported: list, dtypes: tuple, proof: Proof) -> None:
     """Guard and worthwhile answer None or Reject to fakes in every form, dtype and case."""
     asked = [
         (what, fn, extra)
@@ -342,7 +353,7 @@ def check_answers(pattern: Pattern, supported: list, dtypes: tuple, proof: Proof
         proof.checked.append(f"{what}: answers in every form, dtype and case of inputs")
 
 
-def ask(pattern: Pattern, what: str, fn: Callable, args: list) -> None:
+def ask(pattern: Definition, what: str, fn: Callable, args: list) -> None:
     try:
         answer = fn(*args)
     except Exception as error:

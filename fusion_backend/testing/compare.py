@@ -11,8 +11,8 @@ import torch
 from fusion_backend.compat.torch import TorchDispatchMode, aten, pytree
 from fusion_backend.kernels.common.dropout import kept
 from fusion_backend.match.templates import example_inputs, forms, templates, with_kinds
+from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.operator import draw
-from fusion_backend.ops.pattern import Pattern
 
 # A fused result may be this many times as far from fp64 as the unfused one in the same dtype, …
 FACTOR = 2.0
@@ -51,13 +51,13 @@ def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str:
     return "" if fine else f"error {mine:.3g} against fp64, the unfused one has {theirs:.3g}"
 
 
-def supported_forms(pattern: Pattern) -> list[tuple[str, ...]]:
+def supported_forms(pattern: Definition) -> list[tuple[str, ...]]:
     have = {t.kinds for t in templates(pattern)}
     return [kinds for kinds in forms(pattern) if kinds in have]
 
 
 def arguments(
-    pattern: Pattern, kinds, dtype: torch.dtype, device: str = "cpu", grad: bool = True
+    pattern: Definition, kinds, dtype: torch.dtype, device: str = "cpu", grad: bool = True
 ) -> list:
     """Random arguments of the first case in one form, the same at every call, requiring grad."""
     generator = torch.Generator(device).manual_seed(0)
@@ -127,13 +127,13 @@ class DropoutOfKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def unfused(pattern: Pattern, args: list) -> list[torch.Tensor]:
+def unfused(pattern: Definition, args: list) -> list[torch.Tensor]:
     """Value and gradients of the reference; dropout, if any, has the masks of the kernels."""
     with DropoutOfKernels():
         return value_and_gradients(pattern.reference, args)
 
 
-def check_close(pattern: Pattern, what: str, got: list, plain: list, exact: list) -> None:
+def check_close(pattern: Definition, what: str, got: list, plain: list, exact: list) -> None:
     """Raise AssertionError where a result or gradient is worse against `exact`, in fp64, than the
     unfused `plain`.
     """

@@ -12,8 +12,8 @@ from torch.library import opcheck
 from fusion_backend.compat.torch import FakeTensor, FakeTensorMode
 from fusion_backend.kernels.common.inputs import DTYPES as NAMES
 from fusion_backend.kernels.common.launch import interpreting, trial
-from fusion_backend.ops.operator import draw, op_of
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.operator import draw, operator_of
 from fusion_backend.reporting.reject import PatternError, Reject
 from fusion_backend.testing.compare import (
     arguments,
@@ -31,27 +31,25 @@ INLINED = "forward inlined"
 ON_FAKES = ("test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def own_backward(pattern: Pattern) -> str:
+def own_backward(pattern: Op) -> str:
     return (
         "vjp" if pattern.backward_fn is None else "formula" if pattern.backward_plain else "kernel"
     )
 
 
-def ways(pattern: Pattern) -> dict[str, dict]:
+def ways(pattern: Op) -> dict[str, dict]:
     """How a graph may ask for the operator: in words, and its keyword arguments."""
     own, found = own_backward(pattern), {}
     if pattern.kernel_fn is not None:
         found[WITHOUT] = dict(forward="kernel", backward="vjp", save=False)
         if pattern.memo["differentiable"]:
             found["kernel, with gradients"] = dict(forward="kernel", backward=own, save=True)
-    if pattern.can_inline_forward and not pattern.drawn:
+    if pattern.can_inline_forward and not pattern.seed_arguments:
         found[f"backward ({own}), {INLINED}"] = dict(forward="reference", backward=own, save=True)
     return found
 
 
-def check_kernels(
-    pattern: Pattern, supported: list, dtypes: tuple, device: str, proof: Proof
-) -> None:
+def check_kernels(pattern: Op, supported: list, dtypes: tuple, device: str, proof: Proof) -> None:
     """Kernel and backward where they can run on this machine, and the operators by
     torch.library.opcheck.
     """
@@ -94,7 +92,11 @@ def check_kernels(
                     f"{words}: the guard takes the example inputs in no form and dtype"
                 )
         first = next(
-            (k for k in supported if pattern.drawn or k not in pattern.memo.get("random", ())),
+            (
+                k
+                for k in supported
+                if pattern.seed_arguments or k not in pattern.memo.get("random", ())
+            ),
             supported[0],
         )
         kinds, dtype = launched[0] if launched else (first, dtypes[0])
@@ -104,7 +106,7 @@ def check_kernels(
         check_operators(pattern, kinds, kernel, dtype, device, proof)
 
 
-def due(pattern: Pattern, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
+def due(pattern: Op, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
     """Is it asked in this dtype? The kernel in every one, what it shares its code with in the first
     alone: an inlined forward with the backward's kernel, and a launcher without `save` with itself.
     """
@@ -146,7 +148,7 @@ def compare_in_forms(pattern, supported, asked, dtype, device, calls) -> tuple[l
 
 
 def compare(
-    pattern: Pattern, what: str, decision: dict, args: list, plain: list, exact: list, calls
+    pattern: Op, what: str, decision: dict, args: list, plain: list, exact: list, calls
 ) -> None:
     """One way of asking for the operator, against the reference in the same dtype and in fp64."""
     before = {name: len(calls.answers[name]) for name in ("kernel_fn", "backward_fn")}
@@ -179,29 +181,31 @@ def compare(
             )
 
 
-def operator_on(pattern: Pattern, decision: dict, given):
+def operator_on(pattern: Op, decision: dict, given):
     """The results of the pattern's operator on its arguments, without what it keeps for the
     backward.
     """
-    out = op_of(pattern).overload(*flat_arguments(pattern, given), **decision)
+    out = operator_of(pattern).overload(*flat_arguments(pattern, given), **decision)
     return out[: pattern.outputs] if isinstance(out, tuple) else out
 
 
-def flat_arguments(pattern: Pattern, given) -> list:
+def flat_arguments(pattern: Op, given) -> list:
     device = next(a.device for a in given if isinstance(a, torch.Tensor))
     named = dict(zip([p.name for p in pattern.params], given, strict=True))
-    return op_of(pattern).flatten(named | {name: draw(device) for name in pattern.drawn})
+    return operator_of(pattern).flatten(
+        named | {name: draw(device) for name in pattern.seed_arguments}
+    )
 
 
 def check_operators(
-    pattern: Pattern, kinds: tuple, kernel: bool, dtype, device: str, proof: Proof
+    pattern: Op, kinds: tuple, kernel: bool, dtype, device: str, proof: Proof
 ) -> None:
     """torch.library.opcheck of the operator, and of that of its backward, in one form and dtype.
 
     What the interpreter runs cannot be traced: there, on fake tensors the operator is its
     reference.
     """
-    op = op_of(pattern)
+    op = operator_of(pattern)
     args = arguments(pattern, kinds, dtype, device)
     if not pattern.memo["differentiable"] or not all(
         o.is_floating_point() for o in tensors(pattern.reference(*args))
@@ -240,7 +244,7 @@ def tensors(out) -> tuple:
     return out if isinstance(out, tuple) else (out,)
 
 
-def check_on_fakes(pattern: Pattern, kinds: tuple, args: list) -> None:
+def check_on_fakes(pattern: Op, kinds: tuple, args: list) -> None:
     """On fake tensors the launcher gives results of the shapes, strides and dtypes of the real
     ones.
     """
@@ -249,9 +253,9 @@ def check_on_fakes(pattern: Pattern, kinds: tuple, args: list) -> None:
     fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in flat]
     for save in (False, True) if pattern.saves else (False,):
         extra = (save,) if pattern.saves else ()
-        real = tensors(pattern.kernel_fn(*op_of(pattern).unflatten(flat), *extra))
+        real = tensors(pattern.kernel_fn(*operator_of(pattern).unflatten(flat), *extra))
         with mode, trial(unless_fake):
-            fake = tensors(pattern.kernel_fn(*op_of(pattern).unflatten(fakes), *extra))
+            fake = tensors(pattern.kernel_fn(*operator_of(pattern).unflatten(fakes), *extra))
         for i, (r, f) in enumerate(zip(real, fake, strict=True)):
             have, want = ((t.shape, t.stride(), t.dtype) for t in (f, r))
             if have != want:
@@ -261,9 +265,9 @@ def check_on_fakes(pattern: Pattern, kinds: tuple, args: list) -> None:
                 )
 
 
-def backward_arguments(pattern: Pattern, flat: list) -> list:
+def backward_arguments(pattern: Op, flat: list) -> list:
     """What the operator of the backward takes, for gradients of ones."""
-    op, flat = op_of(pattern), detached(flat)
+    op, flat = operator_of(pattern), detached(flat)
     with torch.no_grad():
         out = tensors(op.overload(*flat, forward="kernel", backward="kernel", save=True))
     results, saves = out[: pattern.outputs], out[pattern.outputs :]
@@ -278,7 +282,7 @@ def backward_arguments(pattern: Pattern, flat: list) -> list:
     ]
 
 
-def checked_by_torch(pattern: Pattern, overload, args: list, kwargs: dict, checks: tuple) -> None:
+def checked_by_torch(pattern: Op, overload, args: list, kwargs: dict, checks: tuple) -> None:
     try:
         opcheck(overload, tuple(args), kwargs, test_utils=checks)
     except PatternError:

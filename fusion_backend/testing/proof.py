@@ -6,12 +6,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection
 
-from fusion_backend.ops.pattern import Pattern
+from fusion_backend.ops.definition import Definition
 from fusion_backend.reporting.reject import PatternError
 
-WATCHED = {"guard_fn": "guard", "library_fn": "library provider", "kernel_fn": "kernel",
+WATCHED = {"guard_fn": "guard", "replacement_fn": "replacement", "kernel_fn": "kernel",
     "saved_fn": "saved",
            "seeded_fn": "seeded reference", "backward_fn": "backward"}  # fmt: skip
 
@@ -34,7 +35,7 @@ class Proof:
 
 
 def line_of(fn: Callable) -> int:
-    return fn.__code__.co_firstlineno
+    return inspect.unwrap(fn).__code__.co_firstlineno
 
 
 def in_forms(some: Collection, of_all: Collection) -> str:
@@ -47,7 +48,7 @@ def in_forms(some: Collection, of_all: Collection) -> str:
 
 
 def raised(
-    pattern: Pattern, what: str, fn: Callable, error: Exception, where: str = ""
+    pattern: Definition, what: str, fn: Callable, error: Exception, where: str = ""
 ) -> PatternError:
     return PatternError(
         f"{pattern.where}: the {what} at line {line_of(fn)} raised {type(error).__name__}{where}: {error}"
@@ -74,11 +75,14 @@ class Calls:
 
 
 @contextlib.contextmanager
-def watched(pattern: Pattern):
+def watched(pattern: Definition):
     """Inside, the calls of a pattern's functions are recorded, and what they raise names the
     function and its line.
     """
-    calls, real = Calls(), {name: getattr(pattern, name) for name in WATCHED}
+    calls, real = (
+        Calls(),
+        {name: getattr(pattern, name) for name in WATCHED if hasattr(pattern, name)},
+    )
 
     def recorded(name: str, fn: Callable) -> Callable:
         @functools.wraps(fn)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.testing import arguments, close, in_fp64, supported_forms, value_and_gradients
 
 pytestmark = pytest.mark.gpu
 # dropout is compared in test_dropout.py: the masks of a compiled graph are its own
-WITH_KERNELS = {p.name: p for p in patterns() if p.kernel_fn is not None and not p.drawn}
+WITH_KERNELS = {p.name: p for p in patterns() if p.kernel_fn is not None and not p.seed_arguments}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 
 pytestmark = pytest.mark.gpu
 INT8, NORM = (

@@ -15,7 +15,7 @@ import fusion_backend
 from benchmarks.measure import joint_distance, peak_bytes
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
-from fusion_backend.ops.pattern import unregister
+from fusion_backend.ops.registry import unregister
 
 pytestmark = pytest.mark.gpu
 ALWAYS = {"fusion.gate": "always"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusion_backend
-from fusion_backend.frontends.dynamo import patterns
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.testing import close
 
 pytestmark = pytest.mark.gpu

@@ -212,12 +212,12 @@ def compiled(model, backend: str, **how):
     But for those with dropout: their masks are not plain Inductor's.
     """
     if backend == "fusion":
-        from fusion_backend.frontends.dynamo import patterns
+        from fusion_backend.frontends.loading import patterns
 
         how = {
             "options": {
                 "fusion.gate": "always",
-                "fusion.skip": [p.name for p in patterns() if p.drawn],
+                "fusion.skip": [p.name for p in patterns() if getattr(p, "seeded_fn", None)],
             },
             **how,
         }

@@ -21,12 +21,12 @@ from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
 from fusion_backend.kernels.norm import forward_cooperative as norms_shared
 from fusion_backend.kernels.norm import forward_split as norms_split
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.reject import BackwardOnly, Reject
 
 SHORT = 32768  # bytes of a row up to which it is held in any case
 
 
-def not_forward(x: Tensor, residual: bool = False) -> Reject | None:
+def not_forward(x: Tensor, residual: bool = False) -> BackwardOnly | None:
     """Where Inductor's forward is as fast: only the backward kernel pays (RMS norms and sums,
     H200).
     """
@@ -35,9 +35,8 @@ def not_forward(x: Tensor, residual: bool = False) -> Reject | None:
         longest = MAX_HELD if residual else SHORT // 2
     held = size <= longest
     if not (held or norms_shared.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
-        return Reject(
-            f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})",
-            forward_only=True,
+        return BackwardOnly(
+            f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})"
         )
 
 

@@ -1,0 +1,39 @@
+"""The analyses that a rule's replacement may ask for: `asks={"mask": "attention_mask"}`."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fusion_backend.decide.facts import Facts
+from fusion_backend.ir.argument_views import Viewed, original
+from fusion_backend.masks.reader import INTEGERS
+from fusion_backend.masks.relative_index import Index, index_of
+from fusion_backend.masks.spec import Mask
+from fusion_backend.match.matcher import Match
+from fusion_backend.ops.rule import ANALYSES, Rule, analysis
+from fusion_backend.reporting.reject import PatternError
+
+
+@analysis
+def attention_mask(argument: fx.Node | Viewed, graph: Facts) -> Mask:
+    """What a mask of attention scores keeps: everything, a band, a vector over the keys, ..."""
+    return graph.masks.of(argument)
+
+
+@analysis
+def relative_index(argument: fx.Node | Viewed, graph: Facts) -> Index:
+    """Is an integer index a function of i - j alone?"""
+    if original(argument).dtype not in INTEGERS:
+        return Index(False, f"its index is {original(argument).dtype}")
+    return index_of(argument, graph.masks)
+
+
+def known_of(match: Match, facts: Facts) -> dict[str, object]:
+    """What the analyses say that the rule asks for, of its arguments that are tensors here."""
+    rule: Rule = match.pattern
+    missing = [name for name in rule.asks.values() if name not in ANALYSES]
+    if missing:
+        there = ", ".join(sorted(ANALYSES))
+        raise PatternError(f"{rule.where}: it asks for {missing[0]}; the analyses are {there}")
+    about = {name: match.tensors[name] for name in rule.asks if name in match.tensors}
+    return {name: ANALYSES[rule.asks[name]](a, facts) for name, a in about.items()}

@@ -1,0 +1,184 @@
+"""A replacement as a call on the values of one site: what it gives, and whether that may stand
+where the graph's own result stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.sizes import equals, same
+from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.compat.torch import (
+    enable_python_dispatcher,
+    schema_of,
+    statically_known_true,
+    storage_id,
+)
+from fusion_backend.decide.analyses import known_of
+from fusion_backend.decide.facts import Facts
+from fusion_backend.ir.argument_views import Viewed, original, value_of
+from fusion_backend.match.matcher import Match
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.operator import fake_seed, operator_of, without_autocast
+from fusion_backend.ops.registry import registered
+from fusion_backend.ops.rule import SEED, Replacement
+from fusion_backend.reporting.reject import PatternError, Reject
+
+# Of a result these read the values, in whatever order they lie.
+MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "aten::reshape"}
+
+
+@dataclasses.dataclass
+class Call:
+    """`target(*args, **kwargs)`, to be written in front of the first root of a site.
+
+    args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results, of
+    which the first `outputs` stand for the roots. `contiguous`: its one result is copied, because
+    somebody would see that its strides are not those of the graph.
+    """
+
+    target: object
+    args: tuple
+    kwargs: dict
+    values: tuple[torch.Tensor, ...]
+    contiguous: bool = False
+
+
+def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
+    """What the rule answers. Without a replacement function: the op of the same arguments."""
+    rule = match.pattern
+    if rule.replacement_fn is None:
+        if isinstance(rule, Op):
+            return Replacement(rule, tuple(match.arguments[p.name] for p in rule.params))
+        return Reject("the rule has no replacement")
+    values = [value_of(match.arguments[p.name]) for p in rule.params]
+    answer = rule.answer("replacement", *values, known_of(match, facts), training)
+    if isinstance(answer, Reject):
+        return answer
+    if isinstance(answer.op, Op) and not registered(answer.op):
+        return Reject(f"another definition has the name of {answer.op.name}, which it would call")
+    answer = dataclasses.replace(answer, args=tuple(on_graph(a, match) for a in answer.args))
+    if already(match, answer, facts.canon):
+        return Reject("it is written as this call already")
+    found = [a for a in answer.args if isinstance(a, fx.Node)]
+    found = [n for n in found if n not in match.tensors.values()]
+    if any(s in facts.writers for n in found for s in storages(n)):
+        return Reject("what its mask is made of may be written to")
+    return answer
+
+
+def on_graph(value, match: Match):
+    """What holds a value that a replacement function was given, or made itself."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    for argument in match.tensors.values():
+        if value_of(argument) is value:
+            return argument
+    told = f"its replacement has a tensor of shape {tuple(value.shape)} that it was not given"
+    raise PatternError(f"{match.pattern.where}: {told}")
+
+
+def already(match: Match, answer: Replacement, canon) -> bool:
+    """Is it the very operator on the very tensors?"""
+    root = match.roots[0]
+    given = [a for a in root.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+    wanted = [a for a in answer.args if isinstance(a, (fx.Node, Viewed))]
+    if root.target is not answer.op or len(given) != len(wanted):
+        return False
+    if not all(isinstance(w, fx.Node) for w in wanted):
+        return False
+    return all(canon.of[g] is canon.of[w] for g, w in zip(given, wanted, strict=True))
+
+
+def values_of(answer: Replacement) -> tuple[list, dict]:
+    """The fake tensors, numbers and words that the replacement is called on."""
+    like = next(original(a) for a in answer.args if isinstance(a, (fx.Node, Viewed)))
+    return [fake_seed(like) if a is SEED else value_of(a) for a in answer.args], answer.kwargs
+
+
+def call_of_op(op: Op, arguments: dict, values: dict, named, decision: dict) -> Call:
+    """The call of an op of ours, run on fakes. `arguments` and `values` by name; `decision` is what
+    the gate chose.
+    """
+    operator = operator_of(op)
+    tensor = next(v for v in values.values() if isinstance(v, torch.Tensor))
+    with tensor.fake_mode, torch.no_grad(), enable_python_dispatcher():
+        seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
+        out = operator.overload(*operator.flatten(values | seeds), **decision)
+    return written(op, arguments, named, decision, out if isinstance(out, tuple) else (out,))
+
+
+def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Call:
+    """The call as it stands in a graph. `named`: the arguments that are written with their names."""
+    operator = operator_of(op)
+    flat = operator.flatten(arguments | dict.fromkeys(op.seed_arguments, SEED))
+    given = dict(zip((field.name for field in operator.fields), flat, strict=True))
+    by_name = {name: value for name, value in given.items() if name in named}
+    args = tuple(value for name, value in given.items() if name not in named)
+    return Call(operator.overload, args, by_name | decision, values)
+
+
+def call_of_torch(answer: Replacement) -> Call:
+    """The call of a torch operator, run on fakes."""
+    args, kwargs = values_of(answer)
+    mode = next(a for a in args if isinstance(a, torch.Tensor)).fake_mode
+    with mode, torch.no_grad(), without_autocast(), enable_python_dispatcher():
+        out = answer.op(*args, **kwargs)
+    values = out if isinstance(out, tuple) else (out,)
+    return Call(answer.op, answer.args, dict(kwargs), values)
+
+
+def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
+    return all(
+        equals(have, need) or statically_known_true(size <= 1)
+        for have, need, size in zip(out.stride(), want.stride(), want.shape, strict=True)
+    )
+
+
+def differs(call: Call, match: Match, strides: bool) -> str:
+    """Why the results cannot stand for the site's: later views rely on the strides that the graph
+    was traced with, and later in-place code on fresh memory.
+
+    strides: must they be the graph's? Else a copy may be made of a result that is contiguous there.
+    """
+    given = {storage_id(original(v)) for v in match.tensors.values()}
+    if strides and any(storage_id(out) in given for out in call.values):
+        return "the result would share memory with an argument"
+    for out, root in zip(call.values, match.roots, strict=False):
+        want = root.meta["val"]
+        if out.dtype != want.dtype or out.device != want.device:
+            return (
+                f"the replacement gives {out.dtype} on {out.device}, "
+                f"the graph has {want.dtype} on {want.device}"
+            )
+        if not same(out.shape, want.shape):
+            return f"the replacement gives {tuple(out.shape)}, the graph has {tuple(want.shape)}"
+        if not laid_out_as(out, want) and (strides or not want.is_contiguous()):
+            have = tuple(out.stride())
+            return f"the result has strides {have}, the graph has {tuple(want.stride())}"
+    return ""
+
+
+def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
+    """Would somebody see that the result's strides are not those of the graph?"""
+    pending = [(root, out)]
+    while pending:
+        n, value = pending.pop()
+        if laid_out_as(value, n.meta["val"]):
+            continue
+        for u in n.users:
+            name = schema_of(u.target).name if is_lowered(u) else ""
+            # what was fresh memory may be a view now
+            if name not in MOVES or any(s in writers for s in storages(u)):
+                return True
+            if name == "aten::contiguous" and u.meta["val"].is_contiguous():
+                continue
+            if not all(isinstance(size, int) for size in value.shape):  # no guard for a question
+                return True
+            with value.fake_mode:
+                pending.append((u, u.target(value, *u.args[1:], **u.kwargs)))
+    return False

@@ -1,0 +1,49 @@
+"""What is known of a graph before any site is decided. Computed once, and only read afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.subgraphs import outside, written_by
+from fusion_backend.capture.tracer import View
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.masks.analysis import Masks
+from fusion_backend.match.matcher import Match
+
+
+class Facts:
+    """Of one view: order, aliases, writers, masks, and where gradients are wanted.
+
+    `inner` are the facts of the bodies inside it, by name.
+    """
+
+    def __init__(self, view: View, canon: Canon, exact_masks: bool, inner: dict[str, Facts]):
+        self.view, self.canon = view, canon
+        self.order = {n: i for i, n in enumerate(view.graph.nodes)}
+        self.writers: dict[int, list[fx.Node]] = {}  # storage -> nodes that may write to it
+        written_inside = {name: facts.writers for name, facts in inner.items()}
+        for n in view.graph.nodes:
+            for storage in written_by(n, view, written_inside):
+                self.writers.setdefault(storage, []).append(n)
+        self.masks = Masks(view, canon, self.writers, exact_masks)
+        for name, facts in inner.items():
+            facts.masks.look_out(self.masks, outside(view, name))
+
+    def training(self, match: Match) -> bool:
+        """Will a gradient of the site be asked for?"""
+        grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
+        grad = grad and any(r.meta["val"].is_floating_point() for r in match.roots)
+        arguments = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors.values()}
+        return grad and any(
+            n in self.view.requires_grad or self.from_training(n)
+            for n in (*arguments, *match.roots)
+        )
+
+    def from_training(self, n: fx.Node) -> bool:
+        """A node between Dynamo nodes has no flag of its own: ask the Dynamo node's inputs."""
+        owner = self.view.owner.get(n)
+        examples = (
+            [a.meta.get("example_value") for a in (owner, *owner.all_input_nodes)] if owner else []
+        )
+        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in examples)

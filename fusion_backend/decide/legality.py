@@ -1,0 +1,140 @@
+"""May the graph be changed at a site? Each question answers "" or the reason why not."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.compat.torch import FakeTensor, statically_known_true
+from fusion_backend.decide.facts import Facts
+from fusion_backend.ir.argument_views import Viewed, original
+from fusion_backend.ir.expr import FREE, LIKE, peel
+from fusion_backend.match.matcher import Match
+from fusion_backend.ops.op import Op
+from fusion_backend.reporting.report import location
+
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class Legality:
+    """The questions about one graph."""
+
+    def __init__(self, facts: Facts):
+        self.facts, self.canon, self.order = facts, facts.canon, facts.order
+
+    def refusal(self, match: Match) -> str:
+        """Why the site may not be replaced, whatever would replace it."""
+        return self.not_movable(match) or not_supported(match)
+
+    def computed(self, match: Match) -> list[fx.Node]:
+        """What is computed inside; an argument, whatever it is cast to, or a result again, after a
+        dropout in evaluation, say, is not.
+        """
+        of = self.canon.of
+        given = {
+            id(peel(of[v if isinstance(v, fx.Node) else v.node])) for v in match.tensors.values()
+        }
+        again = {id(of[r]) for r in match.roots}
+        return [
+            n for n in match.interior if id(of[n]) not in again and id(peel(of[n])) not in given
+        ]
+
+    def not_movable(self, match: Match) -> str:
+        inside = {*match.interior, *match.roots}
+        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
+        names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
+        stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
+        if self.crosses_state(stateful):  # a mask may come from anywhere: it has no gradient
+            return "it crosses a change of grad mode, autocast or other state"
+        for n in self.computed(match):
+            if self.canon.of[n].op in FREE:
+                continue
+            for u in n.users:
+                if (
+                    u not in inside
+                    and (u.users or u.target is not operator.getitem)
+                    and not reads_only_kind(u, n)
+                ):
+                    return f"{n.name} inside it is used elsewhere too, at {location(u)}"
+            for m in self.canon.of[n].nodes:
+                if m not in inside and m.users and not inside.issuperset(m.users):
+                    return f"{n.name} inside it is used elsewhere too, at {location(m)}"
+        first_root = min(self.order[r] for r in match.roots)
+        for a in arguments:
+            if self.order[a] > first_root:
+                return f"its argument {a.name} is computed after its first result"
+        return self.changed(match, arguments) if self.facts.writers else ""
+
+    def changed(self, match: Match, arguments: list[fx.Node]) -> str:
+        """Does something write to what the match reads, keeps or computes?"""
+        held = set().union(*map(storages, arguments))
+        within = set().union(*map(storages, match.interior)) - held
+        results = set().union(*map(storages, match.roots)) - held - within
+        first = min(self.order[n] for n in (*match.interior, *match.roots))
+        last_root = max(self.order[r] for r in match.roots)
+        for m in (m for storage in within for m in self.facts.writers.get(storage, ())):
+            if self.order[m] > first:  # a view of it, say, that is the result
+                return f"a value inside is changed, at {location(m)}"
+        for m in (m for storage in results for m in self.facts.writers.get(storage, ())):
+            if self.order[m] < last_root:
+                return f"a result is changed before the last one, at {location(m)}"
+        for storage in held | results:
+            for m in self.facts.writers.get(storage, ()):
+                if storage in held and first < self.order[m] < last_root:
+                    return f"an argument may be changed in between, at {location(m)}"
+                # the op keeps its arguments for backward, where plain autograd may keep only what
+                # it made of them
+                later = (
+                    is_lowered(m) and self.order[m] > last_root and isinstance(m.args[0], fx.Node)
+                )
+                result_is_read = isinstance(match.pattern, Op) and match.pattern.backward_result
+                kept = storage in held or result_is_read
+                if later and kept and storage in storages(m.args[0]) and self.facts.training(match):
+                    what = "an argument" if storage in held else "a result"
+                    return f"{what} that backward reads is changed afterwards, at {location(m)}"
+        return ""
+
+    def crosses_state(self, nodes: list[fx.Node]) -> bool:
+        """Casts, of which some do nothing, are the same under any autocast, but not under another
+        grad mode.
+        """
+        of, regions = self.canon.of, {n: self.facts.view.region.get(n) for n in nodes}
+        casts = {n for n in nodes if any(peel(of[a]) is peel(of[n]) for a in n.all_input_nodes)}
+        whole = {r for n, r in regions.items() if n not in casts}
+        without_autocast = {r and (r[0], r[1], r[3]) for r in regions.values()}
+        return len(whole) > 1 or len(without_autocast) > 1
+
+
+def not_supported(match: Match) -> str:
+    """Only ordinary float tensors on one device; other dtypes where the reference has them."""
+    for name, node in match.tensors.items():
+        v = original(node)
+        if type(v) is not FakeTensor:
+            return f"{name} is a {type(v).__name__}"
+        if v.layout != torch.strided or v.is_quantized:
+            return f"{name} is {'quantized' if v.is_quantized else v.layout}"
+        exact = match.pattern.memo.get("dtypes", {}).get(name)
+        if v.dtype not in FLOATS if exact is None else v.dtype != exact:
+            wanted = (
+                "float32, bfloat16 and float16"
+                if exact is None
+                else str(exact).removeprefix("torch.")
+            )
+            return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take {wanted}"
+        if isinstance(node, Viewed) and any(step in ("half", "slice") for step, _ in node.steps):
+            v = node.value
+        if statically_known_true(v.numel() == 0):
+            return f"{name} is empty"
+    devices = {v.device for v in map(original, match.tensors.values()) if v.dim()}
+    if len(devices) > 1:
+        return f"arguments on {' and '.join(sorted(map(str, devices)))}"
+    return ""
+
+
+def reads_only_kind(user: fx.Node, n: fx.Node) -> bool:
+    """Is it the y of x.type_as(y) or its like?"""
+    return user.target in LIKE and n is not user.args[0]

@@ -1,0 +1,178 @@
+"""An op: what runs at a site. It can be called, tested and timed without any matching."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from fusion_backend.ops import checks
+from fusion_backend.ops.checks import line_of
+from fusion_backend.ops.definition import Definition
+from fusion_backend.ops.registry import OPS, register
+from fusion_backend.reporting.reject import BackwardOnly, PatternError
+
+
+class Op(Definition):
+    """`torch.ops.fusion.<name>`: a reference, and kernels that compute the same. A decorator.
+
+    The reference is its semantics: the implementation where the kernel does not run, the rule for
+    shapes, the default gradient (its vjp) and the test oracle. A call `op(*arguments)` goes through
+    torch's dispatcher; `guard` decides between kernel and reference. A rule's replacement may name
+    the op; `Pattern` is an op and its rule in one.
+
+    `inductor` says what Inductor makes of the reference and can fuse with its neighbours:
+    "pointwise" (a kernel as good as ours: without measurements the op is taken only in inference,
+    and only without such neighbours), "reduction" (next to such neighbours the forward is left to
+    Inductor), "recomputed" (Inductor's backward, which computes the result again, is faster there
+    as well: nothing is taken), or None (library calls).
+
+    Raises PatternError, naming file and line, where the annotations are not understood or the name
+    is taken.
+    """
+
+    kind = "op"
+
+    def __init__(
+        self,
+        reference: Callable,
+        *,
+        inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
+    ):
+        super().__init__(reference)
+        checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)
+        self.inductor = inductor
+        self.has_no_functions()
+        register(self, OPS)
+
+    def has_no_functions(self) -> None:
+        """The state before the decorators have run."""
+        self.seeded_fn: Callable | None = None
+        self.guard_fn: Callable | None = None
+        self.worthwhile_fn: Callable | None = None
+        self.kernel_fn: Callable | None = None
+        self.saves: tuple[str, ...] = ()
+        self.saved_fn: Callable | None = None
+        self.backward_fn: Callable | None = None
+        self.backward_missing = [False] * self.outputs  # which results' gradients it takes None for
+        self.backward_plain = self.backward_result = False
+        self.backward_same: dict[str, str | int] = {}
+
+    def __call__(self, *args):
+        """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
+        reference runs.
+        """
+        # not for whoever only defines ops: registering one imports much of torch
+        from fusion_backend.ops.operator import call
+
+        return call(self, args)
+
+    @property
+    def seed_arguments(self) -> tuple[str, ...]:
+        """What the operator takes besides the reference's arguments: the seed of its random
+        numbers, if it has any.
+        """
+        return ("seed",) if self.seeded_fn is not None else ()
+
+    @property
+    def can_inline_forward(self) -> bool:
+        """May the backward kernel run after an inlined forward? What it reads must be computable
+        without the kernel.
+        """
+        return self.backward_fn is not None and (not self.saves or self.saved_fn is not None)
+
+    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+        """worthwhile alone may decline the forward and take the backward."""
+        if isinstance(answer, BackwardOnly):
+            no = "a BackwardOnly, which only worthwhile may return"
+            return "" if question == "worthwhile" else no, "None"
+        return super().wrong_answer(question, answer)
+
+    def seeded(self, fn: Callable) -> Callable:
+        """For a reference with dropout: the same in plain torch, its mask a function of `seed` and
+        the position.
+
+        It takes one more argument, `seed`, an int64 tensor of one number, drawn anew at each call
+        where the pattern is used; so do the kernel and whatever is defined after this. It runs in
+        place of the reference where the kernel does not, and its vjp is the gradient, so that
+        forward and backward always drop the same elements.
+        """
+        names = [*(p.name for p in self.params), "seed"]
+        checks.same_arguments(fn, "seeded reference", names, self.where)
+        if self.kernel_fn is not None or self.saved_fn is not None:
+            raise PatternError(
+                f"{self.where}: the seeded reference at {line_of(fn)} comes before kernel and saved"
+            )
+        self.seeded_fn = fn
+        self.memo.clear()
+        return fn
+
+    def guard(self, fn: Callable) -> Callable:
+        """May the kernel take these (fake) inputs? Return Reject("why not") or None."""
+        self.guard_fn = self.takes(fn, "guard")
+        return fn
+
+    def worthwhile(self, fn: Callable) -> Callable:
+        """Is the kernel faster here than what Inductor would generate? Return Reject("why not") or
+        None.
+
+        Called as `fn(*inputs, training)`. Return a Reject only on the strength of a committed
+        measurement.
+        """
+        self.worthwhile_fn = self.takes(fn, "worthwhile", ("training",))
+        return fn
+
+    def kernel(self, fn: Callable | None = None, *, saves: Sequence[str] = ()):
+        """The launcher of the forward kernel: same arguments, same results as the reference.
+
+        With `saves=("mean", "rstd")` it takes one more argument, `save: bool`, and returns these
+        tensors after the results; they are handed to the backward. When `save` is false nobody will
+        read them: return empty tensors.
+        """
+        if fn is None:
+            return functools.partial(self.kernel, saves=saves)
+        saves = checks.new_names(saves, self.params, self.where)
+        extra = (*self.seed_arguments, "save") if saves else self.seed_arguments
+        self.kernel_fn, self.saves = self.takes(fn, "kernel", extra, extra), saves
+        self.memo.clear()
+        return fn
+
+    def saved(self, fn: Callable) -> Callable:
+        """Plain torch code for what the kernel saves, so that the forward may be inlined and the
+        backward not.
+        """
+        self.saved_fn = self.takes(fn, "saved", self.seed_arguments, self.seed_arguments)
+        self.memo.clear()
+        return fn
+
+    def backward(
+        self,
+        fn: Callable | None = None,
+        *,
+        plain: bool = False,
+        result: bool = False,
+        same: dict[str, str | int] | None = None,
+    ):
+        """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor
+        argument.
+
+        `saved` carries the inputs by name, the kernel's saved tensors by name, with `result=True`
+        the forward's result (a tuple where the pattern returns several), and `saved.needs[name]`,
+        whether anybody wants that gradient. With `plain=True` it launches no kernel: it is torch
+        code that is better than the vjp of the reference, which is used where there is no backward;
+        it may be differentiated again. `same={"residual": "x"}`: residual has the gradient of x,
+        and fn returns None for it; a number instead of a name: that of the forward's result with
+        this number. With `result=True` a gradient that fn has a default for, `dh=None`, is None
+        where nobody used that result; otherwise it is zeros.
+        """
+        if fn is None:
+            return functools.partial(self.backward, plain=plain, result=result, same=same)
+        checks.is_one_of(plain, (True, False), "plain", self.where)
+        checks.is_one_of(result, (True, False), "result", self.where)
+        self.backward_missing = checks.gradients_taken(fn, self.outputs, result, self.where)
+        self.backward_same = checks.same_gradients(
+            same or {}, self.params, self.outputs, self.where
+        )
+        self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
+        self.memo.clear()
+        return fn

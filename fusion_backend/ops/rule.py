@@ -1,0 +1,158 @@
+"""A rule: what is found in a graph, and what replaces it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fusion_backend.ops import checks
+from fusion_backend.ops.checks import same_arguments, taking
+from fusion_backend.ops.definition import Definition
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.registry import RULES, register
+from fusion_backend.reporting.reject import PatternError, Reject
+
+# Name -> analysis(node, graph): what a rule may ask about an argument. The pass adds its own.
+ANALYSES: dict[str, Callable] = {}
+
+
+class Seed:
+    """An int64 tensor of one number, drawn anew at each call: for an op with dropout."""
+
+    def __repr__(self) -> str:
+        return "SEED"
+
+
+SEED = Seed()
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """The answer "yes" of a rule: one call, `op(*args, **kwargs)`, that computes what was found.
+
+    op: one of ours (an Op), which is then asked whether it takes these arguments and whether it is
+    worthwhile, or any torch operator.
+    args: tensors that the replacement function was given, nodes of the graph that an analysis
+    found, numbers, words, None, or SEED. kwargs: numbers and words.
+    why: what is gained, for the report. otherwise: for the report, too, what becomes of the site
+    where our op refuses the arguments.
+    """
+
+    op: Any
+    args: tuple
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    why: str = ""
+    otherwise: str = "the code stays as it is"
+
+    SEED = SEED
+
+
+def analysis(fn: Callable) -> Callable:
+    """Register an analysis under the name of its function, for `asks=` of a replacement.
+
+    Called as `fn(node, graph)`: the graph node that an argument is bound to, and the
+    `fusion_backend.decide.analyses.Facts` of the graph it stands in. What it returns is handed to
+    the replacement function as `known[argument]`. Raises PatternError where the name is taken by
+    the code of another file.
+    """
+    name = checks.plain_function(fn, "an analysis").__name__
+    old = ANALYSES.get(name)
+    if old is not None and old.__code__.co_filename != fn.__code__.co_filename:
+        code = old.__code__
+        raise PatternError(f"the analysis {name} exists: {code.co_filename}:{code.co_firstlineno}")
+    ANALYSES[name] = fn
+    return fn
+
+
+class Rule(Definition):
+    """A subgraph to find, and what replaces it. A decorator of the reference, which is traced.
+
+    `reciprocal=True`: division by a constant and multiplication by its reciprocal count as the same
+    (off by default: the two differ by a rounding).
+
+    Raises PatternError, naming file and line, where the annotations are not understood or the name
+    is taken.
+    """
+
+    kind = "rule"
+
+    def __init__(self, reference: Callable, *, reciprocal: bool = False):
+        super().__init__(reference)
+        self.is_found(reciprocal)
+        register(self, RULES)
+
+    def is_found(self, reciprocal: bool) -> None:
+        """The state before the decorators have run."""
+        checks.is_one_of(reciprocal, (True, False), "reciprocal", self.where)
+        self.reciprocal = reciprocal
+        self.spellings: list[Callable] = [self.reference]
+        self.near_misses: list[Callable] = []
+        self.neighbours_fn: Callable | None = None
+        self.replacement_fn: Callable | None = None
+        self.asks: dict[str, str] = {}
+
+    def __call__(self, *args):
+        """Run the reference."""
+        return self.reference(*args)
+
+    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+        """A replacement function has to answer."""
+        if question != "replacement":
+            return super().wrong_answer(question, answer)
+        right = "a Replacement"
+        if type(answer) is Reject:
+            return "", right
+        if not isinstance(answer, Replacement):
+            return repr(answer), right
+        op = answer.op
+        wanted = len(op.params) if isinstance(op, Op) else None
+        if wanted is not None and len(answer.args) + len(answer.kwargs) != wanted:
+            given = len(answer.args) + len(answer.kwargs)
+            return f"a Replacement with {given} arguments for the {wanted} of {op.name}", right
+        return "" if callable(op) else f"a Replacement by {op!r}", right
+
+    def spelling(self, fn: Callable) -> Callable:
+        """Another way of writing the same function, with the same arguments; check_pattern proves
+        that it agrees.
+        """
+        names = [p.name for p in self.params]
+        same_arguments(fn, "spelling", names, self.where)
+        self.spellings.append(fn)
+        self.memo.clear()
+        return fn
+
+    def near_miss(self, fn: Callable) -> Callable:
+        """Code that looks like the pattern and is not: check_pattern proves that it is
+        left alone.
+        """
+        self.near_misses.append(self.takes(fn, "near miss"))
+        return fn
+
+    def neighbours(self, fn: Callable) -> Callable:
+        """Should it be left to Inductor for what stands around it? Return Reject("why") or None.
+
+        Called as `fn(around, training)`; `around.makers` and `around.readers` are the names of
+        operators that the arguments come from and the results go to, `around.unread` the places of
+        results that nobody reads.
+        """
+        self.neighbours_fn = taking(fn, "neighbours", ["around", "training"], self.where)
+        return fn
+
+    def replacement(self, fn: Callable | None = None, *, asks: Mapping[str, str] | None = None):
+        """What replaces a site: `fn(*arguments, known, training)` returns a Replacement or
+        Reject("why not").
+
+        The arguments are (fake) tensors, numbers and words, as they were found. `asks` maps names
+        of arguments to analyses, `{"mask": "attention_mask"}`; `known[name]` is what the analysis
+        says of an argument that is a tensor at this site. `training` says whether a gradient will
+        be asked for.
+        """
+        if fn is None:
+            return functools.partial(self.replacement, asks=asks)
+        asks = dict(asks or {})
+        checks.tensor_names(tuple(asks), self.params, "asks", self.where)
+        self.asks = asks
+        self.replacement_fn = self.takes(fn, "replacement", ("known", "training"))
+        return fn

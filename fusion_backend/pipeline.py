@@ -1,0 +1,143 @@
+"""The passes, in order: capture, analyse, match, decide, rewrite.
+
+Each is a function of the scopes that the passes before it have filled in. The Dynamo entry, the
+torch.export entry and `explain` run the same ones. What each has made can be printed:
+`fusion.dump` (`dump.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from torch import fx
+
+from fusion_backend import dump
+from fusion_backend.capture import autocast
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import View, capture
+from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
+from fusion_backend.decide.facts import Facts
+from fusion_backend.decide.gate import Decision, Gate
+from fusion_backend.decide.record import best_answers, near_misses, note_faults, site
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.match.matcher import Match, Matcher
+from fusion_backend.ops.rule import Rule
+from fusion_backend.options import Options
+from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.rewrite.writer import rewrite
+
+
+@dataclasses.dataclass
+class Scope:
+    """One graph on its way through the passes, and those of the bodies inside it (of activation
+    checkpoints, `invoke_subgraph` and `cond`). `path` leads to it: "" or "body.inner.".
+    """
+
+    view: View  # made by capture
+    bodies: dict[str, Scope]
+    path: str = ""
+    canon: Canon | None = None  # made by analyse, as are the next two
+    chains: dict | None = None  # in-place operators that became functional
+    facts: Facts | None = None
+    matcher: Matcher | None = None  # made by match, as are the matches
+    matches: list[Match] = dataclasses.field(default_factory=list)
+    gate: Gate | None = None  # made by decide, as are the decisions
+    decisions: list[Decision] = dataclasses.field(default_factory=list)
+    result: fx.GraphModule | None = None  # made by rewrite
+
+    def scopes(self) -> Iterator[Scope]:
+        """The bodies first, then this one."""
+        for body in self.bodies.values():
+            yield from body.scopes()
+        yield self
+
+
+def scope_of(view: View, path: str = "") -> Scope:
+    bodies = {name: scope_of(body, f"{path}{name}.") for name, body in view.bodies.items()}
+    return Scope(view, bodies, path)
+
+
+def analyse(top: Scope, options: Options) -> None:
+    """View -> canonical expressions and facts: aliases, writers, masks, gradients."""
+    for scope in top.scopes():
+        fences = autocast.resolve(scope.view)
+        scope.chains = functionalize_locals(scope.view)
+        scope.canon = Canon().run(scope.view.graph, scope.view.region, fences)
+        inner = {name: body.facts for name, body in scope.bodies.items()}
+        scope.facts = Facts(scope.view, scope.canon, options.exact_masks, inner)
+
+
+def match(top: Scope, rules: list[Rule]) -> None:
+    """Canonical expressions and rules -> matches, and near misses with their reasons."""
+    for scope in top.scopes():
+        scope.matcher = Matcher(scope.view.graph, scope.canon, rules)
+        scope.matches = list(scope.matcher.candidates())
+
+
+def decide(top: Scope, options: Options) -> None:
+    """Matches and facts -> decisions. `fusion.limit` counts the sites of all scopes."""
+    fused = 0
+    for scope in top.scopes():
+        scope.gate = Gate(scope.facts, options)
+        scope.decisions = best_answers(scope.gate.decide_all(scope.matches, fused))
+        fused += sum(d.fused for d in scope.decisions)
+
+
+def note(top: Scope, record: GraphRecord) -> None:
+    """Decisions, near misses and faults -> the rows of the report."""
+    for scope in top.scopes():
+        record.sites += [site(d, scope.path) for d in scope.decisions]
+        record.misses += near_misses(scope.matcher, scope.gate)
+        record.kept |= {n.name: why for n, why in scope.view.kept.items()}
+        note_faults(record, scope.canon, scope.matcher)
+        for name, count in scope.matcher.counts.items():
+            record.rules[name] = record.rules[name].plus(count) if name in record.rules else count
+
+
+def write(top: Scope) -> None:
+    """Decisions -> graphs with the accepted sites; the very same object where there are none."""
+    for scope in top.scopes():
+        bodies = {name: body.result for name, body in scope.bodies.items()}
+        scope.result = rewrite(scope.view, scope.canon, scope.decisions, scope.chains, bodies)
+
+
+def fuse_graph(
+    gm: fx.GraphModule, options: Options, record: GraphRecord, rules: list[Rule]
+) -> tuple[fx.GraphModule, list[Decision]]:
+    """Run all passes on one Dynamo graph. Returns the graph to compile, the same object when
+    nothing was accepted, and every decision.
+    """
+    record.nodes = len(gm.graph.nodes)
+    with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
+        started = time.thread_time()
+        view = capture(gm)
+        record.capture_s = time.thread_time() - started
+        if view is None:
+            return gm, []
+        started = time.thread_time()
+        top = scope_of(view)
+        dumped.view(top)
+        run(top, options, record, rules, dumped)
+        record.match_s += time.thread_time() - started
+        started = time.thread_time()
+        write(top)
+        record.rewrite_s += time.thread_time() - started
+        dumped.result(top)
+    return top.result, [d for scope in top.scopes() for d in scope.decisions]
+
+
+def run(
+    top: Scope, options: Options, record: GraphRecord, rules: list[Rule], dumped: dump.Dump
+) -> None:
+    """The passes between capture and rewrite, which exported programs have in common with Dynamo
+    graphs.
+    """
+    analyse(top, options)
+    dumped.canonical(top)
+    match(top, rules)
+    dumped.candidates(top)
+    decide(top, options)
+    note(top, record)
+    dumped.decisions(top, record)

@@ -1,0 +1,193 @@
+"""The op that attention with a mask becomes: bands, vectors over the keys, dense masks, biases, a
+cap and dropout, without the scores in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend import Op, Reject
+from fusion_backend.kernels.attention import backward, forward
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
+from fusion_backend.kernels.common.dropout import scale as dropout_scale
+from fusion_backend.kernels.common.inputs import (
+    DTYPES,
+    dynamic,
+    number,
+    reject_dtypes,
+    reject_dynamic,
+    same_sizes,
+)
+from fusion_backend.kernels.common.rows import UNMEASURED
+
+FAR = 1 << 23  # times 256 rows
+
+
+@Op
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    keys: Tensor | None,
+    seed: Tensor | None,
+    low: int | None,
+    high: int | None,
+    fill: float | None,
+    scale: float,
+    cap: float | None,
+    p: float | None,
+    hidden: Literal["zero", "nan", "fill"],
+    padded: Literal["seen", "padding"],
+) -> Tensor:
+    """Attention of which kernels/flash.py says what the arguments mean, written out; dropout with
+    p, by the seed.
+    """
+    times = q.shape[1] // k.shape[1]
+    k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
+    scores = (q @ k.mT) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores if bias is None else scores + bias
+    apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+        k.shape[2], device=q.device
+    )
+    seen = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep.expand_as(scores)
+    if keys is not None:
+        keys = keys if keys.dim() == 2 else keys[:, 0, 0]
+        seen = seen & (keys != (padded == "padding"))[:, None, None]
+    seen = seen if low is None else seen & (apart >= low)
+    seen = seen if high is None else seen & (apart <= high)
+    scores = scores.masked_fill(~seen, fill if hidden == "fill" else -math.inf)
+    if hidden == "zero":
+        some = seen.any(-1, True)
+        weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
+    else:
+        weights = torch.softmax(scores, -1)
+    weights = (
+        weights if p is None else weights * (tiles_kept(seed, weights.shape, p) * dropout_scale(p))
+    )
+    return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def masking_of(bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded) -> Masking:
+    """What the kernels are told about the masks."""
+    dropout = None if p is None else Dropout(seed, p)
+    padding = padded == "padding"
+    return Masking(bias, keep, keys, padding, low, high, hidden, fill or 0.0, scale, cap, dropout)
+
+
+@masked_attention.guard
+def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, p):
+    return (
+        reject_shapes(q, k, v, "grouped")
+        or reject_dtypes(q=q, k=k, v=v)
+        or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
+        or reject_masks(q, k, v, bias, keep, keys)
+        or reject_heads(q, k, v)
+        or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
+    )
+
+
+def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+    d, heads, kv_heads = (number(size) for size in (q.shape[3], q.shape[1], k.shape[1]))
+    if dynamic(d) or not 16 <= d <= 256:
+        return Reject(f"heads of {d}; the kernel takes 16 to 256")
+    if q.dtype == torch.float32 and d > 128:
+        return Reject(f"heads of {d} in fp32 exceed the registers")
+    if dynamic(heads) or dynamic(kv_heads) or heads % kv_heads:
+        return Reject(f"{heads} heads of q for {kv_heads} of k and v")
+    for name, t in dict(q=q, k=k, v=v).items():
+        if dynamic(t.stride(3)) or t.stride(3) != 1:
+            return Reject(f"the numbers of one head of {name} are {t.stride(3)} apart")
+        if statically_known_true(t.numel() == 0):
+            return Reject(f"{name} is empty")
+
+
+def reject_masks(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, keys: Tensor | None
+) -> Reject | None:
+    """What the kernel cannot read where it is."""
+    full = (*q.shape[:3], k.shape[2])
+    # inside a block places have 32 bits
+    for name, t in dict(q=q, k=k, v=v, bias=bias, keep=keep).items():
+        if t is not None and t.dim() > 1 and statically_known_true(t.stride(-2) >= FAR):
+            return Reject(f"the rows of {name} are {t.stride(-2)} apart")
+    for name, t in dict(bias=bias, keep=keep).items():
+        if t is None:
+            continue
+        fits = t.dim() <= 4 and all(
+            same_sizes((have,), (want,)) or same_sizes((have,), (1,))
+            for have, want in zip(reversed(t.shape), reversed(full), strict=False)
+        )
+        if not fits:
+            return Reject(f"{name} with shape {tuple(t.shape)} does not broadcast to {tuple(full)}")
+        if t.dtype not in ((torch.bool,) if name == "keep" else DTYPES):
+            return Reject(f"{name} is {t.dtype}")
+    if keys is not None:
+        batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
+        if keys.dtype != torch.bool or not batches or not same_sizes(keys.shape[-1:], k.shape[2:3]):
+            return Reject(f"the vector of keys is {keys.dtype} with shape {tuple(keys.shape)}")
+
+
+@masked_attention.worthwhile
+def _(q, keep, cap, p):
+    d = number(q.shape[3])
+    measured = keep is None and d in (64, 128) and q.element_size() == 2
+    measured = measured and (cap is None or (d == 128 and p is None))
+    if not measured or statically_known_true(q.numel() < 1 << 23):
+        return UNMEASURED
+
+
+@masked_attention.kernel(saves=("lse",))
+def _(q, k, v, save, **masks):
+    return forward.forward(q, k, v, masking_of(**masks), save)
+
+
+@masked_attention.backward(result=True)
+def _(saved, do):
+    masks = {p.name: getattr(saved, p.name) for p in masked_attention.params[3:]}
+    masking, needs = masking_of(**masks), saved.needs
+    return (
+        *backward.backward(saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, needs),
+        None,
+        None,
+        None,
+    )
+
+
+@masked_attention.inputs(
+    dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1)
+)
+def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0, drop=0):
+    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
+    keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
+    seed = torch.full((1,), 7, device=q.device) if drop else None
+    band = 0 if causal or window else None, window - 1 if window else None
+    p = 0.1 if drop else None
+    return q, k, v, *masks, keys, seed, *band, None, d**-0.5, None, p, "zero", "seen"
+
+
+def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
+    """What the fused kernels of SDPA do not take would fall back to computing the
+    scores in memory.
+    """
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return Reject(
+            "the fused kernels of SDPA take four dimensions: batch, heads, length, head size"
+        )
+    outer = 1 if heads == "grouped" else 2
+    if not (
+        same_sizes(q.shape[:outer], k.shape[:outer]) and same_sizes(k.shape[:-1], v.shape[:-1])
+    ):
+        return Reject("q, k and v differ in batch, heads or length")
+    if not (same_sizes(q.shape[-1:], v.shape[-1:]) and same_sizes(q.shape[-1:], k.shape[-1:])):
+        return Reject("the heads of v have another size")

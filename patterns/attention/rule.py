@@ -1,0 +1,235 @@
+"""Scaled dot-product attention: softmax(scale · q kᵀ + mask) v over the last two dimensions.
+
+q is `[..., h, n, d]`, k and v `[..., h, m, d]`, or with fewer heads (heads = grouped), each of
+which serves several of q. One of: an additive mask, or two (`mask` and `bias`), or one with a
+`fill` for what a boolean `keep` does not keep; `keep` alone, where a row with nothing kept gives 0;
+a causal mask. Before the masks the scores may be capped: cap · tanh(scores / cap). Dropout of the
+probabilities with p. Source: Vaswani et al. 2017; the cap: Gemma 2, 2024.
+
+A mask that keeps everything, or is causal, is dropped: the site becomes one call of
+`F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
+of k and v. With a cap, or any other mask, it becomes masked_attention, which reads bands, vectors
+over the keys, dense masks and biases without the scores in memory. Its dropout is of a new seed at
+each call, and not with the bits of eager or plain Inductor.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from fusion_backend.patterns.attention.masks import approximated, joint, layout_of
+from fusion_backend.patterns.attention.op import masked_attention, reject_shapes
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend import Pattern, Reject, Replacement
+from fusion_backend.kernels.common.inputs import dynamic, reject_dtypes, reject_dynamic
+
+
+@Pattern
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    keep: Tensor | None,
+    fill: float | None,
+    cap: float | None,
+    scale: float,
+    p: float | None,
+    heads: Literal["same", "grouped"],
+    causal: Literal["full", "causal"],
+) -> Tensor:
+    reject_forms(mask, bias, keep, fill, cap, causal)
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError("q, k and v differ in dtype")
+    mask = mask if mask is None else mask.to(q.dtype)
+    # SDPA's gradient there of a row that sees nothing is not softmax's
+    exact = mask is None or q.device.type != "cpu"
+    if fill is None and cap is None and bias is None and exact:
+        mask = keep if mask is None else mask
+        grouped = heads == "grouped"
+        options = dict(
+            dropout_p=p or 0.0, is_causal=causal == "causal", scale=scale, enable_gqa=grouped
+        )
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    if heads == "grouped":
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = (q @ k.mT) * scale
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    for added in (mask, bias):
+        scores = scores if added is None else scores + added
+    if keep is not None:
+        scores = scores.masked_fill(~keep, fill)
+    weights = torch.softmax(scores, -1)
+    return (weights if p is None else F.dropout(weights, p, True)).to(v.dtype) @ v
+
+
+def reject_forms(mask, bias, keep, fill, cap, causal) -> None:
+    """What cannot be written, or nobody writes."""
+    if (fill is not None and keep is None) or (
+        keep is not None and fill is None and (mask, cap) != (None, None)
+    ):
+        raise ValueError("keep has a fill, or is alone")
+    if causal == "causal" and any(x is not None for x in (mask, bias, keep, cap)):
+        raise ValueError("causal has no other mask")
+    if bias is not None and (mask is None or keep is not None or cap is not None):
+        raise ValueError("a bias is added to a mask alone")
+
+
+@attention.near_miss
+def _(q, scale):
+    """softmax over the queries"""
+    return torch.softmax((q @ q.mT) * scale, -2) @ q
+
+
+@attention.near_miss
+def _(q, scale):
+    """the scale after the softmax"""
+    return (torch.softmax(q @ q.mT, -1) * scale + 1) @ q
+
+
+@attention.near_miss
+def _(q, mask, scale):
+    """the cap after the mask"""
+    return torch.softmax(torch.tanh(((q @ q.mT) * scale + mask) / 30.0) * 30.0, -1) @ q
+
+
+@attention.replacement(asks=dict.fromkeys(("mask", "bias", "keep"), "attention_mask"))
+def _(q, k, v, mask, bias, keep, fill, cap, scale, p, heads, causal, known, training):
+    """`F.scaled_dot_product_attention` without a dense mask, where what the masks keep is
+    everything or causal; else masked_attention.
+    """
+    tensors = dict(mask=mask, bias=bias, keep=keep)
+    found = joint(known)
+    if known and found is None:
+        return Reject("whether one mask is narrower than the other depends on the sizes")
+    why = finite_fill(found, fill, q.dtype)
+    simple = found is None or found.everything or (found.causal and not why)
+    if not simple or cap is not None or any(m.added is not None for m in known.values()):
+        options = dict(fill=fill, cap=cap, scale=scale, p=p, causal=causal)
+        return masked(q, k, v, tensors, known, training, why, **options)
+    refused = reject_sdpa(q, k, v, heads, scale, p)
+    if refused is not None:
+        return refused
+    is_causal = causal == "causal" or (found is not None and not found.everything)
+    options = dict(
+        dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped"
+    )
+    why = "one call, without the scores in memory"
+    if found is not None:
+        taken = [*found.taken, *([] if fill is None else [fill])]
+        why = str(found) if found.everything else f"{found}{approximated(taken)}"
+    sdpa = torch.ops.aten.scaled_dot_product_attention.default
+    return Replacement(sdpa, (q, k, v), options, why)
+
+
+def finite_fill(found, fill: float | None, dtype: torch.dtype) -> str:
+    """Why a causal mask stays: its fill does not hide a score. Else empty."""
+    if found is None or not found.causal or fill is None or found.hides(fill, dtype):
+        return ""
+    reach = "a score that others may reach"
+    reach = "not -inf, and fusion.exact_masks is set" if found.exact else reach
+    return f"{found}, but {fill:g} for what is masked is {reach}"
+
+
+def masked(
+    q, k, v, tensors: dict, known: dict, training: bool, why: str, *, fill, cap, scale, p, causal
+) -> Replacement | Reject:
+    """masked_attention, with as little of the masks in memory as what is known of them allows."""
+    capped = () if cap is None else (f"capped at {cap:g}",)
+    why = why or "; ".join((*map(str, known.values()), *capped))
+    layout = layout_of(known, q, k, tensors, fill, training)
+    visible, biases = layout.visible, layout.biases
+    if len(biases) > 1:
+        return Reject(f"our kernel adds one mask, not two: {why}")
+    if causal == "causal":
+        visible = visible._replace(low=0)
+    if visible.hidden == "zero":
+        why += approximated(layout.taken)
+    if any(dynamic(bound) for bound in (visible.low, visible.high) if bound is not None):
+        return Reject(f"its mask stays: {why}; the kernel takes no dynamic band")
+    bias = next(iter(biases), None)
+    arguments = dict(
+        q=q,
+        k=k,
+        v=v,
+        bias=tensors[bias] if isinstance(bias, str) else bias,
+        keep=tensors[layout.dense] if layout.dense else None,
+        keys=visible.keys,
+        seed=None if p is None else Replacement.SEED,
+    )
+    options = dict(
+        low=visible.low, high=visible.high, fill=visible.fill, scale=scale, cap=cap, p=p,
+        hidden=visible.hidden, padded="padding" if visible.padded else "seen",
+    )  # fmt: skip
+    masks = any(not m.everything or m.added is not None for m in known.values())
+    otherwise = "its mask stays" if masks else "its scores stay"
+    return Replacement(masked_attention, tuple(arguments.values()), options, why, otherwise)
+
+
+def reject_sdpa(q: Tensor, k: Tensor, v: Tensor, heads: str, scale, p) -> Reject | None:
+    """Where SDPA has no fused kernel, and would compute the scores in memory."""
+    refused = (
+        reject_shapes(q, k, v, heads)
+        or reject_dtypes(q=q, k=k, v=v)
+        or reject_dynamic(scale=scale, p=p)
+        or reject_strides(q, k, v)
+    )
+    if refused is None and heads == "grouped":
+        refused = reject_grouped(q)
+    if refused is None and p and not q.is_cuda:
+        return Reject("with dropout SDPA has no fused kernel on CPU")
+    return refused
+
+
+def reject_strides(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
+    """On CUDA SDPA falls to its formula, in fp32, where the last stride is not 1."""
+    for name, t in dict(q=q, k=k, v=v).items():
+        if (
+            t.is_cuda
+            and statically_known_true(t.stride(-1) != 1)
+            and statically_known_true(t.shape[-1] != 1)
+        ):
+            return Reject(
+                f"the numbers of one head of {name} are {t.stride(-1)} apart: SDPA has no fused kernel for that"
+            )
+
+
+def reject_grouped(q: Tensor) -> Reject | None:
+    """On CUDA only flash attention and cuDNN take fewer heads of k and v; the others would repeat
+    them in memory.
+    """
+    if q.is_cuda and (
+        q.dtype == torch.float32 or not isinstance(q.shape[-1], int) or q.shape[-1] > 256
+    ):
+        return Reject(
+            "the kernels of SDPA that take grouped heads take fp16 and bf16, and heads of 256 at most"
+        )
+
+
+@attention.guard
+def _(q, k, v, mask, fill, cap, scale, p):
+    return reject_dtypes(q=q, k=k, v=v, mask=mask) or reject_dynamic(
+        fill=fill, cap=cap, scale=scale, p=p
+    )
+
+
+@attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
+def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, drop=0, hand=0):
+    if not (causal or bias or padded or window):  # one head for all of k and v is either form
+        q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
+        masks = tensor(n, n), tensor(n, n), tensor(n, n) > -1
+        return q, k, v, *masks, -1e9, 30.0, d**-0.5, 0.1, "same", "full"
+    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    seen = torch.arange(n, device=q.device) < n // 2
+    keep = seen.expand(b, 1, 1, n).contiguous() if padded else None
+    mask = tensor(1, h, n, n) if bias else None
+    # either is written by hand
+    fill, cap = float("-inf") if cap or hand else None, float(cap) if cap else None
+    word = "causal" if causal else "full"
+    return q, k, v, mask, None, keep, fill, cap, d**-0.5, 0.1 if drop else None, "same", word

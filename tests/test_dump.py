@@ -1,0 +1,93 @@
+"""What the passes have made, as text: fusion.dump, and torch's structured trace."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fusion_backend
+from fusion_backend import explain
+
+FILES = ["1_view", "2_canonical", "3_candidates", "4_decisions", "5_rewritten"]
+
+
+def model(x, w):
+    y = F.layer_norm(x, (8,), w, w)
+    return y + checkpoint(lambda y: F.rms_norm(y, (8,), w), y, use_reentrant=False)
+
+
+def dumped(folder, **options) -> dict[str, str]:
+    x = torch.randn(4, 8, requires_grad=True)
+    options = {"fusion.dump": folder, "fusion.gate": "always"} | options
+    explain(model, x, torch.randn(8), options=options)
+    return {p.stem: p.read_text() for p in sorted(folder.glob("graph_0/*.txt"))}
+
+
+def test_every_pass_is_written(tmp_path):
+    texts = dumped(tmp_path)
+    assert [*texts] == FILES
+    assert all("graph\n-----\n" in text and "body wrap_body_0\n" in text for text in texts.values())
+    assert "layer_norm: float32[4, 8] = aten.layer_norm.default(" in texts["1_view"]
+    assert "= rsqrt(#" in texts["2_canonical"] and "layer_norm is #" in texts["2_canonical"]
+    assert "layer_norm(x=" in texts["3_candidates"] and "near miss" in texts["3_candidates"]
+    decisions = texts["4_decisions"]
+    assert "fusion.rms_norm.default, forward reference, backward vjp: forward inlined" in decisions
+    assert f"{__file__}:" in decisions, "the user's line"
+    rows = {line.split()[0]: line.split() for line in decisions.splitlines() if line}
+    assert rows["rule"][1:] == ["tried", "matched", "fused", "ms"]
+    assert rows["layer_norm"][2:4] == ["1", "1"] and rows["rms_norm"][2:4] == ["1", "1"]
+    assert "fusion.layer_norm.default(" in texts["5_rewritten"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["graph_0"]
+
+
+def test_every_graph_has_a_folder(tmp_path):
+    dumped(tmp_path)
+    dumped(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["graph_0", "graph_1"]
+
+
+def test_an_exported_program_is_dumped(tmp_path):
+    class Norm(torch.nn.Module):
+        def forward(self, x, w):
+            return F.layer_norm(x, (8,), w, w)
+
+    program = torch.export.export(Norm(), (torch.randn(4, 8), torch.randn(8)))
+    fusion_backend.fuse(program, gate="always", dump=str(tmp_path))
+    assert "layer_norm" in (tmp_path / "graph_0" / "4_decisions.txt").read_text()
+
+
+def test_a_directory_that_cannot_be_written_to_costs_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="nothing is written to fusion.dump"):
+        assert dumped(tmp_path / "file") == {}
+
+
+def test_the_directory_is_checked_and_is_no_part_of_a_cache_key():
+    with pytest.raises(ValueError, match="fusion.dump is 3; it must be a directory"):
+        explain(torch.sin, torch.ones(2), options={"fusion.dump": 3})
+    from fusion_backend.options import parse
+
+    assert str(parse({"fusion.dump": "a"}, [])[0]) == str(parse({"fusion.dump": "b"}, [])[0])
+
+
+TRACED = """
+import torch
+import torch.nn.functional as F
+from torch._logging._internal import trace_log
+
+fn = torch.compile(lambda x: F.softmax(x * 2, -1), backend="fusion")
+with torch.no_grad():
+    fn(torch.randn(4, 8))
+"""
+
+
+def test_the_structured_trace_has_the_same_texts(tmp_path):
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, timeout=300)
+    text = "".join(p.read_text() for p in tmp_path.iterdir())
+    assert all(f'"name": "fusion_{name}"' in text for name in FILES)
+    assert "softmax: float32[4, 8] = aten.softmax.int" in text
