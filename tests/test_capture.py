@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import fusion_backend.capture.tracer as capture_module
 from fusion_backend.capture import autocast
-from fusion_backend.capture.mutation import Written
-from fusion_backend.capture.tracer import captured
+from fusion_backend.capture.predicted_writes import PredictedWrites
+from fusion_backend.capture.tracer import trace_view
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import assert_fuses, collect
 
@@ -70,8 +70,8 @@ def lines(view):
 def assert_written_as_run(fn, *inputs, **options):
     """Written down or run, it is the same view. Returns the operators."""
     gm = source(fn, *inputs, **options)
-    written = captured(gm, Written(gm))
-    assert lines(written) == lines(captured(gm, None))
+    written = trace_view(gm, PredictedWrites(gm))
+    assert lines(written) == lines(trace_view(gm, None))
     return [op for op, *_ in lines(written) if op != "placeholder"]
 
 
@@ -152,7 +152,7 @@ def test_a_tensor_that_is_moved_to_other_memory_has_everything_run():
         return v + y
 
     gm = source(f, torch.randn(3))
-    assert Written(gm).touched == set(gm.graph.nodes)
+    assert PredictedWrites(gm).touched == set(gm.graph.nodes)
     assert_written_as_run(f, torch.randn(3))
 
 
@@ -160,9 +160,9 @@ def test_a_tensor_that_is_moved_to_other_memory_has_everything_run():
 def test_where_memory_is_written_calls_are_run(f, monkeypatch):
     """Once: the graph says where. What is not written to is written down all the same."""
     used = []
-    real = capture_module.captured
+    real = capture_module.trace_view
     monkeypatch.setattr(
-        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+        capture_module, "trace_view", lambda gm, written: used.append(written) or real(gm, written)
     )
     gm = source(f, torch.randn(3, 4))
     assert len(used) == 1 and used[0].touched < set(gm.graph.nodes)
@@ -186,9 +186,9 @@ def aliases(view, among):
 
 def test_a_write_that_the_call_does_not_name_has_everything_run(monkeypatch):
     used = []
-    real = capture_module.captured
+    real = capture_module.trace_view
     monkeypatch.setattr(
-        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+        capture_module, "trace_view", lambda gm, written: used.append(written) or real(gm, written)
     )
 
     def f(x):
@@ -218,13 +218,13 @@ def test_a_tensor_of_one_number_is_an_operator():
         return *(x * n for n in numbers), half, lists, torch.tensor(-math.inf)
 
     gm = source(f, torch.randn(2))
-    view = captured(gm, Written(gm))
+    view = trace_view(gm, PredictedWrites(gm))
     full = [n for n in view.graph.nodes if n.target is torch.ops.aten.full.default]
     assert [n.args[1] for n in full] == [True, -3, 0.1, 2.5, 0.1, -math.inf]
     made = [view.owner[n].meta["example_value"] for n in full]
     assert [n.meta["val"].dtype for n in full] == [t.dtype for t in made]
-    assert len(view.kept) == 2  # the list, and what is infinity to torch.tensor alone
-    assert all(why.endswith("bakes a constant in") for why in view.kept.values())
+    assert len(view.copied) == 2  # the list, and what is infinity to torch.tensor alone
+    assert all(why.endswith("bakes a constant in") for why in view.copied.values())
 
 
 def test_the_same_code_under_no_grad_is_another_value():
@@ -242,7 +242,9 @@ def test_the_same_code_under_no_grad_is_another_value():
 
 def test_what_autocast_changes_otherwise_is_left(monkeypatch):
     """What no cast expresses: here the sum counts as such."""
-    monkeypatch.setattr(autocast, "resolved", lambda op, *_: None if op == aten.add.Tensor else {})
+    monkeypatch.setattr(
+        autocast, "remembered_casts", lambda op, *_: None if op == aten.add.Tensor else {}
+    )
     with torch.autocast("cpu", torch.bfloat16):
         report = collect(lambda x, y: (x + y) * 1.5, torch.ones(4), torch.ones(4)).report
     assert [g.error for g in report.graphs] == [None] and not report.fused, report

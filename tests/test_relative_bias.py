@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from benchmarks.measure import distance, joint_distance
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View
+from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.decide.gate import Gate
 from fusion_backend.frontends.explain import Collector

@@ -13,10 +13,9 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.aliases import storages, written_by
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.subgraphs import written_by
-from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import (
     FakeTensor,
     enable_python_dispatcher,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.sizes import equals, same
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import enable_python_dispatcher, schema_of, statically_known_true
 from fusion_backend.ir.argument_views import original, value_of
 from fusion_backend.masks.analysis import Masks

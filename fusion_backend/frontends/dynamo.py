@@ -13,7 +13,8 @@ from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.capture import autocast
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.subgraphs import outside
-from fusion_backend.capture.tracer import View, capture
+from fusion_backend.capture.tracer import capture
+from fusion_backend.capture.view import View
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
@@ -137,7 +138,7 @@ def fuse_view(
     mine = best_answers(gate.decide_all(list(matcher.candidates()), fused))
     record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
-    record.kept |= {n.name: why for n, why in view.kept.items()}
+    record.kept |= {n.name: why for n, why in view.copied.items()}
     note_faults(record, canon, matcher)
     record.match_s += time.thread_time() - started
     started = time.thread_time()

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View
+from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
 from fusion_backend.match.templates import example_inputs, forms, templates, with_kinds
 from fusion_backend.ops.pattern import Pattern
