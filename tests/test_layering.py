@@ -23,8 +23,6 @@ TOO_LONG = {
     "fusion_backend/masks/analysis.py",
     "fusion_backend/match/matcher.py",
     "fusion_backend/ops/pattern.py",
-    "fusion_backend/testing/spelling/author.py",
-    "fusion_backend/testing/spelling/changes.py",
     "patterns/attention.py",
 }
 

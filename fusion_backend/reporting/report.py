@@ -201,7 +201,8 @@ def log(record: GraphRecord) -> None:
         print(f"[fusion] {line}{f'  ×{n}' if n > 1 else ''}", file=sys.stderr)
     if log_level() > 1:
         print(
-            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match {record.match_s:.3f} s, "
+            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match "
+            f"{record.match_s:.3f} s, "
             f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.kept or 'nothing'}",
             file=sys.stderr,
         )

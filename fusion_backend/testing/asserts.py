@@ -49,7 +49,8 @@ def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) 
     errors = [g.error for g in report.graphs if g.error]
     if errors or not report.graphs:  # or 0 would be found in what nobody looked at
         raise AssertionError(
-            f"the function was not looked at: {errors[0] if errors else 'Dynamo made no graph of it'}"
+            f"the function was not looked at: "
+            f"{errors[0] if errors else 'Dynamo made no graph of it'}"
         )
     found = sum(s.pattern == pattern for s in report.fused)
     if found != count:

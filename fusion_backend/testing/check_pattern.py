@@ -193,7 +193,8 @@ def check_recognised(
     found = sites_in(pattern, collector)
     if len(found) != 1 or not whole(pattern, collector, args):
         raise AssertionError(
-            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not recognised\n{collector.report}"
+            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not "
+            f"recognised\n{collector.report}"
         )
     return found[0], out
 
@@ -257,7 +258,8 @@ def check_seeded(pattern: Pattern, supported: list, proof: Proof) -> None:
         if not equal(mine, unfused(pattern, args)):
             line = line_of(pattern.seeded_fn)
             raise PatternError(
-                f"{pattern.where}: the seeded reference at line {line} disagrees with the reference for {kinds}"
+                f"{pattern.where}: the seeded reference at line {line} disagrees with the "
+                f"reference for {kinds}"
             )
     proof.checked.append(
         f"seeded reference: agrees with the reference in fp64 {in_forms(supported, supported)}"
@@ -277,13 +279,15 @@ def check_spelling(
     for kinds in others:
         if not agreeing or template(pattern, fn, kinds):
             raise PatternError(
-                f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
+                f"{pattern.where}: the spelling at line {line} disagrees with the reference for "
+                f"{kinds}"
             )
     if pattern.name not in UNMATCHED:
         for kinds in agreeing:
             check_recognised(pattern, "spelling", fn, kinds)
     proof.checked.append(
-        f"spelling at line {line}: agrees with the reference in fp64, value and gradient, and is recognised "
+        f"spelling at line {line}: agrees with the reference in fp64, value and gradient, and is "
+        f"recognised "
         f"{in_forms(agreeing, supported)}"
     )
     if others:
@@ -300,7 +304,8 @@ def check_near_miss(
     for kinds, mine in results.items():
         if equal(mine, reference[kinds]):
             raise PatternError(
-                f"{pattern.where}: the near miss at line {line} computes what the reference does for {kinds}, value "
+                f"{pattern.where}: the near miss at line {line} computes what the reference does "
+                f"for {kinds}, value "
                 "and gradient: it is a spelling, or the example inputs do not show the difference"
             )
         if pattern.name in UNMATCHED:
@@ -314,7 +319,8 @@ def check_near_miss(
                 f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}"
             )
     proof.checked.append(
-        f"{titled('near miss', fn)}: differs from the reference and is left alone {in_forms(results, supported)}"
+        f"{titled('near miss', fn)}: differs from the reference and is left alone "
+        f"{in_forms(results, supported)}"
     )
 
 
@@ -349,5 +355,6 @@ def ask(pattern: Pattern, what: str, fn: Callable, args: list) -> None:
         raise raised(pattern, what, fn, error) from error
     if answer is not None and not isinstance(answer, Reject):
         raise PatternError(
-            f"{pattern.where}: the {what} at line {line_of(fn)} answers {answer!r}, not Reject or None"
+            f"{pattern.where}: the {what} at line {line_of(fn)} answers {answer!r}, not Reject "
+            f"or None"
         )

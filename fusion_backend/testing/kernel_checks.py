@@ -256,7 +256,8 @@ def check_on_fakes(pattern: Pattern, kinds: tuple, args: list) -> None:
             have, want = ((t.shape, t.stride(), t.dtype) for t in (f, r))
             if have != want:
                 raise AssertionError(
-                    f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake tensors, "
+                    f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake "
+                    f"tensors, "
                     f"{want} on real ones"
                 )
 

@@ -50,7 +50,8 @@ def raised(
     pattern: Pattern, what: str, fn: Callable, error: Exception, where: str = ""
 ) -> PatternError:
     return PatternError(
-        f"{pattern.where}: the {what} at line {line_of(fn)} raised {type(error).__name__}{where}: {error}"
+        f"{pattern.where}: the {what} at line {line_of(fn)} raised "
+        f"{type(error).__name__}{where}: {error}"
     )
 
 

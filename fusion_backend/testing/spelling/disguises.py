@@ -1,10 +1,10 @@
-"""What may stand around a value or around the whole code and changes nothing. Fields as in
+"""No-ops on a value, and frames around the whole code, as data. The fields are those of
 wordings.py.
 """
 
 from __future__ import annotations
 
-# The value itself in other words; `{x}` is a variable that holds it.
+# No-ops on the value of the variable {x}.
 DISGUISES = [
     "{x}.contiguous()",
     ("{x}.view({x}.shape)", lambda a: a.contiguous),
@@ -40,7 +40,7 @@ def indented(lines: list[str]) -> list[str]:
     return ["    " + line for line in lines]
 
 
-# Where the code stands: its lines, its result and its arguments become the lines of a function.
+# A frame makes the body of a function from lines of code, their result and their arguments.
 FRAMES = {
     "plain": lambda body, out, given: [*body, f"return {out}"],
     "inner function": lambda body, out, given: [
