@@ -50,7 +50,7 @@ MUTATIONS = {
         "fusion_backend/match/matcher.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
-        "tests/test_every_pattern.py tests/test_bodies.py",
+        "tests/test_every_pattern.py tests/test_masks_around_bodies.py",
     ),
     "fingerprint: what a function closes over is left out": Mutation(
         "fusion_backend/cache/fingerprint.py",

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from fusion_backend.cache.fingerprint import LONGEST, fingerprint
+from fusion_backend.cache.fingerprint import MAX_OBJECTS, fingerprint
 from fusion_backend.ops.pattern import unregister
 
 HELPERS = """
@@ -225,8 +225,8 @@ OPAQUE = {
     "objects in a set": ("s = {object}", "x * len(helpers.s)", "a set of objects"),
     "own state": ("class A:\n    def __getstate__(self): 1\na = A()", "x * helpers.a.b",
     "an object of helpers.A"),
-    "too much": (f"a = [[i] for i in range({LONGEST})]", "x * helpers.a[3][0]",
-    f"more than {LONGEST} objects"),
+    "too much": (f"a = [[i] for i in range({MAX_OBJECTS})]", "x * helpers.a[3][0]",
+    f"more than {MAX_OBJECTS} objects"),
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Step:
 
 
 class CallCache:
-    """The steps of each call that was run, of which the last gives its result, by the call's key."""
+    """The steps of each call that was run, by the call's key. The last step gives the result."""
 
     def __init__(self):
         self.steps: dict[tuple, list[Step]] = {}

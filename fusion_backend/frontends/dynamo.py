@@ -138,7 +138,7 @@ def fuse_view(
     mine = best_answers(gate.decide_all(list(matcher.candidates()), fused))
     record.sites += [site(d, path) for d in mine]
     record.misses += nearest(matcher, gate)
-    record.kept |= {n.name: why for n, why in view.copied.items()}
+    record.copied |= {n.name: why for n, why in view.copied.items()}
     note_faults(record, canon, matcher)
     record.match_s += time.thread_time() - started
     started = time.thread_time()

@@ -1,4 +1,4 @@
-"""A refusal and its reason, and the error of a definition that is not understood."""
+"""Reject, the answer of a guard that refuses a site; PatternError, a wrong definition."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ class PatternError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reject:
-    """The answer "no" of a guard, with its reason: a sentence that a user reads in the report.
+    """The answer of a guard, `worthwhile` or library provider that refuses a site.
 
-    With `forward_only`, from `worthwhile`: in training the forward is left to Inductor as the
-    inlined reference and the backward kernel is used all the same.
+    reason: a sentence, which a user reads in the report. forward_only, from `worthwhile`: in
+    training only the forward is refused. Inductor compiles it as the inlined reference, and the
+    backward kernel is still used. Raises PatternError for an empty reason.
+
+        return Reject("rows of more than 65,536 elements have no kernel")
     """
 
     reason: str

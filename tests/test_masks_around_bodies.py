@@ -123,7 +123,7 @@ def test_a_mask_from_around_the_body(name):
     for s in sites:
         assert s.fused == (name in DROPPED), s
         assert s.reason.startswith(
-            "causal, proven from test_bodies.py:" if s.fused else "its mask stays: "
+            "causal, proven from test_masks_around_bodies.py:" if s.fused else "its mask stays: "
         ), s
 
 
