@@ -60,7 +60,8 @@ MUTATIONS = {
     ),
     "guards: a question about sizes may add one": Mutation(
         "fusion_backend/compat/torch.py",
-        "    env._check_frozen, env.evaluate_expr, env.fake_tensor_cache = refuse, assume, dict(results)\n",
+        "    env._check_frozen, env.evaluate_expr, env.fake_tensor_cache = refuse, assume, "
+        "dict(results)\n",
         "    env._check_frozen, env.evaluate_expr = env._check_frozen, env.evaluate_expr\n",
         "tests/test_guards.py",
     ),
@@ -97,7 +98,8 @@ MUTATIONS = {
     ),
     "gate: what backward reads may be changed afterwards": Mutation(
         "fusion_backend/decide/gate.py",
-        "                if later and kept and storage in storages(m.args[0]) and self.training(match):\n",
+        "                if later and kept and storage in storages(m.args[0]) and "
+        "self.training(match):\n",
         "                if False:\n",
         "tests/test_rewrite.py tests/test_backend.py",
     ),
@@ -151,7 +153,8 @@ MUTATIONS = {
     ),
     "expressions: x - y is read as x + y": Mutation(
         "fusion_backend/ir/expr.py",
-        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)\n",
+        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), "
+        "shape)\n",
         "        return x\n",
         "tests/graphs",
     ),
@@ -175,9 +178,12 @@ MUTATIONS = {
     ),
     "op: a seed of its own in the backward": Mutation(
         "fusion_backend/ops/operator.py",
-        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n",
-        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n"
-        "            inputs[-1:] = [draw(i.device) if self.pattern.drawn else i for i in inputs[-1:]]\n",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, "
+        "strict=True)]\n",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, "
+        "strict=True)]\n"
+        "            inputs[-1:] = [draw(i.device) if self.pattern.drawn else i for i in "
+        "inputs[-1:]]\n",
         "tests/test_dropout.py",
     ),
     "masks: every mask counts as square": Mutation(

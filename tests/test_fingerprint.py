@@ -81,8 +81,10 @@ from fusion_backend import LibraryCall, Pattern, Reject
 @Pattern(reciprocal=True)
 def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     y = helpers.act(x) * ALPHA + len(helpers.TABLE) + later(y) * (x in helpers.SET)
-    y = Derived().scale(y) + Derived.shift(y) + Kind.FIRST.value + helpers.closed(x) + helpers.PAIR.right
-    return y + [helpers.wrapped(v) for v in (x,)][0] + helpers.partial(y) + (lambda: SETTINGS.beta)() + 122.5
+    y = Derived().scale(y) + Derived.shift(y) + Kind.FIRST.value
+    y = y + helpers.closed(x) + helpers.PAIR.right
+    y = y + [helpers.wrapped(v) for v in (x,)][0] + helpers.partial(y)
+    return y + (lambda: SETTINGS.beta)() + 122.5
 
 @followed.spelling
 def _(x, y): return cached(x) + y * 123.5
@@ -241,7 +243,8 @@ def test_what_cannot_be_followed(kind, made):
 FINE = [
     "torch.nn.functional.gelu(x) + torch.ops.aten.add.Tensor(x, 1).to(torch.float32)",
     "sum(map(torch.sin, [x])) + max(1, 2) + isinstance(x, torch.Tensor) + getattr(x, 'ndim')",
-    "x * helpers.math.sqrt(2) + helpers.torch.pi + helpers.functools.reduce(helpers.operator.mul, [1, 2])",
+    "x * helpers.math.sqrt(2) + helpers.torch.pi"
+    " + helpers.functools.reduce(helpers.operator.mul, [1, 2])",
     "helpers.quiet(x) * len(helpers.os.sep) * len(helpers.ordered)",
     "helpers.logger.debug('x') or x * float(helpers.fractions.Fraction(1, 2) * helpers.fraction)",
 ]

@@ -178,7 +178,7 @@ def test_modules_have_no_cycle():
 def test_imports_go_one_way(path):
     room, table = room_of(path), LOOSE | rooms()
     wrong = [
-        f"{name(path)}:{line} imports {other}; the docstring of {room}/__init__.py says what it may import"
+        f"{name(path)}:{line} imports {other}; the docstring of {room}/__init__.py says what it may"
         for line, other in own_imports(path)
         if other != room and other not in table[room]
     ]

@@ -1,5 +1,5 @@
-"""What we keep or change for a whole process: nothing of Inductor's, bounded tables, and threads
-that do not meet.
+"""State of the process: Inductor's is restored, tables of ours are bounded, and threads that
+compile at once do not disturb one another.
 """
 
 import gc
@@ -37,7 +37,7 @@ def gate(x):
 
 @pytest.fixture
 def no_inductor(monkeypatch):
-    """Graphs run as they are handed to Inductor."""
+    """Graphs run instead of being compiled by Inductor."""
 
     def plain(mode, options, *told):
         def compile(gm, inputs):
@@ -145,7 +145,7 @@ def test_two_threads_compile_different_models_at_once(no_inductor):
 
 
 def sizes() -> dict[str, int]:
-    """How much is in each table of ours that outlives a graph."""
+    """The size of each table of ours that outlives a graph."""
     known = backend.patterns()
     return {
         "report": len(reporting.REPORT.graphs),
