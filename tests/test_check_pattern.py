@@ -218,7 +218,7 @@ def test_a_fault_in_any_function_is_found(fault):
     functions, words = WRONG[fault]
     with pytest.raises(
         (PatternError, AssertionError),
-        match=rf"(?s)pattern scaled \(.*_checking.py:\d+\): .*{words}",
+        match=rf"(?s)pattern scaled \(.*_check_pattern.py:\d+\): .*{words}",
     ):
         check_pattern(sound(**functions), dtypes=FP32)
 

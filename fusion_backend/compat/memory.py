@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 UNDECLARED = ("running_mean", "running_var")
 
 
-def written(op, args: tuple, kwargs: dict) -> list:
+def written_arguments(op, args: tuple, kwargs: dict) -> list:
     """The arguments that an operator writes to; all arguments where it has no schema."""
     if not isinstance(op, OpOverload):
         return [*args, *kwargs.values()]
@@ -20,7 +20,7 @@ def written(op, args: tuple, kwargs: dict) -> list:
     return found
 
 
-def place_of(t: torch.Tensor) -> tuple:
+def memory_of(t: torch.Tensor) -> tuple:
     """The memory of a tensor: its storage, then how it lies there. The tensor's identity where it
     has no one storage (sparse).
     """

@@ -102,7 +102,7 @@ class Report:
     same as JSON. dropped: how many older graphs were removed.
 
         report = fusion_backend.explain(model, x)
-        assert [site.pattern for site in report.fused] == ["layer_norm"]
+        print([(site.where, site.reason) for site in report.sites])
     """
 
     graphs: list[GraphRecord] = dataclasses.field(default_factory=list)

@@ -157,9 +157,11 @@ class DropoutOfKernels(TorchDispatchMode):
 
 
 def unfused(pattern: Pattern, args: list) -> list[torch.Tensor]:
-    """As `value_and_gradients` of the reference; dropout, if any, has the masks of the kernels.
+    """Value and gradients of the reference, as `value_and_gradients` gives them.
 
-    plain = unfused(pattern, arguments(pattern, kinds, torch.bfloat16))
+    args: those of `arguments` or `in_fp64`. Dropout, if any, has the masks of the kernels.
+
+        plain = unfused(pattern, arguments(pattern, kinds, torch.bfloat16))
     """
     with DropoutOfKernels():
         return value_and_gradients(pattern.reference, args)

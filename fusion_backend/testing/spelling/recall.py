@@ -3,8 +3,8 @@
 Every generated function (generate.py) is traced by Dynamo and rewritten with `fusion.gate=always`.
 A spelling must compute what the reference does, value and gradient in fp64, and should be
 recognised with all its arguments. Whatever was rewritten must compute what the function does in
-eager, with no larger error against fp64. Every other function runs in inference, under no_grad; so
-does one that eager cannot differentiate.
+eager, with no larger error against fp64 than `close` allows. Every other function runs in
+inference, under no_grad; so does one that eager cannot differentiate.
 """
 
 from __future__ import annotations
