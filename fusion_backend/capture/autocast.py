@@ -137,8 +137,8 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
         arguments = pytree.tree_unflatten(cast, spec)
         if same_without_autocast(op, arguments, device, dtype, log[first:], out):
             return casts
-        func, given, options, _ = log[first] if first < len(log) else (None, (), {}, None)
-        sources = [i for i, leaf in enumerate(leaves) if given and leaf is given[0]]
+        func, operands, options, _ = log[first] if first < len(log) else (None, (), {}, None)
+        sources = [i for i, leaf in enumerate(leaves) if operands and leaf is operands[0]]
         if func is not TO_COPY or set(options) != {"dtype"} or not sources:
             return casts_of_views(op, leaves, spec, device, dtype, log, out)
         casts |= dict.fromkeys(sources, options["dtype"])
@@ -155,8 +155,8 @@ def casts_of_views(
         id(v): i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.dtype != dtype
     }
     casts: dict[int, torch.dtype] = {}
-    for func, given, options, result in log:
-        sources = [views[id(v)] for v in pytree.tree_leaves((given, options)) if id(v) in views]
+    for func, operands, options, result in log:
+        sources = [views[id(v)] for v in pytree.tree_leaves((operands, options)) if id(v) in views]
         if func is TO_COPY and set(options) == {"dtype"}:
             casts |= dict.fromkeys(sources, options["dtype"])
         elif only_moves(func):

@@ -277,7 +277,7 @@ def attribute_node(tracer, name: str, value) -> fx.Proxy:
 
 
 def nodes_after(last: fx.Node):
-    """The nodes that the graph has behind `last`, in order."""
+    """The nodes that the graph has after `last`, in order."""
     node = last.next
     while node.op != "root":
         yield node

@@ -159,8 +159,8 @@ class SingleOps:
         except LookupError:
             return None
         written: list[fx.Node] = []
-        for step, given in zip(steps, arguments, strict=True):
-            written.append(self.create(n, step, given, written))
+        for step, operands in zip(steps, arguments, strict=True):
+            written.append(self.create(n, step, operands, written))
         return self.give(n.meta["example_value"], written)
 
     def create(self, n: fx.Node, step: Step, arguments: tuple, results: list[fx.Node]) -> fx.Node:

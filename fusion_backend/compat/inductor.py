@@ -60,15 +60,15 @@ def inductor_of_ours(
 
 
 def compile_graph(
-    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **given
+    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **options
 ):
     """compile_fx_inner for one graph of AOTAutograd, with a copy of a backward graph to fall back
     on: Inductor changes the graph that it compiles.
     """
-    before = copy_of(gm.graph) if given.get("is_backward") else None
+    before = copy_of(gm.graph) if options.get("is_backward") else None
     try:
         with our_kernels():
-            return compile_fx_inner(gm, example_inputs, **given)
+            return compile_fx_inner(gm, example_inputs, **options)
     except Exception as error:
         if before is None:
             raise
@@ -83,9 +83,9 @@ class Uncompiled(OutputCode):
         self.gm, self._boxed_call = gm, True
 
     def __call__(self, inputs):
-        given = list(inputs)
+        values = list(inputs)
         inputs.clear()
-        return self.gm(*given)
+        return self.gm(*values)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -174,8 +174,8 @@ def analysed_once(analyse):
         # an Autotuner has one configuration here, with the number of warps
         tuned = isinstance(kernel, Autotuner)
         known = ANALYSED.get(kernel.fn if tuned else kernel)
-        given = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
-        key = tuple((name, kind_of_argument(value)) for name, value in sorted(given.items()))
+        arguments = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
+        key = tuple((name, kind_of_argument(value)) for name, value in sorted(arguments.items()))
         if known is None or descriptors or any(kind is None for _, kind in key):
             return analyse(kernel, kwargs, descriptors)
         if key in known:

@@ -351,12 +351,12 @@ def check_answers(pattern: Pattern, supported: list, dtypes: tuple, proof: Proof
     for case in pattern.cases or (None,):
         for dtype in dtypes:
             with FakeTensorMode():
-                made = example_inputs(
+                examples = example_inputs(
                     pattern, lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype), case
                 )
                 for kinds in supported:
                     for what, fn, extra in asked:
-                        ask(pattern, what, fn, [*with_kinds(pattern, kinds, made), *extra])
+                        ask(pattern, what, fn, [*with_kinds(pattern, kinds, examples), *extra])
     for what in dict.fromkeys(what for what, _, _ in asked):
         proof.checked.append(f"{what}: answers in every form, dtype and case of inputs")
 

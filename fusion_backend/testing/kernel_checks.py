@@ -162,8 +162,8 @@ def compare(
     """One decision against the reference in the same dtype and in fp64."""
     before = {name: len(calls.answers[name]) for name in ("kernel_fn", "backward_fn")}
 
-    def run(*given):
-        return operator_on(pattern, decision, given)
+    def run(*inputs):
+        return operator_on(pattern, decision, inputs)
 
     try:
         if decision["save"]:
@@ -193,18 +193,18 @@ def compare(
             )
 
 
-def operator_on(pattern: Pattern, decision: dict, given):
+def operator_on(pattern: Pattern, decision: dict, inputs):
     """The results of the pattern's operator on its arguments, without what it saves for the
     backward.
     """
-    out = op_of(pattern).overload(*flat_arguments(pattern, given), **decision)
+    out = op_of(pattern).overload(*flat_arguments(pattern, inputs), **decision)
     return out[: pattern.outputs] if isinstance(out, tuple) else out
 
 
-def flat_arguments(pattern: Pattern, given) -> list:
+def flat_arguments(pattern: Pattern, inputs) -> list:
     """The arguments as the operator takes them, with seeds for what it draws."""
-    device = next(a.device for a in given if isinstance(a, torch.Tensor))
-    named = dict(zip([p.name for p in pattern.params], given, strict=True))
+    device = next(a.device for a in inputs if isinstance(a, torch.Tensor))
+    named = dict(zip([p.name for p in pattern.params], inputs, strict=True))
     return op_of(pattern).flatten(named | {name: draw(device) for name in pattern.drawn})
 
 
@@ -232,9 +232,9 @@ def check_operators(
     if op.backward_call is not None and kernel:
         backward = getattr(torch.ops.fusion, f"{pattern.name}_backward").default
         names.append(str(backward))
-        given = backward_arguments(pattern, flat)
+        inputs = backward_arguments(pattern, flat)
         with trial(unless_fake) if device != "cuda" else contextlib.nullcontext():
-            checked_by_torch(pattern, backward, given, {}, (*ON_REAL, "test_faketensor"))
+            checked_by_torch(pattern, backward, inputs, {}, (*ON_REAL, "test_faketensor"))
     elif op.backward_call is not None:
         proof.not_run.append("opcheck of the backward's operator: its kernel was not run")
     proof.checked.append(f"opcheck of {' and '.join(names)}: {', '.join((*ON_REAL, *ON_FAKES))}")
@@ -282,8 +282,8 @@ def backward_arguments(pattern: Pattern, flat: list) -> list:
     with torch.no_grad():
         out = tensors(op.overload(*flat, forward="kernel", backward="kernel", save=True))
     results, saves = out[: pattern.outputs], out[pattern.outputs :]
-    given = [flat[i] for i in op.tensor_fields]
-    needs = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in given]
+    inputs = [flat[i] for i in op.tensor_fields]
+    needs = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in inputs]
     return [
         *map(torch.ones_like, results),
         *(results if pattern.backward_result else ()),

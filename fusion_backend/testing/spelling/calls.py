@@ -13,7 +13,7 @@ from torch import fx
 
 from fusion_backend.compat.torch import OpOverload, schema_of
 
-# The results of these may be their argument, or share its memory: nobody may overwrite them.
+# The results of these may be their argument, or share its memory: they may not be overwritten.
 MAY_ALIAS = {"to", "contiguous", "reshape", "dropout", "flatten", "getitem", "type_as"}
 
 
@@ -60,8 +60,8 @@ class Call:
             schema = schema_of(node.target)
             self.name = schema.name.removeprefix("aten::")
             defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-            given = dict(zip([a.name for a in schema.arguments], node.args, strict=False))
-            self.arguments = defaults | given | dict(node.kwargs)
+            positional = dict(zip([a.name for a in schema.arguments], node.args, strict=False))
+            self.arguments = defaults | positional | dict(node.kwargs)
         else:
             self.name, self.arguments = (
                 "getitem",

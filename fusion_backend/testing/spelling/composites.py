@@ -17,9 +17,13 @@ def attends(masked: bool, grouped: bool, dropped: bool = False):
     """
 
     def when(a) -> bool:
-        given = tensor(a.attn_mask) and a.attn_mask.floating
-        fine = not a.is_causal and (given or a.attn_mask is None)
-        return fine and (given, bool(a.enable_gqa), bool(a.dropout_p)) == (masked, grouped, dropped)
+        has_mask = tensor(a.attn_mask) and a.attn_mask.floating
+        fine = not a.is_causal and (has_mask or a.attn_mask is None)
+        return fine and (has_mask, bool(a.enable_gqa), bool(a.dropout_p)) == (
+            masked,
+            grouped,
+            dropped,
+        )
 
     return when
 
@@ -53,7 +57,7 @@ def normalisations(*texts: str) -> list:
             last_only(a) and (tensor(a.weight), tensor(a.bias)) == (weight, bias) and number(a.eps)
         )
 
-    return [(text + AFFINE[given], when(*given)) for text in texts for given in AFFINE]
+    return [(text + AFFINE[presence], when(*presence)) for text in texts for presence in AFFINE]
 
 
 def channels(text: str) -> list:
@@ -63,8 +67,8 @@ def channels(text: str) -> list:
         for (weight, bias), after in AFFINE.items():
             after = after.replace("}", "}" + view)
 
-            def fits(a, given=(weight, bias)):
-                return a.rank == 4 and (tensor(a.weight), tensor(a.bias)) == given
+            def fits(a, presence=(weight, bias)):
+                return a.rank == 4 and (tensor(a.weight), tensor(a.bias)) == presence
 
             texts += [(text + after, fits)] if after else []
     return texts

@@ -42,19 +42,20 @@ def indented(lines: list[str]) -> list[str]:
 
 # A frame makes the body of a function from lines of code, their result and their arguments.
 FRAMES = {
-    "plain": lambda body, out, given: [*body, f"return {out}"],
-    "inner function": lambda body, out, given: [
-        f"def inner({given}):", *indented([*body, f"return {out}"]), f"return inner({given})"
+    "plain": lambda body, out, arguments: [*body, f"return {out}"],
+    "inner function": lambda body, out, arguments: [
+        f"def inner({arguments}):", *indented([*body, f"return {out}"]),
+        f"return inner({arguments})",
     ],
-    "checkpoint": lambda body, out, given: [
-        f"def inner({given}):", *indented([*body, f"return {out}"]),
-        f"return torch.utils.checkpoint.checkpoint(inner, {given}, use_reentrant=False)",
+    "checkpoint": lambda body, out, arguments: [
+        f"def inner({arguments}):", *indented([*body, f"return {out}"]),
+        f"return torch.utils.checkpoint.checkpoint(inner, {arguments}, use_reentrant=False)",
     ],
-    "autocast off": lambda body, out, given: [
+    "autocast off": lambda body, out, arguments: [
         'with torch.autocast("cpu", enabled=False):', *indented([*body, f"result = {out}"]),
         "return result"
     ],
-    "autocast": lambda body, out, given: [
+    "autocast": lambda body, out, arguments: [
         'with torch.autocast("cpu", torch.bfloat16):', *indented([*body, f"result = {out}"]),
         "return result"
     ],

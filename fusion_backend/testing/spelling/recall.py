@@ -138,14 +138,14 @@ def recall(
         print(found.row())
     """
     misses = count if misses is None else misses
-    made, changed = (
+    spelled, changed = (
         spellings(pattern, kinds, count, seed),
         near_misses(pattern, kinds, misses, seed),
     )
     outcomes = (outcome(s, i % 2 == 0 or "detach" in s.words[0]) for i, s in enumerate(changed))
     return Recall(
         pattern,
-        [outcome(s, i % 2 == 0) for i, s in enumerate(made)],
+        [outcome(s, i % 2 == 0) for i, s in enumerate(spelled)],
         [o for o in outcomes if o.ran],
     )
 

@@ -24,7 +24,7 @@ ALL_WORDINGS = WORDINGS | SHAPE_WORDINGS | COMPOSITE_WORDINGS
 DISGUISED = 0.1  # how often a value is
 MODES = ("fp32", "fp32", "fp32", "bf16", "island")  # an island is float32 code on bf16 tensors
 MODULE = re.compile(r"nn\.[A-Z]\w*\([^()]*(?:\([^()]*\))?[^()]*\)(?:\.eval\(\))?(?=\()")
-# A text that ends so gives a view of what it made, or may.
+# A text with such an end gives, or may give, a view.
 VIEW = re.compile(
     r"(\.unsqueeze\(.*\)|\.values|\[\d\]|None\]|\.float\(\)\)?|\.to\(.*\)|\.type_as\(.*\))$"
 )
