@@ -116,7 +116,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 def view_text(view) -> str:
     """The nodes, and the Dynamo nodes that were copied as they were, with the reason."""
-    copied = [f"copied as it was: {n.name}: {why}" for n, why in view.kept.items()]
+    copied = [f"copied as it was: {n.name}: {why}" for n, why in view.copied.items()]
     return "\n".join([graph_text(view.graph), *copied])
 
 

@@ -16,7 +16,8 @@ from torch import fx
 from fusion_backend import dump
 from fusion_backend.capture import autocast
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View, capture
+from fusion_backend.capture.tracer import capture
+from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision, Gate
@@ -90,7 +91,7 @@ def note(top: Scope, record: GraphRecord) -> None:
     for scope in top.scopes():
         record.sites += [site(d, scope.path) for d in scope.decisions]
         record.misses += near_misses(scope.matcher, scope.gate)
-        record.kept |= {n.name: why for n, why in scope.view.kept.items()}
+        record.copied |= {n.name: why for n, why in scope.view.copied.items()}
         note_faults(record, scope.canon, scope.matcher)
         for name, count in scope.matcher.counts.items():
             record.rules[name] = record.rules[name].plus(count) if name in record.rules else count

@@ -50,7 +50,7 @@ MUTATIONS = {
         "fusion_backend/match/matcher.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
-        "tests/test_every_pattern.py tests/test_bodies.py",
+        "tests/test_every_pattern.py tests/test_masks_around_bodies.py",
     ),
     "fingerprint: what a function closes over is left out": Mutation(
         "fusion_backend/cache/fingerprint.py",
@@ -60,7 +60,8 @@ MUTATIONS = {
     ),
     "guards: a question about sizes may add one": Mutation(
         "fusion_backend/compat/torch.py",
-        "    env._check_frozen, env.evaluate_expr, env.fake_tensor_cache = refuse, assume, dict(results)\n",
+        "    env._check_frozen, env.evaluate_expr, env.fake_tensor_cache = refuse, assume, "
+        "dict(results)\n",
         "    env._check_frozen, env.evaluate_expr = env._check_frozen, env.evaluate_expr\n",
         "tests/test_guards.py",
     ),
@@ -151,7 +152,8 @@ MUTATIONS = {
     ),
     "expressions: x - y is read as x + y": Mutation(
         "fusion_backend/ir/expr.py",
-        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)\n",
+        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), "
+        "shape)\n",
         "        return x\n",
         "tests/graphs",
     ),
@@ -177,7 +179,7 @@ MUTATIONS = {
         "fusion_backend/ops/operator.py",
         "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n",
         "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n"
-        "            inputs[-1:] = [draw(i.device) if self.pattern.seed_arguments else i for i in inputs[-1:]]\n",
+        "            inputs[-1:] = [draw(i.device) if self.op.seed_arguments else i for i in inputs[-1:]]\n",
         "tests/test_dropout.py",
     ),
     "masks: every mask counts as square": Mutation(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.ir.canonicalize import RULES, Canon
 from fusion_backend.testing import assert_fuses

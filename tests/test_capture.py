@@ -1,5 +1,5 @@
-"""Capture: what is written down is what running would give; what is not understood is copied;
-states are told apart.
+"""Capture: a call that is lowered without running gives the same view as running it; what cannot be
+lowered is copied; values of different grad modes and autocast states are different values.
 """
 
 import logging
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import fusion_backend.capture.tracer as capture_module
 from fusion_backend.capture import autocast
-from fusion_backend.capture.mutation import Written
-from fusion_backend.capture.tracer import captured
+from fusion_backend.capture.predicted_writes import PredictedWrites
+from fusion_backend.capture.tracer import trace_view
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import assert_fuses, collect
 
@@ -41,8 +41,8 @@ def source(fn, *inputs, **kwargs):
 
 
 def lines(view):
-    """(operator, arguments with values by number, what is known of the result) of the tensors of a
-    view.
+    """Of each tensor of a view: (operator, arguments with nodes by number, what is known of the
+    result).
     """
     number: dict = {}
     found = []
@@ -67,22 +67,22 @@ def lines(view):
     return found
 
 
-def assert_written_as_run(fn, *inputs, **options):
-    """Written down or run, it is the same view. Returns the operators."""
+def assert_same_as_run(fn, *inputs, **options):
+    """Assert that lowering without running gives the view of running. Returns its operators."""
     gm = source(fn, *inputs, **options)
-    written = captured(gm, Written(gm))
-    assert lines(written) == lines(captured(gm, None))
+    written = trace_view(gm, PredictedWrites(gm))
+    assert lines(written) == lines(trace_view(gm, None))
     return [op for op, *_ in lines(written) if op != "placeholder"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_is_written_down_is_what_running_gives(dynamic):
+def test_lowering_without_running_gives_the_same_view(dynamic):
     model = torch.nn.Sequential(*[Block() for _ in range(3)])
-    assert len(assert_written_as_run(model, torch.randn(2, 3, 8), dynamic=dynamic)) == 33
+    assert len(assert_same_as_run(model, torch.randn(2, 3, 8), dynamic=dynamic)) == 33
 
 
-def test_equal_arguments_are_told_from_different_ones():
-    assert_written_as_run(lambda x, y: (x * x) + (x * y) + (y * y), torch.randn(3), torch.randn(3))
+def test_equal_arguments_differ_from_different_ones():
+    assert_same_as_run(lambda x, y: (x * x) + (x * y) + (y * y), torch.randn(3), torch.randn(3))
 
 
 INDICES = {
@@ -106,7 +106,7 @@ INDICES = {
 @pytest.mark.parametrize("name", INDICES)
 def test_an_operator_does_not_get_the_result_of_the_next(name, dynamic):
     f, operators = INDICES[name]
-    found = assert_written_as_run(f, torch.randn(3, 8), dynamic=dynamic)
+    found = assert_same_as_run(f, torch.randn(3, 8), dynamic=dynamic)
     assert dynamic or len(found) == operators, found
 
 
@@ -119,7 +119,7 @@ def looks_at_its_first_operator(x):
 
 def test_functions_of_the_user_may_look_at_their_values():
     assert (
-        len(assert_written_as_run(lambda x: looks_at_its_first_operator(x) * 2, torch.randn(3, 4)))
+        len(assert_same_as_run(lambda x: looks_at_its_first_operator(x) * 2, torch.randn(3, 4)))
         == 3
     )
 
@@ -152,17 +152,17 @@ def test_a_tensor_that_is_moved_to_other_memory_has_everything_run():
         return v + y
 
     gm = source(f, torch.randn(3))
-    assert Written(gm).touched == set(gm.graph.nodes)
-    assert_written_as_run(f, torch.randn(3))
+    assert PredictedWrites(gm).touched == set(gm.graph.nodes)
+    assert_same_as_run(f, torch.randn(3))
 
 
 @pytest.mark.parametrize("f", [in_place_root, in_place_argument, in_place_part])
 def test_where_memory_is_written_calls_are_run(f, monkeypatch):
-    """Once: the graph says where. What is not written to is written down all the same."""
+    """The graph is traced once. Calls that touch no written memory are lowered without running."""
     used = []
-    real = capture_module.captured
+    real = capture_module.trace_view
     monkeypatch.setattr(
-        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+        capture_module, "trace_view", lambda gm, written: used.append(written) or real(gm, written)
     )
     gm = source(f, torch.randn(3, 4))
     assert len(used) == 1 and used[0].touched < set(gm.graph.nodes)
@@ -184,11 +184,11 @@ def aliases(view, among):
     ]
 
 
-def test_a_write_that_the_call_does_not_name_has_everything_run(monkeypatch):
+def test_a_write_that_is_not_predicted_has_everything_run(monkeypatch):
     used = []
-    real = capture_module.captured
+    real = capture_module.trace_view
     monkeypatch.setattr(
-        capture_module, "captured", lambda gm, written: used.append(written) or real(gm, written)
+        capture_module, "trace_view", lambda gm, written: used.append(written) or real(gm, written)
     )
 
     def f(x):
@@ -200,12 +200,12 @@ def test_a_write_that_the_call_does_not_name_has_everything_run(monkeypatch):
     assert len(used) == 2 and used[-1] is None
 
 
-def test_what_is_not_understood_is_copied_with_a_reason():
+def test_what_cannot_be_lowered_is_copied_with_a_reason():
     def f(x):
         return F.layer_norm(torch.func.vmap(torch.sin)(x), (4,))
 
     report = assert_fuses(f, torch.randn(3, 4), pattern="layer_norm")
-    assert any("vmap" in why for why in report.graphs[0].kept.values()), report.graphs[0].kept
+    assert any("vmap" in why for why in report.graphs[0].copied.values()), report.graphs[0].copied
 
 
 def test_a_tensor_of_one_number_is_an_operator():
@@ -218,13 +218,13 @@ def test_a_tensor_of_one_number_is_an_operator():
         return *(x * n for n in numbers), half, lists, torch.tensor(-math.inf)
 
     gm = source(f, torch.randn(2))
-    view = captured(gm, Written(gm))
+    view = trace_view(gm, PredictedWrites(gm))
     full = [n for n in view.graph.nodes if n.target is torch.ops.aten.full.default]
     assert [n.args[1] for n in full] == [True, -3, 0.1, 2.5, 0.1, -math.inf]
     made = [view.owner[n].meta["example_value"] for n in full]
     assert [n.meta["val"].dtype for n in full] == [t.dtype for t in made]
-    assert len(view.kept) == 2  # the list, and what is infinity to torch.tensor alone
-    assert all(why.endswith("bakes a constant in") for why in view.kept.values())
+    assert len(view.copied) == 2  # the list, and what is infinity to torch.tensor alone
+    assert all(why.endswith("bakes a constant in") for why in view.copied.values())
 
 
 def test_the_same_code_under_no_grad_is_another_value():
@@ -240,19 +240,21 @@ def test_the_same_code_under_no_grad_is_another_value():
     assert any("change of grad mode" in s.reason for s in report.sites if not s.fused), str(report)
 
 
-def test_what_autocast_changes_otherwise_is_left(monkeypatch):
+def test_an_operator_that_autocast_changes_otherwise_is_not_fused(monkeypatch):
     """What no cast expresses: here the sum counts as such."""
-    monkeypatch.setattr(autocast, "resolved", lambda op, *_: None if op == aten.add.Tensor else {})
+    monkeypatch.setattr(
+        autocast, "remembered_casts", lambda op, *_: None if op == aten.add.Tensor else {}
+    )
     with torch.autocast("cpu", torch.bfloat16):
         report = collect(lambda x, y: (x + y) * 1.5, torch.ones(4), torch.ones(4)).report
     assert [g.error for g in report.graphs] == [None] and not report.fused, report
 
 
 def test_operators_that_refuse_are_not_logged():
-    """Whether autocast changes a product is asked by running it on two dtypes."""
-    told, logger = [], logging.getLogger("torch._subclasses.fake_tensor")
+    """The casts of a product are found by running it on two dtypes."""
+    records, logger = [], logging.getLogger("torch._subclasses.fake_tensor")
     handler = logging.Handler(logging.ERROR)
-    handler.emit = told.append
+    handler.emit = records.append
     logger.addHandler(handler)
     try:
         with torch.autocast("cpu", torch.bfloat16):
@@ -261,7 +263,7 @@ def test_operators_that_refuse_are_not_logged():
             )
     finally:
         logger.removeHandler(handler)
-    assert [record.getMessage() for record in told] == []
+    assert [record.getMessage() for record in records] == []
 
 
 def test_autocast_writes_the_casts_on_the_inputs():

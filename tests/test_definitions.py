@@ -324,7 +324,10 @@ def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
     )
     (tmp_path / "installed.py").write_text(both)
     monkeypatch.syspath_prepend(tmp_path)
-    told = r"mine \(.*installed.py:5\): the name is taken by pattern mine \(.*definitions.py:\d+\); it is left out"
+    told = (
+        r"mine \(.*installed.py:5\): the name is taken by "
+        r"pattern mine \(.*definitions.py:\d+\); it is left out"
+    )
     with clashes_left_out(), pytest.warns(RuntimeWarning, match=told):
         installed = importlib.import_module("installed")
     assert RULES["mine"] is mine and RULES["other"] is installed.other

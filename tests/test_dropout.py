@@ -296,15 +296,21 @@ def recorded(name):
     def compile(gm, examples):
         (out,) = [n for n in gm.graph.nodes if n.op == "output"]
         targets = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
-        given = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder" and "tangents" not in n.name]
+        given = [n.meta["val"] for n in gm.graph.nodes
+                 if n.op == "placeholder" and "tangents" not in n.name]
         found[name] = dict(kernels=sum("triton_kernel_wrapper" in t for t in targets),
-                           draws=sum("rand" in t for t in targets), given=sorted(tuple(v.shape) for v in given))
+                           draws=sum("rand" in t for t in targets),
+                           given=sorted(tuple(v.shape) for v in given))
         values = [n.meta["val"] if n is not None else None for n in out.args[0]]
-        return lambda *args: [None if v is None else torch.zeros(v.shape, dtype=v.dtype) for v in values]
+        return lambda *args: [
+            None if v is None else torch.zeros(v.shape, dtype=v.dtype) for v in values
+        ]
     return compile
 
 found, partition = {}, min_cut_rematerialization_partition
-inner = aot_autograd(fw_compiler=recorded("forward"), bw_compiler=recorded("backward"), partition_fn=partition)
+inner = aot_autograd(
+    fw_compiler=recorded("forward"), bw_compiler=recorded("backward"), partition_fn=partition
+)
 
 def backend(gm, examples):
     collector = Collector({"fusion.gate": "always"})

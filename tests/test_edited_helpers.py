@@ -75,7 +75,8 @@ SCRIPT = """
 import importlib.machinery, json, pathlib, sys, types
 import torch
 from torch._dynamo.utils import counters
-rooms = types.ModuleType("fusion_backend.patterns")  # no built-in patterns, which take long to trace
+# no built-in patterns, which take long to trace
+rooms = types.ModuleType("fusion_backend.patterns")
 rooms.__spec__ = importlib.machinery.ModuleSpec(rooms.__name__, None, is_package=True)
 sys.modules[rooms.__name__] = rooms
 import mine
@@ -98,7 +99,8 @@ fused, error = {}, 0.0
 for k in (2.0, 3.0):
     found = collect(model(k), *xs, dynamic=False)
     fused[k] = sorted(s.pattern for s in found.report.fused)
-    error = max(error, *((a - b).abs().max().item() for a, b in zip(found.graphs[0](*xs), model(k)(*xs))))
+    results = zip(found.graphs[0](*xs), model(k)(*xs))
+    error = max(error, *((a - b).abs().max().item() for a, b in results))
 torch._inductor.config.cpp.simdlen = 1
 torch._dynamo.reset()
 counters.clear()
@@ -108,7 +110,8 @@ out = torch.compile(both, backend="fusion", options={"fusion.gate": "always"})(x
 error = max(error, *((a - b).abs().max().item() for a, b in zip(out, both(x))))
 out[0].sum().backward()
 hits = counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]
-print(json.dumps(dict(keys=keys, kept=kept, fused=fused, error=error, slope=x.grad.tolist(), hits=hits)))
+found = dict(keys=keys, kept=kept, fused=fused, error=error, slope=x.grad.tolist(), hits=hits)
+print(json.dumps(found))
 """
 
 

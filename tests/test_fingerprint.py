@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from fusion_backend.cache.fingerprint import LONGEST, fingerprint
+from fusion_backend.cache.fingerprint import MAX_OBJECTS, fingerprint
 from fusion_backend.ops.registry import unregister
 
 HELPERS = """
@@ -81,8 +81,10 @@ from fusion_backend import Op, Pattern, Reject, Replacement
 @Pattern(reciprocal=True)
 def followed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     y = helpers.act(x) * ALPHA + len(helpers.TABLE) + later(y) * (x in helpers.SET)
-    y = Derived().scale(y) + Derived.shift(y) + Kind.FIRST.value + helpers.closed(x) + helpers.PAIR.right
-    return y + [helpers.wrapped(v) for v in (x,)][0] + helpers.partial(y) + (lambda: SETTINGS.beta)() + 122.5
+    y = Derived().scale(y) + Derived.shift(y) + Kind.FIRST.value
+    y = y + helpers.closed(x) + helpers.PAIR.right
+    y = y + [helpers.wrapped(v) for v in (x,)][0] + helpers.partial(y)
+    return y + (lambda: SETTINGS.beta)() + 122.5
 
 @followed.spelling
 def _(x, y): return cached(x) + y * 123.5
@@ -225,8 +227,8 @@ OPAQUE = {
     "objects in a set": ("s = {object}", "x * len(helpers.s)", "a set of objects"),
     "own state": ("class A:\n    def __getstate__(self): 1\na = A()", "x * helpers.a.b",
     "an object of helpers.A"),
-    "too much": (f"a = [[i] for i in range({LONGEST})]", "x * helpers.a[3][0]",
-    f"more than {LONGEST} objects"),
+    "too much": (f"a = [[i] for i in range({MAX_OBJECTS})]", "x * helpers.a[3][0]",
+    f"more than {MAX_OBJECTS} objects"),
 }  # fmt: skip
 
 
@@ -241,7 +243,8 @@ def test_what_cannot_be_followed(kind, made):
 FINE = [
     "torch.nn.functional.gelu(x) + torch.ops.aten.add.Tensor(x, 1).to(torch.float32)",
     "sum(map(torch.sin, [x])) + max(1, 2) + isinstance(x, torch.Tensor) + getattr(x, 'ndim')",
-    "x * helpers.math.sqrt(2) + helpers.torch.pi + helpers.functools.reduce(helpers.operator.mul, [1, 2])",
+    "x * helpers.math.sqrt(2) + helpers.torch.pi"
+    " + helpers.functools.reduce(helpers.operator.mul, [1, 2])",
     "helpers.quiet(x) * len(helpers.os.sep) * len(helpers.ordered)",
     "helpers.logger.debug('x') or x * float(helpers.fractions.Fraction(1, 2) * helpers.fraction)",
 ]

@@ -70,7 +70,8 @@ for found in (found, site((1, 3, 32, 32)), site((4, 96, 256, 256)), site(o=64)):
 shapes = (16384, 4096), (4096,), (4096,)
 for grad in (False, True):
     (site,) = run(norm, *shapes, dtype=torch.float32, grad=grad)[2].sites
-    assert (site.forward, site.backward) == (("kernel", "kernel") if grad else (None, None)), str(site)
+    wanted = ("kernel", "kernel") if grad else (None, None)
+    assert (site.forward, site.backward) == wanted, str(site)
 """,
     "the forward of norms is Inductor's where that was as fast, by the length of a row": """
 import fusion_backend.kernels.common.cooperative_rows as shared
@@ -94,7 +95,9 @@ assert not by_kernel(rms, 256, 8192)
 """,
     "layer norm runs kernels, forward and backward": """
 shapes = (64, 4096), (4096,), (4096,)
-gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b).relu(), *shapes, grad=True, gate="always")
+def norm_relu(x, w, b):
+    return F.layer_norm(x, (4096,), w, b).relu()
+gm, new, record = run(norm_relu, *shapes, grad=True, gate="always")
 (site,) = record.sites
 assert site.fused and (site.forward, site.backward) == ("kernel", "kernel"), str(site)
 (node,) = fused_nodes(new)
@@ -128,7 +131,8 @@ plane, c = (4, 32, 16, 16), (32,)
 for fn, shapes, backward in (
     (lambda x, w, b: F.silu(F.group_norm(x, 8, w, b)), (plane, c, c), "kernel"),
     (lambda x: F.normalize(x, dim=-1), ((64, 256),), "kernel"),
-    (lambda x, m, v, w, b: F.relu(F.batch_norm(x, m.detach(), v.detach(), w, b)), (plane, c, c, c, c), "vjp"),
+    (lambda x, m, v, w, b: F.relu(F.batch_norm(x, m.detach(), v.detach(), w, b)),
+     (plane, c, c, c, c), "vjp"),
     (lambda x, b: F.gelu(x + b), ((64, 256), (256,)), "vjp"),
     (lambda x, b: F.silu(x + b[:, None, None]), (plane, c), "vjp"),
 ):
@@ -138,7 +142,8 @@ for fn, shapes, backward in (
         assert (site.forward, site.backward) == ("kernel", backward if grad else None), str(site)
         sites = run(fn, *shapes, grad=grad, skip=("gelu",))[2].sites
         reason = sites[0].reason
-        told = any(words in reason for words in ("has not been timed", "as fast", "branchless gelu"))
+        sentences = "has not been timed", "as fast", "branchless gelu"
+        told = any(words in reason for words in sentences)
         assert not any(s.fused for s in sites) and told, str(sites)
 """,
     "next to a convolution a kernel of ours stands alone in any case": """
@@ -151,24 +156,29 @@ assert "Inductor fuses it" in site.reason, str(site)
     "attention with a bias runs kernels, forward and backward": """
 shapes = (2, 4, 64, 32), (2, 2, 64, 32), (2, 2, 64, 32), (1, 4, 64, 64)
 def attention(q, k, v, bias):
-    return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True).transpose(1, 2).reshape(2, 64, 128)
+    out = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    return out.transpose(1, 2).reshape(2, 64, 128)
 for grad in (True, False):
     gm, new, record = run(attention, *shapes, grad=grad, gate="always")
     (site,) = record.sites
-    assert site.fused and (site.forward, site.backward) == ("kernel", "kernel" if grad else None), str(site)
+    wanted = "kernel", "kernel" if grad else None
+    assert site.fused and (site.forward, site.backward) == wanted, str(site)
     (node,) = fused_nodes(new)
     assert str(node.target) == "fusion.masked_attention.default" and node.kwargs["save"] is grad
-    assert node.meta["example_value"][1].numel() == (2 * 4 * 2 * 64 if grad else 0)  # all that is kept besides it
+    # all that is saved besides the result
+    assert node.meta["example_value"][1].numel() == (2 * 4 * 2 * 64 if grad else 0)
     assert [str(a) for a in node.args] == ["q", "k", "v", "bias", "None", "None", "None"]
 drops = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, 0.1, enable_gqa=True)
 gm, new, record = run(drops, *shapes, grad=True, gate="always")
-assert record.sites[0].fused and fused_nodes(new)[0].args[6].target is torch.ops.aten.randint.low, record
+seed = fused_nodes(new)[0].args[6]
+assert record.sites[0].fused and seed.target is torch.ops.aten.randint.low, record
 gm, new, record = run(attention, *shapes, grad=True)
 assert not record.sites[0].fused and "has not been timed" in record.sites[0].reason, record
 shapes = [(*s[:3], 300) for s in shapes[:3]] + [shapes[3]]
 wide = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
 gm, new, record = run(wide, *shapes, gate="always")
-assert not record.sites[0].fused and "heads of 300; the kernel takes 16 to 256" in record.sites[0].reason, record
+(site,) = record.sites
+assert not site.fused and "heads of 300; the kernel takes 16 to 256" in site.reason, record
 """,
     "the last linear layer and its loss, with a bias and without": """
 for bias in (False, True):
@@ -184,12 +194,14 @@ def model(ids, words, places, w, b):
     return norm(F.embedding(ids.long(), words) + F.embedding(ids.long() * 0, places), w, b)
 shapes = (64, 128), (500, 1024), (2, 1024), (1024,), (1024,)
 def told(fn, **how):
-    return [(s.fused, "gradient with that of the embedding" in s.reason) for s in run(fn, *shapes, **how)[2].sites]
+    sites = run(fn, *shapes, **how)[2].sites
+    return [(s.fused, "gradient with that of the embedding" in s.reason) for s in sites]
 def check(found, wanted):
     assert found == wanted, found
 check(told(model, grad=True), [(False, True)] * 2)  # with its sum, and alone
 check(any(no for _, no in told(model)), False)
-def before(ids, words, places, w, b):  # the sum goes on beside the norm, and its gradients are added up
+# the sum has a reader besides the norm, and its gradients are added up
+def before(ids, words, places, w, b):
     h = F.embedding(ids.long(), words) + F.embedding(ids[:1].long() * 0, places)
     return norm(h, w, b) + h * 2
 check(any(no for _, no in told(before, grad=True)), False)
@@ -199,12 +211,14 @@ check(any(no for _, no in told(features, grad=True)), False)
 check(told(model, grad=True, gate="always")[0], (True, False))
 """,
     "inference saves nothing": """
-gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b), (64, 4096), (4096,), (4096,), gate="always")
+shapes = (64, 4096), (4096,), (4096,)
+gm, new, record = run(lambda x, w, b: F.layer_norm(x, (4096,), w, b), *shapes, gate="always")
 (node,) = fused_nodes(new)
 assert node.kwargs["save"] is False and record.sites[0].backward is None
 """,
     "a guard's sentence is the reason": """
-gm, new, record = run(lambda x, y: torch.exp((x + y) * 2), (8, 8), (8, 8), dtype=torch.float64, gate="always")
+double = dict(dtype=torch.float64, gate="always")
+gm, new, record = run(lambda x, y: torch.exp((x + y) * 2), (8, 8), (8, 8), **double)
 assert new is gm and "float64" in record.sites[0].reason, record
 """,
     "a kernel that fails is refused with a warning that names the pattern": """
@@ -259,7 +273,8 @@ def _(saved, dy):
     return dy * saved.x.cos() * 2
 gm, new, record = run(lambda x: x.sin() * 2, (8, 8), grad=True)
 (site,) = record.sites
-assert (site.forward, site.backward) == ("reference", "kernel") and "as fast" in site.reason, str(site)
+assert (site.forward, site.backward) == ("reference", "kernel"), str(site)
+assert "as fast" in site.reason, str(site)
 gm, new, record = run(lambda x: x.sin() * 2, (8, 8))
 assert new is gm and record.sites[0].reason == "Inductor is as fast"
 """,
@@ -305,10 +320,13 @@ def block(x, w, b):
 shapes = (1024, 1024), (1024,), (1024,)
 gm, new, record = run(block, *shapes, grad=True)
 (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
-assert (site.forward, site.backward) == ("reference", "kernel") and "neighbour" in site.reason, str(site)
+assert (site.forward, site.backward) == ("reference", "kernel"), str(site)
+assert "neighbour" in site.reason, str(site)
 gm, new, record = run(block, *shapes)
 assert new is gm
-gm, new, record = run(lambda x, w, b: F.layer_norm(x, (1024,), w, b) @ w[:, None], *shapes, grad=True)
+def norm_product(x, w, b):
+    return F.layer_norm(x, (1024,), w, b) @ w[:, None]
+gm, new, record = run(norm_product, *shapes, grad=True)
 (site,) = [s for s in record.sites if s.pattern == "layer_norm"]
 assert (site.forward, site.backward) == ("kernel", "kernel"), str(site)
 """,
@@ -346,14 +364,16 @@ assert new is gm and "no seeded reference" in record.sites[0].reason, record
 for fn, shapes, name in (
     (lambda x, y, z: (x + y) * z, [(64, 64)] * 3, "add_mul"),
     (lambda x, y: torch.exp((x + y) * 2), [(64, 64)] * 2, "add_mul_exp"),
-    (lambda x: torch.clamp(torch.round(x / 0.1 + 3.0), -128, 127).to(torch.int8), [(64, 64)], "quantize_int8"),
+    (lambda x: torch.clamp(torch.round(x / 0.1 + 3.0), -128, 127).to(torch.int8),
+     [(64, 64)], "quantize_int8"),
     (lambda x, w, b: F.layer_norm(x, (64,), w, b), [(64, 64), (64,), (64,)], "layer_norm"),
     (lambda x, a, b, c, d: torch.sigmoid(F.linear(x, a, b)) * F.linear(x, c, d),
      [(2, 64, 64), (128, 64), (128,), (128, 64), (128,)], "gated_linear"),
 ):
     for grad in (False, name != "quantize_int8"):
         gm, new, record = run(fn, *shapes, grad=grad, gate="always")
-        assert [s.pattern for s in record.sites if s.fused and s.forward == "kernel"] == [name], record
+        by_kernel = [s.pattern for s in record.sites if s.fused and s.forward == "kernel"]
+        assert by_kernel == [name], record
 """,
 }
 

@@ -236,7 +236,8 @@ import json, sys, torch, torch.nn.functional as F, triton
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
-from benchmarks.trial_cost import Driver  # torch asks about the GPU before it looks at what a kernel writes
+# torch asks about the GPU before it looks at what a kernel writes
+from benchmarks.trial_cost import Driver
 
 triton.runtime.driver.set_active(Driver())
 import fusion_backend.decide.gate, fusion_backend.ops.operator
@@ -254,10 +255,14 @@ def graphs(frozen, gate, rows=512, v=2048):
         with V.set_fake_mode(next(i.fake_mode for i in example_inputs if hasattr(i, "fake_mode"))):
             post_grad_passes(gm, is_inference)
         outs = [o.meta["val"] if o is not None else None for o in gm.graph.output_node().args[0]]
+        shape = lambda v: list(v.shape) if isinstance(v, torch.Tensor) else []
         found.append(
-            [(str(getattr(n.target, "__name__", n.target)), list(n.meta["val"].shape) if isinstance(n.meta.get("val"),
-              torch.Tensor) else []) for n in gm.graph.nodes if n.op == "call_function"])
-        kept = [None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in outs]
+            [(str(getattr(n.target, "__name__", n.target)), shape(n.meta.get("val")))
+             for n in gm.graph.nodes if n.op == "call_function"])
+        kept = [
+            None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype)
+            for o in outs
+        ]
         def run(args):
             args.clear()
             return kept
@@ -271,7 +276,8 @@ def graphs(frozen, gate, rows=512, v=2048):
         return compile_fx(new, example_inputs, inner_compile=look)
 
     torch.compiler.reset()
-    x, t = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(rows, dtype=torch.long)
+    x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+    t = torch.zeros(rows, dtype=torch.long)
     last = torch.nn.Linear(64, v, bias=False, dtype=torch.bfloat16).requires_grad_(not frozen)
     torch.compile(lambda x, t: F.cross_entropy(last(x), t), backend=backend)(x, t).backward()
     return found, sites

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View
+from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.canonicalize import Canon

@@ -82,7 +82,7 @@ def asked(monkeypatch):
 
 def resolved(memo, op, *args, device="cpu", dtype=torch.bfloat16):
     leaves, spec = pytree.tree_flatten((args, {}))
-    return autocast.resolved(op, leaves, spec, device, dtype, memo)
+    return autocast.remembered_casts(op, leaves, spec, device, dtype, memo)
 
 
 def test_autocast_is_asked_about_every_operator_that_differs(asked):
@@ -115,7 +115,8 @@ def test_an_argument_without_a_hash_is_no_error(asked):
     for _ in range(2):
         leaves, spec = pytree.tree_flatten(((x,), {"odd": {1}}))
         assert (
-            autocast.resolved(aten.relu.default, leaves, spec, "cpu", torch.bfloat16, memo) is None
+            autocast.remembered_casts(aten.relu.default, leaves, spec, "cpu", torch.bfloat16, memo)
+            is None
         )
     assert len(asked) == 2 and not memo
 

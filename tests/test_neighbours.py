@@ -10,13 +10,15 @@ import pytest
 from tests.test_gate_on_cuda import outcomes_of
 
 BEGIN = """
-import fusion_backend.kernels.common.rows as rows_of, fusion_backend.kernels.common.cooperative_rows as shared
+import fusion_backend.kernels.common.cooperative_rows as shared
+import fusion_backend.kernels.common.rows as rows_of
 rows_of.multiprocessors = shared.multiprocessors = lambda device: 132
 fp32, bf16 = torch.float32, torch.bfloat16
 
 def decided(name, fn, *shapes, dtype=bf16, **how):
     \"\"\"(fused, reason) of the sites of a pattern.\"\"\"
-    return [(s.fused, s.reason) for s in run(fn, *shapes, dtype=dtype, **how)[2].sites if s.pattern == name]
+    sites = run(fn, *shapes, dtype=dtype, **how)[2].sites
+    return [(s.fused, s.reason) for s in sites if s.pattern == name]
 
 def taken(name, fn, *shapes, **how):
     found = decided(name, fn, *shapes, **how)
@@ -24,7 +26,8 @@ def taken(name, fn, *shapes, **how):
 
 def left(name, why, fn, *shapes, **how):
     found = decided(name, fn, *shapes, **how)
-    assert found and not any(fused for fused, _ in found) and any(why in told for _, told in found), found
+    assert found and not any(fused for fused, _ in found), found
+    assert any(why in told for _, told in found), found
     opened = decided(name, fn, *shapes, **how | {"gate": "always"})
     assert all(fused for fused, _ in opened), opened  # it is the gate that leaves it
 """
@@ -38,7 +41,8 @@ beside = "layout of conv2d"
 left("batch_norm", beside, lambda x, k, c: norm(conv(x, k), c), x, k, c)
 left("batch_norm", beside, lambda x, k, c: norm(conv(x, k), c).relu(), x, k, c)
 left("batch_norm", beside, lambda x, k, c: conv(norm(x, c).relu(), k), x, k, c)
-left("batch_norm", "layout of conv_transpose2d", lambda x, k, c: norm(F.conv_transpose2d(x, k, padding=1), c), x, k, c)
+transposed = lambda x, k, c: norm(F.conv_transpose2d(x, k, padding=1), c)
+left("batch_norm", "layout of conv_transpose2d", transposed, x, k, c)
 left("batch_norm", "neighbour", lambda x, k, c: norm(x, c) + x, x, k, c)
 taken("batch_norm", lambda x, c: norm(x, c), x, c)
 taken("batch_norm", lambda x, c: norm(x, c).relu(), x, c)
@@ -64,7 +68,8 @@ for fn in (
     lambda x: F.gelu(x) * 2,
     lambda x: torch.max(F.gelu(x), x),  # of two tensors, element by element
     lambda x: (F.gelu(x) @ x).sum(),  # a product reads it from memory in any case
-    lambda x: (lambda h: F.layer_norm(h, (64,)) + h)(F.gelu(x).transpose(1, 2) + 1),  # so do two readers, as in Whisper
+    # so do two readers, as in Whisper
+    lambda x: (lambda h: F.layer_norm(h, (64,)) + h)(F.gelu(x).transpose(1, 2) + 1),
 ):
     taken("gelu", fn, x)
     taken("gelu", fn, x, grad=True)
@@ -98,12 +103,15 @@ for name, norm in (("add_layer_norm", layer), ("add_rms_norm", rms)):
     for fn in (alone, both):  # backward reads it
         taken(name, fn, x, x, w, grad=True)
     sites = run(alone, x, x, w)[2].sites
-    assert not any(s.fused for s in sites), str(sites)  # nor is the norm of the sum, which Inductor makes one with it
+    # nor is the norm of the sum, which Inductor makes one with it
+    assert not any(s.fused for s in sites), str(sites)
 """,
     "rows of softmax that no program holds": """
 softmax = lambda x: x.softmax(-1)
 for grad in (False, True):
-    for dtype, shape in ((fp32, (64, 131072)), (fp32, (2048, 131072)), (bf16, (2048, 131072)), (bf16, (64, 65536))):
+    for dtype, shape in (
+        (fp32, (64, 131072)), (fp32, (2048, 131072)), (bf16, (2048, 131072)), (bf16, (64, 65536))
+    ):
         left("softmax", "are read twice", softmax, shape, dtype=dtype, grad=grad)
     taken("softmax", softmax, (1024, 65536), grad=grad)  # 16 bits, programs that share a row
     taken("softmax", softmax, (2048, 16384), dtype=fp32, grad=grad)
@@ -130,11 +138,17 @@ for grad in (False, True):
     "what won is taken": """
 import json
 from benchmarks.work import DTYPES, Work
-CONCERNED = "batch_norm gelu add_layer_norm add_rms_norm layer_norm rms_norm l2_norm softmax".split()
+CONCERNED = [
+    "batch_norm", "gelu", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "l2_norm",
+    "softmax",
+]
 def sites(work):
     graph = fx.Graph()
     with FakeTensorMode():
-        args = [graph.placeholder(f"t{i}") if isinstance(a, Tensor) else a for i, a in enumerate(work.arguments("cpu"))]
+        args = [
+            graph.placeholder(f"t{i}") if isinstance(a, Tensor) else a
+            for i, a in enumerate(work.arguments("cpu"))
+        ]
         tensors = [a for a in work.arguments("cpu") if isinstance(a, Tensor)]
     graph.output(graph.call_function(work.function, tuple(args)))
     gm = fx.GraphModule({}, graph)
@@ -150,7 +164,8 @@ for row in json.load(open("benchmarks/results/h200.json"))["rows"]:
     if row["pattern"] not in CONCERNED or not before:
         continue
     mask = row["name"].split()[-2] if row["name"].endswith(" mask") else ""
-    work = Work(row["pattern"], row["case"], DTYPES[row["dtype"]], row["train"], row["linear"], mask)
+    dtype = DTYPES[row["dtype"]]
+    work = Work(row["pattern"], row["case"], dtype, row["train"], row["linear"], mask)
     now = [*map(vars, sites(work))]
     looked_at += 1
     key = lambda sites: [(s["pattern"], s["forward"], s["backward"]) for s in sites]

@@ -26,7 +26,8 @@ USER_SCRIPT = """
     import sys
     import torch
 
-    f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options={"fusion.gate": "always"})
+    options = {"fusion.gate": "always"}
+    f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options=options)
     x = torch.arange(24.0).reshape(4, 6)
     torch.testing.assert_close(f(x, x + 1), x + 0.5)
     assert "patterns" not in sys.modules
@@ -52,7 +53,8 @@ THEIR_SCRIPT = """
     import sys
     import torch
 
-    f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options={"fusion.gate": "always"})
+    options = {"fusion.gate": "always"}
+    f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options=options)
     x = torch.linspace(-2, 2, 12).requires_grad_()
     y = f(x, x)
     y.sum().backward()

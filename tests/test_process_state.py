@@ -1,5 +1,5 @@
-"""What we keep or change for a whole process: nothing of Inductor's, bounded tables, and threads
-that do not meet.
+"""State of the process: Inductor's is restored, tables of ours are bounded, and threads that
+compile at once do not disturb one another.
 """
 
 import gc
@@ -39,7 +39,7 @@ def gate(x):
 
 @pytest.fixture
 def no_inductor(monkeypatch):
-    """Graphs run as they are handed to Inductor."""
+    """Graphs run instead of being compiled by Inductor."""
 
     def plain(mode, options, *told):
         def compile(gm, inputs):
@@ -147,7 +147,7 @@ def test_two_threads_compile_different_models_at_once(no_inductor):
 
 
 def sizes() -> dict[str, int]:
-    """How much is in each table of ours that outlives a graph."""
+    """The size of each table of ours that outlives a graph."""
     known = loading.patterns()
     return {
         "report": len(reporting.REPORT.graphs),
@@ -161,8 +161,8 @@ def sizes() -> dict[str, int]:
 
 
 def test_200_resets_leave_nothing_behind(no_inductor, monkeypatch):
-    monkeypatch.setattr(reporting, "KEPT", 20)
-    monkeypatch.setattr(reporting, "WARNINGS", 20)
+    monkeypatch.setattr(reporting, "MAX_GRAPHS", 20)
+    monkeypatch.setattr(reporting, "MAX_WARNINGS", 20)
     x = torch.randn(4, 8)
     (gm,) = collect(norm, x).sources
     found = []
@@ -183,7 +183,7 @@ def test_200_resets_leave_nothing_behind(no_inductor, monkeypatch):
     report = fusion_backend.report()
     assert (len(report.graphs), report.dropped) == (20, 180)
     assert (
-        "180 older graphs are no longer kept" in str(report)
+        "180 older graphs were dropped from the report" in str(report)
         and '"dropped": 180' in report.to_json()
     )
     assert list(reporting.WARNED) == [f"graph {i}" for i in range(180, 200)]
@@ -226,7 +226,9 @@ def test_analyses_are_bounded(monkeypatch):
 
 THREADS = """
 import threading, torch
+from fusion_backend import pipeline
 from fusion_backend.frontends import dynamo as backend
+from fusion_backend.frontends import loading
 ready, found = threading.Barrier(4), []
 def work():
     ready.wait()

@@ -1,5 +1,5 @@
-"""Generated spellings of every pattern are recognised, near misses are left right; and the
-generator itself.
+"""Generated spellings of every pattern are recognised, and rewritten near misses compute what they
+should; and the generator itself.
 """
 
 import json
@@ -83,8 +83,8 @@ def scaled_tanh():
 
 @pytest.fixture
 def silent(monkeypatch):
-    """What vanished without a reason: matches that were not completed and are no misses, and
-    refusals.
+    """Matches and refusals that have no reason: a match that is incomplete and no near miss, a site
+    that is refused without a sentence.
     """
     found, at, complete, decide = [], Matcher.at, Matcher.complete, Gate.decide
     incomplete = set()
@@ -122,7 +122,7 @@ def silent(monkeypatch):
 
 
 @every
-def test_spellings_are_recognised_and_near_misses_left_right(pattern, silent):
+def test_spellings_are_recognised_and_near_misses_stay_correct(pattern, silent):
     found = recall(pattern, count=6, misses=4)
     told = "\n".join(
         f"{o.spelling.source}\n{o.wrong}\n{o.reason}" for o in (*found.wrong, *found.unrecognised)
@@ -202,7 +202,7 @@ def test_the_source_is_there_for_stack_traces(scaled_tanh):
 
 
 def test_a_false_equivalence_is_found_out(monkeypatch):
-    """Were exp(-x) read as exp(x), near misses would show it."""
+    """Near misses show a rule that reads exp(-x) as exp(x)."""
     monkeypatch.setitem(RULES, "aten::neg", lambda c, a, s: a("self"))
     # torch.exp(-{self}) is among them
     assert recall(ALL["add_mul_exp"], count=0, misses=10, seed=8).wrong
@@ -242,7 +242,7 @@ def through_another_name(x, b):
         ("add_mul_exp", through_another_name),
     ],
 )
-def test_words_that_were_missed_once(name, fn):
+def test_spellings_that_were_missed_once(name, fn):
     report = collect(
         fn, torch.randn(8, 8), torch.randn(8, 8), dynamic=False, options={"fusion.only": [name]}
     ).report

@@ -1,4 +1,4 @@
-"""The project's identity in Inductor's caches, and traced patterns on disk.
+"""The project's keys in Inductor's caches, and the templates of patterns on disk.
 
 Comes in: patterns, options and decisions.
 Goes out: keys, fingerprints, and the templates of an earlier process.

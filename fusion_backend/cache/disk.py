@@ -1,9 +1,8 @@
-"""What tracing found of a pattern, kept beside Inductor's caches: as JSON, which names values and
-runs no code.
+"""The templates of patterns on disk, next to Inductor's caches, as JSON: reading it runs no code.
 
-A file is read only where nobody else could have put it: folder and file are ours (or the
-administrator's) and nobody else may write to them. Whatever cannot be read, of another version or
-cut short, is as good as none.
+A file is read only where nobody else could have written it: folder and file belong to the user or
+the administrator, and nobody else may write to them. A file that cannot be read, because of another
+version or because it is incomplete, counts as missing.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from fusion_backend.reporting.report import warn_once
 
 
 def file_of(pattern: Definition) -> Path | None:
-    """Where a traced pattern is kept; nowhere when Inductor's caches are off or nothing names it in
-    every process.
+    """The file of a pattern's templates. None where Inductor's caches are off or the pattern has no
+    fingerprint that holds in every process.
     """
     folder, sources, print_ = cache_folder(), own_sources(), fingerprint(pattern)
     if folder is None or sources is None or print_.opaque:
         return None
-    # a template knows its spelling by the line
+    # a template names its spelling by the line
     lines = [
         fn.__code__.co_firstlineno for fn in getattr(pattern, "spellings", [pattern.reference])
     ]
@@ -47,12 +46,12 @@ def file_of(pattern: Definition) -> Path | None:
 
 
 def load(file: Path | None) -> dict | None:
-    """What was stored, or None."""
+    """The value that was stored, or None."""
     with contextlib.suppress(Exception):
         for path in (file.parent, file):
             if why := unsafe(path):
                 warn_once(
-                    f"kept {path.parent}",
+                    f"templates in {path.parent}",
                     f"fusion: traced patterns are not read from the cache: {why}",
                 )
                 return None
@@ -61,8 +60,8 @@ def load(file: Path | None) -> dict | None:
 
 
 def store(file: Path | None, value: dict) -> None:
-    """Keep what tracing found. A full disk or a value that cannot be written costs the next process
-    a trace.
+    """Store a value. A full disk or a value that JSON cannot express is no error: the next process
+    traces the pattern again.
     """
     with contextlib.suppress(Exception):
         content = json.dumps(encoded(value))
@@ -70,7 +69,7 @@ def store(file: Path | None, value: dict) -> None:
         file.parent.mkdir(mode=0o700, exist_ok=True)
         if unsafe(file.parent):
             return
-        # several writers: each its own, the last one stays
+        # every process writes a file of its own; the last to rename it wins
         handle, scratch = tempfile.mkstemp(dir=file.parent)
         with os.fdopen(handle, "w") as out:
             out.write(content)
@@ -78,15 +77,13 @@ def store(file: Path | None, value: dict) -> None:
 
 
 def unsafe(path: Path) -> str:
-    """Why somebody else could have written what is there; empty where nobody could, or nothing is
-    there.
-    """
+    """Why another user could have written the file; "" where none could, or there is no file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return ""
     if not hasattr(os, "getuid"):
-        return ""  # no such permissions there
+        return ""  # the platform has no such permissions
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a link"
     if found.st_uid not in (os.getuid(), 0):
@@ -94,41 +91,50 @@ def unsafe(path: Path) -> str:
     return f"others may write to {path} (chmod go-w)" if found.st_mode & 0o022 else ""
 
 
-# As JSON: a list of expressions, each after its operands, and values that name them by their place
-# in it. What JSON has no form for is a list that begins with its kind.
+# The format: a list of expressions, each after its operands, and a value that names expressions by
+# their index in it. A value that JSON does not have is a list that begins with its kind.
 
 
-def encoded(value) -> dict:
-    expressions: list[list] = []
-    places: dict[Expr, int] = {}
+class Encoder:
+    """Builds the list of expressions that a value refers to."""
 
-    def place(root: Expr) -> int:
+    def __init__(self):
+        self.expressions: list[list] = []
+        self.index: dict[Expr, int] = {}
+
+    def index_of(self, root: Expr) -> int:
+        """The index of an expression, which is added after its operands, without recursion."""
         pending = [root]
         while pending:
             e = pending[-1]
-            missing = [a for a in e.args if a not in places]
-            if e not in places and not missing:
-                places[e] = len(expressions)
-                expressions.append(
-                    [e.op, [places[a] for a in e.args], put(e.attr), put(e.shape), e.id]
-                )
+            missing = [a for a in e.args if a not in self.index]
+            if e not in self.index and not missing:
+                operands = [self.index[a] for a in e.args]
+                entry = [e.op, operands, self.encode(e.attr), self.encode(e.shape), e.id]
+                self.index[e] = len(self.expressions)
+                self.expressions.append(entry)
             pending = [*pending, *missing] if missing else pending[:-1]
-        return places[root]
+        return self.index[root]
 
-    def put(v):
+    def encode(self, v):
+        """A value as JSON. TypeError where the format has no kind for it."""
         if v is None or type(v) in (bool, int, float, str):
             return v
         if type(v) is torch.dtype:
             return ["dtype", str(v).removeprefix("torch.")]
         if type(v) is Expr:
-            return ["expression", place(v)]
+            return ["expression", self.index_of(v)]
         if type(v) is dict:
-            return ["dict", *([put(k), put(w)] for k, w in v.items())]
+            return ["dict", *([self.encode(k), self.encode(w)] for k, w in v.items())]
         if type(v) in (tuple, list, set, torch.Size):
-            return ["tuple" if type(v) is torch.Size else type(v).__name__, *map(put, v)]
-        raise TypeError(f"{type(v).__name__} is not kept")
+            kind = "tuple" if type(v) is torch.Size else type(v).__name__
+            return [kind, *map(self.encode, v)]
+        raise TypeError(f"no kind for {type(v).__name__}")
 
-    return {"value": put(value), "expressions": expressions}
+
+def encoded(value) -> dict:
+    encoder = Encoder()
+    return {"value": encoder.encode(value), "expressions": encoder.expressions}
 
 
 def decoded(text: dict):

@@ -1,19 +1,19 @@
-"""What a pattern does, as a digest: the code of its functions and everything that this code
+"""The fingerprint of a pattern: a digest of its functions' code and of everything that the code
 reaches.
 
 Objects in memory are followed, never files: bytecode and its constants, the globals and attributes
 of modules that it names, closures, defaults, attributes of functions and classes, partial
-applications, Triton kernels with the globals they use, plain objects and containers by what they
-hold. So the digest tells what runs in this process, whatever has become of the files since.
+applications, Triton kernels with the globals they use, and the contents of plain objects and
+containers. So the digest describes what runs in this process, even if the files have changed since.
 
-A name means what it means when the digest is taken, which is at every compilation: a helper may be
+Names are looked up when the digest is taken, which is at every compilation. So a helper may be
 defined below the pattern, and a global that is bound again gives another digest, after which the
-pattern is traced anew. Python, torch, triton and this package are not followed, but for what they
-hold in closures: their versions or sources are in the keys beside it.
+pattern is traced anew. Of Python, torch, triton and this package only closures are followed: the
+cache keys contain their versions or sources as well.
 
-What cannot be followed (a tensor, C code of other packages, a module that is handed around, `exec`)
-makes the fingerprint `opaque`: it then tells this process whether something has changed, and must
-not name anything in a cache.
+What cannot be followed (a tensor, C code of other packages, a module that is used as a value,
+`exec`) makes the fingerprint `opaque`. Within one process it still shows whether something has
+changed, but it must not be part of a cache key.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ DESCRIPTORS += (
     types.ClassMethodDescriptorType,
     types.MethodWrapperType,
 )
-# Of a pattern and of a class these say where it is or what it is called, not what it does.
-PLACES = {"memo", "file", "line", "where", "spec", "doc", "near_misses"}
+# Attributes of a pattern and of a class that say where it is or what it is called, not what it
+# does.
+POSITIONS = {"memo", "file", "line", "where", "spec", "doc", "near_misses"}
 LABELS = {
     "__doc__",
     "__module__",
@@ -58,7 +59,7 @@ LABELS = {
     "__firstlineno__",
 }
 LABELS |= {"__dataclass_fields__", "__dataclass_params__"}
-# What decides how a Triton kernel is compiled and tuned.
+# Attributes of a Triton kernel that decide how it is compiled and tuned.
 KERNEL = (
     "fn",
     "src",
@@ -77,12 +78,12 @@ KERNEL += (
     "reset_to_zero",
     "restore_value",
 )
-# What these return depends on more than code.
+# The results of these depend on more than code.
 DYNAMIC = {eval, exec, compile, globals, locals, __import__, open, input}
 DYNAMIC |= {importlib.import_module, importlib.reload, os.getenv}
 LOOKED_UP = dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global")
 LOOKED_UP |= dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "cell")
-LONGEST = 20_000  # objects that are followed, before it takes too long
+MAX_OBJECTS = 20_000  # more would take too long to follow
 
 NAMES: weakref.WeakKeyDictionary[types.CodeType, list[tuple[str, ...]]] = (
     weakref.WeakKeyDictionary()
@@ -91,26 +92,26 @@ NAMES: weakref.WeakKeyDictionary[types.CodeType, list[tuple[str, ...]]] = (
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """`opaque` says what could not be followed; empty where the digest holds in every process."""
+    """`opaque` says what could not be followed; "" where the digest holds in every process."""
 
     digest: str
     opaque: str
 
 
 def fingerprint(pattern: Definition) -> Fingerprint:
-    """Of a pattern as it is now."""
+    """The fingerprint of a pattern as it is now."""
     walk = Walk()
     walk.token(pattern)
     return walk.finish()
 
 
 def built_in(pattern: Definition) -> bool:
-    """Is it one of ours, whose sources are part of every key?"""
+    """Is the pattern one of ours, whose sources are part of every key?"""
     return known(pattern.reference.__globals__.get("__name__"), None)
 
 
 def known(name: str | None, file: str | None) -> bool:
-    """Is a module, given its file, one of Python's own, of torch, triton, or ours?"""
+    """Does a module with this name and file belong to Python, torch, triton or this package?"""
     root = (name or "").partition(".")[0]
     if root in OURS:
         return True
@@ -119,21 +120,21 @@ def known(name: str | None, file: str | None) -> bool:
         or file.startswith("<frozen")
         or (file.startswith(PYTHON) and "-packages" not in file)
     )
-    # a user's file may have the name of one of Python's
+    # a user's file may have the name of a module of Python
     return root in sys.stdlib_module_names and own
 
 
 def known_module(module: types.ModuleType | None) -> bool:
-    """Looked up in its dictionary: to ask a module for what it lacks may run code of its own."""
+    """`known`, with the file from the module's dictionary: getattr may run code of the module."""
     return module is not None and known(module.__name__, vars(module).get("__file__"))
 
 
 def names_in(code: types.CodeType) -> list[tuple[str, ...]]:
-    """The names that code looks up outside of itself, each with the attributes taken of it; nested
-    code too.
+    """The names that code, and code nested in it, looks up outside of itself, each with the
+    attributes that follow.
 
-    `helpers.act(x)` gives ("global", "helpers", "act"); a variable of a function around it begins
-    with "cell", and `import helpers` gives ("import", "helpers").
+    `helpers.act(x)` gives ("global", "helpers", "act"); a variable of an enclosing function begins
+    with "cell"; `import helpers` gives ("import", "helpers").
     """
     if code not in NAMES:
         found: dict[tuple[str, ...], None] = {}
@@ -156,27 +157,27 @@ def names_in(code: types.CodeType) -> list[tuple[str, ...]]:
 
 
 class Walk:
-    """Objects are numbered as they are met, and described by the numbers of what they hold; cycles
-    end there.
+    """A breadth-first walk from one object. Each object has a number, and its description names the
+    objects that it refers to by theirs, so that cycles end.
     """
 
     def __init__(self):
         self.numbers: dict[int, int] = {}
-        self.met: list[object] = []
+        self.objects: list[object] = []
         self.opaque = ""
         self.digest = hashlib.sha256()
 
     def finish(self) -> Fingerprint:
-        """Describe all that was met, and what is met while doing so."""
+        """Describe every object that was reached, also from the descriptions themselves."""
         done = 0
-        while done < len(self.met):
-            if done == LONGEST:
-                self.unfollowed(self.met[0], f"it reaches more than {LONGEST} objects")
+        while done < len(self.objects):
+            if done == MAX_OBJECTS:
+                self.unfollowed(self.objects[0], f"it reaches more than {MAX_OBJECTS} objects")
                 break
-            value = self.met[done]
+            value = self.objects[done]
             try:
                 lines = self.describe(value)
-            except Exception as error:  # whatever an object of a user's does when it is looked at
+            except Exception as error:  # an attribute of a user's object may raise anything
                 lines = [
                     self.unfollowed(value, f"{type(value).__name__} raised {type(error).__name__}")
                 ]
@@ -189,8 +190,8 @@ class Walk:
         return f"opaque {id(value)}"
 
     def token(self, value) -> str:
-        """A value in the description of another: itself where it is short and cannot change, else
-        its number.
+        """A value within the description of another: the value where it is short and immutable,
+        else its number.
         """
         kind = type(value)
         if kind in PLAIN:
@@ -204,13 +205,13 @@ class Walk:
                 return self.unfollowed(value, "a set of objects")
             return f"{kind.__name__} {sorted(map(self.token, value))}"
         if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.met)
-            self.met.append(value)
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
         return f"#{self.numbers[id(value)]}"
 
     def code(self, code: types.CodeType) -> str:
-        """Without its file and lines. By value: two processes may share equal constants
-        differently.
+        """A digest of code without its file and lines. Constants count by value: which equal ones
+        are one object differs between processes.
         """
         parts = [
             code.co_code,
@@ -230,7 +231,7 @@ class Walk:
         return hashlib.sha256(f"{parts!r}{constants}".encode()).hexdigest()
 
     def describe(self, value) -> list[str]:
-        """What an object is and holds."""
+        """The kind of an object and what it refers to."""
         kind = type(value)
         if kind in RULES:
             return [kind.__name__, *RULES[kind](self, value)]
@@ -245,7 +246,7 @@ class Walk:
             asked = getattr(value, "asks", {}).values()  # analyses, which are reached by name
             return [
                 "pattern",
-                *(f"{k}={self.token(v)}" for k, v in vars(value).items() if k not in PLACES),
+                *(f"{k}={self.token(v)}" for k, v in vars(value).items() if k not in POSITIONS),
                 *(self.token(ANALYSES[name]) for name in asked if name in ANALYSES),
             ]
         if isinstance(value, enum.Enum):
@@ -267,11 +268,11 @@ class Walk:
 
     def of_function(self, fn: types.FunctionType) -> list[str]:
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        held = {name: content(cell) for name, cell in cells.items()}
+        closure = {name: cell_content(cell) for name, cell in cells.items()}
         lines = [f"attributes {self.token(vars(fn))}"] if vars(fn) else []
         if known(fn.__globals__.get("__name__"), fn.__code__.co_filename):
             lines += [f"{fn.__globals__['__name__']}.{fn.__qualname__}"]
-            return lines + [f"{name}={self.token(value)}" for name, value in held.items()]
+            return lines + [f"{name}={self.token(value)}" for name, value in closure.items()]
         lines += [
             self.token(fn.__code__),
             self.token(fn.__defaults__),
@@ -281,9 +282,9 @@ class Walk:
             if where == "import":
                 lines.append(self.imported(fn, name))
                 continue
-            for names in (held,) if where == "cell" else (fn.__globals__, fn.__builtins__):
+            for names in (closure,) if where == "cell" else (fn.__globals__, fn.__builtins__):
                 if name in names:
-                    lines.append(f"{name} is {self.reached(names[name], attributes)}")
+                    lines.append(f"{name} is {self.follow(names[name], attributes)}")
                     break
         return lines
 
@@ -292,8 +293,8 @@ class Walk:
             return f"import {name}"
         return self.unfollowed(fn, f"{fn.__qualname__} imports {name} while it runs")
 
-    def reached(self, value, attributes: list[str]) -> str:
-        """What a name stands for, through the attributes of modules."""
+    def follow(self, value, attributes: list[str]) -> str:
+        """The value of a name and the attributes that follow it, as far as they are of modules."""
         for name in attributes:
             if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in OURS:
                 break
@@ -331,7 +332,7 @@ class Walk:
         return [f"{home}.{fn.__qualname__}", *([self.token(fn.__self__)] if method else [])]
 
     def of_object(self, value) -> list[str]:
-        """An instance: its class, and what `copy` would take over."""
+        """An instance: its class, and the state that `copy` would take over."""
         cls = type(value)
         plain = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
         plain = plain and cls.__getstate__ is object.__getstate__
@@ -347,7 +348,7 @@ class Walk:
         return [self.token(cls), *map(self.token, parts[:3]), *map(self.token, rest)]
 
 
-def content(cell: types.CellType):
+def cell_content(cell: types.CellType):
     try:
         return cell.cell_contents
     except ValueError:  # a name that is bound later

@@ -1,5 +1,6 @@
-"""What identifies us in Inductor's caches: a pass that does nothing, whose uuid is everything we
-changed.
+"""The key of a rewritten graph in Inductor's caches: the uuid of a custom pass that does nothing.
+
+It is a digest of our sources, the patterns in use, the options and the decisions.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ PACKAGE = Path(__file__).parent.parent
 
 
 class Identity(CustomGraphPass):
-    """Chained in front of the pass that the user configured, if any. Without a key torch caches
-    nothing.
+    """The pass with our key, which runs the user's own pass, if any. With None for a key torch
+    caches nothing.
     """
 
     def __init__(self, key: str | None, inner: Callable | None = None):
@@ -39,24 +40,21 @@ class Identity(CustomGraphPass):
 
 
 def with_identity(options: dict, key: str | None) -> dict:
-    """Inductor options that carry our identity."""
+    """Inductor's options with our pass in the place of the user's, which it runs."""
     slot, theirs = pass_slot(options)
     return {**options, slot: Identity(key, theirs)}
 
 
 def key_of(patterns: list[Definition], decisions: list[str]) -> str | None:
-    """A digest of the patterns in use, our own sources, and the decisions. None where no key can
-    tell all of it.
+    """A digest of the patterns in use, our own sources, and the decisions. None where a source has
+    changed since it was loaded or a pattern reaches something that has no fingerprint.
     """
-    sources, prints = (
-        own_sources(),
-        [fingerprint(p) for p in sorted(patterns, key=lambda p: p.name)],
-    )
+    sources = own_sources()
+    prints = [fingerprint(p) for p in sorted(patterns, key=lambda p: p.name)]
     if sources is None or any(f.opaque for f in prints):
         return None
-    return hashlib.sha256(
-        repr((sources, [f.digest for f in prints], decisions)).encode()
-    ).hexdigest()
+    text = repr((sources, [f.digest for f in prints], decisions))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
@@ -64,8 +62,8 @@ def own_sources() -> str | None:
     """A digest of our own files, the built-in patterns among them; None where one has changed since
     it was loaded.
     """
-    rooms = importlib.util.find_spec("fusion_backend.patterns").submodule_search_locations
-    files = [f for folder in (PACKAGE, *map(Path, rooms)) for f in sorted(folder.rglob("*.py"))]
+    patterns = importlib.util.find_spec("fusion_backend.patterns").submodule_search_locations
+    files = [f for folder in (PACKAGE, *map(Path, patterns)) for f in sorted(folder.rglob("*.py"))]
     if max(max(f.stat().st_mtime, f.stat().st_ctime) for f in files) > LOADED_AT:
         return None
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()

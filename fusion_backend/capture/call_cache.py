@@ -1,5 +1,5 @@
-"""What a call of several operators became, remembered for the next call like it: models repeat
-their layers.
+"""The operators that a call was traced into, remembered for equal calls: models repeat their
+layers, and a repeated call then need not be run.
 
 The key is everything that the operators can depend on: the callee, constants, dtype, device, sizes,
 strides, requires_grad and lazy conjugation of the tensors, which arguments are the same value, grad
@@ -20,22 +20,22 @@ Sym = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Argument:
     """The i-th flat argument of the call."""
 
     i: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """What the i-th step gave."""
+class Result:
+    """The result of the i-th step."""
 
     i: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One operator of a recipe; its arguments are Given, Made, symbolic numbers and constants."""
+    """One operator of a call; it takes Arguments, Results, symbolic numbers and constants."""
 
     target: object
     args: tuple
@@ -43,13 +43,14 @@ class Step:
     value: object
 
 
-class Recipes:
-    """key -> steps, of which the last gives the result."""
+class CallCache:
+    """The steps of each call that was run, by the call's key. The last step gives the result."""
 
     def __init__(self):
-        self.known: dict[tuple, list[Step]] = {}
+        self.steps: dict[tuple, list[Step]] = {}
 
     def key(self, n: fx.Node, leaves: list):
+        """The key of a call with these flat arguments; None where `key_of` has none for them."""
         spec = pytree.tree_structure((n.args, n.kwargs))
         parts: list = [n.op, n.target, str(spec), torch.is_grad_enabled()]
         parts += [
@@ -58,31 +59,34 @@ class Recipes:
         seen = key_of(leaves)
         return None if seen is None else (*parts, seen)
 
-    def learn(self, key, new: list[fx.Node], result: fx.Node, given: dict[fx.Node, Given]) -> None:
-        """Keep what a call became; `given` says which nodes of the view held its arguments."""
-        # size arithmetic comes and goes
-        made = [m for m in new if not isinstance(m.meta.get("val"), Sym)]
-        if not made or made[-1] is not result or not all(map(repeatable, made)):
+    def remember(
+        self, key, traced: list[fx.Node], result: fx.Node, arguments: dict[fx.Node, Argument]
+    ) -> None:
+        """Remember the nodes that a call was traced into. `arguments` has the nodes of the view
+        that its arguments stand for. Nothing is remembered where the nodes read other values than
+        these, write to memory or draw random numbers.
+        """
+        # sizes are computed again for each call
+        steps = [m for m in traced if not isinstance(m.meta.get("val"), Sym)]
+        if not steps or steps[-1] is not result or not all(map(repeatable, steps)):
             return
-        places = {m: Made(i) for i, m in enumerate(made)} | given
+        sources = {m: Result(i) for i, m in enumerate(steps)} | arguments
 
-        def place(a: fx.Node):
-            return places[a] if a in places else a.meta["val"]
+        def source(a: fx.Node):
+            return sources[a] if a in sources else a.meta["val"]
 
-        if all(
-            a in places or isinstance(a.meta.get("val"), Sym)
-            for m in made
-            for a in m.all_input_nodes
-        ):
-            arguments = [fx.node.map_arg((m.args, m.kwargs), place) for m in made]
-            self.known[key] = [
-                Step(m.target, *given, m.meta["val"])
-                for m, given in zip(made, arguments, strict=True)
+        inputs = [a for m in steps for a in m.all_input_nodes]
+        if all(a in sources or isinstance(a.meta.get("val"), Sym) for a in inputs):
+            self.steps[key] = [
+                Step(m.target, *fx.node.map_arg((m.args, m.kwargs), source), m.meta["val"])
+                for m in steps
             ]
 
 
 def key_of(leaves: list) -> tuple | None:
-    """All that operators can see of their flat arguments; None where that cannot be told."""
+    """All that operators can see of their flat arguments. None where there is no key for that: of
+    a sparse tensor, or of a value without a hash.
+    """
     parts: list = []
     first: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
@@ -107,6 +111,7 @@ def key_of(leaves: list) -> tuple | None:
 
 
 def repeatable(m: fx.Node) -> bool:
+    """Does the node do the same every time: no write to memory, no random numbers?"""
     if not isinstance(m.target, OpOverload):
         return m.target is operator.getitem
     return (

@@ -1,5 +1,5 @@
-"""Every private name of torch and triton, and every difference between their versions: nothing else
-knows them.
+"""Compatibility: every private name of torch and triton that the project uses, and every difference
+between their versions.
 
 Comes in: the names of PyTorch and Triton that have no public form.
 Goes out: functions and classes that the rest of the project imports.

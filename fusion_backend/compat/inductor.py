@@ -1,9 +1,8 @@
-"""Inductor for graphs with operators of ours: what it does differently there, and what is left when
-it fails.
+"""Inductor for graphs with operators of ours: what it does differently there, and how its failures
+are handled.
 
-Everything here holds while a graph of ours is compiled, forward or backward, and not a moment
-longer: other graphs are compiled as in a process without us. Dynamo's compile lock, which every
-compilation holds, keeps them apart.
+Everything here holds only while a graph of ours is compiled, forward or backward. Other graphs are
+compiled as in a process without this package: every compilation holds Dynamo's compile lock.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusion_backend.compat.torch import inductor
 from fusion_backend.compat.triton import Autotuner
 
-# What torch found that a kernel writes, and from 2.13 on reads, by what it was asked about; for
-# kernels that `launch` knows.
+# Kernel -> what torch found that it writes, and from 2.13 on reads, by the key of the question.
+# `kernels/common/launch.py` adds the kernels.
 ANALYSED: weakref.WeakKeyDictionary[object, dict] = weakref.WeakKeyDictionary()
 ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11; 2.13, 2.15
-REMEMBERED = 200  # answers a kernel
+REMEMBERED = 200  # answers for each kernel
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
@@ -44,9 +43,9 @@ def inductor_of_ours(
 ):
     """As `inductor`, for graphs with operators of ours.
 
-    When the forward cannot be compiled it raises, and has left nothing behind in Dynamo's tracing
-    context. When the backward cannot, which Inductor finds out when the forward has run,
-    `backward_failed` is told, and the backward runs uncompiled.
+    Where the forward cannot be compiled it raises, and leaves Dynamo's tracing context unchanged.
+    Where the backward cannot, which Inductor may find out after the forward has run,
+    `backward_failed` is called with the exception, and the backward runs uncompiled.
     """
     options = inductor(mode, options).config
 
@@ -61,33 +60,35 @@ def inductor_of_ours(
 
 
 def compile_graph(
-    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **given
+    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **options
 ):
-    """Inductor's compiler of one graph of AOTAutograd's, which changes the graph."""
-    kept = copied(gm.graph) if given.get("is_backward") else None
+    """compile_fx_inner for one graph of AOTAutograd, with a copy of a backward graph to fall back
+    on: Inductor changes the graph that it compiles.
+    """
+    before = copy_of(gm.graph) if options.get("is_backward") else None
     try:
         with our_kernels():
-            return compile_fx_inner(gm, example_inputs, **given)
+            return compile_fx_inner(gm, example_inputs, **options)
     except Exception as error:
-        if kept is None:
+        if before is None:
             raise
         backward_failed(error)
-        return Uncompiled(fx.GraphModule(gm, kept))
+        return Uncompiled(fx.GraphModule(gm, before))
 
 
 class Uncompiled(OutputCode):
-    """A graph of AOTAutograd's that runs operator by operator."""
+    """A graph of AOTAutograd that runs operator by operator."""
 
     def __init__(self, gm: fx.GraphModule):
         self.gm, self._boxed_call = gm, True
 
     def __call__(self, inputs):
-        given = list(inputs)
+        values = list(inputs)
         inputs.clear()
-        return self.gm(*given)
+        return self.gm(*values)
 
 
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_of(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     return new
@@ -95,11 +96,11 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def our_kernels() -> Iterator[None]:
-    """Inside, Inductor knows what our kernels need, and analyses each once.
+    """Inside, Inductor realizes the inputs of our kernels, and analyses each kernel once.
 
-    A value that a kernel reads is written to memory for it. Without this Inductor would not know,
-    and would compute a pointwise value (a residual sum) once for the kernel and again for every
-    other reader.
+    A value that a kernel reads must be in memory. Inductor does not take that into account by
+    itself: it would compute a pointwise value (a residual sum) once for the kernel and again for
+    every other reader.
     """
     with compile_lock:
         realized = lowering.needs_realized_inputs
@@ -121,36 +122,39 @@ def our_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """What AOTAutograd writes into Dynamo's tracing context is taken back if it fails, for whoever
-    compiles next.
+    """Restore Dynamo's tracing context where AOTAutograd fails after writing to it, for the next
+    attempt to compile.
     """
     context = TracingContext.try_get()
     before = list(state_of(context)) if context is not None else []
     try:
         yield
     except BaseException:
-        for held, state in before:
-            held.clear()
-            held.update(state) if isinstance(held, (dict, set)) else held.extend(state)
+        for container, state in before:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(state)
+            else:
+                container.update(state)
         raise
 
 
 def state_of(owner) -> Iterator[tuple]:
-    """The containers that torch's tracing context is made of, each with what it holds now."""
+    """The containers that torch's tracing context consists of, each with a copy of its contents."""
     pending, seen = [owner], set()
     while pending:
-        held = pending.pop()
-        if type(held).__module__ == "torch._guards":
-            held = getattr(held, "__dict__", None)
-        if not isinstance(held, (dict, set, list)) or id(held) in seen:
+        part = pending.pop()
+        if type(part).__module__ == "torch._guards":
+            part = getattr(part, "__dict__", None)
+        if not isinstance(part, (dict, set, list)) or id(part) in seen:
             continue
-        seen.add(id(held))
-        yield held, held.copy()
-        pending += held.values() if isinstance(held, dict) else held
+        seen.add(id(part))
+        yield part, part.copy()
+        pending += part.values() if isinstance(part, dict) else part
 
 
 def kind_of_argument(value) -> tuple | None:
-    """All that the analysis of a kernel can see of an argument; None for what we do not know."""
+    """What the analysis of a kernel can depend on in an argument; None where that is unknown."""
     if isinstance(value, (FakeTensor, TensorBox)):
         return ("tensor", value.dtype)
     if isinstance(value, SYMBOLIC):
@@ -161,24 +165,24 @@ def kind_of_argument(value) -> tuple | None:
 def analysed_once(analyse):
     """`analyse(kernel, kwargs, descriptors)` with its answers remembered.
 
-    For every launch in a graph torch asks three or four times what the kernel writes, and makes
-    Triton IR of its source each time; the layers of a model are alike.
+    For every launch in a graph torch asks three or four times what the kernel writes, and compiles
+    its source to Triton IR each time. The layers of a model give the same answers.
     """
 
     @functools.wraps(analyse)
     def remembered(kernel, kwargs, descriptors):
-        # of one configuration, which holds the number of warps
+        # an Autotuner has one configuration here, with the number of warps
         tuned = isinstance(kernel, Autotuner)
         known = ANALYSED.get(kernel.fn if tuned else kernel)
-        given = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
-        key = tuple((name, kind_of_argument(value)) for name, value in sorted(given.items()))
+        arguments = kwargs | kernel.configs[0].kwargs if tuned and kernel.configs else kwargs
+        key = tuple((name, kind_of_argument(value)) for name, value in sorted(arguments.items()))
         if known is None or descriptors or any(kind is None for _, kind in key):
             return analyse(kernel, kwargs, descriptors)
         if key in known:
             return copy.copy(known[key])
         answer = analyse(kernel, kwargs, descriptors)
         written = answer if isinstance(answer, list) else answer.read_writes.writes
-        # all: it may have failed, which may pass
+        # an analysis that failed answers "all", and may succeed the next time
         if len(written) < sum(kind[0] == "tensor" for _, kind in key):
             if len(known) >= REMEMBERED:
                 known.clear()
@@ -189,7 +193,7 @@ def analysed_once(analyse):
 
 
 def mutated_tensors(kernel, constants: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """The arguments that torch finds a kernel to write."""
+    """The names of the arguments to which a kernel writes, by torch's analysis."""
     table = kernel_wrap.kernel_side_table
     return kernel_wrap.get_mutated_tensors(
         table.add_kernel(kernel), table.add_constant_args(constants), tensors, {}

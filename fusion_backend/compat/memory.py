@@ -1,16 +1,16 @@
-"""Which tensors an operator writes to, where they are, and how to write to them unseen."""
+"""The tensors that an operator writes to, their memory, and writing to them unseen by autograd."""
 
 from __future__ import annotations
 
 import torch
 from torch._ops import OpOverload
 
-# native_batch_norm and cudnn_batch_norm write to these
+# native_batch_norm and cudnn_batch_norm write to these, and their schemas do not say so
 UNDECLARED = ("running_mean", "running_var")
 
 
-def written(op, args: tuple, kwargs: dict) -> list:
-    """The arguments that an operator writes to; all of them where it does not say."""
+def written_arguments(op, args: tuple, kwargs: dict) -> list:
+    """The arguments that an operator writes to; all arguments where it has no schema."""
     if not isinstance(op, OpOverload):
         return [*args, *kwargs.values()]
     found = []
@@ -20,9 +20,9 @@ def written(op, args: tuple, kwargs: dict) -> list:
     return found
 
 
-def place_of(t: torch.Tensor) -> tuple:
-    """The memory that a tensor has (its storage first), or the tensor itself where that cannot be
-    told (sparse).
+def memory_of(t: torch.Tensor) -> tuple:
+    """The memory of a tensor: its storage, then how it lies there. The tensor's identity where it
+    has no one storage (sparse).
     """
     if t.layout != torch.strided:
         return (id(t),)
@@ -30,12 +30,12 @@ def place_of(t: torch.Tensor) -> tuple:
 
 
 def version_of(t: torch.Tensor) -> int | None:
-    """How often autograd has seen it written to; inference tensors do not count."""
+    """How many writes autograd has counted; None for an inference tensor, which has no count."""
     return None if t.is_inference() else t._version
 
 
 def put_back(t: torch.Tensor, content: torch.Tensor, version: int | None) -> None:
-    """Write a tensor's old content, and have autograd take it for what it was."""
+    """Restore a tensor's content and autograd's count of its writes."""
     with torch.inference_mode(t.is_inference()), torch.no_grad():
         t.copy_(content)
     if version is not None:

@@ -1,4 +1,4 @@
-"""Every private torch name the project uses, and every difference between its versions.
+"""Private names of torch that the project uses, and differences between its versions.
 
 Each name was checked in 2.11, 2.13 and 2.15, unless its line names other versions: `versions.py`
 says how.
@@ -58,28 +58,30 @@ def overload_of(op: OpOverload) -> str:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tensors that share memory have in common, fake ones too."""
+    """The identity of a tensor's storage, which tensors that share memory have in common. Fake
+    tensors have one too.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def last_node(graph: fx.Graph) -> fx.Node:
-    """The root, for a graph without nodes."""
+    """The last node of a graph; its root where it has none."""
     return graph._root._prev
 
 
 def name_again(node: fx.Node, name: str) -> None:
-    """Give a node a name that another has had; fx would number it."""
+    """Give a node the name of an erased node, to which fx would append a number."""
     node.name = name
     node.graph._graph_namespace._rename_object(node, name)
 
 
 def keep_signature(graph: fx.Graph, source: fx.Graph) -> None:
-    """Have the code of a graph take and return what that of `source` does."""
+    """Give the code of a graph the arguments and results of the code of `source`."""
     graph.set_codegen(source._codegen)
 
 
 def keep_source(node: fx.Node, source: fx.Node) -> None:
-    """Dynamo marks its inputs with where they come from."""
+    """Copy the attribute in which Dynamo notes where an input comes from."""
     if hasattr(source, "_dynamo_source"):
         node._dynamo_source = source._dynamo_source
 
@@ -88,8 +90,8 @@ def keep_source(node: fx.Node, source: fx.Node) -> None:
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode of a Dynamo graph's own example values (the tracing context's has been swapped
-    by then).
+    """The fake mode of a Dynamo graph's example values. That of the tracing context is another by
+    the time a backend is called.
     """
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
@@ -105,7 +107,7 @@ class NewGuard(GuardOnDataDependentSymNode):
     """Only a guard, a replacement or a runtime assertion would have answered a question about
     symbolic sizes.
 
-    To torch it is what a size that depends on data gives: its rules of shapes know that, and
+    To torch it is the error of a size that depends on data: its shape rules handle that, and
     nothing is logged.
     """
 
@@ -118,11 +120,11 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
     """Inside, questions about sizes are answered from what is known or guarded already; any other
     raises NewGuard.
 
-    Who says what to assume where the answer is not known (guard_or_false) is told that, as with
-    sizes that depend on data; results that may rest on it are forgotten. ShapeEnv calls
-    `_check_frozen` right before it writes down a guard or a runtime assertion, and before the
-    replacements and ranges that follow from it. What is raised there is remembered nowhere: others
-    may ask again.
+    A question with an answer to assume where none is known (guard_or_false) gets that answer, as
+    with sizes that depend on data; the fake tensor cache, whose results may rest on it, is restored
+    afterwards. ShapeEnv calls `_check_frozen` right before it records a guard or a runtime
+    assertion, and before the replacements and ranges that follow from it. It does not remember what
+    is raised there: the same question may be asked again later.
     """
     env = fake_mode.shape_env if fake_mode is not None else None
     if env is None or "_check_frozen" in vars(env):
@@ -152,10 +154,8 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
 
 @contextlib.contextmanager
 def refusals_unlogged():
-    """Operators are tried on fake tensors, and may refuse; PyTorch logs each refusal as an error,
-    with its traceback.
-
-    Other threads log as before.
+    """Inside, PyTorch does not log operators that refuse fake tensors. It would log each as an
+    error with a traceback. Other threads log as before.
     """
     log, mine = logging.getLogger(fake_tensor.__name__), threading.get_ident()
 
@@ -182,9 +182,7 @@ def trace(fn, args, fake_mode: FakeTensorMode | None = None) -> fx.GraphModule:
 
 
 def hinted(sizes) -> tuple | None:
-    """Sizes as they are in the example that a graph was traced with; None where one depends on
-    data.
-    """
+    """The sizes in the example that a graph was traced with; None where one depends on data."""
     if not all(
         type(size) is int or (isinstance(size, torch.SymInt) and size.node.has_hint())
         for size in sizes
@@ -217,8 +215,8 @@ def assert_all(condition: torch.Tensor, message: str) -> None:
 
 
 def operators_go_to(mode, handler):
-    """Have a tracer's mode hand every operator to `handler(op, types, args, kwargs)`. Returns what
-    it did before.
+    """Have a tracer's mode call `handler(op, types, args, kwargs)` for every operator. Returns its
+    previous handler.
     """
     before = mode.__torch_dispatch__
     mode.__torch_dispatch__ = handler
@@ -226,7 +224,9 @@ def operators_go_to(mode, handler):
 
 
 def without_torch_function():
-    """Run code for real, and looks at tensors fast: no torch function mode sees it."""
+    """Inside, no torch function mode intercepts calls: they run, and questions about tensors are
+    fast.
+    """
     return torch._C.DisableTorchFunction()
 
 
@@ -246,7 +246,7 @@ def inductor(mode: str | None, options: dict | None):
 
 
 def pass_slot(options: dict) -> tuple[str, object]:
-    """The Inductor option that carries our cache identity, and what the user has put there."""
+    """The Inductor option for the pass that carries our cache key, and the user's value of it."""
     name = "joint_custom_pre_pass"
     return name, options.get(name, getattr(inductor_config, name))
 
@@ -259,15 +259,15 @@ def reset_cudagraphs() -> None:
 
 
 def many_recompiles():
-    """Dynamo keeps graphs by code object: explaining one model often must not run into the
-    recompile limit.
+    """Inside, Dynamo has practically no recompile limit. It counts compilations by code object, so
+    that explaining one model often would exceed the limit.
     """
     return dynamo_config.patch(recompile_limit=10**6, accumulated_recompile_limit=10**6)
 
 
 @contextlib.contextmanager
 def tracing_under(fake_mode: FakeTensorMode | None):
-    """Run shape rules on the fakes of an exported program."""
+    """Inside, shape rules run on the fakes of an exported program."""
     with tracing(TracingContext(fake_mode)):
         yield
 

@@ -1,4 +1,4 @@
-"""Triton's names beyond its language and its public functions.
+"""Names of Triton besides its language and its public functions.
 
 Each was checked in 3.6 and 3.9: `versions.py` says how.
 """
@@ -21,19 +21,19 @@ SM_90 = GPUTarget("cuda", 90, 32)
 
 
 def set_driver(driver) -> None:
-    """Have Triton ask `driver` which GPU there is."""
+    """Make `driver` the one that Triton asks which GPU there is."""
     triton.runtime.driver.set_active(driver)
 
 
 def forget_compiled(kernel) -> None:
-    """Have a kernel compiled again at its next launch."""
+    """Forget a kernel's compiled versions: its next launch compiles it again."""
     kernel.device_caches.clear()
 
 
 def index_of_one_element() -> None:
-    """Have the interpreter take a tensor of one element for an index, as from 3.7 on.
+    """Let the interpreter accept a tensor of one element as an index, as Triton 3.7 and later do.
 
-    3.6 hands NumPy an array of one dimension for a number, which NumPy 2.4 and later refuse.
+    Triton 3.6 passes NumPy an array of one dimension as a number, which NumPy 2.4 and later refuse.
     """
     before = interpreter._patch_lang_tensor
 

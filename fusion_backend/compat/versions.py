@@ -1,5 +1,5 @@
-"""The releases of PyTorch and Triton that the project works with: the tests pass under the first
-and the last.
+"""The range of PyTorch and Triton releases that the project supports. The tests pass under the
+oldest and the newest.
 
 `make test TORCH=2.14.1` runs them under any.
 """
@@ -13,8 +13,8 @@ OLDEST, NEWEST = {"torch": (2, 11), "triton": (3, 6)}, {"torch": (2, 15), "trito
 
 
 def check(package: str, version: str) -> None:
-    """ImportError for a release that is too old; a warning, what was last tested, for one that is
-    newer.
+    """Raise ImportError for a release that is too old; warn of one that is newer than the last that
+    was tested.
     """
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     oldest, newest = (".".join(map(str, known[package])) for known in (OLDEST, NEWEST))

@@ -9,9 +9,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.sizes import equals, same
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import (
     enable_python_dispatcher,
     schema_of,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fusion_backend.capture.subgraphs import outside, written_by
-from fusion_backend.capture.tracer import View
+from fusion_backend.capture.aliases import written_by
+from fusion_backend.capture.subgraphs import outside
+from fusion_backend.capture.view import View
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.masks.analysis import Masks
 from fusion_backend.match.matcher import Match

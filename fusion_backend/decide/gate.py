@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
+from fusion_backend.capture.aliases import storages
 from fusion_backend.compat.torch import inductor_config, storage_id
 from fusion_backend.decide.call import (
     Call,

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.aliases import storages
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import FakeTensor, statically_known_true
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import Viewed, original

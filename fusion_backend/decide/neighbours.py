@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from fusion_backend.capture.tracer import embedded, is_lowered
+from fusion_backend.capture.view import embedded, is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import in_library, peel

@@ -11,7 +11,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from fusion_backend import dump
-from fusion_backend.capture.tracer import View, state_key
+from fusion_backend.capture.view import View, state_key
 from fusion_backend.compat.torch import (
     fake_mode_of,
     name_again,

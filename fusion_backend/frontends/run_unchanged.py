@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from fusion_backend.compat.memory import place_of, put_back, version_of, written
+from fusion_backend.compat.memory import memory_of, put_back, version_of, written_arguments
 from fusion_backend.compat.torch import TorchDispatchMode, is_traceable_wrapper_subclass, pytree
 
 
@@ -74,18 +74,18 @@ class Writes(TorchDispatchMode):
                 fx.GraphModule, lambda body: Watched(body, self), (args, kwargs)
             )
         else:
-            for t in plain(pytree.tree_leaves(written(func, args, kwargs))):
+            for t in plain(pytree.tree_leaves(written_arguments(func, args, kwargs))):
                 self.keep(t)
         for g in leaves:
             if isinstance(g, torch.Generator):
                 self.generators.setdefault(g, g.get_state())
         out = func(*args, **kwargs)
-        given = {place_of(t)[0] for t in plain(leaves)}
-        self.made.update({place_of(t)[0] for t in plain(pytree.tree_leaves(out))} - given)
+        given = {memory_of(t)[0] for t in plain(leaves)}
+        self.made.update({memory_of(t)[0] for t in plain(pytree.tree_leaves(out))} - given)
         return out
 
     def keep(self, t: torch.Tensor) -> None:
-        place = place_of(t)
+        place = memory_of(t)
         if place[0] not in self.made and place not in self.kept:
             self.kept[place] = (t, t.detach().clone(), version_of(t))
 

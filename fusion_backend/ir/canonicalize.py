@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.sizes import equals, hashable, same
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir import rules_attention as attention
 from fusion_backend.ir import rules_norm as composites

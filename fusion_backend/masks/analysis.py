@@ -15,8 +15,8 @@ import re
 import torch
 from torch import fx
 
-from fusion_backend.capture.functionalize import storages
-from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.capture.aliases import storages
+from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import pytree, schema_of, statically_known_true
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import Canon

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.masks.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition, leaves
 

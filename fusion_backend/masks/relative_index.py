@@ -15,7 +15,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from fusion_backend.capture.tracer import is_lowered
+from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import unrepeatable

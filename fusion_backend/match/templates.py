@@ -18,7 +18,7 @@ import torch
 from fusion_backend.cache.disk import file_of, load, store
 from fusion_backend.cache.fingerprint import built_in, fingerprint
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.ir.canonicalize import Canon, unrepeatable
 from fusion_backend.ir.expr import LEAVES, Expr

@@ -1,4 +1,4 @@
-"""Why a site was fused or not, in sentences, as text and as JSON.
+"""Reports: each recognised site, whether it was fused and why, as text, JSON and log lines.
 
 Comes in: decisions, near misses and exceptions.
 Goes out: reports, warnings and log lines.

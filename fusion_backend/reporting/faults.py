@@ -1,29 +1,29 @@
-"""What one rule, site or guard raised, as the reason why it alone is refused, and not the graph."""
+"""Exceptions of one rule, site or guard, as the reason to refuse it alone and not the graph."""
 
 from __future__ import annotations
 
 from fusion_backend.compat.torch import GuardOnDataDependentSymNode
 
 
-def named(error: Exception) -> str:
-    """The kind of an exception and the first line of what it says."""
+def described(error: Exception) -> str:
+    """The class of an exception and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def refusal(error: Exception, doing: str) -> tuple[str, str | None]:
-    """Why a site is refused, and the same once more where it is a fault: to need a
-    guard is none.
+    """(the reason why a site is refused, the fault to report). The fault is None where a question
+    about sizes would need a guard: such a site is refused by design.
     """
     if isinstance(error, GuardOnDataDependentSymNode):
         return f"it would need a guard on {error.cond}", None
-    told = f"{doing} raised {named(error)}"
-    return told, told
+    fault = f"{doing} raised {described(error)}"
+    return fault, fault
 
 
 def of_kernel(error: Exception) -> str:
-    """Why a site is refused whose kernel was tried out. A question that needs a guard is raised
-    again.
+    """The reason why a site is refused whose kernel failed when it was compiled or run on fakes.
+    Raises `error` again where it says that a guard is needed.
     """
     if isinstance(error, GuardOnDataDependentSymNode):
         raise error
-    return f"its kernel failed: {named(error)}"
+    return f"its kernel failed: {described(error)}"

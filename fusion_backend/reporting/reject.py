@@ -11,9 +11,11 @@ class PatternError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reject:
-    """The answer "no", with its reason: a sentence that a user reads in the report.
+    """The answer of a guard, `worthwhile`, `neighbours` or `replacement` that refuses a site.
 
-    Raises PatternError where the reason is missing.
+    reason: a sentence, which a user reads in the report. Raises PatternError where it is missing.
+
+        return Reject("rows of more than 65,536 elements have no kernel")
     """
 
     reason: str

@@ -1,5 +1,5 @@
-"""What happened: every site with the user's line, the decision and its reason, as text, JSON and
-log lines.
+"""The report: every site with the user's line, the decision and its reason, as text, JSON and log
+lines.
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ from torch import fx
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 INSIDE_TORCH = re.compile(r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)")
-# graphs in the report of a process, the newest; a training script with changing shapes makes them
-# for days
-KEPT = 500
-WARNINGS = 1000  # that are remembered, so as not to be given again
-# unset or 0: failures only; 1: a line a site; 2: nearest misses and timings too
+# How many graphs the report of a process has at most; a training script with changing shapes makes
+# new ones for days.
+MAX_GRAPHS = 500
+MAX_WARNINGS = 1000  # that are remembered, so that none is given twice
+# unset or 0: failures only; 1: one line for each site; 2: near misses and timings too
 LOG_VARIABLE = "FUSION_LOG"
 
 
 @dataclasses.dataclass
 class Site:
-    """A place where a pattern was recognised."""
+    """A part of a graph that a pattern matches, and the decision about it.
+
+    pattern: its name. where: the user's file:line. fused, reason: the decision, and a sentence that
+    gives its reason. forward, backward: the providers of a fused site, such as "kernel",
+    "reference", "library", "formula" or "vjp". bytes_saved: memory traffic that the kernel avoids,
+    where the pattern can say. nodes: names of the nodes in the view. covered: a larger site that is
+    fused has these nodes, so that this one is not counted.
+
+        print([site.reason for site in fusion_backend.report().sites if not site.fused])
+    """
 
     pattern: str
     where: str
@@ -36,7 +45,7 @@ class Site:
     backward: str | None = None
     bytes_saved: int | None = None
     nodes: tuple[str, ...] = ()
-    covered: bool = False  # by a larger site that is fused
+    covered: bool = False
 
     def __str__(self):
         if self.fused:
@@ -51,7 +60,7 @@ class Site:
 
 @dataclasses.dataclass
 class Miss:
-    """A place where a pattern nearly stood."""
+    """A part of a graph that a pattern nearly matches: `matched` of its `size` operators."""
 
     pattern: str
     where: str
@@ -81,10 +90,11 @@ class RuleCount:
 
 @dataclasses.dataclass(eq=False)  # two graphs may have equal records
 class GraphRecord:
-    """One graph that Dynamo handed over.
+    """One graph of Dynamo's: the seconds that its passes took, its sites and near misses.
 
-    `error` says why it went to Inductor as it was, `backward_error` why its backward runs operator
-    by operator.
+    error: why the graph went to Inductor unchanged. backward_error: why its backward runs operator
+    by operator. copied: each node that the view copies verbatim, and why. faults: exceptions in our
+    rules and in patterns, each of which costs one site.
     """
 
     nodes: int
@@ -93,10 +103,9 @@ class GraphRecord:
     rewrite_s: float = 0.0
     error: str | None = None
     backward_error: str | None = None
-    kept: dict[str, str] = dataclasses.field(default_factory=dict)
+    copied: dict[str, str] = dataclasses.field(default_factory=dict)
     sites: list[Site] = dataclasses.field(default_factory=list)
     misses: list[Miss] = dataclasses.field(default_factory=list)
-    # of ours; each costs the place where it was
     faults: list[str] = dataclasses.field(default_factory=list)
     rules: dict[str, RuleCount] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -112,10 +121,17 @@ class GraphRecord:
 
 @dataclasses.dataclass
 class Report:
-    """The newest graphs of a process, or all those of one `explain`."""
+    """What the pass did to the newest 500 graphs of a process, or to all graphs of one `explain`.
+
+    `sites`, `fused` and `misses` go through all graphs; `str` gives lines of text and `to_json` the
+    same as JSON. dropped: how many older graphs were removed.
+
+        report = fusion_backend.explain(model, x)
+        print([(site.where, site.reason) for site in report.sites])
+    """
 
     graphs: list[GraphRecord] = dataclasses.field(default_factory=list)
-    dropped: int = 0  # older graphs that are no longer kept
+    dropped: int = 0
 
     @property
     def sites(self) -> list[Site]:
@@ -130,15 +146,16 @@ class Report:
         return [s for s in self.sites if s.fused]
 
     def to_json(self) -> str:
+        """The graphs with all fields of GraphRecord, Site and Miss."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self):
         graphs = f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
-        places = sum(not s.covered for s in self.sites)
-        lines = [f"fusion: {len(self.fused)} of {places} recognised sites fused in {graphs}"]
+        counted = sum(not s.covered for s in self.sites)
+        lines = [f"fusion: {len(self.fused)} of {counted} recognised sites fused in {graphs}"]
         lines += [
             f"  {line}{f'  ×{n}' if n > 1 else ''}"
-            for line, n in counted([*self.sites, *self.misses])
+            for line, n in with_counts([*self.sites, *self.misses])
         ]
         lines += [f"  failed     {fault}" for g in self.graphs for fault in g.faults]
         for i, g in enumerate(self.graphs):
@@ -149,12 +166,12 @@ class Report:
                     f"  graph {i} runs its backward operator by operator: {g.backward_error}"
                 )
         if self.dropped:
-            lines.append(f"  {self.dropped} older graphs are no longer kept")
+            lines.append(f"  {self.dropped} older graphs were dropped from the report")
         return "\n".join(lines)
 
 
-def counted(entries) -> list[tuple[str, int]]:
-    """Equal lines once, with their number, in order of first appearance."""
+def with_counts(entries) -> list[tuple[str, int]]:
+    """Each distinct line with its number, in order of first appearance."""
     counts: dict[str, int] = {}
     for e in entries:
         counts[str(e)] = counts.get(str(e), 0) + 1
@@ -162,19 +179,21 @@ def counted(entries) -> list[tuple[str, int]]:
 
 
 REPORT = Report()
-WARNED: dict[str, None] = {}  # in order
-LOCK = threading.Lock()  # for both
+WARNED: dict[str, None] = {}  # an ordered set of the keys of `warn_once`
+LOCK = threading.Lock()  # for REPORT and WARNED
 
 
 def report() -> Report:
-    """What was compiled in this process, the newest 500 graphs. Cached compilations count: the pass
-    runs whenever Dynamo does.
+    """The report of this process, on its newest 500 graphs. A compilation that Inductor takes from
+    its cache counts too: the pass runs whenever Dynamo does.
+
+        print(fusion_backend.report())
     """
     return REPORT
 
 
 def reset() -> None:
-    """Empty the report."""
+    """Empty the report of this process, and give warnings anew."""
     with LOCK:
         REPORT.graphs.clear()
         REPORT.dropped = 0
@@ -182,23 +201,24 @@ def reset() -> None:
 
 
 def add(record: GraphRecord) -> None:
-    """Take a graph into the report of the process; the oldest makes room."""
+    """Add a graph to the report of the process, and remove the oldest where there are too many."""
     with LOCK:
         REPORT.graphs.append(record)
-        surplus = len(REPORT.graphs) - KEPT
+        surplus = len(REPORT.graphs) - MAX_GRAPHS
         if surplus > 0:
             del REPORT.graphs[:surplus]
             REPORT.dropped += surplus
 
 
 def take_back(record: GraphRecord) -> None:
-    """Forget a graph that Dynamo will hand over again."""
+    """Remove a graph that Dynamo will compile again."""
     with LOCK:
         if record in REPORT.graphs:
             REPORT.graphs.remove(record)
 
 
 def readable(n: int) -> str:
+    """A number of bytes with its unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if n < 1000 or unit == "GB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -219,24 +239,27 @@ def log_level() -> int:
 
 
 def log(record: GraphRecord) -> None:
+    """Print the sites of a graph to standard error, as far as FUSION_LOG asks for it."""
     if log_level() < 1:
         return
     shown = [*record.sites, *(record.misses if log_level() > 1 else ())]
-    for line, n in counted(shown):
+    for line, n in with_counts(shown):
         print(f"[fusion] {line}{f'  ×{n}' if n > 1 else ''}", file=sys.stderr)
     if log_level() > 1:
         print(
-            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match {record.match_s:.3f} s, "
-            f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.kept or 'nothing'}",
+            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match "
+            f"{record.match_s:.3f} s, "
+            f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.copied or 'nothing'}",
             file=sys.stderr,
         )
 
 
 def warn_once(key: str, message: str) -> None:
+    """Give a RuntimeWarning unless one of the same key was given before."""
     with LOCK:
         if key in WARNED:
             return
         WARNED[key] = None
-        if len(WARNED) > WARNINGS:
+        if len(WARNED) > MAX_WARNINGS:
             del WARNED[next(iter(WARNED))]
     warnings.warn(message, RuntimeWarning, stacklevel=2)

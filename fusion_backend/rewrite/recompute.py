@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.tracer import View, is_elementwise
+from fusion_backend.capture.view import View, is_elementwise
 from fusion_backend.decide.gate import Decision
 
 # Elementwise functions whose derivative reads their argument: it is kept for backward. (relu, tanh,

@@ -14,7 +14,7 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.capture.tracer import View, is_lowered
+from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import (
     OpOverload,
     aten,
@@ -210,7 +210,7 @@ class Writer:
             n in self.dropped and is_lowered(n) and dead_if_unused(n) and not is_random(n)
             for n in nodes
         )
-        return pure and d.op in ("call_function", "call_method") and d not in self.view.kept
+        return pure and d.op in ("call_function", "call_method") and d not in self.view.copied
 
     def close(self) -> None:
         """Touch what the touched groups need, to a fixpoint."""

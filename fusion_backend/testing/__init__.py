@@ -27,7 +27,7 @@ from fusion_backend.testing.compare import (
     unfused,
     value_and_gradients,
 )
-from fusion_backend.testing.spelling.author import near_misses, spellings
+from fusion_backend.testing.spelling.generate import near_misses, spellings
 
 __all__ = [
     "FACTOR",

@@ -1,4 +1,4 @@
-"""Run the pass on a function, and assert what it does. Works on a machine without a GPU."""
+"""Runs the pass on a function and asserts what it does, also on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ def collect(
     kwargs: dict | None = None,
     **keywords,
 ) -> Collector:
-    """Run the pass on a function, gate open, and keep graphs and report.
+    """Run the pass on `fn(*inputs, **keywords)` with `fusion.gate=always`. Returns its report and
+    graphs.
 
-    kwargs: the function's own keywords of the names that are taken here. What it writes to is put
-    back, as by explain.
+    dynamic: as torch.compile takes it; options: `fusion.*` options of torch.compile; kwargs:
+    keywords of `fn` that are named like a parameter here. Memory that `fn` writes to is restored
+    afterwards, as by explain. Raises what `fn` raises.
+
+    The result has `report`, the rewritten `graphs`, and `sources`, the graphs before.
+
+        print(collect(model, x).report)
     """
     collector = Collector({"fusion.gate": "always", **(options or {})})
     run(fn, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)
@@ -29,11 +35,13 @@ def collect(
 
 
 def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
-    """The graph of `fn(*inputs)` after the rewrite; the very graph Dynamo made when nothing fuses.
+    """The graph of `fn(*inputs)` after the rewrite, or Dynamo's own graph where nothing fuses.
 
-    On a machine without a GPU sites are written with the inlined reference; `with_kernels` switches
-    them to the kernels, which then run in Triton's interpreter. Raises AssertionError when Dynamo
-    breaks the function into pieces.
+    kwargs: those of `collect`. On a machine without a GPU the sites inline the reference;
+    `with_kernels` switches them to the kernels, which then run in Triton's interpreter. Raises
+    AssertionError where Dynamo makes several graphs of the function.
+
+        assert fused_nodes(rewritten(model, x))
     """
     collector = collect(fn, *inputs, **kwargs)
     if len(collector.graphs) != 1:
@@ -42,15 +50,18 @@ def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
 
 
 def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) -> Report:
-    """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`, none with 0. Returns
-    the report.
+    """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`. Returns the report.
+
+    pattern: its name; kwargs: those of `collect`. Raises AssertionError, with the report, for any
+    other count, and where the pass did not run on the function.
+
+        assert_fuses(lambda x, w: F.rms_norm(x, w.shape, w), x, w, pattern="rms_norm")
     """
     report = collect(fn, *inputs, **kwargs).report
     errors = [g.error for g in report.graphs if g.error]
-    if errors or not report.graphs:  # or 0 would be found in what nobody looked at
-        raise AssertionError(
-            f"the function was not looked at: {errors[0] if errors else 'Dynamo made no graph of it'}"
-        )
+    if errors or not report.graphs:  # a count of 0 says nothing where the pass did not run
+        reason = errors[0] if errors else "Dynamo made no graph of it"
+        raise AssertionError(f"the pass did not run on the function: {reason}")
     found = sum(s.pattern == pattern for s in report.fused)
     if found != count:
         raise AssertionError(f"{pattern} fused {found} times, expected {count}\n{report}")
@@ -58,14 +69,23 @@ def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) 
 
 
 def fused_nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    """The fusion ops of a graph."""
+    """The nodes of a graph that call one of our operators, torch.ops.fusion.*.
+
+    gm: a rewritten graph. The nodes come in the order of the graph.
+
+        (node,) = fused_nodes(rewritten(model, x))
+    """
     return [
         n for n in gm.graph.nodes if n.op == "call_function" and str(n.target).startswith("fusion.")
     ]
 
 
 def with_kernels(gm: fx.GraphModule) -> fx.GraphModule:
-    """Switch the sites of a rewritten graph to kernels, forward and backward."""
+    """Switch all sites of a rewritten graph to their kernels, forward and backward. Changes the
+    graph module and returns it.
+
+        torch.testing.assert_close(with_kernels(rewritten(model, x))(x)[0], model(x))
+    """
     for n in fused_nodes(gm):
         n.kwargs = {**n.kwargs, "forward": "kernel", "backward": "kernel"}
     gm.recompile()
@@ -73,7 +93,11 @@ def with_kernels(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """One line a node, for comparison in tests: name = target(arguments)."""
+    """The graph as text for comparison in tests: one line for each node but the placeholders,
+    `name = target(arguments)`.
+
+        assert "fusion.layer_norm(" in graph_text(rewritten(model, x))
+    """
     lines = []
     for n in gm.graph.nodes:
         if n.op == "placeholder":

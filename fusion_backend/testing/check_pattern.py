@@ -1,7 +1,9 @@
-"""check_pattern: runs every function of a pattern, compares, and says what ran and what did not.
+"""check_pattern runs every function of a pattern, compares the results, and says what ran and what
+did not.
 
-Each function is run in every form of the arguments. A form may be refused, with an exception, where
-the function runs in another one; a name that does not exist is a mistake in any form.
+A form is one choice of a kind (tensor, scalar, none) for each argument. Each function is run in
+every form. It may refuse one with an exception if it runs in another; a name that does not exist is
+an error in any form.
 """
 
 from __future__ import annotations
@@ -36,15 +38,24 @@ EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
 def check_pattern(
     pattern: Definition, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
 ) -> Proof:
-    """Prove what can be proven of a pattern, a rule or an op on this machine. The result says what
-    ran, and what did not and why.
+    """Check what can be checked of a pattern, a rule or an op on this machine. Returns the sentences of what was
+    checked, and of what was not run and why.
 
-    Every function of the pattern is run. The reference can be traced, and its rewritten graph
-    computes what it does; every spelling agrees with it in fp64, value and gradient, and is
-    recognised; every near miss differs from it and is left alone; guard and worthwhile answer; the
-    kernel agrees, with gradients and without, in each of `dtypes` that the guard takes (on CUDA, or
-    with TRITON_INTERPRET=1); the operators pass torch.library.opcheck. Raises PatternError or
-    AssertionError naming pattern and line.
+    dtypes: those in which the kernel is compared, each where the guard takes it.
+    device: that of the kernel's arguments; by default CUDA where there is one. On "cpu" kernels run
+    in Triton's interpreter, if TRITON_INTERPRET=1 is set.
+
+    - The reference is traced and recognised, and its rewritten graph computes what it does.
+    - Every spelling agrees with it in fp64, value and gradient, and is recognised.
+    - Every near miss differs from it and is left alone.
+    - Guard and worthwhile answer None or Reject.
+    - The kernel agrees with the reference, with gradients and without.
+    - The operators pass torch.library.opcheck.
+
+    Raises PatternError where the definition is wrong and AssertionError where a result is; either
+    names the pattern and the line.
+
+        print(check_pattern(scaled_tanh))
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     proof = Proof(pattern.name)
@@ -74,7 +85,7 @@ def check_pattern(
 
 
 def check_inputs(pattern: Definition, proof: Proof) -> None:
-    """Every case gives its arguments, on fakes: the last may be as large as a benchmark's."""
+    """Make the arguments of every case, on fakes: those of a benchmark may be large."""
     for case in pattern.cases or (None,):
         try:
             with FakeTensorMode():
@@ -91,7 +102,7 @@ def check_inputs(pattern: Definition, proof: Proof) -> None:
 def run_in_forms(
     pattern: Definition, fn: Callable, what: str, kinds_of_all: list, proof: Proof
 ) -> dict[tuple, list]:
-    """Value and gradients in fp64 in every form that the function takes."""
+    """Form -> value and gradients in fp64, for every form that the function takes."""
     results, refused = {}, {}
     for kinds in kinds_of_all:
         try:
@@ -104,16 +115,16 @@ def run_in_forms(
         kinds = max(refused, key=lambda kinds: how_far(fn, refused[kinds]))
         where = f" in every form; it gets furthest for {kinds}"
         raise raised(pattern, what, fn, refused[kinds], where) from refused[kinds]
-    for text in dict.fromkeys(described(e) for e in refused.values()):
-        alike = [kinds for kinds, e in refused.items() if described(e) == text]
+    for text in dict.fromkeys(first_line(e) for e in refused.values()):
+        alike = [kinds for kinds, e in refused.items() if first_line(e) == text]
         proof.not_run.append(
-            f"{titled(what, fn)} {in_forms(alike, kinds_of_all)}: it raises {text}"
+            f"{title_of(what, fn)} {in_forms(alike, kinds_of_all)}: it raises {text}"
         )
     return results
 
 
 def how_far(fn: Callable, error: Exception) -> int:
-    """The line of the function that raised."""
+    """The line of the function at which it raised."""
     trace, line = error.__traceback__, 0
     while trace is not None:
         line = trace.tb_lineno if trace.tb_frame.f_code is fn.__code__ else line
@@ -121,11 +132,11 @@ def how_far(fn: Callable, error: Exception) -> int:
     return line
 
 
-def described(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def titled(what: str, fn: Callable) -> str:
+def title_of(what: str, fn: Callable) -> str:
     doc = (fn.__doc__ or "").strip().partition("\n")[0]
     return f"{what} at line {line_of(fn)}" + (f" ({doc})" if doc and what == "near miss" else "")
 
@@ -141,8 +152,8 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 def report_on(
     pattern: Definition, what: str, fn: Callable, args: list, run: Callable | None = None
 ):
-    """What the pass finds in the function, looking for this pattern alone, and what `run` makes of
-    the new graph.
+    """Run the pass on a function with this pattern alone. Returns the collector, and the result of
+    `run(compiled, args)`.
     """
     collector = Collector({"fusion.gate": "always", "fusion.only": [pattern.name]})
     compiled = torch.compile(fn, backend=collector, dynamic=False, fullgraph=True)
@@ -157,7 +168,7 @@ def report_on(
     if errors or not collector.report.graphs:
         reason = errors[0] if errors else "Dynamo made no graph of it"
         raise AssertionError(
-            f"{pattern.where}: the {what} at line {line_of(fn)} was not looked at: {reason}"
+            f"{pattern.where}: the pass did not run on the {what} at line {line_of(fn)}: {reason}"
         )
     return collector, out
 
@@ -167,30 +178,30 @@ def sites_in(pattern: Definition, collector: Collector) -> list:
 
 
 def whole(pattern: Definition, collector: Collector, args: list) -> bool:
-    """Has the operator as many arguments as the function? A site inside it may be a
-    smaller form.
+    """Has the operator as many arguments as the function? If not, the site is of a smaller form,
+    inside of what the function computes.
     """
     if not isinstance(pattern, Op):
         return True
-    wanted = given(flat_arguments(pattern, args))
+    wanted = how_many(flat_arguments(pattern, args))
     calls = [
         n
         for gm in collector.graphs
         for n in gm.graph.nodes
         if n.target is operator_of(pattern).overload
     ]
-    return all(given(n.args) == wanted for n in calls)
+    return all(how_many(n.args) == wanted for n in calls)
 
 
-def given(arguments) -> int:
-    """How many there are, words aside, which may stand for one another: `same` and `float32` of
-    fp32.
+def how_many(arguments) -> int:
+    """The number of arguments without strings, of which several may mean the same: `same` and
+    `float32`, of fp32.
     """
     return sum(a is not None and not isinstance(a, str) for a in arguments)
 
 
 def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
-    """Value and gradients, dropout with the masks of the kernels."""
+    """Value and gradients; dropout has the masks of the kernels."""
     with DropoutOfKernels():
         return value_and_gradients(fn, args)
 
@@ -198,19 +209,22 @@ def like_kernels(fn: Callable, args: list) -> list[torch.Tensor]:
 def check_recognised(
     pattern: Definition, what: str, fn: Callable, kinds: tuple, run: Callable | None = None
 ):
-    """The site, and what `run` made of the new graph, in fp32."""
+    """Assert that the pass finds one site of the pattern that has all arguments, in fp32. Returns
+    the site and the result of `run(compiled, args)`.
+    """
     args = arguments(pattern, kinds, torch.float32)
     collector, out = report_on(pattern, what, fn, args, run)
     found = sites_in(pattern, collector)
     if len(found) != 1 or not whole(pattern, collector, args):
         raise AssertionError(
-            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not recognised\n{collector.report}"
+            f"{pattern.where}: the {what} at line {line_of(fn)}, {kinds}, is not "
+            f"recognised\n{collector.report}"
         )
     return found[0], out
 
 
 def check_reference(pattern: Definition, supported: list, proof: Proof) -> None:
-    """It is recognised, and the rewritten graph computes what it does, in fp32."""
+    """The reference is recognised, and its rewritten graph computes what it does, in fp32."""
     if not isinstance(pattern, Rule):
         proof.checked.append(f"reference: traced {in_forms(supported, supported)}")
         proof.not_run.append("recognition: an op is not looked for in graphs")
@@ -237,11 +251,11 @@ def check_reference(pattern: Definition, supported: list, proof: Proof) -> None:
         alike = [kinds for kinds, r in unchanged.items() if r == reason]
         proof.not_run.append(f"rewritten graph {in_forms(alike, supported)}: not fused: {reason}")
     if getattr(pattern, "replacement_fn", None) is not None:
-        say_replacement(calls.answers["replacement_fn"], proof)
+        report_replacement(calls.answers["replacement_fn"], proof)
 
 
-def say_replacement(answers: list, proof: Proof) -> None:
-    """What the replacement answered for the reference's own graphs."""
+def report_replacement(answers: list, proof: Proof) -> None:
+    """The answers of `replacement` for the graphs of the reference."""
     offered = [a for a in answers if isinstance(a, Replacement)]
     if offered:
         proof.checked.append(f"replacement: {len(offered)} calls in {len(answers)} graphs")
@@ -252,9 +266,7 @@ def say_replacement(answers: list, proof: Proof) -> None:
 
 
 def check_seeded(pattern: Definition, supported: list, proof: Proof) -> None:
-    """What is written in terms of a seed computes what the reference does with the same mask, in
-    fp64.
-    """
+    """The seeded reference computes what the reference does with the same mask, in fp64."""
     for kinds in supported:
         args = arguments(pattern, kinds, torch.float64)
         try:
@@ -268,7 +280,8 @@ def check_seeded(pattern: Definition, supported: list, proof: Proof) -> None:
         if not equal(mine, unfused(pattern, args)):
             line = line_of(pattern.seeded_fn)
             raise PatternError(
-                f"{pattern.where}: the seeded reference at line {line} disagrees with the reference for {kinds}"
+                f"{pattern.where}: the seeded reference at line {line} disagrees with the "
+                f"reference for {kinds}"
             )
     proof.checked.append(
         f"seeded reference: agrees with the reference in fp64 {in_forms(supported, supported)}"
@@ -278,8 +291,8 @@ def check_seeded(pattern: Definition, supported: list, proof: Proof) -> None:
 def check_spelling(
     pattern: Definition, fn: Callable, supported: list, reference: dict, proof: Proof
 ) -> None:
-    """It computes what the reference does wherever it has a template, and is recognised wherever it
-    computes that.
+    """The spelling computes what the reference does in every form for which it has a template, and
+    is recognised in every form in which it computes that.
     """
     line = line_of(fn)
     results = run_in_forms(pattern, fn, "spelling", supported, proof)
@@ -288,13 +301,15 @@ def check_spelling(
     for kinds in others:
         if not agreeing or template(pattern, fn, kinds):
             raise PatternError(
-                f"{pattern.where}: the spelling at line {line} disagrees with the reference for {kinds}"
+                f"{pattern.where}: the spelling at line {line} disagrees with the reference for "
+                f"{kinds}"
             )
     if isinstance(pattern, Rule):
         for kinds in agreeing:
             check_recognised(pattern, "spelling", fn, kinds)
     proof.checked.append(
-        f"spelling at line {line}: agrees with the reference in fp64, value and gradient, and is recognised "
+        f"spelling at line {line}: agrees with the reference in fp64, value and gradient, and is "
+        f"recognised "
         f"{in_forms(agreeing, supported)}"
     )
     if others:
@@ -305,13 +320,16 @@ def check_spelling(
 def check_near_miss(
     pattern: Definition, fn: Callable, supported: list, reference: dict, proof: Proof
 ) -> None:
-    """It differs from the reference, in value or gradient, and is left alone, wherever it runs."""
+    """In every form in which the near miss runs, it differs from the reference in value or gradient
+    and is left alone.
+    """
     line = line_of(fn)
     results = run_in_forms(pattern, fn, "near miss", supported, proof)
     for kinds, mine in results.items():
         if equal(mine, reference[kinds]):
             raise PatternError(
-                f"{pattern.where}: the near miss at line {line} computes what the reference does for {kinds}, value "
+                f"{pattern.where}: the near miss at line {line} computes what the reference does "
+                f"for {kinds}, value "
                 "and gradient: it is a spelling, or the example inputs do not show the difference"
             )
         if not isinstance(pattern, Rule):
@@ -325,7 +343,8 @@ def check_near_miss(
                 f"{pattern.where}: the near miss at line {line}, {kinds}, is recognised: {found[0]}"
             )
     proof.checked.append(
-        f"{titled('near miss', fn)}: differs from the reference and is left alone {in_forms(results, supported)}"
+        f"{title_of('near miss', fn)}: differs from the reference and is left alone "
+        f"{in_forms(results, supported)}"
     )
 
 
@@ -343,12 +362,12 @@ def check_answers(pattern: Definition, supported: list, dtypes: tuple, proof: Pr
     for case in pattern.cases or (None,):
         for dtype in dtypes:
             with FakeTensorMode():
-                made = example_inputs(
+                examples = example_inputs(
                     pattern, lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype), case
                 )
                 for kinds in supported:
                     for what, fn, extra in asked:
-                        ask(pattern, what, fn, [*with_kinds(pattern, kinds, made), *extra])
+                        ask(pattern, what, fn, [*with_kinds(pattern, kinds, examples), *extra])
     for what in dict.fromkeys(what for what, _, _ in asked):
         proof.checked.append(f"{what}: answers in every form, dtype and case of inputs")
 
@@ -360,5 +379,6 @@ def ask(pattern: Definition, what: str, fn: Callable, args: list) -> None:
         raise raised(pattern, what, fn, error) from error
     if answer is not None and not isinstance(answer, Reject):
         raise PatternError(
-            f"{pattern.where}: the {what} at line {line_of(fn)} answers {answer!r}, not Reject or None"
+            f"{pattern.where}: the {what} at line {line_of(fn)} answers {answer!r}, not Reject "
+            f"or None"
         )

@@ -1,5 +1,5 @@
-"""A function against a pattern's reference: arguments in every form, value and gradients, and how
-far from fp64.
+"""Comparing a function with a pattern's reference: arguments in every form, value and gradients,
+and the error against fp64.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from fusion_backend.match.templates import example_inputs, forms, templates, wit
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.operator import draw
 
-# A fused result may be this many times as far from fp64 as the unfused one in the same dtype, …
+# The error of a fused result against fp64 may be FACTOR times that of the unfused one in the same
+# dtype, or ULPS units in the last place of its largest value: two correct roundings may differ by
+# one each.
 FACTOR = 2.0
-# … or this many units in the last place of its largest value: two right roundings may differ by one
-# each.
 ULPS = 4
 
 
 def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str:
-    """Empty when `got` is no worse against the fp64 result `exact` than `plain` is; else what is
-    wrong.
+    """What is wrong with `got`, or "" where it is no worse than `plain`.
+
+    got, plain: the fused and the unfused result, of one dtype. exact: the result in fp64. All have
+    one shape. NaNs and infinities must be in the same places. The largest error of `got` against
+    `exact` may be FACTOR times that of `plain`, or ULPS units in the last place of the largest
+    value; of integers, FACTOR times as many may be wrong.
+
+        assert not close(kernel(x), reference(x), reference(x.double()))
     """
     if got.shape != exact.shape or got.dtype != plain.dtype:
         return f"{tuple(got.shape)} {got.dtype} instead of {tuple(exact.shape)} {plain.dtype}"
@@ -52,6 +58,12 @@ def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str:
 
 
 def supported_forms(pattern: Definition) -> list[tuple[str, ...]]:
+    """The forms in which the pattern can be traced: a kind for each parameter, such as
+    ("tensor", "none").
+
+    for kinds in supported_forms(pattern):
+        args = arguments(pattern, kinds, torch.bfloat16)
+    """
     have = {t.kinds for t in templates(pattern)}
     return [kinds for kinds in forms(pattern) if kinds in have]
 
@@ -59,7 +71,13 @@ def supported_forms(pattern: Definition) -> list[tuple[str, ...]]:
 def arguments(
     pattern: Definition, kinds, dtype: torch.dtype, device: str = "cpu", grad: bool = True
 ) -> list:
-    """Random arguments of the first case in one form, the same at every call, requiring grad."""
+    """Arguments of the reference in one form, from the first case of the pattern's `inputs`.
+
+    kinds: one of `supported_forms`. dtype: that of floating tensors, whose values are random and
+    the same at every call. grad: whether they require grad.
+
+        pattern.reference(*arguments(pattern, kinds, torch.float32))
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def make(*shape):
@@ -77,7 +95,11 @@ def arguments(
 
 
 def in_fp64(args: list) -> list:
-    """The same arguments, floating tensors in fp64; they require grad where the given ones do."""
+    """The same arguments, detached, with floating tensors in fp64. They require grad where those of
+    `args` do.
+
+        exact = value_and_gradients(pattern.reference, in_fp64(args))
+    """
     exact = [
         a.detach().double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in args
@@ -89,9 +111,13 @@ def in_fp64(args: list) -> list:
 
 
 def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.Tensor]:
-    """Outputs, then the gradients of every tensor argument under fixed random output gradients.
+    """The outputs of `fn(*args)`, then the gradients of the arguments that require grad and are
+    used.
 
-    What `fn` draws itself is the same every time.
+    The output gradients are random, and the same for a `seed`; so is what `fn` draws itself. The
+    outputs have no gradient function.
+
+        y, dx, dw = value_and_gradients(lambda x, w: torch.tanh(x * w), [x, w])
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -107,8 +133,11 @@ def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.T
 
 
 class DropoutOfKernels(TorchDispatchMode):
-    """Inside, dropout in eager draws a seed as a rewritten graph does, and keeps the elements that
-    a kernel would.
+    """A mode in which dropout in eager has the masks of the kernels: it draws a seed as a rewritten
+    graph does, and keeps the elements that a kernel keeps.
+
+        with DropoutOfKernels():
+            y = model(x)
     """
 
     @classmethod
@@ -128,15 +157,18 @@ class DropoutOfKernels(TorchDispatchMode):
 
 
 def unfused(pattern: Definition, args: list) -> list[torch.Tensor]:
-    """Value and gradients of the reference; dropout, if any, has the masks of the kernels."""
+    """Value and gradients of the reference, as `value_and_gradients` gives them.
+
+    args: those of `arguments` or `in_fp64`. Dropout, if any, has the masks of the kernels.
+
+        plain = unfused(pattern, arguments(pattern, kinds, torch.bfloat16))
+    """
     with DropoutOfKernels():
         return value_and_gradients(pattern.reference, args)
 
 
 def check_close(pattern: Definition, what: str, got: list, plain: list, exact: list) -> None:
-    """Raise AssertionError where a result or gradient is worse against `exact`, in fp64, than the
-    unfused `plain`.
-    """
+    """Raise AssertionError where one of the results and gradients in `got` is not `close`."""
     if not len(got) == len(plain) == len(exact):
         raise AssertionError(
             f"{pattern.where}: {what} gives {len(got)} results and gradients, not {len(plain)}"

@@ -1,5 +1,5 @@
-"""The kernels of a pattern against its reference, in every form, dtype and way in which a graph may
-ask for them.
+"""The kernels of a pattern against its reference, in every form, dtype and decision with which a
+graph may call the operator.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ from fusion_backend.testing.compare import (
 from fusion_backend.testing.proof import Proof, in_forms, watched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ON_REAL = ("test_schema", "test_autograd_registration")
-WITHOUT = "kernel, without gradients"
+WITHOUT_GRADIENTS = "kernel, without gradients"
 INLINED = "forward inlined"
+# Tests of torch.library.opcheck.
+ON_REAL = ("test_schema", "test_autograd_registration")
 ON_FAKES = ("test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def own_backward(pattern: Op) -> str:
-    return (
-        "vjp" if pattern.backward_fn is None else "formula" if pattern.backward_plain else "kernel"
-    )
+    """The backward provider that the pattern's definition asks for."""
+    if pattern.backward_fn is None:
+        return "vjp"
+    return "formula" if pattern.backward_plain else "kernel"
 
 
-def ways(pattern: Op) -> dict[str, dict]:
-    """How a graph may ask for the operator: in words, and its keyword arguments."""
+def decisions_of(pattern: Op) -> dict[str, dict]:
+    """The decisions with which a graph may call the operator: in words, and as its keyword
+    arguments.
+    """
     own, found = own_backward(pattern), {}
     if pattern.kernel_fn is not None:
-        found[WITHOUT] = dict(forward="kernel", backward="vjp", save=False)
+        found[WITHOUT_GRADIENTS] = dict(forward="kernel", backward="vjp", save=False)
         if pattern.memo["differentiable"]:
             found["kernel, with gradients"] = dict(forward="kernel", backward=own, save=True)
     if pattern.can_inline_forward and not pattern.seed_arguments:
@@ -50,72 +54,77 @@ def ways(pattern: Op) -> dict[str, dict]:
 
 
 def check_kernels(pattern: Op, supported: list, dtypes: tuple, device: str, proof: Proof) -> None:
-    """Kernel and backward where they can run on this machine, and the operators by
-    torch.library.opcheck.
+    """Compare kernel and backward with the reference where they can run on this machine, and check
+    the operators by torch.library.opcheck.
     """
-    asked = ways(pattern)
-    if pattern.kernel_fn is None:
-        proof.not_run.append("kernel: the pattern has none")
-    if device != "cuda" and not interpreting():
-        for words in [words for words, decision in asked.items() if "kernel" in decision.values()]:
-            asked.pop(words)
-            proof.not_run.append(f"{words}: no CUDA device and TRITON_INTERPRET is not set")
-    ran = {words: {} for words in asked}
+    decisions = runnable(pattern, device, proof)
+    compared = {words: {} for words in decisions}  # words -> dtype -> forms
     with watched(pattern) as calls:
-        for dtype in dtypes if asked else ():
-            now = {
-                words: decision
-                for words, decision in asked.items()
-                if due(pattern, words, dtype, dtypes)
-            }
-            compared, refused = compare_in_forms(pattern, supported, now, dtype, device, calls)
-            for words in now:
-                ran[words][dtype] = compared
-            for reason in dict.fromkeys(refused.values()):
-                alike = [kinds for kinds, r in refused.items() if r == reason]
-                proof.not_run.append(
-                    f"kernel in {NAMES.get(dtype, dtype)} {in_forms(alike, supported)}: {reason}"
-                )
-        launched = [
-            (kinds, dtype)
-            for by_dtype in ran.values()
-            for dtype in by_dtype
-            for kinds in by_dtype[dtype]
-        ]
-        for words, by_dtype in ran.items():
-            if any(by_dtype.values()):
-                proof.checked.append(
-                    f"{words}: agrees with the reference {in_dtypes(by_dtype, supported)}"
-                )
-            else:
-                proof.not_run.append(
-                    f"{words}: the guard takes the example inputs in no form and dtype"
-                )
-        first = next(
-            (
-                k
-                for k in supported
-                if pattern.seed_arguments or k not in pattern.memo.get("random", ())
-            ),
-            supported[0],
-        )
-        kinds, dtype = launched[0] if launched else (first, dtypes[0])
-        kernel = bool(launched) and any(
-            decision["forward"] == "kernel" for decision in asked.values()
-        )
+        for dtype in dtypes if decisions else ():
+            due = {w: d for w, d in decisions.items() if is_due(pattern, w, dtype, dtypes)}
+            forms, refused = compare_in_forms(pattern, supported, due, dtype, device, calls)
+            for words in due:
+                compared[words][dtype] = forms
+            report_refused(refused, supported, dtype, proof)
+        report_compared(compared, supported, proof)
+        ran = [(k, d) for forms in compared.values() for d in forms for k in forms[d]]
+        kinds, dtype = ran[0] if ran else (opcheck_form(pattern, supported), dtypes[0])
+        kernel = bool(ran) and any(d["forward"] == "kernel" for d in decisions.values())
         check_operators(pattern, kinds, kernel, dtype, device, proof)
 
 
-def due(pattern: Op, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
-    """Is it asked in this dtype? The kernel in every one, what it shares its code with in the first
-    alone: an inlined forward with the backward's kernel, and a launcher without `save` with itself.
+def runnable(pattern: Op, device: str, proof: Proof) -> dict[str, dict]:
+    """The decisions that this machine can run; the proof says why the others are not run."""
+    decisions = decisions_of(pattern)
+    if pattern.kernel_fn is None:
+        proof.not_run.append("kernel: the pattern has none")
+    if device == "cuda" or interpreting():
+        return decisions
+    for words in [w for w, decision in decisions.items() if "kernel" in decision.values()]:
+        decisions.pop(words)
+        proof.not_run.append(f"{words}: no CUDA device and TRITON_INTERPRET is not set")
+    return decisions
+
+
+def is_due(pattern: Op, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
+    """Is the decision compared in this dtype? The kernel is in every one. What shares its code with
+    the kernel is in the first alone: an inlined forward with the backward's kernel, and a launcher
+    without `save`.
     """
-    only = words == WITHOUT and not pattern.saves and pattern.memo["differentiable"]
-    return dtype == dtypes[0] or not (only or words.endswith(INLINED))
+    shares_launcher = (
+        words == WITHOUT_GRADIENTS and not pattern.saves and pattern.memo["differentiable"]
+    )
+    return dtype == dtypes[0] or not (shares_launcher or words.endswith(INLINED))
+
+
+def report_refused(refused: dict, supported: list, dtype: torch.dtype, proof: Proof) -> None:
+    """Each reason why forms were not compared, once, with its forms."""
+    for reason in dict.fromkeys(refused.values()):
+        same_reason = [kinds for kinds, r in refused.items() if r == reason]
+        where = f"{NAMES.get(dtype, dtype)} {in_forms(same_reason, supported)}"
+        proof.not_run.append(f"kernel in {where}: {reason}")
+
+
+def report_compared(compared: dict[str, dict], supported: list, proof: Proof) -> None:
+    for words, by_dtype in compared.items():
+        if any(by_dtype.values()):
+            where = in_dtypes(by_dtype, supported)
+            proof.checked.append(f"{words}: agrees with the reference {where}")
+        else:
+            why = "the guard takes the example inputs in no form and dtype"
+            proof.not_run.append(f"{words}: {why}")
+
+
+def opcheck_form(pattern: Op, supported: list) -> tuple:
+    """A form that draws no random numbers, where the operator has no seed for them."""
+    random_forms = pattern.memo.get("random", ())
+    return next(
+        (k for k in supported if pattern.seed_arguments or k not in random_forms), supported[0]
+    )
 
 
 def in_dtypes(by_dtype: dict[torch.dtype, list], supported: list) -> str:
-    """In which forms and dtypes; dtypes with the same forms together."""
+    """The forms and dtypes in words; dtypes with the same forms together."""
     forms = dict.fromkeys(tuple(kinds) for kinds in by_dtype.values() if kinds)
     parts = []
     for some in forms:
@@ -124,7 +133,7 @@ def in_dtypes(by_dtype: dict[torch.dtype, list], supported: list) -> str:
     return "; ".join(parts)
 
 
-def compare_in_forms(pattern, supported, asked, dtype, device, calls) -> tuple[list, dict]:
+def compare_in_forms(pattern, supported, decisions, dtype, device, calls) -> tuple[list, dict]:
     """The forms that were compared in a dtype, and the reasons why others were not."""
     compared, refused = [], {}
     for kinds in supported:
@@ -138,7 +147,7 @@ def compare_in_forms(pattern, supported, asked, dtype, device, calls) -> tuple[l
         except Exception as error:  # fp16 on a CPU, say
             refused[kinds] = f"the reference raises {type(error).__name__}: {error}"
             continue
-        for words, decision in asked.items():
+        for words, decision in decisions.items():
             what = f"{words}, for {kinds} in {dtype}"
             compare(pattern, what, decision, args, plain, exact, calls)
         if pattern.kernel_fn is not None and not compared and dtype == torch.float32:
@@ -150,11 +159,11 @@ def compare_in_forms(pattern, supported, asked, dtype, device, calls) -> tuple[l
 def compare(
     pattern: Op, what: str, decision: dict, args: list, plain: list, exact: list, calls
 ) -> None:
-    """One way of asking for the operator, against the reference in the same dtype and in fp64."""
+    """One decision against the reference in the same dtype and in fp64."""
     before = {name: len(calls.answers[name]) for name in ("kernel_fn", "backward_fn")}
 
-    def run(*given):
-        return operator_on(pattern, decision, given)
+    def run(*inputs):
+        return operator_on(pattern, decision, inputs)
 
     try:
         if decision["save"]:
@@ -174,24 +183,28 @@ def compare(
         ) from error
     check_close(pattern, what, got, plain, exact)
     backward = decision["backward"] != "vjp" and len(plain) > pattern.outputs
-    for name, due in (("kernel_fn", decision["forward"] == "kernel"), ("backward_fn", backward)):
-        if due and len(calls.answers[name]) == before[name]:
+    for name, must_run in (
+        ("kernel_fn", decision["forward"] == "kernel"),
+        ("backward_fn", backward),
+    ):
+        if must_run and len(calls.answers[name]) == before[name]:
             raise AssertionError(
                 f"{pattern.where}: {what}: the {name.removesuffix('_fn')} was not run"
             )
 
 
-def operator_on(pattern: Op, decision: dict, given):
-    """The results of the pattern's operator on its arguments, without what it keeps for the
+def operator_on(pattern: Op, decision: dict, inputs):
+    """The results of the pattern's operator on its arguments, without what it saves for the
     backward.
     """
-    out = operator_of(pattern).overload(*flat_arguments(pattern, given), **decision)
+    out = operator_of(pattern).overload(*flat_arguments(pattern, inputs), **decision)
     return out[: pattern.outputs] if isinstance(out, tuple) else out
 
 
-def flat_arguments(pattern: Op, given) -> list:
-    device = next(a.device for a in given if isinstance(a, torch.Tensor))
-    named = dict(zip([p.name for p in pattern.params], given, strict=True))
+def flat_arguments(pattern: Op, inputs) -> list:
+    """The arguments as the operator takes them, with seeds for what it draws."""
+    device = next(a.device for a in inputs if isinstance(a, torch.Tensor))
+    named = dict(zip([p.name for p in pattern.params], inputs, strict=True))
     return operator_of(pattern).flatten(
         named | {name: draw(device) for name in pattern.seed_arguments}
     )
@@ -200,10 +213,9 @@ def flat_arguments(pattern: Op, given) -> list:
 def check_operators(
     pattern: Op, kinds: tuple, kernel: bool, dtype, device: str, proof: Proof
 ) -> None:
-    """torch.library.opcheck of the operator, and of that of its backward, in one form and dtype.
+    """Run torch.library.opcheck on the operator and on that of its backward, in one form and dtype.
 
-    What the interpreter runs cannot be traced: there, on fake tensors the operator is its
-    reference.
+    Triton's interpreter cannot be traced. With it, the checks on fake tensors inline the reference.
     """
     op = operator_of(pattern)
     args = arguments(pattern, kinds, dtype, device)
@@ -222,16 +234,16 @@ def check_operators(
     if op.backward_call is not None and kernel:
         backward = getattr(torch.ops.fusion, f"{pattern.name}_backward").default
         names.append(str(backward))
-        given = backward_arguments(pattern, flat)
+        inputs = backward_arguments(pattern, flat)
         with trial(unless_fake) if device != "cuda" else contextlib.nullcontext():
-            checked_by_torch(pattern, backward, given, {}, (*ON_REAL, "test_faketensor"))
+            checked_by_torch(pattern, backward, inputs, {}, (*ON_REAL, "test_faketensor"))
     elif op.backward_call is not None:
         proof.not_run.append("opcheck of the backward's operator: its kernel was not run")
     proof.checked.append(f"opcheck of {' and '.join(names)}: {', '.join((*ON_REAL, *ON_FAKES))}")
 
 
 def unless_fake(kernel, grid: tuple, args: tuple, options: dict) -> None:
-    """A launch in the interpreter, which cannot read a fake tensor."""
+    """Launch in Triton's interpreter, which cannot read a fake tensor, where there is none."""
     if not any(isinstance(a, FakeTensor) for a in args):
         kernel[grid](*args, **options)
 
@@ -260,19 +272,20 @@ def check_on_fakes(pattern: Op, kinds: tuple, args: list) -> None:
             have, want = ((t.shape, t.stride(), t.dtype) for t in (f, r))
             if have != want:
                 raise AssertionError(
-                    f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake tensors, "
+                    f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake "
+                    f"tensors, "
                     f"{want} on real ones"
                 )
 
 
 def backward_arguments(pattern: Op, flat: list) -> list:
-    """What the operator of the backward takes, for gradients of ones."""
+    """The arguments of the backward's operator, for output gradients of ones."""
     op, flat = operator_of(pattern), detached(flat)
     with torch.no_grad():
         out = tensors(op.overload(*flat, forward="kernel", backward="kernel", save=True))
     results, saves = out[: pattern.outputs], out[pattern.outputs :]
-    given = [flat[i] for i in op.tensor_fields]
-    needs = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in given]
+    inputs = [flat[i] for i in op.tensor_fields]
+    needs = [isinstance(a, torch.Tensor) and a.is_floating_point() for a in inputs]
     return [
         *map(torch.ones_like, results),
         *(results if pattern.backward_result else ()),

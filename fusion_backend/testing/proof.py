@@ -1,4 +1,4 @@
-"""What a check of a pattern found, in sentences, and errors that name the function and its line."""
+"""The result of check_pattern, in sentences, and errors that name the function and its line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WATCHED = {"guard_fn": "guard", "replacement_fn": "replacement", "kernel_fn": "k
 
 @dataclasses.dataclass
 class Proof:
-    """What check_pattern ran, and what it did not run and why: a sentence each, that begins with
-    what it is about.
+    """What check_pattern ran (`checked`), and what it did not run and why (`not_run`): a sentence
+    each, which begins with its subject. `str` lists them.
     """
 
     pattern: str
@@ -39,7 +39,7 @@ def line_of(fn: Callable) -> int:
 
 
 def in_forms(some: Collection, of_all: Collection) -> str:
-    """Forms in words; a few by name."""
+    """Forms in words: by name where they are few and not all."""
     if len(some) == len(of_all):
         return "in its one form" if len(of_all) == 1 else f"in all {len(of_all)} forms"
     if len(some) <= 3:
@@ -51,13 +51,14 @@ def raised(
     pattern: Definition, what: str, fn: Callable, error: Exception, where: str = ""
 ) -> PatternError:
     return PatternError(
-        f"{pattern.where}: the {what} at line {line_of(fn)} raised {type(error).__name__}{where}: {error}"
+        f"{pattern.where}: the {what} at line {line_of(fn)} raised "
+        f"{type(error).__name__}{where}: {error}"
     )
 
 
 def typo(error: Exception) -> bool:
-    """A name that does not exist, unless it was asked of an argument that is None or a number in
-    this form.
+    """Is it a name that does not exist? An attribute that None or a number does not have is no
+    typo: the argument is a tensor in another form.
     """
     if isinstance(error, AttributeError):
         return error.name is None or not isinstance(error.obj, (type(None), int, float, str))
@@ -66,7 +67,7 @@ def typo(error: Exception) -> bool:
 
 @dataclasses.dataclass
 class Calls:
-    """What the functions of a pattern answered, in order, and what they raised."""
+    """What the functions of a pattern returned, in order, and what they raised."""
 
     answers: dict[str, list] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
@@ -76,8 +77,8 @@ class Calls:
 
 @contextlib.contextmanager
 def watched(pattern: Definition):
-    """Inside, the calls of a pattern's functions are recorded, and what they raise names the
-    function and its line.
+    """Record the calls of a pattern's functions; what they raise becomes a PatternError that names
+    the function and its line.
     """
     calls, real = (
         Calls(),

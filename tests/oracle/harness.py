@@ -36,15 +36,20 @@ FAST = {"cpp.simdlen": 1, "compile_threads": 1, "fx_graph_cache": False}
 class Case:
     """A model with its inputs, and what is known of it.
 
-    build()      makes the model (a function or a module), under seed 0 inputs(k)    makes the
-    inputs of call k, under seed 1 + k fused        how many sites of a pattern must fuse; 0: none
-    may train        call backward with fixed cotangents around(k)    the context manager in which
-    call k runs; before(inputs) runs ahead of it exact        what values and gradients are measured
-    against: eager in "fp64", "eager", or "plain" Inductor beside       put a layer_norm of the
-    first floating output next to the model: a fusion elsewhere fails        plain Inductor raises,
-    and so must we, with the same message skip         why this torch cannot run it even plainly
-    slack        bytes that may be saved beyond what plain Inductor saves same_saved   nothing was
-    rewritten in the differentiated part: the saved tensors are the very same
+    build()         makes the model, a function or a module, under seed 0
+    inputs(k)       makes the inputs of call k, under seed 1 + k
+    fused           pattern -> how many sites of it must fuse; 0: none may
+    train           call backward with fixed cotangents
+    around(k)       the context manager in which call k runs
+    before(inputs)  is called before each call
+    exact           what values and gradients are compared with: eager in "fp64", "eager", or
+                    "plain" Inductor
+    with_norm       also compute a layer_norm of the first floating output, so that something fuses
+    fails           plain Inductor raises, and so must we, with the same message
+    skip            why this version of torch cannot run the case even under plain Inductor
+    slack           bytes that may be saved beyond what plain Inductor saves
+    same_saved      nothing was rewritten in the differentiated part: exactly the same tensors are
+                    saved
     """
 
     name: str
@@ -54,7 +59,7 @@ class Case:
     calls: int = 1
     train: bool = True
     exact: str = "fp64"
-    beside: bool = True
+    with_norm: bool = True
     fails: bool = False
     same_saved: bool = False
     slack: int = 0
@@ -68,9 +73,7 @@ class Case:
 
 @dataclasses.dataclass
 class Result:
-    """What a user can observe of one run. `layout` holds what must be equal exactly,
-    call by call.
-    """
+    """What a user can observe of one run. `layout` has what must be equal exactly, by call."""
 
     values: list = dataclasses.field(default_factory=list)
     grads: list = dataclasses.field(default_factory=list)
@@ -90,8 +93,8 @@ class Result:
     warned: list = dataclasses.field(default_factory=list)
 
 
-class Beside(nn.Module):
-    """A model and, next to it, a layer_norm of its first floating output."""
+class WithLayerNorm(nn.Module):
+    """The result of a model, and a layer_norm of its first floating output."""
 
     def __init__(self, inner):
         super().__init__()
@@ -112,7 +115,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def double(tree):
-    """float32 tensors as float64; what was one tensor stays one."""
+    """float32 tensors as float64; the same tensor at two places stays the same."""
     memo = {}
 
     def convert(t):
@@ -190,7 +193,7 @@ def detached(tree) -> list[Tensor]:
 
 @contextlib.contextmanager
 def inductor_graphs(result: Result):
-    """Record what Inductor is given with each forward graph."""
+    """Record the arguments with which Inductor compiles each forward graph."""
     inner = compile_fx.fx_codegen_and_compile
 
     def spy(gm, *args, **kwargs):
@@ -231,8 +234,8 @@ def run(case: Case, backend: str) -> Result:
     counters.clear()
     torch.manual_seed(0)
     model = case.build()
-    if case.beside:
-        model = Beside(model)
+    if case.with_norm:
+        model = WithLayerNorm(model)
     if backend == "fp64" and isinstance(model, nn.Module):
         model = copy.deepcopy(model).double()
     call = model if backend in ("eager", "fp64") else compiled(model, backend, **case.compile)

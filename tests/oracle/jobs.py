@@ -67,7 +67,7 @@ def fsdp2_by_layer(model, x, backend):
 
 
 def dtensor(model, x, backend):
-    """Replicated parameters, a sharded input, and a plain gate beside them: only that one fuses."""
+    """Replicated parameters, a sharded input, and a plain gate as well: only that one fuses."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):

@@ -92,7 +92,7 @@ def vmapped(x, w1, b1, w2, b2):
     return torch.func.vmap(lambda row: gate(row[None], w1, b1, w2, b2)[0])(x).sin()
 
 
-def vmap_beside_gate(x, w1, b1, w2, b2):
+def vmap_and_gate(x, w1, b1, w2, b2):
     return torch.func.vmap(torch.sin)(gate(x, w1, b1, w2, b2))
 
 
@@ -168,7 +168,7 @@ CASES = [
     # again.
     case(checkpoint_selective, fused=NO_GATE, same_saved=TORCH < (2, 14)),
     case(vmapped, fused=NO_GATE),
-    case(vmap_beside_gate, fused=ONE_GATE),
+    case(vmap_and_gate, fused=ONE_GATE),
     case(grad_inside, fused=NO_GATE),
     case(jvp_inside, gate_inputs_no_grad, fused=NO_GATE, train=False),
     case(per_sample_grad, fused=NO_GATE),

@@ -86,7 +86,7 @@ def inference_inside(x, w1, b1, w2, b2):
         return gate(x, w1, b1, w2, b2) + 0
 
 
-def inference_beside(x, w1, b1, w2, b2):
+def inference_and_gate(x, w1, b1, w2, b2):
     with torch.inference_mode():
         s = F.linear(x, w1).sum()
     return gate(x, w1, b1, w2, b2), s
@@ -131,7 +131,7 @@ CASES = [
     case(no_grad_function, fused=ONE_GATE),
     case(grad_inside_no_grad, fused=ONE_GATE),
     case(inference_inside, exact="eager"),
-    case(inference_beside, exact="eager", fused=ONE_GATE, skip=NO_INFERENCE),
+    case(inference_and_gate, exact="eager", fused=ONE_GATE, skip=NO_INFERENCE),
     case(sdpa_math, fused=ONE_GATE),
     case(detach_inside, fused=ONE_GATE),
     case(detached_half, fused=NO_GATE),

@@ -58,9 +58,11 @@ for options in json.loads(sys.argv[1]):
     out.sin().sum().backward()
     report = fusion_backend.report()
     print(json.dumps({
-        "counters": {k: counters[group][k] for group in ("inductor", "aot_autograd") for k in counters[group]},
+        "counters": {k: counters[group][k] for group in ("inductor", "aot_autograd")
+                     for k in counters[group]},
         "values": [t.tolist() for t in (out, x.grad, w.grad)],
-        "sites": [(s.pattern, s.where, s.fused, s.reason, s.forward, s.backward) for s in report.sites],
+        "sites": [(s.pattern, s.where, s.fused, s.reason, s.forward, s.backward)
+                  for s in report.sites],
     }))
 """
 

@@ -1,3 +1,3 @@
-"""Generated spellings and near misses of a pattern, and the proof that they are recognised and left
-right.
+"""Generated spellings of a pattern and near misses, and how many of them the pass recognises and
+leaves alone.
 """

@@ -1,5 +1,5 @@
-"""A call in a trace as the texts of wordings.py and changes.py see it: what their fields and
-conditions may ask.
+"""A call in a trace, as the texts of wordings.py and changes.py see it: the values that their
+fields and conditions may use.
 """
 
 from __future__ import annotations
@@ -13,53 +13,55 @@ from torch import fx
 
 from fusion_backend.compat.torch import OpOverload, schema_of
 
-# What these give may be their argument, or share its memory: it is not for others to write over.
+# The results of these may be their argument, or share its memory: they may not be overwritten.
 MAY_ALIAS = {"to", "contiguous", "reshape", "dropout", "flatten", "getitem", "type_as"}
 
 
-def fitting(texts, call: Call) -> list[str]:
-    """The texts whose conditions hold."""
+def applicable(texts, call: Call) -> list[str]:
+    """The texts whose conditions hold for a call."""
     pairs = [(t, None) if isinstance(t, str) else t for t in texts]
     return [text for text, when in pairs if when is None or when(call)]
 
 
 class Fields(dict):
-    """What the fields of a text stand for."""
+    """The values of a text's fields, computed when `format_map` asks for them. A value that the
+    text mentions twice is put into a variable.
+    """
 
-    def __init__(self, author, call: Call, text: str):
+    def __init__(self, writer, call: Call, text: str):
         super().__init__()
-        self.author, self.call = author, call
+        self.writer, self.call = writer, call
         fields = [f for _, f, _, _ in string.Formatter().parse(text) if f]
         self.repeated = {f for f in fields if fields.count(f) > 1}
 
     def __missing__(self, key: str):
         if key in ("t", "u"):
-            value: object = next(self.author.names)
+            value: object = next(self.writer.names)
         elif key == "x":
-            value = self.author.named(self.call.node)
+            value = self.writer.variable(self.call.node)
         else:
             value = getattr(self.call, key)
         if isinstance(value, Call) and any(f.split(".")[0] == key for f in self.repeated):
-            value.keep = True
+            value.in_variable = True
         self[key] = value
         return value
 
 
 class Call:
-    """A call in the trace as texts and conditions see it: its arguments by their schema names, and
-    what it gives.
+    """A call in the trace. Its attributes are its arguments, by their schema names, and DERIVED; an
+    attribute that it does not have is None.
     """
 
-    def __init__(self, author, node: fx.Node):
-        self.author, self.node, self.keep = author, node, False
+    def __init__(self, writer, node: fx.Node):
+        self.writer, self.node, self.in_variable = writer, node, False
         if node.op == "placeholder":
             self.name, self.arguments = "input", {}
         elif isinstance(node.target, OpOverload):
             schema = schema_of(node.target)
             self.name = schema.name.removeprefix("aten::")
             defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-            given = dict(zip([a.name for a in schema.arguments], node.args, strict=False))
-            self.arguments = defaults | given | dict(node.kwargs)
+            positional = dict(zip([a.name for a in schema.arguments], node.args, strict=False))
+            self.arguments = defaults | positional | dict(node.kwargs)
         else:
             self.name, self.arguments = (
                 "getitem",
@@ -77,54 +79,63 @@ class Call:
             return DERIVED[name](self) if name in DERIVED else None
         value = self.arguments[name]
         if isinstance(value, fx.Node):
-            return Call(self.author, value)
-        return literal(value, self.author)
+            return Call(self.writer, value)
+        return literal(value, self.writer)
 
     def __format__(self, spec: str) -> str:
-        return self.author.named(self.node) if spec or self.keep else self.author.written(self.node)
+        return (
+            self.writer.variable(self.node)
+            if spec or self.in_variable
+            else self.writer.expression(self.node)
+        )
 
     def default(self) -> str:
         if self.name == "getitem":
-            return f"{self.author.named(self.node.args[0])}[{self.node.args[1]}]"
-        args = [code(literal(a, self.author)) for a in self.node.args]
-        args += [f"{k}={code(literal(v, self.author))}" for k, v in self.node.kwargs.items()]
+            return f"{self.writer.variable(self.node.args[0])}[{self.node.args[1]}]"
+        args = [code(literal(a, self.writer)) for a in self.node.args]
+        args += [f"{k}={code(literal(v, self.writer))}" for k, v in self.node.kwargs.items()]
         return f"torch.ops.{str(self.node.target).replace('::', '.')}({', '.join(args)})"
 
 
-class Listed(list):
+class ListLiteral(list):
+    """A list that formats as source."""
+
     def __format__(self, spec: str) -> str:
         return f"[{', '.join(map(code, self))}]"
 
 
-def literal(value, author):
+def literal(value, writer):
     """An argument as it is written; numbers stay numbers, for conditions."""
     if isinstance(value, fx.Node):
-        return Call(author, value)
+        return Call(writer, value)
     if isinstance(value, (list, tuple)):
-        return Listed(literal(v, author) for v in value)
+        return ListLiteral(literal(v, writer) for v in value)
     if isinstance(value, float) and not math.isfinite(value):
-        return Infinite(value)
+        return InfiniteLiteral(value)
     return value
 
 
-class Infinite(float):
+class InfiniteLiteral(float):
+    """An infinity or NaN, which formats as source."""
+
     def __format__(self, spec: str) -> str:
         return f'float("{float(self)}")'
 
 
 def code(value) -> str:
-    return format(value) if isinstance(value,
-        (Call, Listed, float)) else f"torch.{value!r}" if isinstance(
-        value, torch.device) else repr(value)  # fmt: skip
+    """Python source of a literal."""
+    if isinstance(value, (Call, ListLiteral, float)):
+        return format(value)
+    return f"torch.{value!r}" if isinstance(value, torch.device) else repr(value)
 
 
 def dims_of(a: Call) -> tuple[int, ...] | None:
-    """The reduced dimensions; from one side or the other."""
+    """The reduced dimensions, counted from the left or from the right at random."""
     if not isinstance(a.self, Call) or not a.self.rank:
         return None
     dims = a.arguments.get("dim")
     dims = range(a.self.rank) if dims in (None, []) else [dims] if isinstance(dims, int) else dims
-    shift = a.self.rank if a.author.draw.random() < 0.3 else 0
+    shift = a.self.rank if a.writer.draw.random() < 0.3 else 0
     return tuple(d % a.self.rank - a.self.rank + shift for d in dims)
 
 
@@ -133,7 +144,7 @@ def one(dims: tuple | None) -> int | None:
 
 
 def fresh(a: Call) -> bool:
-    """Made here and read once: it may be written over."""
+    """Is it in memory of its own and read once, so that it may be overwritten?"""
     if a.node.op != "call_function" or len(a.node.users) != 1 or a.name in MAY_ALIAS:
         return False
     return not any(r.alias_info for r in schema_of(a.node.target).returns)
@@ -144,7 +155,7 @@ def value(a: Call) -> torch.Tensor:
 
 
 def sibling(a: Call) -> Call | None:
-    """Another product of the same value by a weight of the same shape."""
+    """Another product of the same value and a weight of the same shape."""
     x, w = a.node.args[:2]
     for n in x.users:
         alike = n is not a.node and n.target is a.node.target and n.args[0] is x
@@ -153,16 +164,18 @@ def sibling(a: Call) -> Call | None:
             and w.meta["val"].dim() == 2
             and n.args[1].meta["val"].shape == w.meta["val"].shape
         ):
-            return Call(a.author, n)
+            return Call(a.writer, n)
     return None
 
 
 def pair_of(a: Call) -> tuple:
     tensors = a.tensors
-    return tuple(tensors) if isinstance(tensors, Listed) and len(tensors) == 2 else (None, None)
+    return (
+        tuple(tensors) if isinstance(tensors, ListLiteral) and len(tensors) == 2 else (None, None)
+    )
 
 
-# What conditions and texts may ask of a call beside its arguments.
+# The attributes of a call besides its arguments.
 DERIVED: dict[str, Callable] = {
     "rank": lambda a: value(a).dim(),
     "shape": lambda a: list(value(a).shape),
@@ -184,7 +197,7 @@ DERIVED: dict[str, Callable] = {
     "unroot": lambda a: 1 / a.root,
     "n": lambda a: math.prod(a.self.shape[d] for d in dims_of(a)),
     "inverse": lambda a: 1 / a.other,
-    "reciprocal": lambda a: a.author.base.pattern.reciprocal,
+    "reciprocal": lambda a: a.writer.form.pattern.reciprocal,
     "groups": lambda a: a.query.shape[-3] // a.key.shape[-3],
     "root": lambda a: 1 / math.sqrt(a.query.shape[-1]) if a.scale is None else a.scale,
 }

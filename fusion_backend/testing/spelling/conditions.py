@@ -1,5 +1,5 @@
-"""Conditions under which a text computes a value: `a` is the call that is written, `a.other` one of
-its arguments.
+"""Conditions under which a text computes a value. `a` is the Call that is written; `a.self`,
+`a.other`, … are its arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def tensor(a) -> bool:
 
 
 def is_a(a, *names: str) -> bool:
-    """A call of one of these that nobody else reads."""
+    """Is it a call of one of these that nothing else reads?"""
     return tensor(a) and a.name in names and a.single
 
 
@@ -20,23 +20,23 @@ def number(a) -> bool:
     return isinstance(a, (int, float)) and not isinstance(a, bool)
 
 
-def both(a) -> bool:
+def two_tensors(a) -> bool:
     return tensor(a.self) and tensor(a.other)
 
 
-def own(a) -> bool:
-    """May the result be written over `self`: nobody else reads it, and it has the result's shape
-    and dtype.
+def overwritable(a) -> bool:
+    """May the result overwrite `self`? Nothing else reads it, and it has the result's shape and
+    dtype.
     """
     return tensor(a.self) and a.self.fresh and (a.self.shape, a.self.type) == (a.shape, a.type)
 
 
-def invertible(a) -> bool:
-    """Division by this number may be written as multiplication by its reciprocal."""
+def has_inverse(a) -> bool:
+    """May division by this number be written as multiplication by its reciprocal?"""
     return number(a.other) and a.other != 0 and (a.reciprocal or abs(math.frexp(a.other)[0]) == 0.5)
 
 
-def plain(a) -> bool:
+def alpha_is_one(a) -> bool:
     return a.alpha == 1
 
 
@@ -44,18 +44,18 @@ def one_axis(a) -> bool:
     return a.axis is not None
 
 
-def reduces(a) -> bool:
+def reduces_as_is(a) -> bool:
     return a.dtype is None and a.axes is not None
 
 
-def kept(a) -> bool:
-    return reduces(a) and a.keepdim
+def keeps_dims(a) -> bool:
+    return reduces_as_is(a) and a.keepdim
 
 
-def bias_of(a, *products: str) -> bool:
-    """A product plus a vector that goes along its last dimension."""
+def adds_bias(a, *products: str) -> bool:
+    """Is it a product plus a vector along its last dimension?"""
     return (
-        plain(a)
+        alpha_is_one(a)
         and is_a(a.self, *products)
         and tensor(a.other)
         and a.other.rank == 1
@@ -67,29 +67,25 @@ def matrices(a) -> bool:
     return a.self.rank == 2 and a.other.rank == 2
 
 
-def dense(a) -> bool:
-    """May the result be written over `self` through a view of it?"""
-    return own(a) and a.self.contiguous
-
-
-def floating(a) -> bool:
-    return a.floating
+def overwritable_through_view(a) -> bool:
+    """May the result overwrite `self` through a view of it?"""
+    return overwritable(a) and a.self.contiguous
 
 
 def last_axis(a) -> bool:
-    """The one reduced dimension is the last."""
+    """Is the one reduced dimension the last?"""
     return one_axis(a) and a.axis in (-1, a.self.rank - 1)
 
 
-def packs(a) -> bool:
-    """Is there another product of the same rows, not written yet, whose weight can stand beside
-    this one's?
+def can_pack(a) -> bool:
+    """Is there another product of the same rows, not written yet, whose weight can be concatenated
+    with this one's?
     """
-    return tensor(a.sibling) and a.sibling.node not in a.author.text
+    return tensor(a.sibling) and a.sibling.node not in a.writer.text
 
 
-def normalises(a) -> bool:
-    """Is it x / max(|x|, eps), as F.normalize writes it?"""
+def is_l2_normalisation(a) -> bool:
+    """Is it x / max(|x|, eps) as F.normalize computes it?"""
     norm = a.other.self if is_a(a.other, "expand_as") else None
     return (
         bool(norm)
@@ -99,13 +95,13 @@ def normalises(a) -> bool:
     )
 
 
-def halves(a) -> bool:
+def splits_in_halves(a) -> bool:
     """Are its pieces the two halves of the last dimension?"""
     return a.chunks == 2 and a.dim in (-1, a.self.rank - 1) and a.self.shape[-1] % 2 == 0
 
 
-def strided(a) -> bool:
-    """Every other element of the last dimension."""
+def every_other_element(a) -> bool:
+    """Does it take every other element of the last dimension?"""
     return (
         a.step == 2
         and a.dim in (-1, a.self.rank - 1)
@@ -114,14 +110,14 @@ def strided(a) -> bool:
     )
 
 
-def pair(a) -> bool:
+def pair_on_last_axis(a) -> bool:
     return a.second is not None and a.dim in (-1, a.rank - 1)
 
 
-def heads(a) -> bool:
-    """Heads repeated in [b, h, n, d]."""
+def repeats_heads(a) -> bool:
+    """Does it repeat the heads of [b, h, n, d]?"""
     return a.rank == 4 and a.dim in (1, -3)
 
 
-def unbiased(a) -> bool:
+def biased_variance(a) -> bool:
     return a.correction in (0, False) and a.axes is not None

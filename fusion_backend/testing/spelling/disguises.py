@@ -1,10 +1,10 @@
-"""What may stand around a value or around the whole code and changes nothing. Fields as in
+"""No-ops on a value, and frames around the whole code, as data. The fields are those of
 wordings.py.
 """
 
 from __future__ import annotations
 
-# The value itself in other words; `{x}` is a variable that holds it.
+# No-ops on the value of the variable {x}.
 DISGUISES = [
     "{x}.contiguous()",
     ("{x}.view({x}.shape)", lambda a: a.contiguous),
@@ -40,21 +40,22 @@ def indented(lines: list[str]) -> list[str]:
     return ["    " + line for line in lines]
 
 
-# Where the code stands: its lines, its result and its arguments become the lines of a function.
+# A frame makes the body of a function from lines of code, their result and their arguments.
 FRAMES = {
-    "plain": lambda body, out, given: [*body, f"return {out}"],
-    "inner function": lambda body, out, given: [
-        f"def inner({given}):", *indented([*body, f"return {out}"]), f"return inner({given})"
+    "plain": lambda body, out, arguments: [*body, f"return {out}"],
+    "inner function": lambda body, out, arguments: [
+        f"def inner({arguments}):", *indented([*body, f"return {out}"]),
+        f"return inner({arguments})",
     ],
-    "checkpoint": lambda body, out, given: [
-        f"def inner({given}):", *indented([*body, f"return {out}"]),
-        f"return torch.utils.checkpoint.checkpoint(inner, {given}, use_reentrant=False)",
+    "checkpoint": lambda body, out, arguments: [
+        f"def inner({arguments}):", *indented([*body, f"return {out}"]),
+        f"return torch.utils.checkpoint.checkpoint(inner, {arguments}, use_reentrant=False)",
     ],
-    "autocast off": lambda body, out, given: [
+    "autocast off": lambda body, out, arguments: [
         'with torch.autocast("cpu", enabled=False):', *indented([*body, f"result = {out}"]),
         "return result"
     ],
-    "autocast": lambda body, out, given: [
+    "autocast": lambda body, out, arguments: [
         'with torch.autocast("cpu", torch.bfloat16):', *indented([*body, f"result = {out}"]),
         "return result"
     ],

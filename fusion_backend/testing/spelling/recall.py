@@ -1,9 +1,10 @@
-"""How well a pattern is recognised: generated spellings and near misses (author.py), each proven.
+"""How many generated spellings of a pattern are recognised, and how many near misses left alone.
 
-Of each function, traced by Dynamo and rewritten with the gate open: a spelling computes what the
-reference does, value and gradient in fp64; it is recognised, whole; whatever was rewritten computes
-what the function itself does in eager, no worse against fp64. Every other function is run in
-inference, under no_grad; so is what eager cannot differentiate.
+Every generated function (generate.py) is traced by Dynamo and rewritten with `fusion.gate=always`.
+A spelling must compute what the reference does, value and gradient in fp64, and should be
+recognised with all its arguments. Whatever was rewritten must compute what the function does in
+eager, with no larger error against fp64 than `close` allows. Every other function runs in
+inference, under no_grad; so does one that eager cannot differentiate.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from fusion_backend.testing import (
     fused_nodes,
     value_and_gradients,
 )
-from fusion_backend.testing.spelling.author import Spelling, near_misses, spellings
+from fusion_backend.testing.spelling.generate import Spelling, near_misses, spellings
 
 SHORT = {torch.float32, torch.bfloat16, torch.float16}
 ROUNDINGS = 64
 CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
-class Computing(TorchFunctionMode):
+class CastsTo(TorchFunctionMode):
     """All casts between floats become casts to one dtype."""
 
     def __init__(self, dtype: torch.dtype):
@@ -55,7 +56,7 @@ class Computing(TorchFunctionMode):
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one function. `wrong` and `fault` are empty when all is well."""
+    """What became of one function. `wrong` is empty where the rewritten function is right."""
 
     spelling: Spelling
     training: bool
@@ -69,20 +70,20 @@ class Outcome:
 
 @dataclasses.dataclass
 class Recall:
-    """The outcomes for one pattern."""
+    """The outcomes for one pattern. `changed`: the functions that were generated as near misses."""
 
     pattern: Pattern
     spellings: list[Outcome]
-    changed: list[Outcome]  # made as near misses
+    changed: list[Outcome]
 
     @property
     def near_misses(self) -> list[Outcome]:
-        """A change that changes nothing makes no near miss."""
+        """The changed functions that no longer compute what the reference does."""
         return [o for o in self.changed if not o.same]
 
     @property
     def faults(self) -> list[Outcome]:
-        """Spellings that are none: a fault of the generator."""
+        """Functions generated as spellings that do not compute what the reference does."""
         return [o for o in self.spellings if not o.same]
 
     @property
@@ -98,7 +99,7 @@ class Recall:
         return [o for o in self.near_misses if not o.fused]
 
     def row(self) -> dict:
-        """The counts: of spellings by mode, the others over both."""
+        """The counts. Those of spellings are by mode too, training or inference."""
         counts = {"pattern": self.pattern.name}
         for mode, training in (("training", True), ("inference", False)):
             of_mode = [o for o in self.spellings if o.same and o.training is training]
@@ -116,8 +117,8 @@ class Recall:
         )
 
     def to_blame(self) -> list[tuple[str, int, int]]:
-        """The words that unrecognised spellings have in common: (words, unrecognised, uses), the
-        likeliest first.
+        """The words of unrecognised spellings: (words, unrecognised, uses), those first of which
+        the largest part is unrecognised.
         """
         missed = collections.Counter(w for o in self.unrecognised for w in set(o.spelling.words))
         uses = collections.Counter(w for o in self.spellings for w in set(o.spelling.words))
@@ -129,18 +130,22 @@ class Recall:
 def recall(
     pattern: Pattern, kinds=None, count: int = 40, misses: int | None = None, seed: int = 0
 ) -> Recall:
-    """Generate and prove `count` spellings and `misses` near misses (as many, by default) of a
-    pattern.
+    """Generate `count` spellings and `misses` near misses of a pattern, and check each.
+
+    kinds, seed: as `spellings` takes them; misses: `count` by default.
+
+        found = recall(rms_norm, count=8)
+        print(found.row())
     """
     misses = count if misses is None else misses
-    made, changed = (
+    spelled, changed = (
         spellings(pattern, kinds, count, seed),
         near_misses(pattern, kinds, misses, seed),
     )
     outcomes = (outcome(s, i % 2 == 0 or "detach" in s.words[0]) for i, s in enumerate(changed))
     return Recall(
         pattern,
-        [outcome(s, i % 2 == 0) for i, s in enumerate(made)],
+        [outcome(s, i % 2 == 0) for i, s in enumerate(spelled)],
         [o for o in outcomes if o.ran],
     )
 
@@ -168,8 +173,9 @@ def compared(s: Spelling, training: bool, same: bool) -> Outcome:
     with many_recompiles():
         try:
             run(rewritten, s.tensors, training)
-        except Exception as error:  # eager has checks that compiled code has not: of mixed dtypes, of written results
-            # Inductor would draw other numbers: not compared
+        # eager checks more than compiled code does: mixed dtypes, results that were overwritten
+        except Exception as error:
+            # Inductor would draw other random numbers: there is nothing to compare
             random = s.kinds in s.pattern.memo.get("random", ())
             wrong, rewritten = ("", s.fn) if random else compiled(s, training, error)
         wrong = wrong or differs(s, rewritten, training)
@@ -186,17 +192,17 @@ def compared(s: Spelling, training: bool, same: bool) -> Outcome:
     # never inlined: without a kernel it can only be found
     if s.kinds in s.pattern.memo.get("random", ()):
         recognised = any(site.fused or "kernel" in site.reason for site in sites)
-    told = [*(s.reason for s in sites), *map(str, collector.report.misses)]
-    reason = "" if recognised else "\n".join(told) or "no site and no near miss"
+    reasons = [*(s.reason for s in sites), *map(str, collector.report.misses)]
+    reason = "" if recognised else "\n".join(reasons) or "no site and no near miss"
     return Outcome(s, training, recognised, bool(nodes), same, wrong, reason)
 
 
 def differs(s: Spelling, rewritten, training: bool) -> str:
-    """How the rewritten function is worse than the function itself, value or gradient, against
-    fp64.
+    """How the rewritten function is worse than the function itself, in value or gradient; the
+    errors are those against fp64.
 
-    The largest of a few errors of the size of a rounding is a matter of chance: they are judged by
-    their root mean square over five draws.
+    The largest of a few errors of the size of a rounding is a matter of chance. Such errors are
+    judged by their root mean square over five draws of the inputs.
     """
     found = measured(s, rewritten, s.tensors, training)
     if isinstance(found, str):
@@ -236,8 +242,8 @@ def sums_before_integers(pattern: Pattern) -> bool:
 
 
 def as_good_integers(got, plain, narrow, exact) -> bool:
-    """Integers of which no more than FACTOR times as many are wrong as unfused, by no more than one
-    than those.
+    """Are at most FACTOR times as many integers wrong as unfused, none by more than one above the
+    largest unfused error?
     """
     if got.dtype.is_floating_point or got.shape != exact.shape or got.dtype != plain.dtype:
         return False
@@ -249,8 +255,8 @@ def as_good_integers(got, plain, narrow, exact) -> bool:
 def measured(
     s: Spelling, rewritten, tensors: list[torch.Tensor], training: bool
 ) -> list[tuple] | str:
-    """Of each output: as rewritten; in eager; in eager with every cast to bf16, where there is
-    bf16; in fp64.
+    """Each output four times: rewritten, in eager, in eager with every cast to bf16 (where there is
+    bf16), in fp64. A sentence where the number of outputs differs.
     """
     with DropoutOfKernels():
         plain, got = run(s.fn, tensors, training), run(rewritten, tensors, training)
@@ -281,8 +287,8 @@ def rounded(got: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def worse(of_draws: tuple[tuple, ...]) -> str:
-    """One output in several draws: is its root mean square error more than is allowed of the
-    largest?
+    """One output in several draws: what is wrong where its root mean square error is more than is
+    allowed of the largest error.
     """
 
     def rms(values) -> float:
@@ -294,12 +300,15 @@ def worse(of_draws: tuple[tuple, ...]) -> str:
     return (
         ""
         if fine
-        else f"error {mine:.3g} against fp64 in the mean, the unfused one has {max(plain, narrow):.3g}"
+        else f"error {mine:.3g} against fp64 in the mean, the unfused one has "
+        f"{max(plain, narrow):.3g}"
     )
 
 
 def compiled(s: Spelling, grad: bool, error: Exception) -> tuple[str, Callable]:
-    """What could not run as it stood, through Inductor: the error when that fails too."""
+    """A function whose rewritten graph cannot run in eager, compiled by Inductor instead: "" and
+    the compiled function, or the error and the function itself.
+    """
     options = {"fusion.gate": "always", "fusion.only": [s.pattern.name]}
     try:
         rewritten = torch.compile(s.fn, backend="fusion", options=options, dynamic=False)
@@ -318,7 +327,7 @@ def graphs(collector: Collector) -> Iterator[torch.fx.GraphModule]:
 def run(
     fn, tensors: list[torch.Tensor], grad: bool, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Results and gradients on fresh tensors, every draw of random numbers the same."""
+    """Results and gradients on copies of the tensors, with the same random numbers every time."""
     args = [
         a.detach().clone().to(dtype if a.is_floating_point() and dtype else a.dtype)
         for a in tensors
@@ -332,11 +341,13 @@ def run(
 def computed_in(
     dtype: torch.dtype, fn, tensors: list[torch.Tensor], grad: bool
 ) -> list[torch.Tensor]:
-    """Everything in one dtype. A checkpoint would run its body again out of reach of the mode."""
+    """Results and gradients with everything in one dtype. Checkpoints are run inline: they would
+    run their body again outside of the mode.
+    """
     inline = unittest.mock.patch(
         "torch.utils.checkpoint.checkpoint", lambda fn, *args, **how: fn(*args)
     )
-    with inline, Computing(dtype):
+    with inline, CastsTo(dtype):
         return run(fn, tensors, grad, dtype)
 
 

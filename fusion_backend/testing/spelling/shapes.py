@@ -1,67 +1,70 @@
-"""How reductions, reshapes and casts are written. Continues wordings.py."""
+"""Wordings of reductions, reshapes and casts. Continues wordings.py."""
 
 from __future__ import annotations
 
 from fusion_backend.testing.spelling.conditions import (
-    halves,
-    heads,
-    kept,
+    biased_variance,
+    every_other_element,
+    keeps_dims,
     last_axis,
     one_axis,
-    pair,
-    reduces,
-    strided,
-    unbiased,
+    pair_on_last_axis,
+    reduces_as_is,
+    repeats_heads,
+    splits_in_halves,
 )
 
-SHAPED: dict[str, list] = {
+SHAPE_WORDINGS: dict[str, list] = {
     # reductions
     "mean": [
-        ("{self}.mean({axes}, keepdim={keepdim})", reduces),
-        ("torch.mean({self}, dim={axes}, keepdim={keepdim})", reduces),
-        ("{self}.mean({axis}, {keepdim})", lambda a: reduces(a) and one_axis(a)),
-        ("{self}.mean({axis}).unsqueeze({axis})", lambda a: kept(a) and one_axis(a)),
-        ("{self}.mean({axis})[..., None]", lambda a: kept(a) and last_axis(a)),
+        ("{self}.mean({axes}, keepdim={keepdim})", reduces_as_is),
+        ("torch.mean({self}, dim={axes}, keepdim={keepdim})", reduces_as_is),
+        ("{self}.mean({axis}, {keepdim})", lambda a: reduces_as_is(a) and one_axis(a)),
+        ("{self}.mean({axis}).unsqueeze({axis})", lambda a: keeps_dims(a) and one_axis(a)),
+        ("{self}.mean({axis})[..., None]", lambda a: keeps_dims(a) and last_axis(a)),
         (
             "{self}.float().mean({axes}, keepdim={keepdim}).to({type})",
-            lambda a: reduces(a) and a.floating,
+            lambda a: reduces_as_is(a) and a.floating,
         ),
-        ("{self}.sum({axes}, keepdim={keepdim}) / {n}", reduces),
-        ("torch.sum({self}, {axes}, keepdim={keepdim}).div({n})", reduces),
+        ("{self}.sum({axes}, keepdim={keepdim}) / {n}", reduces_as_is),
+        ("torch.sum({self}, {axes}, keepdim={keepdim}).div({n})", reduces_as_is),
         (
             "{self}.sum({axis}, keepdim={keepdim}) / {self}.shape[{axis}]",
-            lambda a: reduces(a) and one_axis(a),
+            lambda a: reduces_as_is(a) and one_axis(a),
         ),
     ],
     "sum": [
-        ("{self}.sum({axes}, keepdim={keepdim})", reduces),
-        ("torch.sum({self}, {axes}, {keepdim})", reduces),
-        ("{self}.sum({axis}).unsqueeze({axis})", lambda a: kept(a) and one_axis(a)),
-        ("{self}.sum({axis})[..., None]", lambda a: kept(a) and last_axis(a)),
+        ("{self}.sum({axes}, keepdim={keepdim})", reduces_as_is),
+        ("torch.sum({self}, {axes}, {keepdim})", reduces_as_is),
+        ("{self}.sum({axis}).unsqueeze({axis})", lambda a: keeps_dims(a) and one_axis(a)),
+        ("{self}.sum({axis})[..., None]", lambda a: keeps_dims(a) and last_axis(a)),
     ],
     "var": [
         (
             "{self}.var({axes}, correction={correction}, keepdim={keepdim})",
             lambda a: a.axes is not None,
         ),
-        ("torch.var({self}, {axes}, unbiased=False, keepdim={keepdim})", unbiased),
+        ("torch.var({self}, {axes}, unbiased=False, keepdim={keepdim})", biased_variance),
         (
-            "{t} = {self} - {self}.mean({axes}, keepdim=True); {t}.pow(2).mean({axes}, keepdim={keepdim})",
-            unbiased,
+            "{t} = {self} - {self}.mean({axes}, keepdim=True); {t}.pow(2).mean({axes}, "
+            "keepdim={keepdim})",
+            biased_variance,
         ),
         (
-            "{t} = {self} - {self}.mean({axes}, keepdim=True); ({t} * {t}).mean({axes}, keepdim={keepdim})",
-            unbiased,
+            "{t} = {self} - {self}.mean({axes}, keepdim=True); ({t} * {t}).mean({axes}, "
+            "keepdim={keepdim})",
+            biased_variance,
         ),
         (
-            "{t} = ({self} - {self}.mean({axes}, keepdim=True)).square(); {t}.sum({axes}, keepdim={keepdim}) / {n}",
-            unbiased,
+            "{t} = ({self} - {self}.mean({axes}, keepdim=True)).square(); {t}.sum({axes}, "
+            "keepdim={keepdim}) / {n}",
+            biased_variance,
         ),
         (
             "{self}.var({axis}, unbiased=False).unsqueeze({axis})",
-            lambda a: unbiased(a) and one_axis(a) and a.keepdim,
+            lambda a: biased_variance(a) and one_axis(a) and a.keepdim,
         ),
-        ("torch.var_mean({self}, {axes}, correction=0, keepdim={keepdim})[0]", unbiased),
+        ("torch.var_mean({self}, {axes}, correction=0, keepdim={keepdim})[0]", biased_variance),
     ],
     "amax": [
         ("{self}.amax({axes}, keepdim={keepdim})", lambda a: a.axes is not None),
@@ -134,33 +137,36 @@ SHAPED: dict[str, list] = {
     "stack": [
         "torch.stack({tensors}, {dim})",
         "torch.stack({tensors}, dim={dim})",
-        ("torch.cat(({first}.unsqueeze(-1), {second}[..., None]), -1)", pair),
+        ("torch.cat(({first}.unsqueeze(-1), {second}[..., None]), -1)", pair_on_last_axis),
     ],
     "chunk": [
         "{self}.chunk({chunks}, {dim})",
         "torch.chunk({self}, {chunks}, dim={dim})",
-        ("{self}.split({self}.shape[-1] // 2, -1)", halves),
-        ("torch.split({self}, [{self}.shape[-1] // 2] * 2, dim=-1)", halves),
-        ("{t} = {self}.shape[-1] // 2; ({self}[..., :{t}], {self}[..., {t}:])", halves),
+        ("{self}.split({self}.shape[-1] // 2, -1)", splits_in_halves),
+        ("torch.split({self}, [{self}.shape[-1] // 2] * 2, dim=-1)", splits_in_halves),
+        ("{t} = {self}.shape[-1] // 2; ({self}[..., :{t}], {self}[..., {t}:])", splits_in_halves),
         (
             "{t} = {self}.size(-1) // 2; ({self}.narrow(-1, 0, {t}), {self}.narrow(-1, {t}, {t}))",
-            halves,
+            splits_in_halves,
         ),
     ],
     "slice": [
-        ("{self}[..., {start}::{step}]", strided),
-        ("{self}.unflatten(-1, (-1, 2))[..., {start}]", strided),
-        ("{self}.reshape(*{self}.shape[:-1], -1, 2)[..., {start}]", strided),
-        ("{self}.unflatten(-1, (-1, 2)).unbind(-1)[{start}]", strided),
+        ("{self}[..., {start}::{step}]", every_other_element),
+        ("{self}.unflatten(-1, (-1, 2))[..., {start}]", every_other_element),
+        ("{self}.reshape(*{self}.shape[:-1], -1, 2)[..., {start}]", every_other_element),
+        ("{self}.unflatten(-1, (-1, 2)).unbind(-1)[{start}]", every_other_element),
     ],
     "repeat_interleave": [
         "torch.repeat_interleave({self}, {repeats}, dim={dim})",
         "{self}.repeat_interleave({repeats}, {dim})",
         (
             "{self}[:, :, None].expand(-1, -1, {repeats}, -1, -1).reshape({shape})",
-            heads,
+            repeats_heads,
         ),
-        ("{self}.unsqueeze(2).expand(-1, -1, {repeats}, -1, -1).flatten(1, 2).contiguous()", heads),
+        (
+            "{self}.unsqueeze(2).expand(-1, -1, {repeats}, -1, -1).flatten(1, 2).contiguous()",
+            repeats_heads,
+        ),
     ],
     "bitwise_not": ["~{self}", "{self}.logical_not()", "torch.logical_not({self})", "{self} == 0"],
     # casts

@@ -1,31 +1,32 @@
-"""How one value is written, as data: for each ATen operator the texts that compute it.
+"""Wordings, as data: for each elementwise ATen operator the texts that compute it.
 
 A text is an expression, or statements and an expression, separated by `; `. Its fields:
-  {self} {other} {dim} …   an argument of the operator, by its schema name; {other.self} an argument of that value
-  {self:n}                 the same, held in a variable
+  {self} {other} {dim} …   an argument of the operator, by its schema name
+  {other.self}             an argument of that argument
+  {self:n}                 the same as {self}, in a variable
   {t} {u}                  fresh variables
-  {axis}                   the one reduced dimension, from either side; {axes} any number of them, as a tuple
+  {axis} {axes}            the one reduced dimension, from either side; all of them, as a tuple
   {n} {shape} {type}       the number of reduced elements; shape and dtype of the result
-  {sibling.other}          the weight of another product of the same value, which is then written as the other half
-`nn.Name(…)` is made once, outside the function. After the text stands, where it needs one, the
-condition under which it computes the value (conditions.py); `a` is the call that is written,
-`a.other` the call or number that is its argument.
+  {sibling.other}          the weight of another product of the same value; the text computes both
+                           products as one
+`nn.Name(…)` is made once, outside the function. A text that does not always compute the value comes
+with its condition (conditions.py).
 """
 
 from __future__ import annotations
 
 from fusion_backend.testing.spelling.conditions import (
-    bias_of,
-    both,
-    dense,
-    invertible,
+    adds_bias,
+    alpha_is_one,
+    has_inverse,
     is_a,
+    is_l2_normalisation,
     matrices,
-    normalises,
     number,
-    own,
-    plain,
+    overwritable,
+    overwritable_through_view,
     tensor,
+    two_tensors,
 )
 
 
@@ -35,74 +36,84 @@ def unary(name: str, *more, module: str | None = None) -> list:
         f"{{self}}.{name}()",
         f"torch.{name}({{self}}.float()).to({{type}})",
         f"{{self}}.float().{name}().type_as({{self}})",
-        (f"{{self:n}}.{name}_(); {{self:n}}", own),
-        (f"{{t}} = {{self:n}}; {{t}}.{name}_(); {{self:n}}", own),
+        (f"{{self:n}}.{name}_(); {{self:n}}", overwritable),
+        (f"{{t}} = {{self:n}}; {{t}}.{name}_(); {{self:n}}", overwritable),
     ]
     return [*texts, *([f"nn.{module}()({{self}})"] if module else []), *more]
 
 
-WAYS: dict[str, list] = {
+WORDINGS: dict[str, list] = {
     # arithmetic
     "add": [
-        ("{self} + {other}", plain),
-        ("{other} + {self}", plain),
-        ("torch.add({self}, {other})", plain),
-        ("torch.add({other}, {self})", lambda a: plain(a) and both(a)),
-        ("{self}.add({other})", lambda a: plain(a) and tensor(a.self)),
-        ("{other}.add({self})", lambda a: plain(a) and tensor(a.other)),
-        ("{self} - (-{other})", lambda a: plain(a) and both(a)),
-        ("torch.add({self}, -{other}, alpha=-1)", lambda a: plain(a) and both(a)),
-        ("{self:n} += {other}; {self:n}", lambda a: plain(a) and own(a)),
-        ("{self:n}.add_({other}); {self:n}", lambda a: plain(a) and own(a)),
-        ("{t} = {self:n}; {t} += {other}; {t}", lambda a: plain(a) and own(a)),
+        ("{self} + {other}", alpha_is_one),
+        ("{other} + {self}", alpha_is_one),
+        ("torch.add({self}, {other})", alpha_is_one),
+        ("torch.add({other}, {self})", lambda a: alpha_is_one(a) and two_tensors(a)),
+        ("{self}.add({other})", lambda a: alpha_is_one(a) and tensor(a.self)),
+        ("{other}.add({self})", lambda a: alpha_is_one(a) and tensor(a.other)),
+        ("{self} - (-{other})", lambda a: alpha_is_one(a) and two_tensors(a)),
+        ("torch.add({self}, -{other}, alpha=-1)", lambda a: alpha_is_one(a) and two_tensors(a)),
+        ("{self:n} += {other}; {self:n}", lambda a: alpha_is_one(a) and overwritable(a)),
+        ("{self:n}.add_({other}); {self:n}", lambda a: alpha_is_one(a) and overwritable(a)),
+        ("{t} = {self:n}; {t} += {other}; {t}", lambda a: alpha_is_one(a) and overwritable(a)),
         (
             "{t} = {self:n}.view_as({self:n}); {t} += {other}; {self:n}",
-            lambda a: plain(a) and dense(a),
+            lambda a: alpha_is_one(a) and overwritable_through_view(a),
         ),
         (
             "torch.addcmul({self}, {other.self}, {other.other})",
-            lambda a: plain(a) and both(a) and is_a(a.other, "mul") and both(a.other),
+            lambda a: (
+                alpha_is_one(a) and two_tensors(a) and is_a(a.other, "mul") and two_tensors(a.other)
+            ),
         ),
         (
             "torch.add({self}, {other.self}, alpha={other.other})",
-            lambda a: plain(a) and both(a) and is_a(a.other, "mul") and number(a.other.other),
+            lambda a: (
+                alpha_is_one(a)
+                and two_tensors(a)
+                and is_a(a.other, "mul")
+                and number(a.other.other)
+            ),
         ),
         (
             "torch.addmm({other}, {self.self}, {self.other})",
-            lambda a: bias_of(a, "matmul", "mm") and matrices(a.self),
+            lambda a: adds_bias(a, "matmul", "mm") and matrices(a.self),
         ),
         (
             "F.linear({self.self}, {self.other}.t(), {other})",
-            lambda a: bias_of(a, "matmul", "mm") and a.self.other.rank == 2,
+            lambda a: adds_bias(a, "matmul", "mm") and a.self.other.rank == 2,
         ),
-        ("{self} + {alpha} * {other}", lambda a: not plain(a)),
-        ("torch.add({self}, {other}, alpha={alpha})", lambda a: not plain(a)),
+        ("{self} + {alpha} * {other}", lambda a: not alpha_is_one(a)),
+        ("torch.add({self}, {other}, alpha={alpha})", lambda a: not alpha_is_one(a)),
     ],
     "sub": [
-        ("{self} - {other}", plain),
-        ("torch.sub({self}, {other})", plain),
-        ("{self}.sub({other})", lambda a: plain(a) and tensor(a.self)),
-        ("torch.subtract({self}, {other})", lambda a: plain(a) and tensor(a.self)),
-        ("{self} + (-{other})", plain),
-        ("-{other} + {self}", plain),
-        ("torch.add({self}, {other}, alpha=-1)", lambda a: plain(a) and both(a)),
-        ("torch.rsub({other}, {self})", lambda a: plain(a) and both(a)),
-        ("{self:n} -= {other}; {self:n}", lambda a: plain(a) and own(a)),
-        ("{self:n}.sub_({other}); {self:n}", lambda a: plain(a) and own(a)),
+        ("{self} - {other}", alpha_is_one),
+        ("torch.sub({self}, {other})", alpha_is_one),
+        ("{self}.sub({other})", lambda a: alpha_is_one(a) and tensor(a.self)),
+        ("torch.subtract({self}, {other})", lambda a: alpha_is_one(a) and tensor(a.self)),
+        ("{self} + (-{other})", alpha_is_one),
+        ("-{other} + {self}", alpha_is_one),
+        ("torch.add({self}, {other}, alpha=-1)", lambda a: alpha_is_one(a) and two_tensors(a)),
+        ("torch.rsub({other}, {self})", lambda a: alpha_is_one(a) and two_tensors(a)),
+        ("{self:n} -= {other}; {self:n}", lambda a: alpha_is_one(a) and overwritable(a)),
+        ("{self:n}.sub_({other}); {self:n}", lambda a: alpha_is_one(a) and overwritable(a)),
     ],
-    "rsub": [("{other} - {self}", plain), ("-{self} + {other}", plain)],
+    "rsub": [("{other} - {self}", alpha_is_one), ("-{self} + {other}", alpha_is_one)],
     "mul": [
         "{self} * {other}",
         "{other} * {self}",
         "torch.mul({self}, {other})",
         ("{self}.mul({other})", lambda a: tensor(a.self)),
         ("{other}.mul({self})", lambda a: tensor(a.other)),
-        ("torch.multiply({other}, {self})", lambda a: both(a)),
-        ("{self:n} *= {other}; {self:n}", own),
-        ("{self:n}.mul_({other}); {self:n}", own),
-        ("{t} = {self:n}; {t} *= {other}; {t}", own),
-        ("{t} = {self:n}.view({self:n}.shape); {t}.mul_({other}); {self:n}", dense),
-        ("{self} / {inverse}", invertible),
+        ("torch.multiply({other}, {self})", lambda a: two_tensors(a)),
+        ("{self:n} *= {other}; {self:n}", overwritable),
+        ("{self:n}.mul_({other}); {self:n}", overwritable),
+        ("{t} = {self:n}; {t} *= {other}; {t}", overwritable),
+        (
+            "{t} = {self:n}.view({self:n}.shape); {t}.mul_({other}); {self:n}",
+            overwritable_through_view,
+        ),
+        ("{self} / {inverse}", has_inverse),
         ("F.silu({self})", lambda a: is_a(a.other, "sigmoid") and a.other.self == a.self),
         ("F.silu({other})", lambda a: is_a(a.self, "sigmoid") and a.self.self == a.other),
         ("{self}.square()", lambda a: a.self == a.other),
@@ -114,15 +125,15 @@ WAYS: dict[str, list] = {
         ("torch.div({self}, {other})", lambda a: not a.rounding_mode),
         ("{self}.div({other})", lambda a: not a.rounding_mode and tensor(a.self)),
         ("torch.true_divide({self}, {other})", lambda a: not a.rounding_mode and tensor(a.self)),
-        ("{self:n} /= {other}; {self:n}", lambda a: not a.rounding_mode and own(a)),
-        ("{self:n}.div_({other}); {self:n}", lambda a: not a.rounding_mode and own(a)),
-        ("{self} * {inverse}", lambda a: not a.rounding_mode and invertible(a)),
+        ("{self:n} /= {other}; {self:n}", lambda a: not a.rounding_mode and overwritable(a)),
+        ("{self:n}.div_({other}); {self:n}", lambda a: not a.rounding_mode and overwritable(a)),
+        ("{self} * {inverse}", lambda a: not a.rounding_mode and has_inverse(a)),
         (
             "{self} * torch.rsqrt({other.self})",
             lambda a: not a.rounding_mode and is_a(a.other, "sqrt"),
         ),
-        ("F.normalize({self}, dim=-1, eps={other.self.min})", normalises),
-        ("F.normalize({self}, eps={other.self.min}, dim={self.rank} - 1)", normalises),
+        ("F.normalize({self}, dim=-1, eps={other.self.min})", is_l2_normalisation),
+        ("F.normalize({self}, eps={other.self.min}, dim={self.rank} - 1)", is_l2_normalisation),
         (
             "{self} * {other.self}.pow(-0.5)",
             lambda a: not a.rounding_mode and is_a(a.other, "sqrt"),
@@ -178,7 +189,7 @@ WAYS: dict[str, list] = {
         "{self} * (1 / (1 + torch.exp(-{self})))",
         "{self} / (1 + torch.exp(-{self}))",
         "F.silu({self}.float()).to({type})",
-        ("F.silu({self:n}, inplace=True)", own),
+        ("F.silu({self:n}, inplace=True)", overwritable),
     ],
     "relu": unary(
         "relu",
@@ -187,7 +198,7 @@ WAYS: dict[str, list] = {
         "{self}.clamp_min(0)",
         "{self}.clamp(min=0.0)",
         "torch.maximum({self}, torch.zeros_like({self}))",
-        ("F.relu({self:n}, inplace=True)", own),
+        ("F.relu({self:n}, inplace=True)", overwritable),
         module="ReLU",
     ),
     "gelu": [
@@ -204,11 +215,13 @@ WAYS: dict[str, list] = {
             lambda a: a.approximate == "none",
         ),
         (
-            "0.5 * {self} * (1 + torch.tanh(math.sqrt(2 / math.pi) * ({self} + 0.044715 * {self} ** 3)))",
+            "0.5 * {self} * (1 + torch.tanh(math.sqrt(2 / math.pi) * ({self} + 0.044715 * {self} "
+            "** 3)))",
             lambda a: a.approximate == "tanh",
         ),
         (
-            "0.5 * {self} * (1 + torch.tanh(math.sqrt(2 / math.pi) * ({self} + 0.044715 * torch.pow({self}, 3.0))))",
+            "0.5 * {self} * (1 + torch.tanh(math.sqrt(2 / math.pi) * ({self} + 0.044715 * "
+            "torch.pow({self}, 3.0))))",
             lambda a: a.approximate == "tanh",
         ),
     ],
@@ -216,7 +229,7 @@ WAYS: dict[str, list] = {
         (text, lambda a: not a.decimals)
         for text in ("torch.round({self})", "{self}.round()", "torch.round({self}, decimals=0)")
     ]
-    + [("{self:n}.round_(); {self:n}", lambda a: not a.decimals and own(a))],
+    + [("{self:n}.round_(); {self:n}", lambda a: not a.decimals and overwritable(a))],
     "clamp": [
         "torch.clamp({self}, {min}, {max})",
         "{self}.clamp({min}, {max})",
@@ -234,7 +247,7 @@ WAYS: dict[str, list] = {
             "F.hardtanh({self}, {min}, {max})",
             lambda a: number(a.min) and number(a.max) and a.min < a.max,
         ),
-        ("{self:n}.clamp_({min}, {max}); {self:n}", own),
+        ("{self:n}.clamp_({min}, {max}); {self:n}", overwritable),
         ("torch.clamp_min({self}, {min})", lambda a: number(a.min) and a.max is None),
         ("F.relu({self})", lambda a: a.min == 0 and a.max is None),
     ],
@@ -242,7 +255,7 @@ WAYS: dict[str, list] = {
         "torch.clamp_min({self}, {min})",
         "{self}.clamp_min({min})",
         "torch.clamp({self}, min={min})",
-        ("{self:n}.clamp_min_({min}); {self:n}", own),
+        ("{self:n}.clamp_min_({min}); {self:n}", overwritable),
     ],
     "clamp_max": [
         "torch.clamp_max({self}, {max})",
@@ -270,6 +283,6 @@ WAYS: dict[str, list] = {
         "torch.masked_fill({self}, {mask}, {value})",
         ("torch.where({mask}, {value}, {self})", lambda a: number(a.value)),
         ("torch.where({mask}, torch.tensor({value}), {self})", lambda a: number(a.value)),
-        ("{self:n}.masked_fill_({mask}, {value}); {self:n}", own),
+        ("{self:n}.masked_fill_({mask}, {value}); {self:n}", overwritable),
     ],
 }

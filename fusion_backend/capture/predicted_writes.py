@@ -1,15 +1,15 @@
-"""Memory that a Dynamo graph writes to, known by the names of its calls before anything
-is traced.
+"""The memory that a Dynamo graph will write to, predicted from the names of its calls before
+anything is traced. A call that writes and has no such name is found by the trace (tracer.py).
 """
 
 from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
-from fusion_backend.compat.torch import FakeTensor, HigherOrderOperator, pytree, storage_id
+from fusion_backend.capture.aliases import storages_of
+from fusion_backend.compat.torch import HigherOrderOperator
 
 IN_PLACE = {
     "setitem", "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod",
@@ -17,8 +17,8 @@ IN_PLACE = {
     "irshift", "isub", "itruediv", "ixor",
 }  # fmt: skip
 
-# afterwards Dynamo's value no longer tells where the tensor was before
-MOVES = {"set_", "resize_", "resize_as_"}
+# After one of these Dynamo's value no longer shows which storage the tensor had before.
+REPLACES_STORAGE = {"set_", "resize_", "resize_as_"}
 
 
 def may_write(n: fx.Node) -> bool:
@@ -35,17 +35,10 @@ def may_write(n: fx.Node) -> bool:
     return name in IN_PLACE if in_operator else name.endswith("_") or bool(n.kwargs.get("inplace"))
 
 
-def storages_of(value) -> set[int]:
-    """Identities of the storages that tensors live in."""
-    return {
-        storage_id(t)
-        for t in pytree.tree_leaves(value)
-        if type(t) is FakeTensor and t.layout == torch.strided
-    }
-
-
-class Written:
-    """The calls that may write, and all calls whose values live where they may write."""
+class PredictedWrites:
+    """`writers`: the calls that may write. `touched`: all nodes with a value in a storage that a
+    writer reads or returns.
+    """
 
     def __init__(self, gm: fx.GraphModule):
         self.writers = {n for n in gm.graph.nodes if may_write(n)}
@@ -58,5 +51,5 @@ class Written:
             for n in gm.graph.nodes
             if memory and memory & storages_of(n.meta.get("example_value"))
         }
-        moved = any(n.op == "call_method" and n.target in MOVES for n in self.writers)
-        self.touched = set(gm.graph.nodes) if moved else self.touched | self.writers
+        replaced = any(n.op == "call_method" and n.target in REPLACES_STORAGE for n in self.writers)
+        self.touched = set(gm.graph.nodes) if replaced else self.touched | self.writers

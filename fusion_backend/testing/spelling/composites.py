@@ -1,10 +1,10 @@
-"""How composites are written: normalisation, matrix products, attention, losses. Continues
+"""Wordings of composites: normalisation, matrix products, dropout, losses, attention. Continues
 wordings.py.
 """
 
 from __future__ import annotations
 
-from fusion_backend.testing.spelling.conditions import matrices, number, packs, tensor
+from fusion_backend.testing.spelling.conditions import can_pack, matrices, number, tensor
 
 
 def last_only(a) -> bool:
@@ -17,9 +17,13 @@ def attends(masked: bool, grouped: bool, dropped: bool = False):
     """
 
     def when(a) -> bool:
-        given = tensor(a.attn_mask) and a.attn_mask.floating
-        fine = not a.is_causal and (given or a.attn_mask is None)
-        return fine and (given, bool(a.enable_gqa), bool(a.dropout_p)) == (masked, grouped, dropped)
+        has_mask = tensor(a.attn_mask) and a.attn_mask.floating
+        fine = not a.is_causal and (has_mask or a.attn_mask is None)
+        return fine and (has_mask, bool(a.enable_gqa), bool(a.dropout_p)) == (
+            masked,
+            grouped,
+            dropped,
+        )
 
     return when
 
@@ -53,7 +57,7 @@ def normalisations(*texts: str) -> list:
             last_only(a) and (tensor(a.weight), tensor(a.bias)) == (weight, bias) and number(a.eps)
         )
 
-    return [(text + AFFINE[given], when(*given)) for text in texts for given in AFFINE]
+    return [(text + AFFINE[presence], when(*presence)) for text in texts for presence in AFFINE]
 
 
 def channels(text: str) -> list:
@@ -63,14 +67,14 @@ def channels(text: str) -> list:
         for (weight, bias), after in AFFINE.items():
             after = after.replace("}", "}" + view)
 
-            def fits(a, given=(weight, bias)):
-                return a.rank == 4 and (tensor(a.weight), tensor(a.bias)) == given
+            def fits(a, presence=(weight, bias)):
+                return a.rank == 4 and (tensor(a.weight), tensor(a.bias)) == presence
 
             texts += [(text + after, fits)] if after else []
     return texts
 
 
-COMPOSED: dict[str, list] = {
+COMPOSITE_WORDINGS: dict[str, list] = {
     # normalisation
     "layer_norm": [
         "F.layer_norm({input}, {normalized_shape}, {weight}, {bias}, {eps})",
@@ -82,7 +86,8 @@ COMPOSED: dict[str, list] = {
         ),
         ("F.layer_norm({input}.float(), {normalized_shape}, eps={eps}).to({type})", no_affine),
         (
-            "F.layer_norm({input}.float(), {normalized_shape}, {weight}.float(), {bias}.float(), {eps}).to({type})",
+            "F.layer_norm({input}.float(), {normalized_shape}, {weight}.float(), {bias}.float(), "
+            "{eps}).to({type})",
             lambda a: tensor(a.weight) and tensor(a.bias),
         ),
         (
@@ -99,8 +104,10 @@ COMPOSED: dict[str, list] = {
         NORMALISED + "{t} * torch.rsqrt({t}.pow(2).mean(-1, keepdim=True) + {eps})",
         NORMALISED + "{t} / ({t}.square().mean(-1, keepdim=True) + {eps}).sqrt()",
         NORMALISED
-        + "{u} = (({t} * {t}).sum(-1, keepdim=True) / {input}.shape[-1] + {eps}) ** -0.5; {t} * {u}",
-        "{t}, {u} = torch.var_mean({input}, -1, unbiased=False, keepdim=True); ({input} - {u}) * ({t} + {eps}).rsqrt()",
+        + "{u} = (({t} * {t}).sum(-1, keepdim=True) / {input}.shape[-1] + {eps}) ** -0.5; {t} * "
+        "{u}",
+        "{t}, {u} = torch.var_mean({input}, -1, unbiased=False, keepdim=True); ({input} - {u}) * "
+        "({t} + {eps}).rsqrt()",
     ),
     "rms_norm": [
         "F.rms_norm({input}, {normalized_shape}, {weight}, {eps})",
@@ -118,7 +125,8 @@ COMPOSED: dict[str, list] = {
         for text in (
             "{input} * torch.rsqrt({input}.pow(2).mean(-1, keepdim=True) + {eps})",
             "{input} / torch.sqrt(({input} * {input}).mean(-1, keepdim=True) + {eps})",
-            "{t} = {input}.square().sum(-1, keepdim=True) / {input}.shape[-1]; {input} * ({t} + {eps}) ** -0.5",
+            "{t} = {input}.square().sum(-1, keepdim=True) / {input}.shape[-1]; {input} * ({t} + "
+            "{eps}) ** -0.5",
             "{t} = {input}.float(); {u} = {t}.pow(2).mean(-1, keepdim=True); "
             "({t} * torch.rsqrt({u} + {eps})).to({type})",
             "{t} = {input}.float(); {t} = {t} / ({t}.square().mean(-1)[..., None] + {eps}).sqrt(); "
@@ -138,8 +146,10 @@ COMPOSED: dict[str, list] = {
     ],
     "batch_norm": [
         "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, eps={eps})",
-        "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training=False, eps={eps})",
-        "torch.batch_norm({input}, {weight}, {bias}, {running_mean}, {running_var}, False, 0.1, {eps}, False)",
+        "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training=False, "
+        "eps={eps})",
+        "torch.batch_norm({input}, {weight}, {bias}, {running_mean}, {running_var}, False, 0.1, "
+        "{eps}, False)",
         *channels("F.batch_norm({input}, {running_mean}, {running_var}, eps={eps})"),
     ],
     "softmax": [
@@ -150,11 +160,13 @@ COMPOSED: dict[str, list] = {
         ("F.softmax({self}, dim={dim}, dtype=torch.float32).to({type})", lambda a: a.dtype is None),
         ("torch.softmax({self}.float(), {dim}).type_as({self})", lambda a: a.dtype is None),
         (
-            "{t} = torch.exp({self} - {self}.amax({dim}, keepdim=True)); {t} / {t}.sum({dim}, keepdim=True)",
+            "{t} = torch.exp({self} - {self}.amax({dim}, keepdim=True)); {t} / {t}.sum({dim}, "
+            "keepdim=True)",
             lambda a: a.dtype is None,
         ),
         (
-            "{t} = ({self} - {self}.max({dim}, keepdim=True).values).exp(); {t} / {t}.sum({dim}, keepdim=True)",
+            "{t} = ({self} - {self}.max({dim}, keepdim=True).values).exp(); {t} / {t}.sum({dim}, "
+            "keepdim=True)",
             lambda a: a.dtype is None,
         ),
     ],
@@ -186,15 +198,19 @@ COMPOSED: dict[str, list] = {
         ("F.linear({self}, {other}.transpose(0, 1))", lambda a: a.other.rank == 2 and a.floating),
         ("F.linear({self}, {other}.T.contiguous())", lambda a: a.other.rank == 2 and a.floating),
         ('torch.einsum("ij,jk->ik", {self}, {other})', lambda a: matrices(a) and a.floating),
-        ("{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).chunk(2, -1); {t}[0]", packs),
         (
-            "{t} = torch.chunk({self} @ torch.cat(({sibling.other}, {other}), -1), 2, dim=-1); {t}[1]",
-            packs,
+            "{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).chunk(2, -1); {t}[0]",
+            can_pack,
+        ),
+        (
+            "{t} = torch.chunk({self} @ torch.cat(({sibling.other}, {other}), -1), 2, dim=-1); "
+            "{t}[1]",
+            can_pack,
         ),
         (
             "{t} = F.linear({self}, torch.cat(({other}.t(), {sibling.other}.t()))); "
             "{t} = {t}.split({other.shape[1]}, dim=-1); {t}[0]",
-            packs,
+            can_pack,
         ),
     ],
     # random
@@ -210,22 +226,27 @@ COMPOSED: dict[str, list] = {
     "cross_entropy_loss": [
         "F.cross_entropy({self}, {target}, ignore_index={ignore_index}, reduction={how!r}, "
         "label_smoothing={label_smoothing})",
-        "nn.CrossEntropyLoss(ignore_index={ignore_index}, reduction={how!r}, label_smoothing={label_smoothing})"
+        "nn.CrossEntropyLoss(ignore_index={ignore_index}, reduction={how!r}, "
+        "label_smoothing={label_smoothing})"
         "({self}, {target})",
         (
-            "F.cross_entropy({self}.float(), {target}, label_smoothing={label_smoothing}).to({type})",
+            "F.cross_entropy({self}.float(), {target}, "
+            "label_smoothing={label_smoothing}).to({type})",
             lambda a: (a.reduction, a.ignore_index) == (1, -100),
         ),
         (
-            "F.cross_entropy({self}, {target}, label_smoothing={label_smoothing}, reduction='none').sum()",
+            "F.cross_entropy({self}, {target}, label_smoothing={label_smoothing}, "
+            "reduction='none').sum()",
             lambda a: (a.reduction, a.ignore_index) == (2, -100),
         ),
         (
-            "F.nll_loss(F.log_softmax({self}, -1), {target}, ignore_index={ignore_index}, reduction={how!r})",
+            "F.nll_loss(F.log_softmax({self}, -1), {target}, ignore_index={ignore_index}, "
+            "reduction={how!r})",
             lambda a: (a.weight, a.label_smoothing) == (None, 0.0) and a.self.rank == 2,
         ),
         (
-            "F.nll_loss({self}.log_softmax(dim=-1, dtype=torch.float32), {target}, reduction={how!r}).to({type})",
+            "F.nll_loss({self}.log_softmax(dim=-1, dtype=torch.float32), {target}, "
+            "reduction={how!r}).to({type})",
             lambda a: (
                 (a.weight, a.label_smoothing, a.ignore_index) == (None, 0.0, -100)
                 and a.self.rank == 2
@@ -243,16 +264,19 @@ COMPOSED: dict[str, list] = {
         ),
     ],
     "scaled_dot_product_attention": [
-        "F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={attn_mask}, dropout_p={dropout_p}, "
+        "F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={attn_mask}, "
+        "dropout_p={dropout_p}, "
         "is_causal={is_causal}, scale={root}, enable_gqa={enable_gqa})",
         (
-            "F.scaled_dot_product_attention({query}, {key}, {value}, {attn_mask}, {dropout_p}, {is_causal}, "
+            "F.scaled_dot_product_attention({query}, {key}, {value}, {attn_mask}, {dropout_p}, "
+            "{is_causal}, "
             "enable_gqa={enable_gqa})",
             usual_scale,
         ),
         (
             "F.scaled_dot_product_attention({query}, {key}.repeat_interleave({groups}, 1), "
-            "{value}.repeat_interleave({groups}, dim=1), {attn_mask}, {dropout_p}, {is_causal}, scale={root})",
+            "{value}.repeat_interleave({groups}, dim=1), {attn_mask}, {dropout_p}, {is_causal}, "
+            "scale={root})",
             lambda a: a.enable_gqa,
         ),
         (
@@ -268,12 +292,14 @@ COMPOSED: dict[str, list] = {
         (
             "{t} = {key}[:, :, None].expand(-1, -1, {groups}, -1, -1).reshape("
             "{query.shape[0]}, -1, *{key}.shape[-2:]); "
-            "{u} = {value}[:, :, None].expand(-1, -1, {groups}, -1, -1).flatten(1, 2).contiguous(); "
+            "{u} = {value}[:, :, None].expand(-1, -1, {groups}, -1, -1).flatten(1, "
+            "2).contiguous(); "
             "torch.softmax({query} @ {t}.transpose(2, 3) * {root} + {attn_mask}, -1) @ {u}",
             attends(True, True),
         ),
         (
-            "torch.softmax({query} @ {key}.mT * {root}, -1, dtype=torch.float32).to({type}) @ {value}",
+            "torch.softmax({query} @ {key}.mT * {root}, -1, dtype=torch.float32).to({type}) @ "
+            "{value}",
             attends(False, False),
         ),
         (
@@ -292,12 +318,14 @@ COMPOSED: dict[str, list] = {
             attends(True, False),
         ),
         (
-            "{t} = torch.matmul({query}, {key}.mT) * {root}; {t} += {attn_mask}; {t}.softmax(-1) @ {value}",
+            "{t} = torch.matmul({query}, {key}.mT) * {root}; {t} += {attn_mask}; {t}.softmax(-1) "
+            "@ {value}",
             attends(True, False),
         ),
         (
             "{t} = {key}.repeat_interleave({groups}, -3); "
-            "torch.softmax({query} @ {t}.mT * {root}, -1) @ {value}.repeat_interleave({groups}, -3)",
+            "torch.softmax({query} @ {t}.mT * {root}, -1) @ {value}.repeat_interleave({groups}, "
+            "-3)",
             attends(False, True),
         ),
         (

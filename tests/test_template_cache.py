@@ -1,5 +1,5 @@
-"""Traced patterns are kept on disk: the same templates again, new ones when the source changes,
-none when told so.
+"""Templates on disk: the next process reads the same ones, traces anew when the source has changed,
+and stores none where the caches are off.
 """
 
 import concurrent.futures
@@ -51,7 +51,7 @@ def run(folder, **environment):
     return int(count), rest
 
 
-def test_templates_are_kept(tmp_path):
+def test_a_second_process_reads_the_templates(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE.replace("FUNCTION", "tanh"))
     traced, first = run(tmp_path)
     assert traced
@@ -67,11 +67,11 @@ def test_templates_are_kept(tmp_path):
 
 @pytest.fixture
 def file(tmp_path):
-    """Where something is kept, in a folder that `store` makes."""
+    """A file for a value, in a folder that `store` makes."""
     return tmp_path / "cache" / "fusion" / "mine.json"
 
 
-def kept_value():
+def stored_value():
     x = Expr("var", (), "x", (6, 6), 0)
     twice = Expr("mul", (x, x), (torch.int8, None, (True, -0.0, math.inf)), (), 1)
     return {
@@ -82,14 +82,14 @@ def kept_value():
 
 
 def test_read_as_it_was_written(file):
-    disk.store(file, kept_value())
+    disk.store(file, stored_value())
     found = disk.load(file)
-    assert repr(found) == repr(kept_value())
+    assert repr(found) == repr(stored_value())
     twice, x = found["templates"][0][1]
     assert twice.args == (x, x) and (twice.id, x.id) == (1, 0), "one value is one object"
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     disk.store(file, {"an object": object()})
-    assert repr(disk.load(file)) == repr(kept_value()) and len(list(file.parent.iterdir())) == 1
+    assert repr(disk.load(file)) == repr(stored_value()) and len(list(file.parent.iterdir())) == 1
 
 
 # What may lie there instead: each is as good as nothing.
@@ -105,8 +105,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_cannot_be_read_is_not_there(kind, file):
-    disk.store(file, kept_value())
+def test_a_file_that_cannot_be_read_counts_as_missing(kind, file):
+    disk.store(file, stored_value())
     file.write_text(BROKEN[kind], encoding="latin1")
     assert disk.load(file) is None
     assert disk.load(file.parent / "missing.json") is None and disk.load(None) is None
@@ -142,21 +142,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_read_only_where_nobody_else_may_write(change, file, monkeypatch):
-    disk.store(file, kept_value())
+    disk.store(file, stored_value())
     change(file, monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"traced patterns are not read.*{CHANGES[change]}"):
         assert disk.load(file) is None
-    assert disk.load(file) is None, "told once"
+    assert disk.load(file) is None, "warned once"
 
 
 def test_several_writers(file):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: disk.store(file, kept_value()), range(64)))
-    assert repr(disk.load(file)) == repr(kept_value()) and list(file.parent.iterdir()) == [file]
+        list(pool.map(lambda _: disk.store(file, stored_value()), range(64)))
+    assert repr(disk.load(file)) == repr(stored_value()) and list(file.parent.iterdir()) == [file]
 
 
-def test_not_kept_where_a_source_of_ours_has_changed_since(monkeypatch):
-    """What runs is then not what the files say."""
+def test_nothing_is_stored_where_a_source_of_ours_has_changed(monkeypatch):
+    """The files then differ from what runs."""
     pattern = next(p for p in patterns() if p.name == "gelu")
     assert disk.file_of(pattern) is not None and cache.key_of([pattern], [])
     monkeypatch.setattr(cache, "LOADED_AT", 0.0)
@@ -170,7 +170,7 @@ def test_not_kept_where_a_source_of_ours_has_changed_since(monkeypatch):
 NUMBERS = torch.ones(2)
 
 
-def test_opaque_is_not_kept(scratch):
+def test_nothing_is_stored_for_an_opaque_pattern(scratch):
     """Its tensor may be another one in the next process: no template is stored, and torch caches
     nothing.
     """

@@ -118,7 +118,7 @@ def fails(x):
     raise KeyError("the model's own")
 
 
-def test_what_is_written_elsewhere_is_put_back():
+def test_writes_besides_the_inputs_are_put_back():
     explain(into_globals, torch.ones(4))
     assert not HELD.any() and ITEMS == []
     cache = Cache()
@@ -138,7 +138,7 @@ def test_what_is_written_elsewhere_is_put_back():
     assert x.eq(1).all()
 
 
-def test_places_that_overlap_and_tensors_without_a_history():
+def test_overlapping_views_and_inference_tensors():
     x = torch.arange(6.0)
     with torch.inference_mode():
         inference = torch.zeros(3)
@@ -191,7 +191,7 @@ def test_a_models_own_keywords_reach_it():
         explain(refuses, x, options=OPTIONS)
 
 
-def test_regions_are_looked_into():
+def test_writes_in_regions_are_put_back():
     def body(x):
         x.add_(1)
         return (x * 2,)

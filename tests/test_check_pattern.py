@@ -78,7 +78,7 @@ def sound(**functions) -> Pattern:
     return scaled
 
 
-def test_a_sound_pattern_is_proven_and_the_result_says_how():
+def test_all_functions_of_a_sound_pattern_are_checked():
     proof = check_pattern(sound())
     assert proof.not_run == []
     assert {line.split(" at ")[0].split(":")[0] for line in proof.checked} == {
@@ -214,11 +214,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_is_wrong_is_found(fault):
+def test_a_fault_in_any_function_is_found(fault):
     functions, words = WRONG[fault]
     with pytest.raises(
         (PatternError, AssertionError),
-        match=rf"(?s)pattern scaled \(.*_checking.py:\d+\): .*{words}",
+        match=rf"(?s)pattern scaled \(.*_check_pattern.py:\d+\): .*{words}",
     ):
         check_pattern(sound(**functions), dtypes=FP32)
 
@@ -234,7 +234,7 @@ def test_in_half_precision_too():
         check_pattern(sound(kernel=kernel))
 
 
-def test_what_is_not_run_is_said():
+def test_the_proof_says_what_was_not_run():
     @Pattern
     def without_kernel(x: Tensor) -> Tensor:
         return torch.tanh(x).sin()
@@ -269,7 +269,7 @@ def test_without_gpu_and_interpreter_kernels_are_not_run(monkeypatch):
     )
 
 
-def test_dropout_and_a_typo_in_what_is_seeded():
+def test_dropout_and_a_typo_in_the_seeded_reference():
     @Pattern
     def dropped(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p, True).sin()

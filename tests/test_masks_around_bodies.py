@@ -1,6 +1,4 @@
-"""Attention inside bodies of higher-order operators: a mask that is made around them is
-read there.
-"""
+"""Attention inside the body of a higher-order operator, with a mask that is made outside of it."""
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ def causal():
     return torch.arange(S) <= torch.arange(S)[:, None]
 
 
-def kept(fn, *args):
+def checkpointed(fn, *args):
     return checkpoint(fn, *args, use_reentrant=False)
 
 
@@ -28,28 +26,28 @@ def by_hand(q, k, v, mask):
 
 def layers(q, k, v, x):
     mask = causal()
-    return kept(by_hand, kept(sdpa, q, k, v, mask), k, v, mask)
+    return checkpointed(by_hand, checkpointed(sdpa, q, k, v, mask), k, v, mask)
 
 
 def nested(q, k, v, x):
     mask = causal()[None, None]
-    return kept(lambda q: kept(lambda q: sdpa(q.sin(), k, v, mask), q.cos()), q)
+    return checkpointed(lambda q: checkpointed(lambda q: sdpa(q.sin(), k, v, mask), q.cos()), q)
 
 
 def added(q, k, v, x):
     mask = torch.where(causal(), 0.0, torch.finfo(torch.float32).min)
-    return kept(lambda q: torch.softmax(q @ k.mT * 0.25 + mask, -1) @ v, q)
+    return checkpointed(lambda q: torch.softmax(q @ k.mT * 0.25 + mask, -1) @ v, q)
 
 
 def written_before(q, k, v, x):
     mask = causal()
     mask[3:] = mask[3:] & (x[3:] > 0)
-    return kept(sdpa, q, k, v, mask)
+    return checkpointed(sdpa, q, k, v, mask)
 
 
 def written_after(q, k, v, x):
     mask = causal()
-    out = kept(sdpa, q, k, v, mask)
+    out = checkpointed(sdpa, q, k, v, mask)
     mask[:, 0] = False
     return out + mask.sum()
 
@@ -78,7 +76,7 @@ def branches(q, k, v, x):
 
 
 def padding(q, k, v, x):
-    return kept(sdpa, q, k, v, causal() & (x[0] > -3))
+    return checkpointed(sdpa, q, k, v, causal() & (x[0] > -3))
 
 
 DROPPED = {
@@ -123,7 +121,7 @@ def test_a_mask_from_around_the_body(name):
     for s in sites:
         assert s.fused == (name in DROPPED), s
         assert s.reason.startswith(
-            "causal, proven from test_bodies.py:" if s.fused else "its mask stays: "
+            "causal, proven from test_masks_around_bodies.py:" if s.fused else "its mask stays: "
         ), s
 
 

@@ -1,0 +1,92 @@
+"""Which values share memory, and which nodes may write to it: the one file with such questions.
+
+Memory is known by its storage, an integer. Values of a traced graph have the storages that running
+it would give them, so that two values alias only if their storages meet. A copied node has Dynamo's
+values and may do anything to its arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.sizes import same
+from fusion_backend.capture.subgraphs import arguments_of_body, is_body
+from fusion_backend.capture.view import View, is_lowered, is_mutation
+from fusion_backend.compat.torch import FakeTensor, pytree, schema_of, storage_id
+
+
+def storages(node: fx.Node) -> set[int]:
+    """The storages that the values of a view node live in."""
+    return {
+        storage_id(v)
+        for v in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(v, torch.Tensor) and v.layout == torch.strided
+    }
+
+
+def storages_of(value) -> set[int]:
+    """The storages that the fake tensors in `value` live in. A tensor subclass has no storage to
+    ask for, so it counts for none.
+    """
+    return {
+        storage_id(t)
+        for t in pytree.tree_leaves(value)
+        if type(t) is FakeTensor and t.layout == torch.strided
+    }
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Does the schema let a result share memory with an argument it does not write?"""
+    return any(
+        a.alias_info is not None and not a.alias_info.is_write
+        for a in schema_of(node.target).arguments
+    )
+
+
+def aliases_whole(n: fx.Node, root: fx.Node) -> bool:
+    """Is the value of `n` that of `root` under another name, as x.view(x.shape) and x[:] are?
+
+    The two are known to share a storage; what remains to compare is how they lie in it.
+    """
+    a, b = n.meta.get("val"), root.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if (a.dtype, a.dim(), a.is_conj(), a.is_neg()) != (b.dtype, b.dim(), b.is_conj(), b.is_neg()):
+        return False
+    return same(layout(a), layout(b))
+
+
+def layout(t: torch.Tensor) -> tuple:
+    """Sizes, strides and offset, which may be symbolic."""
+    return *t.shape, *t.stride(), t.storage_offset()
+
+
+def written_by(n: fx.Node, view: View, writers: dict[str, dict]) -> set[int]:
+    """The storages that a node may write to.
+
+    An operator writes if its schema says so; a copied node may write to all of its arguments. A
+    higher-order operator whose bodies are known writes to those arguments only that a body writes
+    to or returns. `writers` has the storages that each body writes to, by its name.
+    """
+    if is_lowered(n):
+        writes = is_mutation(n)
+    else:
+        called = n.op in ("call_function", "call_method", "call_module")
+        writes = called and view.owner.get(n) in view.copied
+    if not writes:
+        return set()
+    names = [a.target for a in n.all_input_nodes if is_body(a)]
+    if not names or not all(
+        name in writers and arguments_of_body(n, view.bodies[name]) for name in names
+    ):
+        return set().union(*map(storages, n.all_input_nodes))
+    return set().union(*(written_in_body(n, view.bodies[name], writers[name]) for name in names))
+
+
+def written_in_body(call: fx.Node, body: View, writers: dict) -> set[int]:
+    """The storages that a call gives to a body and that the body writes to or returns."""
+    (output,) = [m for m in body.graph.nodes if m.op == "output"]
+    touched = {*writers}.union(*map(storages, output.all_input_nodes))
+    pairs = arguments_of_body(call, body)
+    return set().union(*(storages(o) for p, o in pairs if storages(p) & touched))
