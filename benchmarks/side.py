@@ -8,49 +8,12 @@ compiles, {"do": "time", "calls": n} times. An answer with "error" says why not.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 
-import torch
-
-from benchmarks.contenders import HOW, compiled, results_of, step
-from benchmarks.measure import said
-from benchmarks.timing import Clock
-from benchmarks.work import Work
-from fusion_backend.frontends.dynamo import patterns
-from fusion_backend.ops.pattern import REGISTRY
-
-
-class Side:
-    """`how` is the contender of benchmarks.patterns that is timed."""
-
-    def __init__(self, how: str):
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.clock, self.how = Clock(self.device), how
-
-    def prepare(self, work: Work) -> dict:
-        if work.pattern not in REGISTRY:
-            return dict(missing=True)
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        self.work, self.fn = work, compiled(HOW[self.how])(work.function)
-        with torch.set_grad_enabled(work.train):
-            args = work.arguments(self.device)
-            outs = results_of(self.fn, args)
-            self.dys = [torch.randn_like(out) for out in outs] if work.train else None
-            step(self.fn, args, self.dys)
-            return dict(
-                ms=statistics.median(
-                    self.clock(lambda: step(self.fn, args, self.dys)) for _ in range(5)
-                )
-            )
-
-    def time(self, calls: int) -> dict:
-        """Fresh arguments; the first call is not counted, for the GPU was the other side's."""
-        with torch.set_grad_enabled(self.work.train):
-            args = self.work.arguments(self.device)
-            found = [self.clock(lambda: step(self.fn, args, self.dys)) for _ in range(calls + 1)]
-        return dict(ms=found[1:])
+from benchmarks.measure.failures import said
+from benchmarks.measure.library import patterns
+from benchmarks.pattern_runs.side import Side
+from benchmarks.workloads.work import Work
 
 
 def main() -> None:

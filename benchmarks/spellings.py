@@ -17,46 +17,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results import table_json
+from benchmarks.compiler.spellings import HEADER, line, told
+from benchmarks.records.runs import table_json
 from fusion_backend.frontends.dynamo import patterns, usable
-from fusion_backend.testing.spelling.recall import Recall, recall
-
-HEADER = (
-    f"{'pattern':24}{'training':>10}{'found':>8}{'inference':>11}{'found':>8}{'not one':>9}{'near misses':>13}"
-    f"{'left alone':>12}{'wrong':>7}"
-)
-
-
-def line(found: Recall) -> str:
-    r = found.row()
-    of_mode = "".join(
-        f"{r[mode]:{width}}{share(r[f'recognised_in_{mode}'], r[mode]):>8}"
-        for mode, width in (("training", 10), ("inference", 11))
-    )
-    rest = f"{r['faults']:9}{r['near_misses']:13}{r['left_alone']:12}{r['wrong']:7}"
-    return f"{r['pattern']:24}{of_mode}{rest}"
-
-
-def share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.1%}"
-
-
-def told(found: Recall) -> str:
-    """Everything that is not as it should be, with its source."""
-    groups = {
-        "not recognised": found.unrecognised,
-        "wrong": found.wrong,
-        "not a spelling": found.faults,
-    }
-    lines = [f"    {w}: {k} of {n} not recognised" for w, k, n in found.to_blame()[:8]]
-    for title, outcomes in groups.items():
-        for o in outcomes:
-            lines += [
-                f"--- {title} {o.spelling.kinds} {o.spelling.words} {o.wrong}",
-                o.spelling.source,
-                o.reason,
-            ]
-    return "\n".join(lines)
+from fusion_backend.testing.spelling.recall import recall
 
 
 def main() -> None:
@@ -94,8 +58,11 @@ def main() -> None:
     total = {k: sum(r[k] for r in rows) for k in rows[0] if k not in ("pattern", "to_blame")}
     for mode in ("training", "inference"):
         print(f"{mode}: {total[f'recognised_in_{mode}']} of {total[mode]} spellings recognised")
-    print(f"{total['recognised'] / max(total['spellings'], 1):.2%} of {total['spellings']} spellings recognised, "
-          f"{total['wrong']} of {total['functions']} functions wrong")  # fmt: skip
+    share = total["recognised"] / max(total["spellings"], 1)
+    print(
+        f"{share:.2%} of {total['spellings']} spellings recognised, "
+        f"{total['wrong']} of {total['functions']} functions wrong"
+    )
     raise SystemExit(bool(total["wrong"]))
 
 

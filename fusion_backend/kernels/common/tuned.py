@@ -1,4 +1,4 @@
-"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
+"""The fastest configurations by kernel and row length (the next power of two), in bf16.
 
 Written by `python -m benchmarks.tune benchmarks/results/sweeps.json`.
 Measured on NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
