@@ -1,38 +1,32 @@
-"""One of the two processes of benchmarks.compare: holds a piece of work of its revision and times
-it when told.
+"""One of the two processes of benchmarks.compare: it compiles and times work of its revision.
 
-Reads requests from stdin and answers on stdout, a JSON line each: {"do": "prepare", "work": ...}
-compiles, {"do": "time", "calls": n} times. An answer with "error" says why not.
+It reads requests from stdin, a JSON line each, and answers each with a JSON line on stdout:
+{"do": "prepare", "work": ...} compiles the work, {"do": "time", "calls": n} times it. An answer
+with "error" says why that failed.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 
-from benchmarks.measure.failures import said
-from benchmarks.measure.library import patterns
-from benchmarks.pattern_runs.side import Side
-from benchmarks.workloads.work import Work
+
+def forget_installation() -> None:
+    """An editable installation finds modules that this revision lacks in the checkout that it was
+    installed from: a side must not mix the two.
+    """
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if not getattr(finder, "__module__", "").startswith("__editable___fusion_backend")
+    ]
 
 
 def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what compilers print is no answer
-    patterns()
-    import fusion_backend.patterns as rooms
+    forget_installation()
+    from benchmarks.pattern_runs.side import serve
 
-    side = Side(sys.argv[1])
-    print(json.dumps(dict(rooms=rooms.__file__)), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["do"] == "prepare":
-                answer = side.prepare(Work.from_json(request["work"]))
-            else:
-                answer = side.time(request["calls"])
-        except Exception as error:
-            answer = dict(error=said(error))
-        print(json.dumps(answer), file=answers, flush=True)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what compilers print is no answer
+    serve(sys.argv[1], sys.stdin, answers)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ from benchmarks import block_size, compare, sweep
 from benchmarks.command_line import progress
 from benchmarks.configurations import blocks, running
 from benchmarks.configurations.sweeps import SWEEPS
+from benchmarks.measure.library import first_found
 from benchmarks.measure.timing import Clock
 from benchmarks.pages.quoted import ROOT
 from benchmarks.pattern_runs import comparison, sides
 from benchmarks.pattern_runs.contenders import results_of
 from benchmarks.records import runs
+from benchmarks.records.provenance import history, missing
 from benchmarks.records.runs import Run
 from benchmarks.workloads.work import F32, Work
 from fusion_backend.ops.pattern import REGISTRY
@@ -212,6 +214,33 @@ def test_this_tree_against_its_commit(tmp_path, capsys):
         ["git", "-C", root, "worktree", "list"], capture_output=True, text=True
     ).stdout
     assert "base-tree" not in trees
+
+
+def test_a_base_in_an_older_layout(tmp_path):
+    """A revision from before fusion_backend was divided into packages."""
+    revision = "8cccfab3153c"
+    if missing(revision) or history() is None:
+        pytest.skip("the repository's history is not at hand: no git, or a shallow clone")
+    with sides.checkout(revision, tmp_path) as tree:
+        base = sides.Process(tree, tmp_path / "base", "fusion-always")
+        try:
+            base.greet()
+            base.tell(do="prepare", work=ADD_MUL.to_json())
+            assert base.answer()["ms"] > 0
+        finally:
+            base.close()
+
+
+def test_a_name_is_found_in_the_first_place_that_has_it(tmp_path, monkeypatch):
+    (tmp_path / "oldlayout.py").write_text("REGISTRY, patterns = 1, 2")
+    (tmp_path / "needsmore.py").write_text("import nothere")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert first_found("newlayout.pattern:REGISTRY", "oldlayout:REGISTRY") == 1
+    assert first_found("oldlayout:usable", "oldlayout:patterns") == 2
+    with pytest.raises(ImportError, match="has none of newlayout:x, oldlayout:x"):
+        first_found("newlayout:x", "oldlayout:x")
+    with pytest.raises(ModuleNotFoundError, match="nothere"):
+        first_found("needsmore:REGISTRY", "oldlayout:REGISTRY")
 
 
 def test_without_git(capsys, monkeypatch):

@@ -17,11 +17,12 @@ TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
 SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
 # layer_norm backward 16384x4096: rows of 4096
 WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
-HEAD = '''"""The fastest configurations by kernel and row length (the next power of two), in bf16.
+HEAD = '''"""The fastest configurations for 16-bit elements, by kernel and row length.
 
 Written by `python -m benchmarks.tune {files}`.
 Measured on {gpu}, torch {torch}, triton {triton}.
-What is not here follows the rule in the kernel's own file.
+A row length stands for all up to it, from the next smaller power of two on. What is not here
+follows the rule in the kernel's own file.
 """
 
 TABLE: dict[str, dict[int, dict[str, int]]] = {{

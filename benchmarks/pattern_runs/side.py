@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections.abc import Iterable
+from typing import TextIO
 
 import torch
 
-from benchmarks.measure.library import REGISTRY, fusion
+from benchmarks.measure.failures import said
+from benchmarks.measure.library import REGISTRY, fusion, patterns
 from benchmarks.measure.timing import Clock
 from benchmarks.pattern_runs.contenders import HOW, compiled, results_of, step
 from benchmarks.workloads.work import Work
@@ -45,3 +49,22 @@ class Side:
             args = self.work.arguments(self.device)
             found = [self.clock(lambda: step(self.fn, args, self.dys)) for _ in range(calls + 1)]
         return dict(ms=found[1:])
+
+
+def serve(how: str, requests: Iterable[str], answers: TextIO) -> None:
+    """Answer requests, a line each, until they end; benchmarks.side says what they are."""
+    patterns()
+    import fusion_backend.patterns as built_in
+
+    side = Side(how)
+    print(json.dumps(dict(patterns=built_in.__file__)), file=answers, flush=True)
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if request["do"] == "prepare":
+                answer = side.prepare(Work.from_json(request["work"]))
+            else:
+                answer = side.time(request["calls"])
+        except Exception as error:
+            answer = dict(error=said(error))
+        print(json.dumps(answer), file=answers, flush=True)

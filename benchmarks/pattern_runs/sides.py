@@ -47,8 +47,8 @@ class Process:
 
     def greet(self) -> None:
         """Wait until it has started, and see that it runs the code it should."""
-        rooms = Path(self.answer()["rooms"])
-        assert rooms.is_relative_to(self.package), f"{rooms} is not the code of this side"
+        built_in = Path(self.answer()["patterns"])
+        assert built_in.is_relative_to(self.package), f"{built_in} is not the code of this side"
 
     def answer(self) -> dict:
         line = self.process.stdout.readline()

@@ -131,16 +131,15 @@ class Row:
 
 @dataclasses.dataclass
 class ModelContender:
-    """What one way to run a model did. Without `step` it has not been timed, and `note` says why."""
+    """What one way to run a model did. Without `step` it has not been timed; `note` says why."""
 
     name: str
     status: str = OK  # ok, wrong (its error is far above eager's) or failed (it raised)
     note: str = ""
     verdict: str = ""  # against plain Inductor: faster, slower; "" within noise, or not comparable
     step: Spread | None = None  # wall time
-    device_ms: float | None = (
-        None  # of a step's kernels (CPU: torch's operators), by torch.profiler
-    )
+    # of the kernels of a step (CPU: of torch's operators), by torch.profiler
+    device_ms: float | None = None
     # the first step less a later one, with an empty cache and with a filled one
     cold_s: float | None = None
     warm_s: float | None = None
