@@ -1,4 +1,4 @@
-"""A pattern's kernel at every BLOCK and number of warps, beside eager PyTorch and plain Inductor.
+"""A pattern's kernel at every BLOCK and number of warps, next to eager PyTorch and plain Inductor.
 
     python -m benchmarks.block_size --pattern add_mul --size 20000000 --block 128 256 --warps 4 8
     python -m benchmarks.block_size --pattern softmax --size rows=16384,n=4096 --dtype bf16

@@ -1,11 +1,11 @@
-"""What the pass costs: milliseconds a graph node for capture, match and rewrite, on six small
-Hugging Face models.
+"""What the pass costs: milliseconds for each graph node to capture, match and rewrite, on six small
+models of Hugging Face.
 
     python -m benchmarks.capture_cost [--runs 7] [--dynamic] [--json FILE]
 
-CPU time, the least of several runs after one to warm up (patterns are traced once a process): what
-else the machine does is not counted. Sites are rewritten wherever possible (fusion.gate=always), so
-that the rewrite counts; Inductor does not run.
+The figures are CPU time, which leaves out what else the machine does: the least of several runs
+after a first one, in which the patterns are traced. Sites are rewritten wherever that is possible
+(fusion.gate=always), so that the rewrite counts. Inductor does not run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from benchmarks.subjects.tiny_models import MODELS
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.capture_cost", description=__doc__.partition("\n")[0]
+        prog="python -m benchmarks.capture_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=7, help="default: 7")
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
-    parser.add_argument("--json", type=Path, help="write the table there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     arguments = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         parser.error("needs transformers: pip install -e '.[bench]'")

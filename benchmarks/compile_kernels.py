@@ -4,11 +4,11 @@ launchers would run.
     python -m benchmarks.compile_kernels [PATTERN ...] [--each-kernel] [--out FILE.json]
     python -m benchmarks.compile_kernels --mutations [PATTERN ...]
 
-The launchers' own choice of tile sizes is compiled; with --each-kernel only the first launch of
-each kernel. --out keeps what the file holds of other versions of Triton, so that they stand side by
-side. With --mutations, instead: which arguments torch believes that a kernel writes; when its
-analysis fails, it believes all, and Inductor copies them. Exit status 1 where a kernel spills more
-than is known to pay, or asks for more than there is.
+The launchers' own choice of tile sizes is compiled. --out keeps the rows that the file has of other
+versions of Triton, so that versions can be compared. With --mutations it prints instead which
+arguments torch believes that a kernel writes: where torch's analysis fails, it takes all to be
+written, and Inductor copies them. Exit status: 1 where a kernel spills more than is known to pay,
+or asks for more shared memory than there is.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import os
 import sys
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "0"  # before any kernel is defined
+
 import torch
 
-from benchmarks.launches.launches import sites
+from benchmarks.launches.launches import all_launches
 from benchmarks.launches.mutations import check_mutations
 from benchmarks.launches.resources import (
     check_resources,
@@ -31,11 +33,9 @@ from benchmarks.launches.resources import (
 from benchmarks.launches.sites import SITES
 from benchmarks.records.runs import Run, machine
 
-os.environ["TRITON_INTERPRET"] = "0"  # before any kernel is defined
-
 
 def main(argv: list[str] | None = None) -> int:
-    known = list(dict.fromkeys(name for name, *_ in SITES))
+    known = list(dict.fromkeys(site.pattern for site in SITES))
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compile_kernels",
         description=__doc__,
@@ -52,15 +52,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := set(args.patterns) - set(known):
         parser.error(f"no pattern {', '.join(sorted(unknown))} here; there are {', '.join(known)}")
-    chosen = list(sites(args.patterns))
-    if not args.patterns and (missing := kernels() - {launch.name for launch, *_ in chosen}):
-        raise SystemExit(f"nothing in benchmarks/launches.py launches {', '.join(sorted(missing))}")
+    found = list(all_launches(args.patterns))
+    if not args.patterns and (missing := kernels() - {one.launch.name for one in found}):
+        names = ", ".join(sorted(missing))
+        raise SystemExit(f"nothing in benchmarks/launches/sites.py launches {names}")
     if args.each_kernel:
-        chosen = first_of_each_kernel(chosen)
+        found = first_of_each_kernel(found)
     if args.mutations:
-        return 1 if check_mutations(chosen) else 0
+        return 1 if check_mutations(found) else 0
     run = Run("compile_kernels", machine(torch.device("cpu"), "benchmarks.compile_kernels"))
-    bad = check_resources(chosen, run)
+    bad = check_resources(found, run)
     if args.out:
         keep_other_versions(run, args.out)
         run.save(args.out)

@@ -3,9 +3,9 @@ chains of one call.
 
     python -m benchmarks.match_cost [--nodes 1000 3000 10000] [--runs 5]
 
-Read: the graph into canonical expressions. Match: all patterns at all nodes. Decide: the gate, for
-what was matched. The least CPU time of several runs; capture, which comes before, is measured by
-benchmarks.capture_cost.
+Read turns the graph into canonical expressions, match tries all patterns at all nodes, and decide
+is the gate, for what was matched. The figures are the least CPU time of several runs. Capture,
+which comes before, is measured by benchmarks.capture_cost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from benchmarks.compiler.synthetic import decoder
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.match_cost", description=__doc__.partition("\n")[0]
+        prog="python -m benchmarks.match_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1000, 3000, 10000])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[1000, 3000, 10000], help="of a graph"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="default: 5")
     arguments = parser.parse_args()
     cost(decoder(2), 1)
     print(

@@ -1,9 +1,10 @@
 """One self-contained HTML page of a run: the machine, the pictures, the tables.
 
-python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
+    python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
 
-Without --out each page lies beside its JSON. Without matplotlib the page has the tables only, and
-says so; the exit status is then 1. A file that holds no run is passed over, for status 2.
+Without --out each page is written next to its JSON. Without matplotlib the page has only the
+tables, and says so; the exit status is then 1. A file that holds no run is passed over; the exit
+status is then 2.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="of a single results file")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE.html", help="where there is one results file"
+    )
     parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there, too")
     args = parser.parse_args(argv)
     if args.out and len(args.results) > 1:

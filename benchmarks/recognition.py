@@ -1,12 +1,11 @@
-"""What is recognised in whole models, against what their sources hold (random weights; needs
-transformers).
+"""What is recognised in whole models of transformers, against what their sources hold.
 
-    python -m benchmarks.recognition [model ...] [--out docs/recognition.md]
+    python -m benchmarks.recognition [MODEL ...] [--out docs/recognition.md]
 
-Expected is layers × count a layer, counted in the models' sources. Found is every place where one
-of the patterns of a kind stands, fused or not: a value counts once, whatever larger pattern it is
-part of, and once for every call of its graph. --out writes what was found into the section of the
-installed transformers and leaves the others.
+The models are small and have random weights. What is expected was counted in their sources, for
+each layer and outside of the layers. What is found are the sites of the patterns of a kind, fused
+or not: a value counts once, even where it is part of a larger pattern, and once for every call of
+its graph. --out writes the section of the installed release of transformers and leaves the others.
 """
 
 from __future__ import annotations
@@ -26,9 +25,13 @@ from benchmarks.subjects.whole_models import SUBJECTS
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.recognition",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(SUBJECTS)} (default: all)")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"some of {', '.join(SUBJECTS)} (default: all)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE")
     args = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:

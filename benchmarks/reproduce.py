@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.command_line.options import duration
 from benchmarks.pages.quoted import ROOT
-from benchmarks.pages.reproduced import beside
+from benchmarks.pages.reproduced import ratio_lines
 from benchmarks.records.runs import Run
 
 PAGE = ROOT / "README.md"
@@ -35,8 +35,8 @@ OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "non
 
 
 def run(argv: list[str]) -> int:
-    """A command of ours; after Ctrl-C, which it gets as well, what it still writes is
-    waited for.
+    """The exit status of a command of the benchmarks. Ctrl-C reaches it too: this waits until it
+    has written its results.
     """
     print(f"\npython -m {' '.join(argv)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *argv], cwd=ROOT)
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     if not torch.cuda.is_available():
         print("Without a GPU the sizes are tiny: these are no ratios to compare.")
     for part, file in files.items():
-        lines = beside(page, PARTS[part][0], file)
+        lines = ratio_lines(page, PARTS[part][0], file)
         print("\n".join(lines))
         if torch.cuda.is_available() and (
             missing := [line for line in lines if line.endswith("-")]

@@ -1,5 +1,5 @@
-"""Does the rewriter survive every model class of transformers? On a CPU, tiny, with random weights,
-against eager.
+"""Does every model class of transformers come out of the rewriter as eager computes it? On a CPU,
+tiny, with random weights.
 
     python -m benchmarks.survey [--kind causal ...] [--only CLASS ...] [--attention eager]
         [--dynamic] [--part 1/2]
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    told = collections.Counter()
+    counts = collections.Counter()
     for kind in args.kind:
         names = getattr(modeling_auto, f"MODEL_FOR_{KINDS[kind]}_MAPPING_NAMES")
         for i, (config, name) in enumerate(sorted(names.items())):
@@ -64,11 +64,11 @@ def main(argv: list[str] | None = None) -> int:
             if i % args.part[1] != args.part[0] - 1 or (args.only and name not in args.only):
                 continue
             line = one(transformers, kind, configuration_auto.CONFIG_MAPPING[config], name, args)
-            told[re.split("[,:]", line)[0]] += 1
+            counts[re.split("[,:]", line)[0]] += 1
             print(f"{kind} {config}, {name}: {line}", flush=True)
-    counts = ", ".join(f"{n} {word}" for word, n in told.items())
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}: {counts}")
-    return 1 if told["WRONG"] or told["FAILED"] else 0
+    words = ", ".join(f"{n} {word}" for word, n in counts.items())
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}: {words}")
+    return 1 if counts["WRONG"] or counts["FAILED"] else 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m benchmarks.sweep NAME ... [--out FILE.json]
 
-Prints the fastest of each piece of work. Needs a GPU; without one, TRITON_INTERPRET=1 runs the
-kernels in Triton's interpreter on tiny sizes, which shows no more than that they run. For BLOCK and
-warps alone, beside eager and Inductor, see benchmarks.block_size.
+This prints the fastest configurations of each piece of work. It needs a GPU; without one,
+TRITON_INTERPRET=1 runs the kernels in Triton's interpreter on tiny sizes, which shows no more than
+that they run. benchmarks.block_size compares BLOCK and warps alone with eager and Inductor.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and
-Triton's caches.
+"""A process that compiles pieces of work ahead for benchmarks.patterns.
 
-`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work and names of
-contenders from stdin, a JSON line each, and writes "done" or "failed" for each. Processes compile
-side by side, but only one at a time may time candidates for max-autotune, whose choices are kept in
-the cache too.
+It reads a piece of work and names of contenders from stdin, a JSON line each, and writes "done" or
+"failed" for each (pattern_runs/compiling.py).
 """
 
 from __future__ import annotations

@@ -142,13 +142,13 @@ def test_sweep_refuses(capsys):
 # Two revisions
 
 
-class Told:
+class Stub:
     """A side whose calls take what the test says."""
 
     def __init__(self, ms: float, **prepared):
         self.ms, self.prepared = ms, dict(ms=ms) | prepared
 
-    def tell(self, **request):
+    def send(self, **request):
         self.request = request
 
     def answer(self):
@@ -162,16 +162,16 @@ class Told:
 @pytest.mark.parametrize(
     "base, new, verdict, code",
     [
-        (Told(1.0), Told(1.0), "same", 0),
-        (Told(1.0), Told(1.01), "same", 0),
-        (Told(1.0), Told(1.05), "slower", 1),
-        (Told(0.01), Told(0.0103), "same", 0),
-        (Told(0.01), Told(0.0105), "slower", 1),
-        (Told(1.0), Told(1.03), "slower", 1),
-        (Told(1.0), Told(0.9), "faster", 0),
-        (Told(1.0, missing=True), Told(1.0), "new", 0),
-        (Told(1.0, error="it broke"), Told(1.0), "base failed", 0),
-        (Told(1.0), Told(1.0, error="it broke"), "failed", 1),
+        (Stub(1.0), Stub(1.0), "same", 0),
+        (Stub(1.0), Stub(1.01), "same", 0),
+        (Stub(1.0), Stub(1.05), "slower", 1),
+        (Stub(0.01), Stub(0.0103), "same", 0),
+        (Stub(0.01), Stub(0.0105), "slower", 1),
+        (Stub(1.0), Stub(1.03), "slower", 1),
+        (Stub(1.0), Stub(0.9), "faster", 0),
+        (Stub(1.0, missing=True), Stub(1.0), "new", 0),
+        (Stub(1.0, error="it broke"), Stub(1.0), "base failed", 0),
+        (Stub(1.0), Stub(1.0, error="it broke"), "failed", 1),
     ],
 )
 def test_a_regression_is_found(base, new, verdict, code, capsys):
@@ -225,7 +225,7 @@ def test_a_base_in_an_older_layout(tmp_path):
         base = sides.Process(tree, tmp_path / "base", "fusion-always")
         try:
             base.greet()
-            base.tell(do="prepare", work=ADD_MUL.to_json())
+            base.send(do="prepare", work=ADD_MUL.to_json())
             assert base.answer()["ms"] > 0
         finally:
             base.close()

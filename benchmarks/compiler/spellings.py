@@ -24,8 +24,8 @@ def share(part: int, whole: int) -> str:
     return f"{part / max(whole, 1):.1%}"
 
 
-def told(found: Recall) -> str:
-    """Everything that is not as it should be, with its source."""
+def failures(found: Recall) -> str:
+    """The functions that were not recognised, came out wrong or are no spelling, with source."""
     groups = {
         "not recognised": found.unrecognised,
         "wrong": found.wrong,

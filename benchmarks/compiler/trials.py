@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 import torch
 import triton
 
 from benchmarks.launches.driver import pretended_gpu
+from benchmarks.subjects.subject import Subject
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.compat.triton import forget_compiled
 from fusion_backend.frontends.dynamo import fuse_graph, patterns, usable
@@ -17,7 +19,7 @@ from fusion_backend.reporting.report import GraphRecord
 
 
 class Compiled:
-    """Listens to Triton: the seconds of every compilation by kernel."""
+    """A listener of Triton's compilations: the seconds of each, by kernel."""
 
     def __init__(self):
         self.seconds: dict[str, list[float]] = defaultdict(list)
@@ -34,8 +36,15 @@ class Compiled:
             forget_compiled(kernel)
 
 
-def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[float, int, Compiled]:
-    """Seconds of the whole pass, sites that are fused, and what was compiled meanwhile."""
+class Cost(NamedTuple):
+    threads: int
+    seconds: float  # of the whole pass
+    sites: int  # that are fused
+    compiled: Compiled
+
+
+def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> Cost:
+    """Run the pass on a graph, with Triton's cache unread."""
     compiled, record = Compiled(), GraphRecord(0)
     with (
         inductor_config.patch(compile_threads=threads),
@@ -48,24 +57,46 @@ def cost(gm: torch.fx.GraphModule, options: Options, threads: int) -> tuple[floa
         fuse_graph(gm, options, record)
         seconds = time.perf_counter() - started
     compiled.forget()
-    return seconds, sum(site.fused for site in record.sites), compiled
+    return Cost(threads, seconds, sum(site.fused for site in record.sites), compiled)
 
 
 def show(name: str, gm: torch.fx.GraphModule, options: Options, threads: list[int]) -> None:
+    """Print the seconds of each kernel with the first number of threads, and of the whole pass with
+    each.
+    """
     usable(patterns())
     fuse_graph(gm, options, GraphRecord(0))  # what is done once a process is not counted
-    runs = [(n, *cost(gm, options, n)) for n in threads]
-    _, _, sites, compiled = runs[0]
+    runs = [cost(gm, options, n) for n in threads]
+    compiled = runs[0].compiled
     each = Counter({kernel: sum(seconds) for kernel, seconds in compiled.seconds.items()})
-    print(f"{name}: {sites} sites, {sum(map(len, compiled.seconds.values()))} distinct launches")
+    launches = sum(map(len, compiled.seconds.values()))
+    print(f"{name}: {runs[0].sites} sites, {launches} distinct launches")
     for kernel, seconds in each.most_common():
         print(f"  {kernel:<34}{len(compiled.seconds[kernel]):>4}{seconds:>9.2f} s")
-    for n, seconds, _, _ in runs:
-        print(f"  {f'the whole pass, threads: {n}':<38}{seconds:>9.2f} s", flush=True)
+    for run in runs:
+        print(f"  {f'the whole pass, threads: {run.threads}':<38}{run.seconds:>9.2f} s", flush=True)
+
+
+def first_graph(subject: Subject, train: bool) -> torch.fx.GraphModule:
+    """The first graph that Dynamo captures of a model; the model does not run."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm, inputs):
+        graphs.append(gm)
+        return stop  # a backend that raises has its graph emptied by torch 2.15
+
+    torch.compiler.reset()
+    try:
+        with torch.set_grad_enabled(train):
+            torch.compile(subject.model, backend=keep)(*subject.args, **subject.kwargs)
+    except Exception:
+        if not graphs:
+            raise
+    return graphs[0]
 
 
 class Stop(Exception):
-    """The graph is here: the model need not run."""
+    """The graph has been captured: the model need not run."""
 
 
 def stop(*inputs):

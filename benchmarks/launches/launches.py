@@ -5,6 +5,7 @@ on tensors without data.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ TYPES = {
     torch.int32: "i32",
 }
 # programs wait for one another
+# Other forms of the arguments, which are launched differently.
+OTHER_WAYS = {"gated_linear": [dict(transposed=True)], "softmax": [dict(form=-1)]}
 SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
 
 
@@ -47,7 +50,7 @@ class Launch(NamedTuple):
 
 
 class Computed(TorchDispatchMode):
-    """Collects what launchers compute in torch: kernels read that, they do not write it."""
+    """Collects what launchers compute in torch: kernels read it and do not write it."""
 
     def __init__(self, seen: list[Tensor]):
         super().__init__()
@@ -109,7 +112,7 @@ def launches(
 ) -> list[Launch]:
     """Run the launchers of a pattern on tensors without data and collect what they launch."""
     found: list[Launch] = []
-    # what a kernel was given or left behind; held, so that no address is used twice
+    # what a kernel was given or wrote; held, so that no address is used twice
     seen: list[Tensor] = []
 
     def record(kernel, grid, values, options):
@@ -120,50 +123,53 @@ def launches(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     args = list(pattern.inputs_fn(tensor, **case))
-    args = (
-        with_kinds(pattern, supported_forms(pattern)[form], args)
-        if pattern.name in REGISTRY
-        else args
-    )
+    if pattern.name in REGISTRY:
+        args = with_kinds(pattern, supported_forms(pattern)[form], args)
     if transposed:  # the weight of a linear layer, seen from x @ w
         args = [
             a.t().contiguous().t() if isinstance(a, Tensor) and i else a for i, a in enumerate(args)
         ]
-    drawn = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
-    seen.extend(a for a in (*args, *drawn.values()) if isinstance(a, Tensor))
+    seeds = {name: torch.empty(1, dtype=torch.int64, device="meta") for name in pattern.drawn}
+    seen.extend(a for a in (*args, *seeds.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
-        results = pattern.kernel_fn(*args, *drawn.values(), *([backward] if pattern.saves else []))
+        results = pattern.kernel_fn(*args, *seeds.values(), *([backward] if pattern.saves else []))
         if backward:
             results = results if isinstance(results, tuple) else (results,)
-            outs, kept = results[: pattern.outputs], results[pattern.outputs :]
-            inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
-            needs = {name: isinstance(value, Tensor) for name, value in inputs.items()}
-            result = outs if len(outs) > 1 else outs[0]
-            kept = dict(zip(pattern.saves, kept, strict=True))
-            saved = SimpleNamespace(**inputs, **drawn, **kept, result=result, needs=needs)
-            grads = [torch.empty_like(out) for out in outs]
+            saved = saved_of(pattern, args, seeds, results)
+            grads = [torch.empty_like(out) for out in results[: pattern.outputs]]
             seen.extend(grads)
             pattern.backward_fn(saved, *grads)
     return found
 
 
-def sites(only: list[str]):
-    """Every distinct launch of the patterns, with the words that tell where it comes from."""
+def saved_of(pattern: Pattern, args: list, seeds: dict, results: tuple) -> SimpleNamespace:
+    """What a pattern's backward is given: arguments, seeds, results and what the forward saves."""
+    outs, saves = results[: pattern.outputs], results[pattern.outputs :]
+    inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
+    needs = {name: isinstance(value, Tensor) for name, value in inputs.items()}
+    result = outs if len(outs) > 1 else outs[0]
+    named = dict(zip(pattern.saves, saves, strict=True))
+    return SimpleNamespace(**inputs, **seeds, **named, result=result, needs=needs)
+
+
+class Found(NamedTuple):
+    """A launch, the dtype of the pattern's arguments, and the case that it comes from, in words."""
+
+    launch: Launch
+    dtype: str
+    work: str
+
+
+def all_launches(only: list[str]) -> Iterator[Found]:
+    """Every distinct launch of the patterns of SITES, or of those in `only`."""
     seen = set()
     for name, case, dtype, backward in SITES:
         if only and name not in only:
             continue
         pattern = (REGISTRY | UNMATCHED)[name]
-        ways = (
-            [dict(transposed=True)]
-            if name == "gated_linear"
-            else [dict(form=-1)]
-            if name == "softmax"
-            else []
-        )
-        for way in ({}, *ways):
+        for way in ({}, *OTHER_WAYS.get(name, ())):
             for launch in launches(pattern, case, dtype, backward, **way):
                 if launch not in seen:
                     seen.add(launch)
                     words = [f"{k}={v}" for k, v in (case | way).items()]
-                    yield launch, TYPES[dtype], " ".join(words)
+                    yield Found(launch, TYPES[dtype], " ".join(words))

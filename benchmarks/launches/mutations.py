@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.launches.driver import Driver
-from benchmarks.launches.launches import SHARED, TYPES, Launch
+from benchmarks.launches.launches import SHARED, TYPES, Found, Launch
 from fusion_backend.compat.inductor import mutated_tensors
 from fusion_backend.compat.triton import set_driver
 
@@ -14,7 +14,7 @@ IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | dict.fromkeys(SHARED, {"WO
 
 
 def mutated(launch: Launch) -> list[str]:
-    """The arguments that torch finds a kernel to write."""
+    """The arguments that torch believes the kernel writes."""
     constants = dict(launch.constants)
     tensors = {}
     for name, kind in launch.signature:
@@ -27,10 +27,11 @@ def mutated(launch: Launch) -> list[str]:
     return mutated_tensors(launch.kernel, constants, tensors)
 
 
-def check_mutations(chosen: list) -> int:
+def check_mutations(found: list[Found]) -> int:
+    """Print the arguments that torch believes each kernel writes. Returns how often it is wrong."""
     set_driver(Driver())
     bad = 0
-    for launch, dtype, _ in chosen:
+    for launch, dtype, _ in found:
         written = mutated(launch)
         tensors = [name for name, kind in launch.signature if kind.startswith("*")]
         wrong = set(written) != set(tensors) - set(launch.inputs) | IN_PLACE.get(launch.name, set())

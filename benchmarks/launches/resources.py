@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from benchmarks.launches.launches import Launch
+from benchmarks.launches.launches import Found, Launch
 from benchmarks.records.runs import Run
 from fusion_backend.compat.triton import SM_90, ASTSource, JITFunction
 
@@ -27,7 +27,7 @@ class Usage(NamedTuple):
 
 
 def usage(launch: Launch) -> Usage:
-    """Compile for sm_90 and read the resources off the machine code."""
+    """Compile for sm_90, and read what the machine code needs."""
     names = [name for name, _ in launch.signature]
     source = ASTSource(
         launch.kernel,
@@ -59,9 +59,9 @@ def at_once(use: Usage, warps: int) -> int:
     return 132 * min(65536 // registers, (SHARED_LIMIT + 1024) // (use.shared + 1024))
 
 
-# Bytes that configurations may spill which were the fastest on an H200 all the same: tiles of 128 x
-# 64 at four warps, rows of 32768 at sixteen. In the backward of attention, of heads of 128 with
-# dropout and a bias alone.
+# Bytes spilled by configurations that were the fastest on an H200 all the same: tiles of 128 x 64
+# at four warps, rows of 32768 at sixteen; in the backward of attention, only heads of 128 with
+# dropout and a bias.
 TOLERATED = {
     "flash_kernel": 48,
     "flash_keys_kernel": 32,
@@ -71,15 +71,15 @@ TOLERATED = {
 TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
 
 
-def check_resources(chosen: list, run: Run) -> int:
-    """Compile, print and note what each launch needs. How many need too much."""
+def check_resources(found: list[Found], run: Run) -> int:
+    """Compile the launches; print and note what each needs. Returns how many need too much."""
     bad = 0
     print(f"triton {triton.__version__}, sm_90")
     print(f"{'kernel':37}{'dtype':6}{'warps':>6}{'regs':>6}{'spill':>7}{'shared':>8}")
-    for launch, dtype, words in chosen:
+    for launch, dtype, words in found:
         use = usage(launch)
         warps = dict(launch.options)["num_warps"]
-        # programs of a group would wait for one that is not there yet
+        # the programs of a group would wait for one that does not run yet
         waits = launch.programs > at_once(use, warps)
         wrong = use.spilled > TOLERATED.get(launch.name, 0) or use.shared > SHARED_LIMIT or waits
         bad += wrong
@@ -103,10 +103,10 @@ def check_resources(chosen: list, run: Run) -> int:
     return bad
 
 
-def first_of_each_kernel(chosen: list) -> list:
-    first: dict[str, tuple] = {}
-    for launch, *words in chosen:
-        first.setdefault(launch.name, (launch, *words))
+def first_of_each_kernel(found: list[Found]) -> list[Found]:
+    first: dict[str, Found] = {}
+    for one in found:
+        first.setdefault(one.launch.name, one)
     return list(first.values())
 
 
@@ -125,7 +125,7 @@ def kernels() -> set[str]:
 
 
 def keep_other_versions(run: Run, path: Path) -> None:
-    """Put in front of the rows those that the file has of other versions of Triton."""
+    """Keep the rows that the file has of other versions of Triton, before those of the run."""
     if not path.exists():
         return
     before = Run.load(path)

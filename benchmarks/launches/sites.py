@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 HALF, FULL = torch.bfloat16, torch.float32
+
+
+class Site(NamedTuple):
+    pattern: str
+    case: dict[str, int]
+    dtype: torch.dtype
+    backward: bool  # does a backward follow?
+
+
 MASKS = dict(padded=1), dict(bias=1)
-# Pattern, case, dtype, does a backward follow?
-SITES = [
+CASES = [
     ("add_mul", dict(size=20_000_000), FULL, False),
     ("add_mul_exp", dict(size=20_000_000), FULL, False),
     ("add_mul_exp", dict(size=20_000_000), HALF, False),
@@ -125,3 +135,4 @@ SITES = [
     ("gated_linear", dict(m=16, k=4096, n=14336), HALF, False),
     ("gated_linear", dict(m=4096, k=1024, n=1024), FULL, False),
 ]
+SITES = [Site(*case) for case in CASES]

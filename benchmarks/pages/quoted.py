@@ -73,8 +73,8 @@ def written(text: str, root: Path = ROOT) -> str:
     """The page with its figures written anew."""
     if text.count("<!-- figures:") != len(BLOCK.findall(text)):
         raise Wrong(
-            "a comment <!-- figures: ... --> is not closed, "
-            "or not of the form that `python -m benchmarks.readme --help` shows"
+            "a comment <!-- figures: ... --> is not of the form that "
+            "`python -m benchmarks.readme --help` shows, or is not closed"
         )
 
     def block(found: re.Match) -> str:

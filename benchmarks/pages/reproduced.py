@@ -17,8 +17,8 @@ def ratios(run: Run) -> dict[str, float | None]:
     return {row.name: row.ratio(ours(row)) for row in run.rows}
 
 
-def beside(page: Path, kind: str, file: Path) -> list[str]:
-    """The page's ratio and the one found, a line each."""
+def ratio_lines(page: Path, kind: str, file: Path) -> list[str]:
+    """A line for each row that a page quotes: the page's ratio and the new one."""
     here = ratios(Run.load(file)) if file.exists() else {}
     lines = []
     for committed, names in quoted(page, kind).items():

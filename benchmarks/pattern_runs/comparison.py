@@ -45,7 +45,7 @@ def compare(work: Work, base, new, rounds: int, tolerance: float) -> CompareRow:
     """
     sides, found = dict(new=new, base=base), {}
     for side in sides.values():
-        side.tell(do="prepare", work=work.to_json())
+        side.send(do="prepare", work=work.to_json())
     for name, side in sides.items():
         try:
             found[name] = side.answer()
@@ -64,7 +64,7 @@ def compare(work: Work, base, new, rounds: int, tolerance: float) -> CompareRow:
     try:
         for turn in range(rounds):
             for side in ("base", "new") if turn % 2 else ("new", "base"):
-                sides[side].tell(do="time", calls=calls)
+                sides[side].send(do="time", calls=calls)
                 times[side].append(sides[side].answer()["ms"])
     except Failed as error:
         return CompareRow(work.name, "failed" if side == "new" else "base failed", note=str(error))

@@ -43,7 +43,7 @@ def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) ->
     """Hand the tasks out to `jobs` processes, in order: "done" or "failed" of each, "" where the
     time was up before.
     """
-    told = [""] * len(tasks)
+    status = [""] * len(tasks)
     with tempfile.NamedTemporaryFile() as lock:
         environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
         workers = [
@@ -62,12 +62,12 @@ def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) ->
         todo = iter(range(len(tasks)))
 
         def feed(worker: subprocess.Popen) -> None:
-            with contextlib.suppress(OSError), worker.stdin as tell, worker.stdout as answers:
+            with contextlib.suppress(OSError), worker.stdin as requests, worker.stdout as answers:
                 for i in todo:  # next() of its iterator is atomic
                     work, names = tasks[i]
-                    tell.write(json.dumps([work.to_json(), names]) + "\n")
-                    tell.flush()
-                    told[i] = answers.readline().strip()
+                    requests.write(json.dumps([work.to_json(), names]) + "\n")
+                    requests.flush()
+                    status[i] = answers.readline().strip()
 
         threads = [threading.Thread(target=feed, args=(worker,), daemon=True) for worker in workers]
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -81,7 +81,7 @@ def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) ->
                 if deadline is not None or sys.exc_info()[0]:
                     worker.kill()
                 worker.wait()
-    return told
+    return status
 
 
 def one_at_a_time() -> None:

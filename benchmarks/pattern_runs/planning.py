@@ -91,12 +91,13 @@ def one(work: Work, bench: Bench, makers: dict[str, Maker]) -> Row:
 
 
 def ahead(plan: Plan, jobs: int, minutes: float | None) -> dict:
-    """Compile first, in many processes. What was done.
+    """Compile the rows in many processes before any is measured; returns what was done.
 
-    Max-autotune takes longest. Without a limit matrix products come first, of which that is most
-    true. With one, max-autotune comes last, but for rows that have it while others have not; what
-    was not in time is taken out of the plan, for its compilation would take the time of all that
-    follows. Anything else compiles when its turn comes.
+    Max-autotune takes longest to compile. Without a limit of time, matrix products come first, of
+    which that is most true. With a limit, max-autotune comes last, except for the rows that have it
+    where not all do. Max-autotune that is not compiled in time is taken out of the plan, for its
+    compilation would take the time of all that follows; any other contender compiles when its row
+    is measured.
     """
     start, seconds = time.monotonic(), None
     fast = [
@@ -112,13 +113,13 @@ def ahead(plan: Plan, jobs: int, minutes: float | None) -> dict:
         measuring = SECONDS_A_CONTENDER * sum(len(makers) for _, makers in plan)
         seconds = max(minutes * 60 - SECONDS_TO_START - measuring, minutes * 60 * WARM_SHARE)
     print(f"compiling {len(plan)} rows ahead with {jobs} processes", file=sys.stderr, flush=True)
-    told = compile_ahead(tasks, jobs, seconds)
-    late = [task for task, answer in zip(tasks, told, strict=True) if not answer]
+    status = compile_ahead(tasks, jobs, seconds)
+    late = [task for task, answer in zip(tasks, status, strict=True) if not answer]
     for work, makers in plan:
         if minutes and (work, [AUTOTUNE]) in late:
             del makers[AUTOTUNE]
     found = dict(
-        done=told.count("done"), failed=told.count("failed"), late=len(late), processes=jobs
+        done=status.count("done"), failed=status.count("failed"), late=len(late), processes=jobs
     )
     found["seconds"] = round(time.monotonic() - start, 1)
     if left_out := sum(minutes is not None and names == [AUTOTUNE] for _, names in late):

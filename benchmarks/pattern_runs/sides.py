@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Failed(Exception):
-    """A side cannot do what it was told."""
+    """A side cannot do what it was asked for."""
 
 
 class Process:
@@ -59,7 +59,7 @@ class Process:
             raise Failed(found["error"])
         return found
 
-    def tell(self, **request) -> None:
+    def send(self, **request) -> None:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()

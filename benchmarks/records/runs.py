@@ -132,7 +132,7 @@ def rounded(value):
 
 def machine(device: torch.device, command: str) -> dict:
     """What a number depends on besides the code: `command` is the module, sys.argv is added."""
-    # in a checkout beside an installed copy, say: nothing would be fused, and nobody would know why
+    # As in a checkout next to an installed copy: nothing would be fused, and nobody would know why.
     if not patterns():
         raise SystemExit(
             "fusion_backend has no patterns here; install it from this checkout: pip install -e ."
