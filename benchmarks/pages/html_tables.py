@@ -108,11 +108,9 @@ def model_table(rows: list[ModelRow]) -> str:
     lines, first, more = [], set(), []
     for row in rows:
         first.add(len(lines))
-        noise = (
-            f"noise {row.noise:.1%} ({html.escape(row.twin)} timed twice)"
-            if row.noise is not None
-            else ""
-        )
+        noise = ""
+        if row.noise is not None:
+            noise = f"noise {row.noise:.1%} ({html.escape(row.twin)} timed twice)"
         notes = html.escape("; ".join(row.notes))
         lines.append(
             [f"<b>{html.escape(row.title)}</b>", *[""] * (len(HEADS) - 1), f"{noise} {notes}"]
@@ -126,37 +124,7 @@ def model_table(rows: list[ModelRow]) -> str:
                     word(one),
                 ]
             )
-        more.append(
-            f"<h3>{html.escape(row.title)}</h3>\n<pre>{html.escape(chr(10).join(sites(row.of('fusion'))))}</pre>"
-        )
-        kinds = [kind for kind in KINDS if any(c.shares.get(kind) for c in row.contenders)]
-        parts = [
-            [
-                html.escape(c.name),
-                f"{c.device_ms:.3f}",
-                *(f"{c.shares.get(kind, 0):.1%}" for kind in kinds),
-            ]
-            for c in row.contenders
-            if c.shares
-        ]
-        if parts:
-            more.append(table(["share of kernels", "ms", *kinds], parts))
-        for one in (c for c in row.contenders if c.kernels):
-            kernels = [
-                [
-                    f"{k['ms']:.4f}",
-                    f"{k['ms'] / one.device_ms:.1%}",
-                    f"{k['calls']:.4g}",
-                    html.escape(k["kind"]),
-                    html.escape(k["name"][:100]),
-                ]
-                for k in one.kernels
-            ]
-            heads = ["ms", "share", "calls", "class", "kernel"]
-            more.append(
-                f"<details><summary>longest kernels of {html.escape(one.name)}</summary>"
-                f"{table(heads, kernels)}</details>"
-            )
+        more += row_details(row)
     note = (
         "<p>ms: wall time of a step; kernels: device time of its kernels; "
         "ratio: Inductor's step over this one's.</p>"
@@ -164,6 +132,35 @@ def model_table(rows: list[ModelRow]) -> str:
     return (
         note + table([*HEADS, ""], lines, first) + "<h2>Sites and kernels</h2>\n" + "\n".join(more)
     )
+
+
+def row_details(row: ModelRow) -> list[str]:
+    """The sites of a model's row, and where the time of its kernels goes."""
+    lines = html.escape("\n".join(sites(row.of("fusion"))))
+    parts = [f"<h3>{html.escape(row.title)}</h3>\n<pre>{lines}</pre>"]
+    kinds = [kind for kind in KINDS if any(c.shares.get(kind) for c in row.contenders)]
+    shares = [
+        [html.escape(c.name), f"{c.device_ms:.3f}", *(f"{c.shares.get(k, 0):.1%}" for k in kinds)]
+        for c in row.contenders
+        if c.shares
+    ]
+    if shares:
+        parts.append(table(["share of kernels", "ms", *kinds], shares))
+    for one in (c for c in row.contenders if c.kernels):
+        kernels = [
+            [
+                f"{kernel['ms']:.4f}",
+                f"{kernel['ms'] / one.device_ms:.1%}",
+                f"{kernel['calls']:.4g}",
+                html.escape(kernel["kind"]),
+                html.escape(kernel["name"][:100]),
+            ]
+            for kernel in one.kernels
+        ]
+        heads = ["ms", "share", "calls", "class", "kernel"]
+        summary = f"<summary>longest kernels of {html.escape(one.name)}</summary>"
+        parts.append(f"<details>{summary}{table(heads, kernels)}</details>")
+    return parts
 
 
 def plain_table(rows: list) -> str:

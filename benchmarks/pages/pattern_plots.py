@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 from benchmarks.pages.drawing import (
@@ -23,6 +24,10 @@ from benchmarks.records.rows import Row
 from benchmarks.records.runs import Run
 
 MOST = 30  # rows of the memory plot
+MEMORY = {
+    "peak_bytes": "peak of a step beyond its arguments",
+    "saved_bytes": "kept from forward to backward",
+}
 
 
 def spread_apart(places: list[float], gap: float, low: float, high: float) -> list[float]:
@@ -50,30 +55,7 @@ def roofline(run: Run) -> bytes | None:
     low, high = min(row.intensity for row in rows) / 2, max(row.intensity for row in rows) * 3
     if matrix:
         high = max(high, 4 * matrix / copy)
-    ridge = matrix / copy if matrix else high
-    axes.plot(
-        [low, min(ridge, high)],
-        [low * copy / 1e12, min(ridge, high) * copy / 1e12],
-        color=CEILING,
-        lw=1.5,
-    )
-    axes.text(
-        low * 1.2,
-        low * 1.2 * copy / 1e12 * 1.6,
-        f"copy {copy / 1e12:.3g} TB/s",
-        rotation_mode="anchor",
-        rotation=math.degrees(math.atan(1.6 * copy / 1e12)),
-        transform_rotates_text=True,
-    )
-    if matrix:
-        axes.plot([ridge, high], [matrix / 1e12] * 2, color=CEILING, lw=1.5)
-        axes.annotate(
-            f"bf16 matrix product {matrix / 1e12:.3g} TFLOP/s",
-            (high, matrix / 1e12),
-            (0, 4),
-            textcoords="offset points",
-            ha="right",
-        )
+    draw_ceilings(axes, low, high, copy, matrix)
     for name in names(rows):
         points = [
             (row.intensity, row.of(name).rate_flops / 1e12)
@@ -100,6 +82,36 @@ def roofline(run: Run) -> bytes | None:
     label_patterns(axes, rows, low, high)
     axes.legend(loc="upper left")
     return png(figure)
+
+
+def draw_ceilings(axes, low: float, high: float, copy: float, matrix: float | None) -> None:
+    """The lines of the copy bandwidth (bytes a second) and the matrix rate (operations a second)
+    between two intensities.
+    """
+    ridge = matrix / copy if matrix else high
+    axes.plot(
+        [low, min(ridge, high)],
+        [low * copy / 1e12, min(ridge, high) * copy / 1e12],
+        color=CEILING,
+        lw=1.5,
+    )
+    axes.text(
+        low * 1.2,
+        low * 1.2 * copy / 1e12 * 1.6,
+        f"copy {copy / 1e12:.3g} TB/s",
+        rotation_mode="anchor",
+        rotation=math.degrees(math.atan(1.6 * copy / 1e12)),
+        transform_rotates_text=True,
+    )
+    if matrix:
+        axes.plot([ridge, high], [matrix / 1e12] * 2, color=CEILING, lw=1.5)
+        axes.annotate(
+            f"bf16 matrix product {matrix / 1e12:.3g} TFLOP/s",
+            (high, matrix / 1e12),
+            (0, 4),
+            textcoords="offset points",
+            ha="right",
+        )
 
 
 def label_patterns(axes, rows: list[Row], low: float, high: float) -> None:
@@ -154,32 +166,8 @@ def speed_up(run: Run) -> bytes | None:
     figure, grid = panels(plt, len(patterns), 3.6, 2.6)
     for pattern, axes in zip(patterns, grid, strict=True):
         mine = [row for row in rows if row.pattern == pattern]
-        noise = max([row.noise for row in mine if row.noise is not None] or [0.0])
-        axes.axhspan(1 / (1 + noise), 1 + noise, color=COLOURS["inductor"], alpha=0.15, lw=0)
-        axes.axhline(1, color=COLOURS["inductor"], lw=1.2)
-        for name in shown:
-            for train in (False, True):
-                series = sorted(
-                    (size_of(row, run), row.ratio(name))
-                    for row in mine
-                    if row.train == train and row.ratio(name)
-                )
-                if series:
-                    axes.plot(
-                        *zip(*series, strict=True),
-                        marker=MARKERS.get(name, "x"),
-                        ms=5,
-                        color=colour(name),
-                        lw=0,
-                        markerfacecolor=colour(name) if train else "none",
-                        alpha=0.9,
-                    )
-        ratios = [row.ratio(name) for row in mine for name in shown if row.ratio(name)]
-        top = max([1.25, *(1.12 * ratio for ratio in ratios)])
-        bottom = min([0.8, *(0.9 * ratio for ratio in ratios)])
-        axes.set(
-            xscale="log", title=pattern, ylim=(bottom, top), xlim=(min(sizes) / 2, max(sizes) * 2)
-        )
+        draw_speed_up(axes, run, mine, shown)
+        axes.set(title=pattern, xlim=(min(sizes) / 2, max(sizes) * 2))
         axes.xaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(numticks=5))
         axes.xaxis.set_major_formatter(plt.FuncFormatter(byte_words))
         axes.xaxis.set_minor_formatter(plt.NullFormatter())
@@ -202,37 +190,64 @@ def speed_up(run: Run) -> bytes | None:
     return png(figure)
 
 
+def draw_speed_up(axes, run: Run, rows: list[Row], shown: list[str]) -> None:
+    """The rows of a pattern: a marker for each contender in `shown`, filled for training."""
+    noise = max([row.noise for row in rows if row.noise is not None] or [0.0])
+    axes.axhspan(1 / (1 + noise), 1 + noise, color=COLOURS["inductor"], alpha=0.15, lw=0)
+    axes.axhline(1, color=COLOURS["inductor"], lw=1.2)
+    for name, train in itertools.product(shown, (False, True)):
+        series = sorted(
+            (size_of(row, run), row.ratio(name))
+            for row in rows
+            if row.train == train and row.ratio(name)
+        )
+        if series:
+            axes.plot(
+                *zip(*series, strict=True),
+                marker=MARKERS.get(name, "x"),
+                ms=5,
+                color=colour(name),
+                lw=0,
+                markerfacecolor=colour(name) if train else "none",
+                alpha=0.9,
+            )
+    ratios = [row.ratio(name) for row in rows for name in shown if row.ratio(name)]
+    top = max([1.25, *(1.12 * ratio for ratio in ratios)])
+    bottom = min([0.8, *(0.9 * ratio for ratio in ratios)])
+    axes.set(xscale="log", ylim=(bottom, top))
+
+
+def bytes_of(row: Row, name: str, kind: str) -> int:
+    return getattr(row.of(name), kind, None) or 0
+
+
+def difference(row: Row) -> float:
+    """The largest share by which memory of fusion differs from plain Inductor's, where that is
+    LARGE.
+    """
+    return max(
+        (
+            abs(mine / base - 1)
+            for kind in MEMORY
+            for name in ("fusion", "fusion-always")
+            if (base := bytes_of(row, "inductor", kind)) >= LARGE
+            and (mine := bytes_of(row, name, kind))
+        ),
+        default=0.0,
+    )
+
+
 def memory(run: Run) -> bytes | None:
     """The peak of a step and what forward keeps for backward, against plain Inductor's: the work
     that takes LARGE, and in which fusion differs, most of all first.
     """
-    kinds = {
-        "peak_bytes": "peak of a step beyond its arguments",
-        "saved_bytes": "kept from forward to backward",
-    }
-
-    def bytes_of(row: Row, name: str, kind: str) -> int:
-        return getattr(row.of(name), kind, None) or 0
-
-    def difference(row: Row) -> float:
-        return max(
-            (
-                abs(mine / base - 1)
-                for kind in kinds
-                for name in ("fusion", "fusion-always")
-                if (base := bytes_of(row, "inductor", kind)) >= LARGE
-                and (mine := bytes_of(row, name, kind))
-            ),
-            default=0.0,
-        )
-
     rows = sorted(
         (row for row in run.rows if difference(row) > SAME), key=difference, reverse=True
     )[:MOST]
     rows = [keep(row, "inductor", "fusion", "fusion-always") for row in rows]
     kinds = {
         kind: head
-        for kind, head in kinds.items()
+        for kind, head in MEMORY.items()
         if any(bytes_of(row, "inductor", kind) for row in rows)
     }
     if not rows:
