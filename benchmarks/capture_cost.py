@@ -1,52 +1,35 @@
-"""What the pass costs: milliseconds a graph node for capture, match and rewrite, on six small
-Hugging Face models.
+"""What the pass costs: milliseconds for each graph node to capture, match and rewrite, on six small
+models of Hugging Face.
 
     python -m benchmarks.capture_cost [--runs 7] [--dynamic] [--json FILE]
 
-CPU time, the least of several runs after one to warm up (patterns are traced once a process): what
-else the machine does is not counted. Sites are rewritten wherever possible (fusion.gate=always), so
-that the rewrite counts; Inductor does not run.
+The figures are CPU time, which leaves out what else the machine does: the least of several runs
+after a first one, in which the patterns are traced. Sites are rewritten wherever that is possible
+(fusion.gate=always), so that the rewrite counts. Inductor does not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 from pathlib import Path
 
 import torch
 
-import fusion_backend
-from benchmarks.tiny_models import MODELS, Tiny
-
-PHASES = ("capture_s", "match_s", "rewrite_s")
-
-
-def once(tiny: Tiny, train: bool, dynamic: bool) -> dict[str, float]:
-    """The nodes of a model's graphs, and the milliseconds a node of every phase."""
-    model, inputs = tiny.model(), tiny.example(2, 16)
-    torch.compiler.reset()
-    with contextlib.nullcontext() if train else torch.no_grad():
-        report = fusion_backend.explain(
-            model, options={"fusion.gate": "always"}, dynamic=dynamic, **inputs
-        )
-    nodes = sum(graph.nodes for graph in report.graphs)
-    cost = {
-        phase: sum(getattr(graph, phase) for graph in report.graphs) * 1e3 / nodes
-        for phase in PHASES
-    }
-    return cost | dict(nodes=nodes, sum=sum(cost.values()))
+from benchmarks.compiler.capture import PHASES, once
+from benchmarks.subjects.tiny_models import MODELS
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.capture_cost", description=__doc__.partition("\n")[0]
+        prog="python -m benchmarks.capture_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=7, help="default: 7")
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
-    parser.add_argument("--json", type=Path, help="write the table there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     arguments = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         parser.error("needs transformers: pip install -e '.[bench]'")

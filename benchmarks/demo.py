@@ -3,30 +3,24 @@ layer, the kernels.
 
     python -m benchmarks.demo [--only sentences llama gated kernels] [--model DIR] [--json FILE]
 
-For each model: the report of the backend, the error of outputs and gradients against fp64 beside
-eager's and plain Inductor's, and step times (on a GPU peak memory too) of the three measured in
-turns. Exit status: 0 when everything held, 1 when a result was worse than twice eager's error, 2
-when something has to be installed first.
+For each model this prints the report of the backend; the errors of outputs and gradients against
+fp64 under eager, plain Inductor and this backend; and the step times of the three, measured in
+turns (on a GPU their peak memory too). Exit status: 0 when everything agreed; 1 when an error was
+more than twice eager's; 2 when something has to be installed first.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import importlib.util
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 PARTS = ("sentences", "llama", "gated", "kernels")
-REPORT_LINES = 16
 NEXT = """\
 Next: see what the backend would do with your own model, without compiling it for real:
 
@@ -45,267 +39,43 @@ def missing(parts: list[str], model: Path | None = None) -> str | None:
         packages |= {"transformers": "transformers"}
     absent = [name for module, name in packages.items() if importlib.util.find_spec(module) is None]
     if absent:
-        return f"missing {', '.join(absent)}: run `make demo`, or `pip install -e '.[bench]'` in the checkout"
+        what = ", ".join(absent)
+        return f"missing {what}: run `make demo`, or `pip install -e '.[bench]'` in the checkout"
     if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
         return "missing a C++ compiler, which Inductor needs: install g++ or clang++, or set CXX"
     return None
 
 
-@contextlib.contextmanager
-def progress(what: str):
-    """One line on stderr: seconds ticking on a terminal; elsewhere the line is written once, at the
-    end.
-    """
-    start, done = time.perf_counter(), threading.Event()
-
-    def tick():
-        while not done.wait(0.5):
-            print(
-                f"\r  {what} ... {time.perf_counter() - start:.0f} s",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    if sys.stderr.isatty():
-        ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if ticker.ident:
-            ticker.join()
-        begin = "\r" if sys.stderr.isatty() else ""
-        print(
-            f"{begin}  {what} ... {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True
-        )
-
-
-def infer(model, subject):
-    """One inference: the compared result."""
-    import torch
-
-    with torch.no_grad():
-        return subject.result(model(**subject.inputs))
-
-
-def train(model, subject):
-    """Forward and backward of one training step: the compared result, and the gradients by name."""
-    model.zero_grad(set_to_none=True)
-    output = model(**subject.inputs)
-    subject.loss(output).backward()
-    gradients = {
-        name.removeprefix("_orig_mod."): p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    return subject.result(output).detach(), gradients
-
-
-def exact(subject):
-    """The same model and inputs in fp64."""
-    inputs = {
-        name: x.double() if x.is_floating_point() else x for name, x in subject.inputs.items()
-    }
-    return type(subject)(
-        subject.title, copy.deepcopy(subject.model).double(), inputs, subject.result, subject.loss
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def short(text: str, lines: int = REPORT_LINES) -> str:
-    """The summary of a report and its first lines, fused sites before the others; paths without
-    site-packages.
-    """
-    text = re.sub(r"\S+/site-packages/", "", text).replace(f"{Path.cwd()}/", "")
-    first, *rows = text.splitlines()
-    order = ("fused", "not fused", "near miss")
-    rows.sort(
-        key=lambda row: next(
-            (i for i, word in enumerate(order) if row.strip().startswith(word)), -1
-        )
-    )
-    if len(rows) >= lines:
-        rows[lines - 2 :] = [f"  ... and {len(rows) - lines + 2} lines more"]
-    return "\n".join(f"  {row}" for row in (first, *rows))
-
-
-def errors(models: dict, subject) -> dict[str, dict[str, float]]:
-    """The distance of every model's result (and gradients) from fp64, and of the backend's from
-    eager's.
-    """
-    from benchmarks.measure import distance, joint_distance
-
-    truth = exact(subject)
-    found = {"inference output": (distance, lambda model, s: infer(model, s))}
-    if subject.loss:
-        found["training output"] = distance, lambda model, s: train(model, s)[0]
-        found["gradients"] = joint_distance, lambda model, s: train(model, s)[1]
-    table = {}
-    for row, (measure, run) in found.items():
-        want, results = (
-            run(truth.model, truth),
-            {name: run(model, subject) for name, model in models.items()},
-        )
-        table[row] = {name: measure(got, want) for name, got in results.items()}
-        table[row]["fusion to eager"] = measure(results["fusion"], results["eager"])
-    subject.model.zero_grad(set_to_none=True)
-    return table
-
-
-def times(models: dict, subject) -> dict[str, dict[str, float]]:
-    """Milliseconds a step, and on a GPU the peak memory of a step in MB, of every model."""
-    from benchmarks.measure import interleaved, peak_bytes
-
-    device = next(iter(subject.inputs.values())).device
-    table = {}
-    for kind, step in [("inference", infer), ("training", train)][: 2 if subject.loss else 1]:
-        steps = {name: lambda m=model, s=step: s(m, subject) for name, model in models.items()}
-        table[f"{kind} ms"] = interleaved(steps, device)
-        if device.type == "cuda":
-            table[f"{kind} MB"] = {}
-            for name, run in steps.items():
-                # the last step's gradients are not this one's
-                subject.model.zero_grad(set_to_none=True)
-                table[f"{kind} MB"][name] = peak_bytes(run, device) / 1e6
-    return table
-
-
-def show(table: dict[str, dict[str, float]], head: str, form: str) -> None:
-    """Print a table: a row a quantity, a column a model."""
-    columns = list(next(iter(table.values())))
-    print(f"  {head:<24}" + "".join(f"{name:>18}" for name in columns))
-    for row, values in table.items():
-        print(f"    {row:<22}" + "".join(f"{values[name]:>18{form}}" for name in columns))
-
-
-def study(subject, options: dict, also=lambda models, subject: True) -> dict:
-    """Compile a subject with the backend and with plain Inductor; print report, errors, times.
-    Return the figures.
-    """
-    import torch
-
-    import fusion_backend
-
-    print(f"\n{subject.title}")
-    fusion_backend.reset()
-    compiled = {
-        "eager": subject.model,
-        "inductor": torch.compile(subject.model, backend="inductor"),
-        "fusion": torch.compile(subject.model, backend="fusion", options=options),
-    }
-    steps = {"inference": infer} | ({"training": train} if subject.loss else {})
-    for kind, step in steps.items():
-        for name in ("fusion", "inductor"):
-            with progress(f"compiling for {kind} with backend={name!r}"):
-                step(compiled[name], subject)
-    print(short(str(fusion_backend.report())))
-    found = errors(compiled, subject)
-    show(found, "error against fp64", ".1e")
-    measured = times(compiled, subject)
-    show(measured, "a step", ".3f")
-    worse = [
-        row for row, e in found.items() if e["fusion"] > 2 * max(e["eager"], e["inductor"]) + 1e-7
-    ]
-    for row in worse:
-        print(f"  FAILED: {row}: the error is more than twice that of eager and of plain Inductor")
-    ok = also(compiled, subject) and not worse
-    sites = fusion_backend.report().sites
-    fused = sum(site.fused for site in sites)
-    return dict(
-        title=subject.title, sites=len(sites), fused=fused, errors=found, steps=measured, ok=ok
-    )
-
-
-def similar(models: dict, subject) -> bool:
-    """Print the two most similar sentences as the backend sees them; for eager they must be so too,
-    to two digits.
-    """
-    from benchmarks.subjects import SENTENCES
-
-    scores = {}
-    for name in ("eager", "fusion"):
-        embeddings = infer(models[name], subject)[: len(SENTENCES)].float()
-        scores[name] = (embeddings @ embeddings.T).fill_diagonal_(-1)
-    first, second = divmod(scores["fusion"].argmax().item(), len(SENTENCES))
-    fusion, eager = scores["fusion"][first, second].item(), scores["eager"][first, second].item()
-    print(
-        f"  most similar of the {len(SENTENCES)} sentences ({fusion:.3f} with fusion, {eager:.3f} eager):"
-    )
-    print(f"    {SENTENCES[first]}\n    {SENTENCES[second]}")
-    same = scores["eager"].max().item() - eager < 0.01
-    if not same:
-        print("  FAILED: eager finds two others")
-    return same
-
-
-def kernels() -> dict:
-    """Run every pattern's Triton kernel on small CPU tensors in a process of its own, in Triton's
-    interpreter.
-    """
-    print("\nThe Triton kernels themselves, in Triton's interpreter on small CPU tensors")
-    command = [sys.executable, "-m", "benchmarks.interpreted"]
-    with progress("interpreting"):
-        done = subprocess.run(
-            command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-        )
-    print(done.stdout, end="")
-    if done.returncode:
-        print(f"  FAILED: {' '.join(command)}\n{done.stderr[-2000:]}")
-    return dict(title="kernels", ok=done.returncode == 0, output=done.stdout)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to run")
+    model = "the directory of another sentence encoder, in the format of transformers"
+    add("--model", type=Path, metavar="DIR", help=model)
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.demo", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the parts to run")
-    parser.add_argument(
-        "--model", type=Path, help="directory of another sentence encoder in transformers' format"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    arguments = parser.parse_args(argv)
-    if problem := missing(arguments.only, arguments.model):
+    args = arguments(argv)
+    if problem := missing(args.only, args.model):
         print(f"benchmarks.demo: {problem}", file=sys.stderr)
         return 2
     start = time.perf_counter()
     sys.stdout.reconfigure(line_buffering=True)  # in order with the progress lines on stderr
-    import torch
-    import triton
+    # only now, for they import torch, which `missing` has looked for
+    from benchmarks.model_runs.demonstration import run
 
-    from benchmarks import subjects
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = (
-        torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    print(f"torch {torch.__version__}, triton {triton.__version__}, {name}")
-    options = {"fusion.gate": "auto"}
-    if device.type == "cpu":
-        options = {"fusion.gate": "always"}
-        print(
-            "Triton kernels need a GPU. On this CPU every match is rewritten all the same (fusion.gate=always), with\n"
-            "the pattern's plain torch code in the kernel's place: the whole pipeline runs; expect no speed-up."
-        )
-    results = []
-    if "sentences" in arguments.only:
-        results.append(study(subjects.sentences(device, arguments.model), options, also=similar))
-    if "llama" in arguments.only:
-        results.append(study(subjects.llama(device), options))
-    if "gated" in arguments.only:
-        results += [study(subjects.gated(device, inplace), options) for inplace in (True, False)]
-    if "kernels" in arguments.only and device.type == "cpu":
-        results.append(kernels())
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps(dict(device=name, torch=torch.__version__, results=results), indent=1)
-        )
-    ok = all(result["ok"] for result in results)
-    print(
-        f"\n{'Everything agreed' if ok else 'Something FAILED, see above'}; {time.perf_counter() - start:.0f} s."
-    )
+    figures = run(args.only, args.model)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
+    ok = all(result["ok"] for result in figures["results"])
+    seconds = time.perf_counter() - start
+    print(f"\n{'Everything agreed' if ok else 'Something FAILED, see above'}; {seconds:.0f} s.")
     print(NEXT)
     return not ok
 

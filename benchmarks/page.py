@@ -1,197 +1,22 @@
 """One self-contained HTML page of a run: the machine, the pictures, the tables.
 
-python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
+    python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
 
-Without --out each page lies beside its JSON. Without matplotlib the page has the tables only, and
-says so; the exit status is then 1. A file that holds no run is passed over, for status 2.
+Without --out each page is written next to its JSON. Without matplotlib the page has only the
+tables, and says so; the exit status is then 1. A file that holds no run is passed over; the exit
+status is then 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import dataclasses
-import html
 import sys
 from pathlib import Path
 
-from benchmarks.drawing import NoMatplotlib, byte_words
-from benchmarks.model_table import HEADS, cells, sites
-from benchmarks.plots import plots
-from benchmarks.results import FAILED, OK, ModelRow, Row, Run
-from benchmarks.trace import KINDS
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; color: #222 }
-img { max-width: 100%; height: auto } table { border-collapse: collapse; margin: 1em 0; font-size: 13px }
-td, th { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td:first-child, th:first-child, td:last-child, th:last-child { text-align: left } th { border-bottom: 2px solid #888 }
-tr.first td { border-top: 2px solid #bbb } .bad { color: #b00020; font-weight: 600 } pre { overflow-x: auto }
-.wide { overflow-x: auto }
-"""
-TITLES = {"patterns": "Patterns", "models": "Whole models", "block_size": "Block sizes",
-    "compare": "Two commits",
-          "sweep": "Configurations"}  # fmt: skip
-
-
-def table(heads: list[str], lines: list[list[str]], first: set[int] = frozenset()) -> str:
-    """`first` are the lines with a rule above them. Cells are HTML."""
-    rows = ["<tr>" + "".join(f"<th>{html.escape(h)}</th>" for h in heads) + "</tr>"]
-    for i, line in enumerate(lines):
-        rows.append(
-            f"<tr{' class=first' if i in first else ''}>{''.join(f'<td>{c}</td>' for c in line)}</tr>"
-        )
-    return '<div class="wide"><table>\n' + "\n".join(rows) + "\n</table></div>\n"
-
-
-def show(value, form: str, scale: float = 1) -> str:
-    return "" if value is None else format(value * scale, form)
-
-
-def about(run: Run) -> str:
-    """The machine, the command and the noise."""
-    lines = []
-    for key, value in run.about.items():
-        if value in (None, {}, ""):
-            continue
-        if key == "copy_bytes_s":
-            key, value = "copy, measured in this run", f"{value / 1e12:.2f} TB/s"
-        elif key == "matrix_flops_s":
-            key, value = "bf16 matrix product, measured in this run", f"{value / 1e12:.0f} TFLOP/s"
-        elif key == "gpu_memory":
-            key, value = "memory of the GPU", byte_words(value)
-        elif key == "noise":
-            value = (
-                f"median {value['median']:.1%}, largest {value['max']:.1%} of {value['rows']} rows"
-            )
-        lines.append([html.escape(key), html.escape(str(value))])
-    return table(["this run", ""], lines)
-
-
-def pattern_table(rows: list[Row]) -> str:
-    heads = ["contender", "kernel ms", "IQR", "min", "call ms", "ratio", "GB/s", "TFLOP/s",
-        "of the floor", "error",
-             "peak", "saved", "compile s", ""]  # fmt: skip
-    lines, first = [], set()
-    for row in rows:
-        first.add(len(lines))
-        counted = f"{byte_words(row.bytes)}, {row.flops / 1e9:.3g} GFLOP" if row.bytes else ""
-        noise = f", noise {row.noise:.1%}" if row.noise is not None else ""
-        remark = f"{counted}, floor {row.floor_ms:.4f} ms{noise} {html.escape(row.note)}"
-        lines.append([f"<b>{html.escape(row.name)}</b>", *[""] * (len(heads) - 2), remark])
-        for one in row.contenders:
-            k = one.kernel
-            lines.append([
-                html.escape(one.name), show(k and k.median, ".4f"),
-                show(k.iqr / k.median, ".1%") if k and k.q25 is not None else "",
-                show(k and k.min, ".4f"),
-                show(one.call and one.call.median, ".4f"), show(row.ratio(one.name), ".2f"),
-                show(one.rate_bytes, ".0f", 1e-9), show(one.rate_flops, ".3g", 1e-12),
-                show(row.floor_ms / k.median, ".0%") if k else "",
-                show(one.errors and one.errors.distance, ".1e"),
-                "" if one.peak_bytes is None else byte_words(one.peak_bytes),
-                "" if one.saved_bytes is None else byte_words(one.saved_bytes),
-                show(one.compile_s, ".1f"), word(one),
-            ])  # fmt: skip
-    note = "<p>ratio: plain Inductor's kernel time over this one's; error: |got − exact| / |exact| against fp64.</p>"
-    return note + table(heads, lines, first)
-
-
-def word(one) -> str:
-    """What stands at the end of a contender's line."""
-    if one.status != OK:
-        return f'<span class="bad">{one.status}</span> {html.escape(one.note)}'
-    declined = getattr(one, "declined", "")
-    return f"declined: {html.escape(declined)}" if isinstance(declined, str) and declined else ""
-
-
-def model_table(rows: list[ModelRow]) -> str:
-    lines, first, more = [], set(), []
-    for row in rows:
-        first.add(len(lines))
-        noise = (
-            f"noise {row.noise:.1%} ({html.escape(row.twin)} timed twice)"
-            if row.noise is not None
-            else ""
-        )
-        notes = html.escape("; ".join(row.notes))
-        lines.append(
-            [f"<b>{html.escape(row.title)}</b>", *[""] * (len(HEADS) - 1), f"{noise} {notes}"]
-        )
-        for one in row.contenders:
-            name, *rest = cells(row, one)
-            lines.append(
-                [
-                    html.escape(name),
-                    *([""] * len(rest) if one.status == FAILED else rest),
-                    word(one),
-                ]
-            )
-        more.append(
-            f"<h3>{html.escape(row.title)}</h3>\n<pre>{html.escape(chr(10).join(sites(row.of('fusion'))))}</pre>"
-        )
-        kinds = [kind for kind in KINDS if any(c.shares.get(kind) for c in row.contenders)]
-        parts = [[html.escape(c.name), f"{c.device_ms:.3f}",
-            *(f"{c.shares.get(kind, 0):.1%}" for kind in kinds)]
-                 for c in row.contenders if c.shares]  # fmt: skip
-        if parts:
-            more.append(table(["share of kernels", "ms", *kinds], parts))
-        for one in (c for c in row.contenders if c.kernels):
-            kernels = [[f"{k['ms']:.4f}", f"{k['ms'] / one.device_ms:.1%}", f"{k['calls']:.4g}",
-                        html.escape(k["kind"]),
-                        html.escape(k["name"][:100])] for k in one.kernels]  # fmt: skip
-            heads = ["ms", "share", "calls", "class", "kernel"]
-            more.append(f"<details><summary>longest kernels of {html.escape(one.name)}</summary>"
-                        f"{table(heads, kernels)}</details>")  # fmt: skip
-    note = "<p>ms: wall time of a step; kernels: device time of its kernels; ratio: Inductor's step over this one's.</p>"
-    return (
-        note + table([*HEADS, ""], lines, first) + "<h2>Sites and kernels</h2>\n" + "\n".join(more)
-    )
-
-
-def plain_table(rows: list) -> str:
-    """Block sizes, commits and whatever else: every field, a time by its median."""
-    dicts = [row if isinstance(row, dict) else {f.name: getattr(row,
-        f.name) for f in dataclasses.fields(row)}
-             for row in rows]  # fmt: skip
-    heads = list(dict.fromkeys(key for row in dicts for key in row))
-
-    def cell(value) -> str:
-        value = getattr(value, "median", value)
-        return (
-            ""
-            if value is None
-            else f"{value:.6g}"
-            if isinstance(value, float)
-            else html.escape(str(value))
-        )
-
-    return table(heads, [[cell(row.get(head)) for head in heads] for row in dicts])
-
-
-def page(run: Run, pictures: list[tuple[str, str, bytes]], remark: str = "") -> str:
-    title = f"{TITLES.get(run.kind, run.kind)}: {run.about.get('gpu') or 'CPU'}"
-    parts = [f"<h1>{html.escape(title)}</h1>", about(run)]
-    if not run.about.get("gpu"):
-        parts.append(
-            "<p>Measured on a CPU: times say nothing about a GPU; errors and sites do.</p>"
-        )
-    if remark:
-        parts.append(f'<p class="bad">{html.escape(remark)}</p>')
-    for _, head, data in pictures:
-        coded = base64.b64encode(data).decode()
-        parts.append(
-            f'<h2>{html.escape(head)}</h2>\n<img alt="{html.escape(head)}" src="data:image/png;base64,{coded}">'
-        )
-    parts.append("<h2>Table</h2>")
-    kinds = {"patterns": pattern_table, "models": model_table}
-    parts.append(kinds.get(run.kind, plain_table)(run.rows))
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n'
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
+from benchmarks.pages.drawing import NoMatplotlib
+from benchmarks.pages.html_page import page
+from benchmarks.pages.plots import plots
+from benchmarks.records.runs import Run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,8 +25,10 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="of a single results file")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json")
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE.html", help="where there is one results file"
+    )
     parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there, too")
     args = parser.parse_args(argv)
     if args.out and len(args.results) > 1:

@@ -1,15 +1,16 @@
-"""Measure again what the README says, and set both side by side.
+"""Measure again what the README quotes, and print its ratios next to the new ones.
 
     python -m benchmarks.reproduce --out DIR                    # at most 10 minutes on an H200
-    python -m benchmarks.reproduce --out DIR --minutes 5        # fewer of the rows that the README only counts
-    python -m benchmarks.reproduce --out DIR --part patterns    # a half at a time, where a command may not take longer
+    python -m benchmarks.reproduce --out DIR --minutes 5        # fewer of the rows
+    python -m benchmarks.reproduce --out DIR --part patterns    # one of the two parts
     python -m benchmarks.reproduce --out DIR --part models
 
-Runs benchmarks.patterns, the rows that the README quotes first and then what there is time for, and
-benchmarks.models on the models that it quotes; each in a process of its own, with its part of the
-time. DIR gets patterns.json and models.json, and a page of each. Then prints the README's ratios
-and those found, which on another machine are others. Exit code: the largest of the commands', 130
-after Ctrl-C.
+This runs benchmarks.patterns on the rows that the README quotes and then on as many others as there
+is time for, and benchmarks.models on the models that it quotes. Each has a process of its own and
+its share of the time; --part runs one alone, where a command may not take longer. DIR gets
+patterns.json, models.json and a page of each. At the end come the README's ratios and the new ones,
+which differ from one machine to another. Exit status: the largest of the commands'; 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.figures import model_name, ours
-from benchmarks.options import duration
-from benchmarks.readme import ROOT, quoted
-from benchmarks.results import Run
+from benchmarks.command_line.options import duration
+from benchmarks.pages.quoted import ROOT
+from benchmarks.pages.reproduced import ratio_lines
+from benchmarks.records.runs import Run
 
 PAGE = ROOT / "README.md"
 # figures of the page, and share of the time
@@ -34,8 +35,8 @@ OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "non
 
 
 def run(argv: list[str]) -> int:
-    """A command of ours; after Ctrl-C, which it gets as well, what it still writes is
-    waited for.
+    """The exit status of a command of the benchmarks. Ctrl-C reaches it too: this waits until it
+    has written its results.
     """
     print(f"\npython -m {' '.join(argv)}", flush=True)
     process = subprocess.Popen([sys.executable, "-m", *argv], cwd=ROOT)
@@ -44,25 +45,6 @@ def run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         process.wait()
         raise
-
-
-def ratios(run: Run) -> dict[str, float | None]:
-    """Name of each row -> plain Inductor's time over ours."""
-    if run.kind == "models":
-        return {model_name(row): row.ratio("fusion") for row in run.rows}
-    return {row.name: row.ratio(ours(row)) for row in run.rows}
-
-
-def beside(page: Path, kind: str, file: Path) -> list[str]:
-    """The page's ratio and the one found, a line each."""
-    here = ratios(Run.load(file)) if file.exists() else {}
-    lines = []
-    for committed, names in quoted(page, kind).items():
-        said = ratios(Run.load(page.parent / committed))
-        for name in names:
-            was, now = (f"{x:.2f}" if x else "-" for x in (said.get(name), here.get(name)))
-            lines.append(f"  {name:66}{was:>8}{now:>8}")
-    return lines
 
 
 def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
@@ -95,7 +77,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     if not torch.cuda.is_available():
         print("Without a GPU the sizes are tiny: these are no ratios to compare.")
     for part, file in files.items():
-        lines = beside(page, PARTS[part][0], file)
+        lines = ratio_lines(page, PARTS[part][0], file)
         print("\n".join(lines))
         if torch.cuda.is_available() and (
             missing := [line for line in lines if line.endswith("-")]

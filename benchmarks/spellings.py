@@ -1,11 +1,11 @@
-"""How many generated spellings of each pattern are recognised, and that nothing generated comes out
-wrong.
+"""How many generated spellings of each pattern are recognised, and whether any comes out wrong.
 
-python -m benchmarks.spellings [--only NAME ...] [--count 40] [--seed 0] [--verbose] [--out
-results.json]
+    python -m benchmarks.spellings [--only NAME ...] [--count 40] [--seed 0] [--verbose]
+        [--out FILE.json]
 
-Every other function runs under no_grad, the others with gradients where eager can differentiate
-them. The table in docs/catalogue.md is made of benchmarks/results/spellings.json.
+Every other function runs under no_grad, and the rest with gradients where eager can differentiate
+them. The table in docs/catalogue.md comes from benchmarks/results/spellings.json. Exit status: 1
+when a function came out wrong.
 """
 
 from __future__ import annotations
@@ -17,61 +17,32 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results import table_json
+from benchmarks.compiler.spellings import HEADER, failures, line
+from benchmarks.records.runs import table_json
 from fusion_backend.frontends.loading import patterns, usable
-from fusion_backend.testing.spelling.recall import Recall, recall
-
-HEADER = (
-    f"{'pattern':24}{'training':>10}{'found':>8}{'inference':>11}{'found':>8}{'not one':>9}{'near misses':>13}"
-    f"{'left alone':>12}{'wrong':>7}"
-)
-
-
-def line(found: Recall) -> str:
-    r = found.row()
-    of_mode = "".join(
-        f"{r[mode]:{width}}{share(r[f'recognised_in_{mode}'], r[mode]):>8}"
-        for mode, width in (("training", 10), ("inference", 11))
-    )
-    rest = f"{r['faults']:9}{r['near_misses']:13}{r['left_alone']:12}{r['wrong']:7}"
-    return f"{r['pattern']:24}{of_mode}{rest}"
-
-
-def share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.1%}"
-
-
-def told(found: Recall) -> str:
-    """Everything that is not as it should be, with its source."""
-    groups = {
-        "not recognised": found.unrecognised,
-        "wrong": found.wrong,
-        "not a spelling": found.faults,
-    }
-    lines = [f"    {w}: {k} of {n} not recognised" for w, k, n in found.to_blame()[:8]]
-    for title, outcomes in groups.items():
-        for o in outcomes:
-            lines += [
-                f"--- {title} {o.spelling.kinds} {o.spelling.words} {o.wrong}",
-                o.spelling.source,
-                o.reason,
-            ]
-    return "\n".join(lines)
+from fusion_backend.testing.spelling.recall import recall
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.spellings",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="patterns to generate for (default: all)"
     )
     parser.add_argument(
-        "--count", type=int, default=40, help="spellings, and as many near misses, a pattern"
+        "--count",
+        type=int,
+        default=40,
+        help="spellings of each pattern, and as many near misses (default: 40)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--verbose", action="store_true", help="print the source of what is not as it should be"
+        "--verbose",
+        action="store_true",
+        help="print the source of each function that was not found, or came out wrong",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args()
@@ -86,7 +57,7 @@ def main() -> None:
         rows.append(found.row() | dict(to_blame=found.to_blame()[:20]))
         print(line(found), flush=True)
         if args.verbose:
-            print(told(found), flush=True)
+            print(failures(found), flush=True)
     if args.out:
         command = " ".join(["python -m benchmarks.spellings", *sys.argv[1:]])
         about = dict(torch=torch.__version__, command=command, count=args.count, seed=args.seed)
@@ -94,8 +65,11 @@ def main() -> None:
     total = {k: sum(r[k] for r in rows) for k in rows[0] if k not in ("pattern", "to_blame")}
     for mode in ("training", "inference"):
         print(f"{mode}: {total[f'recognised_in_{mode}']} of {total[mode]} spellings recognised")
-    print(f"{total['recognised'] / max(total['spellings'], 1):.2%} of {total['spellings']} spellings recognised, "
-          f"{total['wrong']} of {total['functions']} functions wrong")  # fmt: skip
+    share = total["recognised"] / max(total["spellings"], 1)
+    print(
+        f"{share:.2%} of {total['spellings']} spellings recognised, "
+        f"{total['wrong']} of {total['functions']} functions wrong"
+    )
     raise SystemExit(bool(total["wrong"]))
 
 

@@ -1,84 +1,21 @@
 """The table of configurations that kernels look up, from the sweeps that measured them.
 
     python -m benchmarks.sweep softmax l2_norm ... --out FILE.json      # on a GPU
-    python -m benchmarks.tune FILE.json ...                             # writes fusion_backend/kernels/common/tuned.py
+    python -m benchmarks.tune FILE.json ...
 
-Of each kernel that works on rows and each row length the fastest configuration is kept. `--check`
-writes nothing and exits with 1 where the table is not what the files give (default: the committed
-sweeps).
+This writes fusion_backend/kernels/common/tuned.py: the fastest configuration of each row kernel for
+each row length. `--check` writes nothing, and exits with 1 where the table is not what the files
+give. The default is the file of the committed sweeps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from pathlib import Path
 
-import triton
-
-from benchmarks.results import Run
-from fusion_backend.kernels.common.rows import FEW
-from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
-
-ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
-SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
-# layer_norm backward 16384x4096: rows of 4096
-WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
-HEAD = '''"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
-
-Written by `python -m benchmarks.tune {files}`.
-Measured on {gpu}, torch {torch}, triton {triton}.
-What is not here follows the rule in the kernel's own file.
-"""
-
-TABLE: dict[str, dict[int, dict[str, int]]] = {{
-'''
-
-
-def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
-    """Kernel -> row length -> configuration, from its words. Of several pieces of work the largest
-    counts.
-    """
-    best: dict[tuple[str, int], tuple[int, float, str]] = {}  # -> elements, milliseconds
-    for row in (row for run in runs for row in run.rows):
-        work = WORK.fullmatch(row["work"])
-        # a configuration of a kernel that works on rows
-        if work and "rows=" in row["config"].lower():
-            rows, n = int(work["rows"]), int(work["n"])
-            if work["kernel"].endswith("by columns") and n <= MAX_HELD_BACKWARD:
-                continue  # the launcher takes the other kernel
-            if work["kernel"].endswith(" shared"):
-                continue  # its launcher has one configuration for all lengths
-            key = work["kernel"] + ", few rows" * (rows < FEW), triton.next_power_of_2(n)
-            found = -rows * n, row["ms"], row["config"]
-            best[key] = min(best.get(key, found), found)
-    table: dict[str, dict[int, dict[str, int]]] = {}
-    for (kernel, n), (_, _, words) in sorted(best.items()):
-        pairs = (word.split("=") for word in words.split())
-        table.setdefault(kernel, {})[n] = {name.lower(): int(value) for name, value in pairs}
-    return table
-
-
-def named(file: Path) -> str:
-    """As it is called from the root of the checkout."""
-    file = file.resolve()
-    return str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name)
-
-
-def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files: list[Path]) -> str:
-    about = {
-        name: ", ".join(sorted({str(run.about[name]) for run in runs}))
-        for name in ("gpu", "torch", "triton")
-    }
-    lines = [HEAD.format(files=" ".join(map(named, files)), **about)]
-    for kernel, configs in table.items():
-        lines.append(f'    "{kernel}": {{\n')
-        lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
-        lines.append("    },\n")
-    return "".join([*lines, "}\n"])
+from benchmarks.configurations.fastest import SWEEPS, TABLE, fastest, written
+from benchmarks.records.runs import Run
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,114 +1,17 @@
-"""Compile pieces of work ahead, many at once: afterwards a run finds them in Inductor's and
-Triton's caches.
+"""A process that compiles pieces of work ahead for benchmarks.patterns.
 
-`python -m benchmarks.warm` is a helper of benchmarks.patterns: it reads work and names of
-contenders from stdin, a JSON line each, and writes "done" or "failed" for each. Processes compile
-side by side, but only one at a time may time candidates for max-autotune, whose choices are kept in
-the cache too.
+It reads a piece of work and names of contenders from stdin, a JSON line each, and writes "done" or
+"failed" for each (pattern_runs/compiling.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import threading
-import time
 
-import torch
-
-import fusion_backend
-from benchmarks.contenders import ALWAYS, CONTENDERS, nothing_declined, results_of, sites, step
-from benchmarks.measure import synchronize
-from benchmarks.results import Contender
-from benchmarks.work import Work
-from fusion_backend.compat.torch import benchmarker
+from benchmarks.pattern_runs.compiling import one_at_a_time, warm
+from benchmarks.workloads.work import Work
 from fusion_backend.frontends.loading import patterns
-
-LOCK = "FUSION_BENCH_LOCK"  # the file that whoever times candidates has locked
-Task = tuple[Work, list[str]]  # what is compiled, and for which contenders
-
-
-def compile_ahead(tasks: list[Task], jobs: int, seconds: float | None = None) -> list[str]:
-    """Hand the tasks out to `jobs` processes, in order: "done" or "failed" of each, "" where the
-    time was up before.
-    """
-    told = [""] * len(tasks)
-    with tempfile.NamedTemporaryFile() as lock:
-        environment = dict(os.environ, TORCHINDUCTOR_COMPILE_THREADS="1") | {LOCK: lock.name}
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.warm"], cwd=root, env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            for _ in range(min(jobs, len(tasks)))
-        ]  # fmt: skip
-        todo = iter(range(len(tasks)))
-
-        def feed(worker: subprocess.Popen) -> None:
-            with contextlib.suppress(OSError), worker.stdin as tell, worker.stdout as answers:
-                for i in todo:  # next() of its iterator is atomic
-                    work, names = tasks[i]
-                    tell.write(json.dumps([work.to_json(), names]) + "\n")
-                    tell.flush()
-                    told[i] = answers.readline().strip()
-
-        threads = [threading.Thread(target=feed, args=(worker,), daemon=True) for worker in workers]
-        deadline = None if seconds is None else time.monotonic() + seconds
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        finally:
-            for worker in workers:
-                if deadline is not None or sys.exc_info()[0]:
-                    worker.kill()
-                worker.wait()
-    return told
-
-
-def one_at_a_time() -> None:
-    """From here on Inductor times its candidates, of kernels and of matrix products, while no other
-    process does.
-    """
-    lock, measure = open(os.environ[LOCK], "w"), benchmarker.benchmark_gpu
-
-    def alone(*args, **kwargs):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            return measure(*args, **kwargs)
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-
-    benchmarker.benchmark_gpu = alone
-
-
-def warm(work: Work, names: list[str]) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reference = work.function
-    torch.compiler.reset()
-    with torch.set_grad_enabled(work.train):
-        args = work.arguments(device)
-        dys, found = None, {}
-        for name in names:
-            if name == ALWAYS and nothing_declined(found.get("fusion"), work.pattern):
-                continue
-            fusion_backend.reset()
-            fn = CONTENDERS[name](reference)
-            if work.train and dys is None:
-                dys = [torch.randn_like(out) for out in results_of(fn, args)]
-            step(fn, args, dys)
-            synchronize(device)
-            found[name] = Contender(name, sites=sites(work.pattern)[0])
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # for the other processes
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from fusion_backend.patterns.attention import attention
 
 import fusion_backend
-from benchmarks.measure import distance
+from benchmarks.measure.distance import distance
 from fusion_backend.compat.torch import FakeTensorMode
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.ops.rule import Replacement

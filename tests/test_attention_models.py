@@ -11,8 +11,8 @@ import importlib.util
 import pytest
 import torch
 
-from benchmarks.measure import distance, joint_distance
-from benchmarks.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
+from benchmarks.measure.distance import distance, joint_distance
+from benchmarks.subjects.tiny_models import CAUSAL, MODELS, Tiny, hugging_face, loss, result, tokens
 from fusion_backend.frontends.explain import Collector
 
 FACTOR, FLOOR = 2.0, 1.2e-7  # as in test_models

@@ -13,9 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import model_run, models, own_model
-from benchmarks.model_zoo import INFER, TRAIN, Problem
-from benchmarks.results import OK, ModelContender, ModelRow, Run, Spread
+from benchmarks import models
+from benchmarks.model_runs import compiling, request
+from benchmarks.records.rows import OK, ModelContender, ModelRow, Spread
+from benchmarks.records.runs import Run
+from benchmarks.subjects import own_model
+from benchmarks.subjects.subject import INFER, TRAIN, Problem
 
 CPU = torch.device("cpu")
 OWN = """
@@ -90,7 +93,7 @@ def test_the_users_model_in_its_forms(own, monkeypatch):
 def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
     """Inductor and fusion for real: compiled cold and warm, timed, traced, kept."""
     # saves a compilation of each
-    monkeypatch.setattr(model_run, "STARTED", {("inductor", True), ("fusion", True)})
+    monkeypatch.setattr(compiling, "STARTED", {("inductor", True), ("fusion", True)})
     out, traces = tmp_path / "results.json", tmp_path / "traces"
     argv = [
         "--module",
@@ -129,13 +132,13 @@ def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     seen = []
 
-    def stub(kind, name, mode, args, device, say):
-        seen.append(name)
+    def stub(job, args, device, say):
+        seen.append(job.name)
         if len(seen) == 2:
             raise KeyboardInterrupt
-        return ModelRow(name, mode, "f32", {}, None, [ModelContender("eager")])
+        return ModelRow(job.name, job.mode, "f32", {}, None, [ModelContender("eager")])
 
-    monkeypatch.setattr(models, "measured", stub)
+    monkeypatch.setattr(request, "measured", stub)
     out = tmp_path / "results.json"
     assert (
         models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
@@ -149,15 +152,15 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
 def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
     """benchmarks.models with rows that take no time but what `clock` adds."""
 
-    def stub(kind, name, mode, args, device, say):
+    def stub(job, args, device, say):
         clock()
         ones = [
             ModelContender(who, step=Spread.of([ms]))
             for who, ms in (("inductor", ratio), ("fusion", 1.0))
         ]
-        return ModelRow(name, mode, "f32", dict(layers=args.layers or 2), None, ones)
+        return ModelRow(job.name, job.mode, "f32", dict(layers=args.layers or 2), None, ones)
 
-    monkeypatch.setattr(models, "measured", stub)
+    monkeypatch.setattr(request, "measured", stub)
 
 
 def test_no_model_is_begun_that_the_time_does_not_suffice_for(tmp_path, monkeypatch, capsys):
@@ -246,9 +249,9 @@ def test_training_with_the_models_own_dropout(dropout, monkeypatch):
         seen.append((subject.model.training, plan.exact, row.title.endswith("dropout on)")))
         return row
 
-    monkeypatch.setattr(models, "measure", measure)
+    monkeypatch.setattr(request, "measure", measure)
     args = models.arguments(["--model", "bert", "--mode", "train", *["--dropout"] * dropout])
-    models.measured("model", "bert", TRAIN, args, CPU, print)
+    request.measured(request.Job("model", "bert", TRAIN), args, CPU, print)
     assert seen == [(True, None, True) if dropout else (False, torch.float64, False)]
 
 
@@ -266,9 +269,9 @@ def test_the_other_models_go_on(tmp_path, monkeypatch, capsys):
         raise RuntimeError("no such thing")
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "build", fail)
+        patch.setattr(request, "build", fail)
         assert models.main(["--model", "plain_vit"]) == 1
-    monkeypatch.setattr(models, "measure", fail)
+    monkeypatch.setattr(request, "measure", fail)
     assert models.main(["--model", "plain_vit"]) == 1
     shown = capsys.readouterr().out
     assert "not measured: building it raised RuntimeError: no such thing" in shown
@@ -302,7 +305,7 @@ def test_sizes_from_the_command_line():
     args = models.arguments(
         ["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"]
     )
-    subject = models.subject_of("model", "plain_llama", INFER, args, CPU)
+    subject = request.subject_of(request.Job("model", "plain_llama", INFER), args, CPU)
     assert (
         subject().shape == (3, 5, 128)
         and subject.about["layers"] == 1

@@ -1,14 +1,15 @@
-"""What the README and docs quote: written from results, and the command that measures
-them again.
-"""
+"""What the README and docs quote, written from results."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import figures, models, readme, reproduce
-from benchmarks.results import CompareRow, Run
+from benchmarks import readme
+from benchmarks.pages import pattern_figures, quoted
+from benchmarks.records.rows import CompareRow
+from benchmarks.records.runs import Run
 from tests.test_benchmark_pages import ABOUT, block_run, model_run, pattern_run, spread
 
 ROOT = Path(__file__).parent.parent
@@ -16,10 +17,12 @@ PAGE_BYTES = 1_500_000
 
 
 def compare_run() -> Run:
-    rows = [CompareRow(f"w{i}", "same", spread(ms), spread(ms * ratio), ratio, ratio - 0.01,
-        ratio + 0.01)
-            for i, (ms, ratio) in enumerate(((0.005, 1.08), (0.03, 0.996), (0.3, 1.002),
-            (3, 1.04)))]  # fmt: skip
+    rows = [
+        CompareRow(
+            f"w{i}", "same", spread(ms), spread(ms * ratio), ratio, ratio - 0.01, ratio + 0.01
+        )
+        for i, (ms, ratio) in enumerate(((0.005, 1.08), (0.03, 0.996), (0.3, 1.002), (3, 1.04)))
+    ]
     return Run(
         "compare",
         dict(ABOUT),
@@ -41,11 +44,25 @@ def test_figures_are_those_of_the_committed_results(capsys):
 
 
 def compiled_run() -> Run:
-    rows = [dict(kernel=kernel, dtype="bf16", work="", warps=4, triton=triton, registers=n,
-        spilled=0, shared=16,
-                 tensor_core="") for kernel, triton,
-                 n in (("a", "3.9.0", 40), ("a", "3.6.0", 32), ("a", "3.9.0", 41),
-                                                           ("b", "3.9.0", 8))]  # fmt: skip
+    rows = [
+        dict(
+            kernel=kernel,
+            dtype="bf16",
+            work="",
+            warps=4,
+            triton=triton,
+            registers=n,
+            spilled=0,
+            shared=16,
+            tensor_core="",
+        )
+        for kernel, triton, n in (
+            ("a", "3.9.0", 40),
+            ("a", "3.6.0", 32),
+            ("a", "3.9.0", 41),
+            ("b", "3.9.0", 8),
+        )
+    ]
     return Run("compile_kernels", dict(ABOUT), rows)
 
 
@@ -86,10 +103,8 @@ def test_summary(pages):
         "In 9 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
     )
     assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
-    assert (
-        "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, as fast in 0, slower"
-        in found
-    )
+    tuned = "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, "
+    assert tuned + "as fast in 0, slower" in found
     assert (
         "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found
         and "0.3% (median)" in found
@@ -119,10 +134,8 @@ def test_named_rows(pages):
     found = asked_for(
         pages, "rows p.json: softmax bf16 n=100000000 train;\nadd_mul bf16  n=1000000"
     )
-    assert (
-        "| site | eager | plain Inductor | max-autotune | fusion | ratio | to max-autotune | of the floor |"
-        in found
-    )
+    heads = "| site | eager | plain Inductor | max-autotune | fusion | ratio | to max-autotune "
+    assert heads + "| of the floor |" in found
     assert (
         "| softmax bf16 n=100000000 train | 0.0698 | 0.0372 | 0.0302 | 0.0256 | 1.45 | 1.18 | 91% |"
         in found
@@ -133,10 +146,8 @@ def test_named_rows(pages):
 def test_all_rows(pages):
     found = asked_for(pages, "rows p.json")
     assert len(re.findall("^\\| ", found, re.M)) == 12 + 2
-    assert (
-        "| add_mul bf16 n=100000000 | 0.0698 | 0.0372 | 0.0302 | 0.0256 | 1.45 (declined) | 1.18 | 91% | 0.80 |"
-        in found
-    )
+    line = "| add_mul bf16 n=100000000 | 0.0698 | 0.0372 | 0.0302 | 0.0256 "
+    assert line + "| 1.45 (declined) | 1.18 | 91% | 0.80 |" in found
     assert (
         "| add_mul bf16 n=100000000 train | 0.0698 | 0.0372 | – | 0.0256 | 1.45 | – | 91% | – |"
         in found
@@ -151,24 +162,26 @@ def test_what_was_taken_instead():
         dict(pattern="add_mul", fused=False),
         dict(pattern="gelu", fused=True),
     ]
-    assert "| 1.45 (by gelu) | 1.18 | 91% | 0.80 |" in figures.named_rows(run, [row.name])
-    assert "| add_mul | 2 | 0 | 0 | 0 | 1.45 | 1.45 | 1.45 | 1.18 |" in figures.by_pattern(run, [])
+    assert "| 1.45 (by gelu) | 1.18 | 91% | 0.80 |" in pattern_figures.named_rows(run, [row.name])
+    assert "| add_mul | 2 | 0 | 0 | 0 | 1.45 | 1.45 | 1.45 | 1.18 |" in pattern_figures.by_pattern(
+        run, []
+    )
     assert (
         "faster than plain Inductor"
-        in figures.summary(run, []).replace("\n", " ").split("10 of 11 rows")[1]
+        in pattern_figures.summary(run, []).replace("\n", " ").split("10 of 11 rows")[1]
     )
 
 
 def test_no_committed_row_is_declined_and_faster():
     for row in Run.load(ROOT / "benchmarks" / "results" / "h200.json").rows:
-        assert not figures.declined(row) or row.ratio("fusion") < 1.05, row.name
+        assert not pattern_figures.declined(row) or row.ratio("fusion") < 1.05, row.name
 
 
 def test_columns_that_nobody_measured_are_left_out():
     run = pattern_run()
     for row in run.rows:
         row.contenders = [c for c in row.contenders if c.name in ("inductor", "fusion")]
-    assert figures.named_rows(run, []).startswith(
+    assert pattern_figures.named_rows(run, []).startswith(
         "| site | plain Inductor | fusion | ratio | of the floor |\n"
     )
 
@@ -196,13 +209,14 @@ def test_a_slower_model_is_a_loss():
     run.rows[0].of("fusion").step = spread(25.0)
     assert (
         "plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 25.00 | 0.80 |"
-        in figures.losses(run, [])
+        in pattern_figures.losses(run, [])
     )
 
 
 def test_models_table(pages):
     found = asked_for(pages, "models m.json")
-    line = "| plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 16.00 | 1.25 | 0.2% | 20.0 → 16.0 | 8 |"
+    line = "| plain_llama train bf16 (layers 8, batch 4) | 40.00 | 20.00 | 16.00 | 1.25 | 0.2% "
+    line += "| 20.0 → 16.0 | 8 |"
     assert line in found and "| 40.00 | failed | 16.00 | – |" in found
     assert "| bert train | not measured: needs transformers | – |" in found
     assert asked_for(pages, "models m.json: plain_llama train").count("\n| ") == 3
@@ -218,10 +232,8 @@ def test_where_the_time_of_models_goes(pages):
 
 def test_two_sides_of_one_revision(pages):
     found = asked_for(pages, "compared c.json").replace("\n", " ")
-    assert (
-        "Of the 3 kernels that take at least 20 µs, 2 differ by at most 3%; median 0.4%, largest 4.0%."
-        in found
-    )
+    said = "Of the 3 kernels that take at least 20 µs, 2 differ by at most 3%; "
+    assert said + "median 0.4%, largest 4.0%." in found
     assert (
         "Of the 4 kernels that were timed, 2 differ" in found
         and "Not compared: late (new)." in found
@@ -275,7 +287,7 @@ FIGURE = re.compile(r"\d\s?(ms|µs|TB/s|GB/s|TFLOP/s|times (as )?fast)\b|\d\s?%|
 
 
 def unsourced(text: str) -> list[str]:
-    text = re.sub(r"```.*?```", "", readme.BLOCK.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", quoted.BLOCK.sub("", text), flags=re.DOTALL)
     return [
         part
         for part in text.split("\n\n")
@@ -317,75 +329,12 @@ def test_committed_pages_are_small():
         assert path.with_suffix(".json").exists(), f"{path.name} has no results"
 
 
-# The command that measures them again.
-
-
-@pytest.fixture
-def page(tmp_path):
-    """A README of committed results, and a folder for new ones."""
-    pattern_run().save(tmp_path / "p.json")
-    model_run().save(tmp_path / "m.json")
-    text = ""
-    for asked in (
-        "rows p.json: softmax bf16 n=1000000;\nadd_mul bf16 n=100000000",
-        "models m.json: plain_llama train",
-    ):
-        text += f"<!-- figures: {asked} -->\n<!-- end of figures -->\n"
-    (tmp_path / "README.md").write_text(text)
-    return tmp_path / "README.md"
-
-
-def test_what_a_page_quotes(page):
-    assert readme.quoted_names(page, "rows") == [
-        "softmax bf16 n=1000000",
-        "add_mul bf16 n=100000000",
-    ]
-    assert readme.quoted_names(page, "models") == ["plain_llama train"]
-    page.write_text("<!-- figures: models m.json -->\n<!-- end of figures -->\n")
-    assert readme.quoted_names(page, "models") == [
-        "plain_llama train",
-        "mine:build train",
-        "bert train",
-    ]
-    with pytest.raises(ValueError, match="no figures of kind swept"):
-        readme.quoted_names(page, "swept")
-    with pytest.raises(ValueError, match="no figures"):
-        readme.quoted_names(page.with_name("other.md"), "rows")
-
-
-def test_the_readme_is_measured_again(page, tmp_path, monkeypatch, capsys):
-    told = []
-
-    def run(argv):
-        told.append(argv)
-        if argv[0] == "benchmarks.models":
-            found = model_run()
-            found.rows[0].of("fusion").step = spread(10.0)
-            found.save(tmp_path / "out" / "models.json")
-        return 1 if argv[0] == "benchmarks.patterns" else 0
-
-    monkeypatch.setattr(reproduce, "run", run)
-    assert reproduce.main(["--out", str(tmp_path / "out"), "--minutes", "10"], page) == 1
-    first, second, last = told
-    assert first[:3] == ["benchmarks.patterns", "--quoted", str(page)] and "--once" in second
-    minutes = [float(argv[argv.index("--minutes") + 1]) for argv in (first, second)]
-    # the first took no time
-    assert minutes == [pytest.approx(2.5, abs=0.1), pytest.approx(10, abs=0.1)]
-    assert last[0] == "benchmarks.page" and len(last) == 2  # there are results of models alone
-    shown = capsys.readouterr().out
-    assert re.search(r"softmax bf16 n=1000000 +1\.45 +-\n", shown)
-    assert re.search(r"plain_llama train +1\.25 +2\.00\n", shown)
-
-
-def test_after_ctrl_c_what_there_is_is_shown(page, tmp_path, monkeypatch, capsys):
-    def run(argv):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(reproduce, "run", run)
-    assert reproduce.main(["--out", str(tmp_path / "out"), "--part", "models"], page) == 130
-    assert "plain_llama train" in capsys.readouterr().out
-
-
-def test_the_models_that_a_page_quotes(page):
-    jobs = models.arguments(["--quoted", str(page), "--model", "plain_vit"]).jobs
-    assert jobs == [("model", "plain_llama", "train"), ("model", "plain_vit", "infer")]
+def test_commands_of_committed_results_are_there():
+    """`python -m benchmarks.NAME`, and the models that results name as benchmarks.MODULE:NAME."""
+    seen = set()
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        seen |= set(re.findall(r"\b(benchmarks\.\w+)(?::(\w+))?", path.read_text()))
+    for module, name in sorted(seen):
+        assert importlib.util.find_spec(module), module
+        assert not name or callable(getattr(importlib.import_module(module), name)), name
+    assert {"benchmarks.patterns", "benchmarks.in_place"} <= {module for module, _ in seen}

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 import fusion_backend
-from benchmarks import model_run
-from benchmarks.measure import said
-from benchmarks.model_run import Plan, Step, contenders, measure, shortened
-from benchmarks.model_table import text
-from benchmarks.model_zoo import DECODE, ENTRIES, INFER, TRAIN, Problem, Subject, build
-from benchmarks.results import FAILED, OK, WRONG, ModelRow
+from benchmarks.measure.distance import floats
+from benchmarks.measure.failures import said
+from benchmarks.model_runs import errors, measuring, steps
+from benchmarks.model_runs.compiling import shortened
+from benchmarks.model_runs.measuring import measure
+from benchmarks.model_runs.steps import Plan, Step, contenders
+from benchmarks.pages.model_text import text
+from benchmarks.records.rows import FAILED, OK, WRONG, ModelContender, ModelRow
+from benchmarks.subjects.model_zoo import ENTRIES, build
+from benchmarks.subjects.subject import DECODE, INFER, TRAIN, Problem, Subject
 
 CPU = torch.device("cpu")
 PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
@@ -238,11 +242,10 @@ def test_an_exact_run_that_fails_is_a_note(monkeypatch):
     def fail(subject, plan):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(model_run, "exact_results", fail)
+    monkeypatch.setattr(errors, "exact_results", fail)
     row = measure(subject, {"eager": lambda step: step}, QUICK, row, CPU, lambda _: None)
-    assert row.notes == [
-        "no errors: the run in torch.float64 failed, out of memory (OutOfMemoryError: out of memory)"
-    ]
+    said = "out of memory (OutOfMemoryError: out of memory)"
+    assert row.notes == [f"no errors: the run in torch.float64 failed, {said}"]
     assert row.of("eager").step and row.of("eager").output_error is None
 
 
@@ -255,7 +258,7 @@ def test_random_models_are_noted():
 
 def test_a_run_that_only_fails_in_turns_is_not_timed(monkeypatch):
     subject, row = subject_of()
-    monkeypatch.setattr(model_run, "whole_calls", lambda *args: exhaust(None))
+    monkeypatch.setattr(measuring, "whole_calls", lambda *args: exhaust(None))
     row = measure(
         subject,
         {"eager": lambda step: step},
@@ -303,11 +306,9 @@ class Output:
 
 def test_outputs_are_found_in_a_dataclass():
     y = torch.ones(3)
-    assert [x is y for x in model_run.floats((Output(y), dict(more=Output(y, y)), 7)).values()] == [
-        True
-    ] * 3
+    assert [x is y for x in floats((Output(y), dict(more=Output(y, y)), 7)).values()] == [True] * 3
     with pytest.raises(ValueError, match="no floating tensor to compare: Output"):
-        model_run.floats(Output(torch.ones(3, dtype=torch.long)))
+        floats(Output(torch.ones(3, dtype=torch.long)))
 
 
 @pytest.mark.parametrize(
@@ -316,11 +317,15 @@ def test_outputs_are_found_in_a_dataclass():
 def test_a_loss_is_a_sum_in_another_order(dtype, error, status):
     """A scalar's error is a sample: eager's own may be 0 by chance."""
     subject, row = subject_of()
-    one, exact = model_run.ModelContender("mine"), subject().sum().detach()
+    one, exact = ModelContender("mine"), subject().sum().detach()
     step = Step(subject, changed(lambda y: y.sum() * (1 + error)), Plan())
-    model_run.compare(step, one, ({0: exact.double()}, {}),
-        model_run.ModelContender("eager", output_error=0.0),
-                      model_run.DTYPES[dtype])  # fmt: skip
+    errors.compare(
+        step,
+        one,
+        ({0: exact.double()}, {}),
+        ModelContender("eager", output_error=0.0),
+        steps.DTYPES[dtype],
+    )
     assert one.status == status, one
 
 

@@ -1,8 +1,6 @@
-"""Kernel classes and traces, pictures and pages of a run."""
+"""Pictures and pages of a run."""
 
-import gzip
 import html.parser
-import json
 import random
 import re
 import sys
@@ -10,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import page, plots, trace
-from benchmarks.contenders import Bench, measure
-from benchmarks.model_table import text
-from benchmarks.results import (
+from benchmarks import page
+from benchmarks.pages import html_page, pattern_plots, plots
+from benchmarks.pages.model_text import text
+from benchmarks.records.rows import (
     FAILED,
     BlockRow,
     CompareRow,
@@ -22,129 +20,29 @@ from benchmarks.results import (
     ModelContender,
     ModelRow,
     Row,
-    Run,
     Spread,
 )
-from benchmarks.timing import Clock
-from benchmarks.work import Work
-from fusion_backend.frontends.loading import patterns
+from benchmarks.records.runs import Run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")
-
-# Traces.
-
-
-@pytest.mark.parametrize(
-    "kernel, kind",
-    [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128>", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmul"),
-        ("triton_tem_fused_mm_3", "matmul"),
-        ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "matmul"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6", "attention"),
-        (
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128>>",
-            "attention",
-        ),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
-        ("triton_poi_fused_add_layer_norm_mm_2", "pointwise"),
-        ("triton_red_fused__scaled_dot_product_attention_0", "norm, softmax, reduction"),
-        ("triton_per_fused_native_layer_norm_5", "norm, softmax, reduction"),
-        (
-            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>",
-            "norm, softmax, reduction",
-        ),
-        (
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
-            "norm, softmax, reduction",
-        ),
-        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copy"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
-            "copy",
-        ),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-            "pointwise",
-        ),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "other"),
-        ("softmax_kernel", "ours"),
-        ("softmax_kernel_0", "ours"),
-    ],
-)
-def test_kinds_of_kernels(kernel, kind):
-    assert trace.kind_of(kernel, {"softmax_kernel"}) == kind
-
-
-def test_our_kernels_are_known_by_name():
-    patterns()
-    ours = trace.our_kernels()
-    assert {"add_mul_exp_kernel", "quantize_int8_kernel"} <= ours
-    assert not any(
-        trace.kind_of(name, set()) == "matmul" for name in ours if "linear" not in name
-    ), ours
-
-
-def test_a_trace_of_a_gpu_is_read(tmp_path):
-    """Two steps; host events, and regions drawn on the device's line, are not kernels."""
-    events = [
-        dict(cat="kernel", name="nvjet_x", dur=300.0),
-        dict(cat="kernel", name="nvjet_x", dur=500.0),
-        dict(cat="kernel", name="triton_poi_fused_add_0", dur=100.0),
-        dict(cat="gpu_memcpy", name="Memcpy DtoD", dur=100.0),
-        dict(cat="cpu_op", name="aten::mm", dur=9000.0),
-        dict(cat="gpu_user_annotation", name="step", dur=9000.0),
-        dict(name="process_name", ph="M"),
-    ]  # fmt: skip
-    for path, opened in ((tmp_path / "t.json", open), (tmp_path / "t.json.gz", gzip.open)):
-        with opened(path, "wt") as file:
-            json.dump(dict(traceEvents=events), file)
-        found = trace.read_trace(path, calls=2)
-        assert [(k.name, k.calls, k.ms) for k in found.kernels[:1]] == [("nvjet_x", 1, 0.4)]
-        assert found.ms == pytest.approx(0.5) and found.shares() == pytest.approx(
-            {"matmul": 0.8, "pointwise": 0.1, "copy": 0.1}
-        )
-    assert "80.0%" in found.table(rows=1) and "2 more" in found.table(rows=1)
-
-
-def test_profile_of_a_cpu(tmp_path):
-    a, path = torch.randn(64, 64), tmp_path / "deep" / "trace.json"
-    found = trace.profile(lambda: torch.softmax(a @ a, -1), CPU, calls=2, trace=path)
-    names = {k.name: k for k in found.kernels}
-    assert names["aten::mm"].kind == "matmul" and names["aten::mm"].calls == 1
-    assert names["aten::_softmax"].kind == "norm, softmax, reduction"
-    assert json.loads(path.read_text())["traceEvents"]
-
-
-def test_traces_of_patterns(tmp_path, capsys):
-    def refuse(*_):
-        raise ValueError("no such kernel")
-
-    patterns()
-    bench = Bench(Clock(CPU), 1e10, 1e12, 1, trace=tmp_path)
-    makes = {"eager": lambda reference: reference, "failing": lambda reference: refuse}
-    row = measure(Work("softmax", dict(rows=8, n=16), torch.float32, train=True), bench, makes)
-    assert [one.status for one in row.contenders] == ["ok", FAILED]
-    assert [path.name for path in tmp_path.iterdir()] == [
-        "softmax-f32-rows=8-n=16-train-eager.json.gz"
-    ]
-    assert "aten::_softmax_backward_data" in capsys.readouterr().out
-
-
-# Pictures and pages.
 
 
 def spread(ms) -> Spread:
     return Spread(9, ms, ms, ms / 50, ms * 0.97, ms * 1.1, ms * 0.99, ms * 1.02)
 
 
-ABOUT = dict(gpu="NVIDIA H200", torch="2.11.0", triton="3.6.0", date="2026-11-20",
+ABOUT = dict(
+    gpu="NVIDIA H200",
+    torch="2.11.0",
+    triton="3.6.0",
+    date="2026-11-20",
     command="python -m benchmarks.x",
-             copy_bytes_s=4.3e12, matrix_flops_s=7e14, gpu_memory=150e9,
-             noise=dict(median=0.003, max=0.01, rows=4))  # fmt: skip
+    copy_bytes_s=4.3e12,
+    matrix_flops_s=7e14,
+    gpu_memory=150e9,
+    noise=dict(median=0.003, max=0.01, rows=4),
+)
 
 
 def pattern_run() -> Run:
@@ -158,20 +56,44 @@ def pattern_run() -> Run:
         for size, train in ((10**6, False), (10**8, False), (10**8, True)):
             least = max(size / 4.3e12, size * intensity / 7e14) * 1e3
             ones = []
-            for name, factor in (("eager", 3), ("inductor", 1.6), ("inductor-again", 1.6),
+            for name, factor in (
+                ("eager", 3),
+                ("inductor", 1.6),
+                ("inductor-again", 1.6),
                 ("max-autotune", 1.3),
-                                 ("fusion", 1.1)):  # fmt: skip
+                ("fusion", 1.1),
+            ):
                 ms = least * factor
-                ones.append(Contender(
-                    name, kernel=spread(ms), call=spread(ms * 1.2), rate_bytes=size / ms * 1e3,
-                    rate_flops=size * intensity / ms * 1e3, peak_bytes=2 * size * factor,
-                    saved_bytes=size * train,
-                    errors=Errors({}, {}, 1e-3), compile_s=3.0,
-                ))  # fmt: skip
+                ones.append(
+                    Contender(
+                        name,
+                        kernel=spread(ms),
+                        call=spread(ms * 1.2),
+                        rate_bytes=size / ms * 1e3,
+                        rate_flops=size * intensity / ms * 1e3,
+                        peak_bytes=2 * size * factor,
+                        saved_bytes=size * train,
+                        errors=Errors({}, {}, 1e-3),
+                        compile_s=3.0,
+                    )
+                )
             work = f"{pattern} bf16 n={size}" + " train" * train
-            rows.append(Row(work, pattern, dict(n=size), "bf16", train, False, size,
-                int(size * intensity), intensity,
-                            least, ones, noise=0.004))  # fmt: skip
+            rows.append(
+                Row(
+                    work,
+                    pattern,
+                    dict(n=size),
+                    "bf16",
+                    train,
+                    False,
+                    size,
+                    int(size * intensity),
+                    intensity,
+                    least,
+                    ones,
+                    noise=0.004,
+                )
+            )
     rows[0].contenders[4] = Contender("fusion", status=FAILED, note="out of memory <7 GB>")
     rows[1].of("fusion").declined = "Inductor's kernel is as fast"
     rows[1].contenders.append(Contender("fusion-always", kernel=spread(rows[1].floor_ms * 2)))
@@ -184,13 +106,19 @@ def model_run() -> Run:
     rows = []
     for name in ("plain_llama", "mine:build"):
         ones = [
-            ModelContender(who, step=spread(ms), device_ms=ms * 0.9, cold_s=30.0, warm_s=4.0,
-            peak_bytes=int(1e9 * ms),
-                           output_error=1e-2,
-                           shares={"matmul": 0.6, "ours" if who == "fusion" else "pointwise": 0.4},
-                           kernels=[dict(name="nvjet<a>", kind="matmul", calls=2, ms=ms / 2)])
+            ModelContender(
+                who,
+                step=spread(ms),
+                device_ms=ms * 0.9,
+                cold_s=30.0,
+                warm_s=4.0,
+                peak_bytes=int(1e9 * ms),
+                output_error=1e-2,
+                shares={"matmul": 0.6, "ours" if who == "fusion" else "pointwise": 0.4},
+                kernels=[dict(name="nvjet<a>", kind="matmul", calls=2, ms=ms / 2)],
+            )
             for who, ms in (("eager", 40.0), ("inductor", 20.0), ("fusion", 16.0))
-        ]  # fmt: skip
+        ]
         ones[2].verdict = "faster"
         ones[2].fused, ones[2].declined = (
             {"softmax": 8},
@@ -209,9 +137,19 @@ def model_run() -> Run:
 
 
 def block_run() -> Run:
-    rows = [BlockRow("add_mul f32", "kernel", block, warps, spread(1), 1e9 * block * warps,
-        chosen=block == warps * 128)
-            for block in (128, 256, 1024) for warps in (2, 4)]  # fmt: skip
+    rows = [
+        BlockRow(
+            "add_mul f32",
+            "kernel",
+            block,
+            warps,
+            spread(1),
+            1e9 * block * warps,
+            chosen=block == warps * 128,
+        )
+        for block in (128, 256, 1024)
+        for warps in (2, 4)
+    ]
     rows += [
         BlockRow("add_mul f32", who, None, None, spread(2), 3e12) for who in ("eager", "inductor")
     ]
@@ -279,18 +217,18 @@ def test_page(make, tmp_path, capsys):
 
 
 def test_what_a_page_says(tmp_path):
-    pattern = page.page(pattern_run(), [])
+    pattern = html_page.page(pattern_run(), [])
     assert (
         "out of memory &lt;7 GB&gt;" in pattern
         and "declined: Inductor&#x27;s kernel is as fast" in pattern
     )
-    model = page.page(model_run(), [])
+    model = html_page.page(model_run(), [])
     assert (
         "not fused: 3 rotary: no kernel yet" in model
         and "nvjet&lt;a&gt;" in model
         and "needs transformers" in model
     )
-    assert "Measured on a CPU" in page.page(Run("compare", dict(gpu=None)), [])
+    assert "Measured on a CPU" in html_page.page(Run("compare", dict(gpu=None)), [])
 
 
 def test_a_page_without_matplotlib(tmp_path, monkeypatch, capsys):
@@ -320,9 +258,11 @@ def test_files_that_hold_no_run(tmp_path, capsys):
 def test_a_run_without_data_has_no_pictures():
     pytest.importorskip("matplotlib")
     row = Row("a", "a", {}, "f32", False, False, 0, 0, 0.0, 0.0, [], note="failed")
-    for run in (Run("patterns", {}, [row]),
+    for run in (
+        Run("patterns", {}, [row]),
         Run("models", {}, [ModelRow("m", "infer", "", {}, None, [])]),
-                Run("block_size", {}, [BlockRow("w", "kernel", 1, 1, None, None)])):  # fmt: skip
+        Run("block_size", {}, [BlockRow("w", "kernel", 1, 1, None, None)]),
+    ):
         assert plots.plots(run) == []
 
 
@@ -330,10 +270,10 @@ def test_labels_are_spread_apart():
     rng = random.Random(0)
     for _ in range(50):
         places = sorted(rng.uniform(0, 10) ** 2 / 10 for _ in range(rng.randint(1, 20)))
-        moved = plots.spread_apart(places, 0.4, 0, 10)
+        moved = pattern_plots.spread_apart(places, 0.4, 0, 10)
         assert all(b - a > 0.4 - 1e-9 for a, b in zip(moved, moved[1:], strict=False)), moved
         assert max(moved) <= 10 and min(moved) >= 0, moved
-    assert plots.spread_apart([1, 5, 9], 0.4, 0, 10) == [1, 5, 9]
+    assert pattern_plots.spread_apart([1, 5, 9], 0.4, 0, 10) == [1, 5, 9]
 
 
 def test_model_table_as_text():

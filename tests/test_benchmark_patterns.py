@@ -11,12 +11,16 @@ import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import pytest
 import torch
 
-from benchmarks import patterns, readme, table, warm
-from benchmarks.contenders import Bench, measure
-from benchmarks.results import Run
-from benchmarks.selection import selected, spread
-from benchmarks.timing import Clock
-from benchmarks.work import F32, SMALL, WORK, Work
+from benchmarks import patterns
+from benchmarks.measure.timing import Clock
+from benchmarks.pages import pattern_text as table
+from benchmarks.pages.quoted import quoted_names
+from benchmarks.pattern_runs import compiling, planning
+from benchmarks.pattern_runs.measuring import Bench, measure
+from benchmarks.records.runs import Run
+from benchmarks.workloads.listed import SMALL, WORK
+from benchmarks.workloads.selection import selected, spread
+from benchmarks.workloads.work import F32, Work
 from tests.test_benchmarks import EAGER, row
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +62,7 @@ def test_time_that_is_up_ends_it_cleanly(tmp_path, capsys):
 
 def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     found = iter([row()])
-    monkeypatch.setattr(patterns, "one", lambda *_: next(found, None) or stop())
+    monkeypatch.setattr(planning, "one", lambda *_: next(found, None) or stop())
 
     def stop():
         raise KeyboardInterrupt
@@ -69,7 +73,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_work_that_cannot_be_done_is_a_line(bench):
-    found = patterns.one(Work("gated_act", dict(rows=4), F32), bench, EAGER)
+    found = planning.one(Work("gated_act", dict(rows=4), F32), bench, EAGER)
     assert "missing 1 required" in found.note and not found.contenders
     run = Run("patterns", dict(noise={}), [found])
     assert table.honest(run.rows) == 1 and "FAILED gated_act f32 rows=4: " in table.summary(run)
@@ -160,17 +164,17 @@ def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return 1.5
 
-    monkeypatch.setenv(warm.LOCK, str(lock))
-    monkeypatch.setattr(warm, "benchmarker", SimpleNamespace(benchmark_gpu=times_a_candidate))
-    warm.one_at_a_time()
-    assert warm.benchmarker.benchmark_gpu() == 1.5
+    monkeypatch.setenv(compiling.LOCK, str(lock))
+    monkeypatch.setattr(compiling, "benchmarker", SimpleNamespace(benchmark_gpu=times_a_candidate))
+    compiling.one_at_a_time()
+    assert compiling.benchmarker.benchmark_gpu() == 1.5
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
 def test_work_compiled_ahead_is_found_in_the_cache(bench):
     work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
-    assert warm.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == [
+    assert compiling.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == [
         "done",
         "failed",
     ]
@@ -194,8 +198,8 @@ def test_a_run_in_parts(tmp_path, capsys):
 def test_quoted_rows_come_first_and_others_are_counted():
     args, _ = patterns.arguments(["--quoted", str(ROOT / "README.md"), "--minutes", "10"])
     plan, quoted = (
-        patterns.planned(args, on_gpu=True),
-        readme.quoted_names(ROOT / "README.md", "rows"),
+        planning.planned(args, on_gpu=True),
+        quoted_names(ROOT / "README.md", "rows"),
     )
     assert {work.name for work, _ in plan[: len(quoted)]} == set(quoted) and len(plan) == len(WORK)
     assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))
@@ -207,11 +211,11 @@ def test_max_autotune_that_is_not_compiled_in_time_is_left_out(monkeypatch):
         assert (seconds is None) == (minutes is None)
         return ["done"] * (len(tasks) - 1) + [""]
 
-    monkeypatch.setattr(patterns, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(planning, "compile_ahead", compile_ahead)
     for minutes, slow in ((1.0, 1), (None, 2)):
         order: list[str] = []
-        plan = [(work, patterns.named(["inductor", "max-autotune"])) for work in SMALL[:2]]
-        found = patterns.ahead(plan, 2, minutes)
+        plan = [(work, planning.named(["inductor", "max-autotune"])) for work in SMALL[:2]]
+        found = planning.ahead(plan, 2, minutes)
         assert sorted(order) == ["inductor"] * 2 + ["max-autotune"] * 2
         assert sum("max-autotune" in makers for _, makers in plan) == slow and found["late"] == 1
         if minutes:

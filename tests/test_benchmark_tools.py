@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import block_size, compare, progress, results, sweep
-from benchmarks.contenders import results_of
-from benchmarks.readme import ROOT
-from benchmarks.results import Run
-from benchmarks.timing import Clock
-from benchmarks.work import F32, Work
+from benchmarks import block_size, compare, sweep
+from benchmarks.command_line import progress
+from benchmarks.configurations import blocks, running
+from benchmarks.configurations.sweeps import SWEEPS
+from benchmarks.measure.library import first_found
+from benchmarks.measure.timing import Clock
+from benchmarks.pages.quoted import ROOT
+from benchmarks.pattern_runs import comparison, sides
+from benchmarks.pattern_runs.contenders import results_of
+from benchmarks.records import runs
+from benchmarks.records.provenance import history, missing
+from benchmarks.records.runs import Run
+from benchmarks.workloads.work import F32, Work
+from fusion_backend.ops.registry import RULES
 
 # on CPU, kernels run in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,7 +83,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
     work = Work(name, size, F32)
     args, outs = work.arguments(DEVICE), []
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: outs.append(REAL(*a, **k)) or outs[-1])
-    call, chosen = block_size.blocked(work, args)
+    call, chosen = blocks.blocked(work, args)
     results = []
     for config in ((128, 2), (512, 4), chosen):
         for out in outs:
@@ -83,7 +91,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
         result = call(*config)
         result = outs[-1] if result is None else result[0] if isinstance(result, tuple) else result
         results.append(result.clone())
-    exact = results_of(block_size.RULES[name].reference, args)[0]
+    exact = results_of(RULES[name].reference, args)[0]
     for result in results:
         torch.testing.assert_close(result, exact)
 
@@ -111,17 +119,17 @@ def test_a_configuration_that_fails_is_named(capsys):
     def fails():
         raise RuntimeError("out of resource: shared memory")
 
-    found = sweep.timed(iter([("w", "bad", fails), ("w", "good", lambda: None)]), Clock(DEVICE), 1)
+    found = running.timed(
+        iter([("w", "bad", fails), ("w", "good", lambda: None)]), Clock(DEVICE), 1
+    )
     assert [words for _, words in found["w"]] == [
         "good"
     ] and "w: bad fails: RuntimeError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "configs", dict.fromkeys(sweep.SWEEPS.values()), ids=lambda fn: fn.__name__
-)
+@pytest.mark.parametrize("configs", dict.fromkeys(SWEEPS.values()), ids=lambda fn: fn.__name__)
 def test_every_sweep_has_a_configuration_that_runs(configs):
-    found = sweep.timed([next(configs(DEVICE))], lambda call: 1.0, 1)
+    found = running.timed([next(configs(DEVICE))], lambda call: 1.0, 1)
     assert len(found) == 1
 
 
@@ -134,19 +142,19 @@ def test_sweep_refuses(capsys):
 # Two revisions
 
 
-class Told:
+class Stub:
     """A side whose calls take what the test says."""
 
     def __init__(self, ms: float, **prepared):
         self.ms, self.prepared = ms, dict(ms=ms) | prepared
 
-    def tell(self, **request):
+    def send(self, **request):
         self.request = request
 
     def answer(self):
         if self.request["do"] == "prepare":
             if "error" in self.prepared:
-                raise compare.Failed(self.prepared["error"])
+                raise sides.Failed(self.prepared["error"])
             return self.prepared
         return dict(ms=[self.ms * (1 + 0.01 * (i % 3)) for i in range(self.request["calls"])])
 
@@ -154,32 +162,32 @@ class Told:
 @pytest.mark.parametrize(
     "base, new, verdict, code",
     [
-        (Told(1.0), Told(1.0), "same", 0),
-        (Told(1.0), Told(1.01), "same", 0),
-        (Told(1.0), Told(1.05), "slower", 1),
-        (Told(0.01), Told(0.0103), "same", 0),
-        (Told(0.01), Told(0.0105), "slower", 1),
-        (Told(1.0), Told(1.03), "slower", 1),
-        (Told(1.0), Told(0.9), "faster", 0),
-        (Told(1.0, missing=True), Told(1.0), "new", 0),
-        (Told(1.0, error="it broke"), Told(1.0), "base failed", 0),
-        (Told(1.0), Told(1.0, error="it broke"), "failed", 1),
+        (Stub(1.0), Stub(1.0), "same", 0),
+        (Stub(1.0), Stub(1.01), "same", 0),
+        (Stub(1.0), Stub(1.05), "slower", 1),
+        (Stub(0.01), Stub(0.0103), "same", 0),
+        (Stub(0.01), Stub(0.0105), "slower", 1),
+        (Stub(1.0), Stub(1.03), "slower", 1),
+        (Stub(1.0), Stub(0.9), "faster", 0),
+        (Stub(1.0, missing=True), Stub(1.0), "new", 0),
+        (Stub(1.0, error="it broke"), Stub(1.0), "base failed", 0),
+        (Stub(1.0), Stub(1.0, error="it broke"), "failed", 1),
     ],
 )
 def test_a_regression_is_found(base, new, verdict, code, capsys):
-    found = compare.compare(ADD_MUL, base, new, rounds=4, tolerance=0.02)
-    assert found.verdict == verdict and verdict.split()[-1] in compare.show(found).lower()
-    assert compare.finish(Run("compare", {}, [found])) == code
+    found = comparison.compare(ADD_MUL, base, new, rounds=4, tolerance=0.02)
+    assert found.verdict == verdict and verdict.split()[-1] in comparison.show(found).lower()
+    assert comparison.finish(Run("compare", {}, [found])) == code
 
 
 def test_bounds_widen_with_the_scatter():
-    assert compare.bounds([1.1] * 5) == (1.1, 1.1)
-    low, high = compare.bounds([0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
+    assert comparison.bounds([1.1] * 5) == (1.1, 1.1)
+    low, high = comparison.bounds([0.8, 0.9, 1.0, 1.1, 1.2, 1.3])
     assert low < 0.9 and high > 1.2
 
 
 def test_this_tree_against_its_commit(tmp_path, capsys):
-    root = Path(compare.ROOT)
+    root = Path(sides.ROOT)
     if subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True).returncode:
         pytest.skip("no git checkout")
     out = tmp_path / "run.json"
@@ -208,10 +216,37 @@ def test_this_tree_against_its_commit(tmp_path, capsys):
     assert "base-tree" not in trees
 
 
+def test_a_base_in_an_older_layout(tmp_path):
+    """A revision from before fusion_backend was divided into packages."""
+    revision = "8cccfab3153c"
+    if missing(revision) or history() is None:
+        pytest.skip("the repository's history is not at hand: no git, or a shallow clone")
+    with sides.checkout(revision, tmp_path) as tree:
+        base = sides.Process(tree, tmp_path / "base", "fusion-always")
+        try:
+            base.greet()
+            base.send(do="prepare", work=ADD_MUL.to_json())
+            assert base.answer()["ms"] > 0
+        finally:
+            base.close()
+
+
+def test_a_name_is_found_in_the_first_place_that_has_it(tmp_path, monkeypatch):
+    (tmp_path / "oldlayout.py").write_text("RULES, patterns = 1, 2")
+    (tmp_path / "needsmore.py").write_text("import nothere")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert first_found("newlayout.pattern:RULES", "oldlayout:RULES") == 1
+    assert first_found("oldlayout:usable", "oldlayout:patterns") == 2
+    with pytest.raises(ImportError, match="has none of newlayout:x, oldlayout:x"):
+        first_found("newlayout:x", "oldlayout:x")
+    with pytest.raises(ModuleNotFoundError, match="nothere"):
+        first_found("needsmore:RULES", "oldlayout:RULES")
+
+
 def test_without_git(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert compare.main(["--base", "HEAD"]) == 2
-    assert "there is no git" in capsys.readouterr().err and results.revision() is None
+    assert "there is no git" in capsys.readouterr().err and runs.revision() is None
 
 
 def test_a_revision_that_is_none(capsys):

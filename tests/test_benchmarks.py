@@ -9,11 +9,16 @@ import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import pytest
 import torch
 
-from benchmarks import contenders, results, table, timing
-from benchmarks.accuracy import errors, wrong
-from benchmarks.contenders import CONTENDERS, TWIN, Bench, measure
-from benchmarks.counting import draws
-from benchmarks.results import (
+from benchmarks.measure import timing
+from benchmarks.measure.accuracy import errors, wrong
+from benchmarks.measure.counting import draws
+from benchmarks.measure.timing import Clock, in_turn, verdict
+from benchmarks.pages import pattern_text as table
+from benchmarks.pattern_runs import measuring
+from benchmarks.pattern_runs.contenders import CONTENDERS, TWIN
+from benchmarks.pattern_runs.measuring import Bench, measure
+from benchmarks.records import runs
+from benchmarks.records.rows import (
     FAILED,
     OK,
     WRONG,
@@ -22,11 +27,11 @@ from benchmarks.results import (
     Contender,
     Errors,
     Row,
-    Run,
     Spread,
 )
-from benchmarks.timing import Clock, in_turn, verdict
-from benchmarks.work import BF16, F32, SMALL, WORK, Work
+from benchmarks.records.runs import Run
+from benchmarks.workloads.listed import SMALL, WORK
+from benchmarks.workloads.work import BF16, F32, Work
 
 CPU = torch.device("cpu")
 EAGER = {name: CONTENDERS[name] for name in ("eager", "inductor")}
@@ -130,9 +135,9 @@ def test_what_is_no_number_is_null_in_json(tmp_path):
 
 
 def test_without_patterns_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(results, "patterns", list)
+    monkeypatch.setattr(runs, "patterns", list)
     with pytest.raises(SystemExit, match="pip install -e ."):
-        results.machine(CPU, "benchmarks.models")
+        runs.machine(CPU, "benchmarks.models")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
@@ -288,7 +293,7 @@ def test_the_harness_checks_itself(bench):
 
 
 def test_what_cannot_be_timed_keeps_its_errors(bench, monkeypatch):
-    monkeypatch.setattr(contenders, "whole_calls", lambda *_: 1 / 0)
+    monkeypatch.setattr(measuring, "whole_calls", lambda *_: 1 / 0)
     found = measure(ADD_MUL, bench, {"eager": CONTENDERS["eager"]}).of("eager")
     assert found.errors and (found.status, found.note) == (
         FAILED,
@@ -319,7 +324,7 @@ def test_who_fails_in_its_turn_leaves_the_others_alone(bench):
 
 def test_what_would_be_the_same_code_is_not_timed_again(bench, monkeypatch):
     site = dict(pattern="add_mul", fused=True, reason="", forward="kernel", backward=None)
-    monkeypatch.setattr(contenders, "sites", lambda pattern: ([site], ""))
+    monkeypatch.setattr(measuring, "sites", lambda pattern: ([site], ""))
     makers = {name: CONTENDERS["eager"] for name in ("eager", "fusion", "fusion-always")}
     assert [c.name for c in measure(ADD_MUL, bench, makers).contenders] == ["eager", "fusion"]
     for other in (dict(forward="reference"), dict(fused=False), dict(pattern="add_mul_exp")):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from benchmarks.synthetic import decoder, graph
+from benchmarks.compiler.synthetic import decoder, graph
 from fusion_backend.capture.view import View, embedded
 from fusion_backend.compat.torch import FakeTensorMode
 from fusion_backend.decide.facts import Facts

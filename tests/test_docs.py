@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.models import SIZES
+from benchmarks.model_runs.request import SIZES
 from fusion_backend.frontends.catalogue import catalogue
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.frontends.loading import patterns
@@ -87,7 +87,7 @@ def test_commands_exist():
     sources = [
         p.read_text()
         for folder in ("benchmarks", "fusion_backend")
-        for p in (ROOT / folder).glob("*.py")
+        for p in (ROOT / folder).rglob("*.py")
     ]
     options = set(re.findall(r"""["'](--[a-z-]+)["']""", "".join(sources)))
     options |= {f"--{name}" for name in SIZES}

@@ -275,7 +275,7 @@ import json, torch, triton, torch.nn.functional as F
 import fusion_backend.decide.gate, fusion_backend.ops.operator
 from functorch.compile import min_cut_rematerialization_partition
 from fusion_backend.frontends.explain import Collector
-from benchmarks.trial_cost import Driver
+from benchmarks.launches.driver import Driver
 from torch._dynamo.backends.common import aot_autograd
 
 fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True

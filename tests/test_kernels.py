@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.results import Run
+from benchmarks.records.runs import Run
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels import interpreting
 from fusion_backend.kernels.common.inputs import as_rows

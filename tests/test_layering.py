@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "fusion_backend").rglob("*.py"))
 ROOMS = sorted((ROOT / "patterns").glob("*.py"))
-TOOLS = sorted((ROOT / "benchmarks").glob("*.py"))
+TOOLS = sorted((ROOT / "benchmarks").rglob("*.py"))
 LINES = 400
 # Longer until they are divided: their lines were wrapped at 100 columns before that.
 TOO_LONG = {
@@ -54,12 +54,10 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT / "fusion_backend").with_suffix("").parts[0]
 
 
-def rooms() -> dict[str, set[str]]:
-    """Each package and what it may import, as the docstring of its `__init__.py` says; "everything"
-    is all others.
-    """
+def declared(folder: Path) -> dict[str, set[str]]:
+    """Each package of a folder and what it may import, by the docstring of its `__init__.py`."""
     table = {}
-    for path in sorted((ROOT / "fusion_backend").glob("*/__init__.py")):
+    for path in sorted(folder.glob("*/__init__.py")):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         said = re.search(
             r"^Comes in: .+^Goes out: .+^May import: (.+)\.$", doc, re.MULTILINE | re.DOTALL
@@ -70,6 +68,12 @@ def rooms() -> dict[str, set[str]]:
         table[path.parent.name] = (
             set() if said[1].startswith("nothing") else set(said[1].split(", "))
         )
+    return table
+
+
+def rooms() -> dict[str, set[str]]:
+    """The packages of fusion_backend, of which "everything" may import all others."""
+    table = declared(ROOT / "fusion_backend")
     for room, may in table.items():
         if may == {"everything"}:
             table[room] = {*table, *LOOSE, "patterns", ITSELF} - {room}
@@ -195,6 +199,31 @@ def test_imports_go_one_way(path):
     assert not wrong, "\n".join(wrong)
 
 
+def benchmark_imports(path: Path) -> list[tuple[int, str]]:
+    """The packages and commands of benchmarks/ that a file imports: (line, "records")."""
+    found = [
+        (line, f"{module}.{name}".split(".")) for line, module, name in imports_of(path.read_text())
+    ]
+    return [(line, words[1]) for line, words in found if words[0] == "benchmarks"]
+
+
+def test_packages_of_the_benchmarks_stand_on_one_another():
+    list(graphlib.TopologicalSorter(declared(ROOT / "benchmarks")).static_order())
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=name)
+def test_benchmarks_import_one_way(path):
+    """A command imports any package, and nobody imports a command."""
+    table, inner = declared(ROOT / "benchmarks"), path.relative_to(ROOT / "benchmarks").parts
+    may = {inner[0], *table[inner[0]]} if len(inner) > 1 else set(table)
+    wrong = [
+        f"{name(path)}:{line} imports benchmarks.{other}"
+        for line, other in benchmark_imports(path)
+        if other not in may
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("path", ROOMS, ids=name)
 def test_a_pattern_imports_only_the_public_names_and_kernels(path):
     allowed = FOR_PATTERNS | ({"ops", "reporting"} if path.stem == "__init__" else set())
@@ -239,7 +268,7 @@ def test_a_public_name_is_not(text):
     assert not private_names(text)
 
 
-@pytest.mark.parametrize("path", CORE + ROOMS, ids=name)
+@pytest.mark.parametrize("path", CORE + ROOMS + TOOLS, ids=name)
 def test_a_file_stays_short(path):
     length = len(path.read_text().splitlines())
     assert length <= LINES or name(path) in TOO_LONG, f"{name(path)} has {length} lines"

@@ -237,7 +237,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 # torch asks about the GPU before it looks at what a kernel writes
-from benchmarks.trial_cost import Driver
+from benchmarks.launches.driver import Driver
 
 triton.runtime.driver.set_active(Driver())
 import fusion_backend.decide.gate, fusion_backend.ops.operator

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fusion_backend
-from benchmarks.measure import distance, joint_distance
-from benchmarks.tiny_models import MODELS, loss, result
+from benchmarks.measure.distance import distance, joint_distance
+from benchmarks.subjects.tiny_models import MODELS, loss, result
 
 pytest.importorskip(
     "transformers", reason="the models come from transformers: pip install -e '.[bench]'"

@@ -137,7 +137,7 @@ for grad in (False, True):
 """,
     "what won is taken": """
 import json
-from benchmarks.work import DTYPES, Work
+from benchmarks.workloads.work import DTYPES, Work
 CONCERNED = [
     "batch_norm", "gelu", "add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm", "l2_norm",
     "softmax",

@@ -9,8 +9,9 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import provenance, readme, results
-from benchmarks.provenance import ROOT, history, missing, revision
+from benchmarks import readme
+from benchmarks.records import provenance, runs
+from benchmarks.records.provenance import ROOT, history, missing, revision
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -86,17 +87,17 @@ def test_a_revision_that_is_told_is_checked(repository, monkeypatch):
     monkeypatch.setenv(provenance.TOLD, head[:7] + "d5a5a")
     with pytest.raises(ValueError, match="this checkout is at"):
         revision(root)
-    monkeypatch.setattr(results, "revision", lambda: revision(root))
+    monkeypatch.setattr(runs, "revision", lambda: revision(root))
     with pytest.raises(SystemExit, match=provenance.TOLD):
-        results.machine(torch.device("cpu"), COMMAND)
+        runs.machine(torch.device("cpu"), COMMAND)
 
 
 def test_a_copy_without_git(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setenv(provenance.TOLD, "8cccfab3153c")
     assert revision(tmp_path) == "8cccfab3153c (told)"
-    monkeypatch.setattr(results, "revision", lambda: revision(tmp_path))
-    assert results.machine(torch.device("cpu"), COMMAND)["revision"] == "8cccfab3153c (told)"
+    monkeypatch.setattr(runs, "revision", lambda: revision(tmp_path))
+    assert runs.machine(torch.device("cpu"), COMMAND)["revision"] == "8cccfab3153c (told)"
     monkeypatch.delenv(provenance.TOLD)
     assert (
         revision(tmp_path) is None
@@ -131,14 +132,14 @@ def test_no_page_quotes_a_run_of_nowhere(repository, capsys):
         command="python -m x",
         revision="8cccfabd5a5a",
     )
-    results.Run("models", about, []).save(root / "run.json")
+    runs.Run("models", about, []).save(root / "run.json")
     page = root / "README.md"
     page.write_text("<!-- figures: source run.json -->\n<!-- end of figures -->\n")
     assert (
         readme.main([], root) == 2
         and "run.json names 8cccfabd5a5a, which is no commit" in capsys.readouterr().err
     )
-    results.Run("models", about | dict(revision=git("rev-parse", "HEAD")[:12]), []).save(
+    runs.Run("models", about | dict(revision=git("rev-parse", "HEAD")[:12]), []).save(
         root / "run.json"
     )
     assert readme.main([], root) == 0 and git("rev-parse", "HEAD")[:12] in page.read_text()

@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.recognition import SETTINGS, expected, found, page, release, section, sections_of
-from benchmarks.whole_models import SUBJECTS
+from benchmarks.compiler.recognition import SETTINGS, expected, found
+from benchmarks.compiler.recognition_page import page, release, section, sections_of
+from benchmarks.subjects.whole_models import SUBJECTS
 from tests.oracle.harness import TORCH
 
 PAGE = Path(__file__).parent.parent / "docs" / "recognition.md"

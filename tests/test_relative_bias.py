@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fusion_backend.patterns.relative_bias import diagonal_bias, relative_bias
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from benchmarks.measure import distance, joint_distance
+from benchmarks.measure.distance import distance, joint_distance
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import FakeTensorMode, trace
@@ -433,7 +433,7 @@ def test_t5(train, dynamic):
     pytest.importorskip(
         "transformers", reason="the models come from transformers: pip install -e '.[bench]'"
     )
-    from benchmarks.tiny_models import MODELS, loss, result
+    from benchmarks.subjects.tiny_models import MODELS, loss, result
 
     tiny = MODELS["t5"]
     torch.manual_seed(0)

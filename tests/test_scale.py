@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.match_cost import cost
-from benchmarks.synthetic import chain, decoder
+from benchmarks.compiler.matching import cost
+from benchmarks.compiler.synthetic import chain, decoder
 from fusion_backend import explain
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import parse
@@ -83,7 +83,7 @@ def test_one_tensor_written_to_again_and_again():
             y.mul_(2)
         return y
 
-    from benchmarks.synthetic import graph
+    from benchmarks.compiler.synthetic import graph
 
     _, record, seconds = passed(graph(model, [(4, 4)]))
     assert record.error is None and seconds < 15

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks import survey
+from benchmarks.compiler.survey import Skipped, stop, surveyed
 from fusion_backend.frontends.explain import Collector
 
 
@@ -48,7 +49,7 @@ def with_other_gradients(out):
     ids=["right", "another output", "other gradients", "a failure"],
 )
 def test_what_is_wrong_is_told(change, wrong):
-    found, collector = survey.surveyed(Model(), dict(x=torch.randn(4, 8)), False, Lies(change))
+    found, collector = surveyed(Model(), dict(x=torch.randn(4, 8)), False, Lies(change))
     assert found.startswith(wrong) and bool(found) == bool(wrong)
     assert wrong or {site.pattern for site in collector.report.fused} == {"norm_linear"}
 
@@ -61,25 +62,23 @@ def test_a_failure_of_the_pass_is_told():
             self.report.graphs[0].error = "KeyError: y"
             return run
 
-    found, _ = survey.surveyed(
-        Model(), dict(x=torch.randn(4, 8)), False, Fails({"fusion.gate": "always"})
-    )
+    found, _ = surveyed(Model(), dict(x=torch.randn(4, 8)), False, Fails({"fusion.gate": "always"}))
     assert found == "FAILED: KeyError: y"
 
 
 def test_what_fails_without_us_is_no_failure():
-    with pytest.raises(survey.Skipped, match="eager: "):
-        survey.surveyed(Model(), dict(x=torch.randn(4, 7)), False)
+    with pytest.raises(Skipped, match="eager: "):
+        surveyed(Model(), dict(x=torch.randn(4, 7)), False)
 
 
 def test_what_takes_too_long_is_no_failure():
     """Whatever it interrupts, a compilation say, that is not tried again without us."""
 
     def slow(out):
-        survey.stop()
+        stop()
 
-    with pytest.raises(survey.Skipped, match="takes longer than"):
-        survey.surveyed(Model(), dict(x=torch.randn(4, 8)), False, Lies(slow))
+    with pytest.raises(Skipped, match="takes longer than"):
+        surveyed(Model(), dict(x=torch.randn(4, 8)), False, Lies(slow))
 
 
 def test_classes_of_transformers(capsys):

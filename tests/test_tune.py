@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks import tune
-from benchmarks.results import Run
+from benchmarks.configurations import fastest
+from benchmarks.records.runs import Run
 from fusion_backend.kernels.common import rows
 from fusion_backend.kernels.common.tuned import TABLE
 
@@ -27,7 +28,7 @@ def test_the_fastest_of_the_largest_work_counts():
         ("conv 3x4x5", "rows=1 warps=2", 0.2),
         ("dropout 4096x1000", "BLOCK=1024 warps=2", 0.2),
     )
-    assert tune.fastest([run]) == {
+    assert fastest.fastest([run]) == {
         "norm": {1024: dict(block=1024, rows=2, warps=8, early=1)},
         "norm backward, few rows": {1024: dict(rows=1, warps=2)},
     }

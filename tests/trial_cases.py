@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusion_backend.decide.gate
 import fusion_backend.ops.operator
-from benchmarks.trial_cost import Driver, pretended_gpu
+from benchmarks.launches.driver import Driver, pretended_gpu
 from fusion_backend import Pattern
 from fusion_backend.compat.inductor import ANALYSED, ANALYSES, kernel_wrap, our_kernels
 from fusion_backend.compat.torch import inductor_config

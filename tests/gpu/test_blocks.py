@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend
-from benchmarks.timing import Clock, in_turn
+from benchmarks.measure.timing import Clock, in_turn
 
 pytestmark = pytest.mark.gpu
 SLOWER = 1.03  # what a block may take of Inductor's time

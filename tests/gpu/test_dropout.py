@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusion_backend
-from benchmarks.measure import peak_bytes
+from benchmarks.measure.memory import peak_bytes
 from fusion_backend.kernels.common.dropout import philox, threshold
 from fusion_backend.ops.registry import RULES
 from tests.test_dropout import (  # noqa: F401  (the same tests, here with the kernels)

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from benchmarks import models
-from benchmarks.model_run import Plan, measure
-from benchmarks.model_zoo import Subject
-from benchmarks.results import FAILED, OK, ModelRow, Run
+from benchmarks.model_runs.measuring import measure
+from benchmarks.model_runs.steps import Plan
+from benchmarks.records.rows import FAILED, OK, ModelRow
+from benchmarks.records.runs import Run
+from benchmarks.subjects.subject import Subject
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from benchmarks.measure import joint_distance, peak_bytes
+from benchmarks.measure.distance import joint_distance
+from benchmarks.measure.memory import peak_bytes
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
 from fusion_backend.ops.registry import unregister

@@ -1,8 +1,9 @@
-"""Configurations that were fastest, by kernel and row length (the next power of two), of 16-bit elements.
+"""The fastest configurations for 16-bit elements, by kernel and row length.
 
 Written by `python -m benchmarks.tune benchmarks/results/sweeps.json`.
 Measured on NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
-What is not here follows the rule in the kernel's own file.
+A row length stands for all up to it, from the next smaller power of two on. What is not here
+follows the rule in the kernel's own file.
 """
 
 TABLE: dict[str, dict[int, dict[str, int]]] = {

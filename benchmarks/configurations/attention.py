@@ -1,0 +1,181 @@
+"""The configurations of the flash attention kernels that are worth timing, and SDPA beside them.
+For benchmarks.sweep.
+
+A piece of work says how many operations it is: 4·b·h·n·m·d forward, 2.5 times as many backward, of
+those scores alone that the mask leaves: half of them where it is causal or half of the keys are
+padding. GFLOP / ms are TFLOP/s. SDPA has the same mask: as an argument of it where it is causal,
+else dense, as models make it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from fusion_backend.patterns.attention import masked_attention, masking_of
+
+from benchmarks.configurations.running import Call
+from benchmarks.workloads.work import attended
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import forward as flash
+
+LONG_128, LONG_64, MIDDLE_128, SHORT_64 = (
+    (4, 16, 4096, 128),
+    (4, 32, 2048, 64),
+    (8, 16, 2048, 128),
+    (32, 16, 512, 64),
+)
+# b, h, n, d, and what is masked.
+WORK = [
+    (LONG_128, dict(causal=1)),
+    (LONG_64, dict(causal=1)),
+    (SHORT_64, dict(bias=1)),
+    (SHORT_64, dict(padded=1)),
+]
+WIDE = [
+    (LONG_128, dict(window=1024)),
+    (LONG_64, dict(window=256)),
+    (MIDDLE_128, dict(bias=1)),
+    (MIDDLE_128, dict(padded=1)),
+]
+DROPOUT = [
+    (size, mask | dict(drop=1))
+    for size in (SHORT_64, MIDDLE_128)
+    for mask in (dict(padded=1), dict(bias=1))
+]
+# Queries and keys a block, warps and stages, for heads of 64 and of 128, to be timed beside the
+# kernels' own choice.
+FORWARD = {
+    64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)],
+    128: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3)],
+}
+KEYS = {
+    64: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)],
+    128: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 3)],
+}
+QUERIES = {64: [(128, 64, 4, 3), (64, 64, 4, 3)], 128: [(128, 32, 8, 3), (128, 64, 8, 3)]}
+
+
+def candidates(own: dict, others: dict[int, list], d: int) -> list[dict]:
+    found = [flash.config_of(*sizes) for sizes in others[64 if d <= 64 else 128]]
+    return [own, *(config for config in found if config != own)]
+
+
+def words(config: dict) -> str:
+    return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in config.items())
+
+
+def calls(work: list, device) -> Iterator[Call]:
+    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as
+    they are chosen.
+    """
+
+    def tensor(*shape):
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    for size, kind in work:
+        if not torch.cuda.is_available():  # the same masks for the interpreter
+            size, kind = (1, 2, 40, 16), kind | (dict(window=9) if "window" in kind else {})
+        b, h, n, d = size
+        q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, **kind)
+        masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)
+        gflop = 4e-9 * b * h * n * n * d * attended(dict(n=n) | kind)
+        name = " ".join(f"{word} {number}" if number > 1 else word for word, number in kind.items())
+        name = f"{name} B{b} H{h} S{n} D{d}"
+        run, leaves = library(q, k, v, masking)
+        back = functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
+        # The library drops other probabilities: then all must agree with what comes first.
+        want = (
+            {}
+            if masking.dropout
+            else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
+        )
+        title = f"flash forward {name} ({gflop:.1f} GFLOP)"
+        for config in candidates(flash.chosen(q, masking), FORWARD, d):
+            call = functools.partial(forward, q, k, v, masking, config)
+            yield Call(title, words(config), checked(call, words(config), want))
+        yield Call(title, "SDPA", run)
+        args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
+        own = by_keys, by_queries = flash_backward.chosen(q, masking)
+        for part, needs, times, configs in (
+            ("keys", ("k", "v"), 2, candidates(by_keys, KEYS, d)),
+            ("queries", ("q",), 1.5, candidates(by_queries, QUERIES, d)),
+        ):
+            for config in configs:
+                call = functools.partial(backward, args, needs, (config, config))
+                title = f"flash backward {name}, {part} ({times * gflop:.1f} GFLOP)"
+                yield Call(title, words(config), checked(call, words(config), want))
+        title = f"flash backward {name} ({2.5 * gflop:.1f} GFLOP)"
+        call = functools.partial(backward, args, ("q", "k", "v", "bias")[: len(leaves)], own)
+        both = f"keys {words(by_keys)}; queries {words(by_queries)}"
+        yield Call(title, both, checked(call, both, want))
+        yield Call(title, "SDPA", back)
+
+
+def forward(q, k, v, masking: flash.Masking, config: dict) -> dict[str, torch.Tensor]:
+    return dict(out=flash.forward(q, k, v, masking, True, config)[0])
+
+
+def backward(
+    args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]
+) -> dict[str, torch.Tensor]:
+    asked = {name: name in needs for name in ("q", "k", "v", "bias")}
+    grads = zip(asked, flash_backward.backward(*args, asked, configs), strict=True)
+    return {name: grad for name, grad in grads if grad is not None}
+
+
+def checked(
+    call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]
+) -> Callable[[], object]:
+    """The call, which the first time says so if a result is not what is wanted: a fast wrong kernel
+    is none. A result that is not known yet becomes wanted.
+    """
+    before: list[bool] = []
+
+    def run():
+        found = call()
+        if not before:
+            before.append(True)
+            for which, x in found.items():
+                y = want.setdefault(which, x)
+                error = ((x.float() - y.float()).norm() / y.float().norm()).item()
+                if not error < 0.02:
+                    print(f"WRONG: {which} of {name} differs by {error:.3g}", flush=True)
+        return found
+
+    return run
+
+
+def library(
+    q, k, v, masking: flash.Masking
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """SDPA with the same mask, and what has a gradient."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v, masking.bias) if t is not None]
+    mask = None if masking.keys is None else masking.keys[:, None, None]
+    if masking.bias is not None:
+        mask = leaves[3]
+    causal = masking.low is not None and masking.high is None
+    if masking.high is not None:
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+            k.shape[2], device=q.device
+        )
+        mask = (apart >= masking.low) & (apart <= masking.high)
+    p = 0.0 if masking.dropout is None else masking.dropout.p
+    return functools.partial(
+        F.scaled_dot_product_attention, *leaves[:3], mask, p, is_causal=causal, scale=masking.scale
+    ), leaves
+
+
+def attention(device):
+    return calls(WORK, device)
+
+
+def attention_wide(device):
+    """Heads of 128 with a window, a bias or padding; heads of 64 with a window."""
+    return calls(WIDE, device)
+
+
+def attention_dropout(device):
+    return calls(DROPOUT, device)

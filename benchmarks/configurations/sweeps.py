@@ -1,0 +1,30 @@
+"""The sweeps by the names that benchmarks.sweep takes."""
+
+from __future__ import annotations
+
+from benchmarks.configurations.attention import attention, attention_dropout, attention_wide
+from benchmarks.configurations.channels import by_channels, group_norms
+from benchmarks.configurations.elementwise import elementwise, gated, integers
+from benchmarks.configurations.norms import dropouts, few_rows, normalisations
+from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
+
+SWEEPS = {
+    "add_mul_exp": elementwise,
+    "quantize_int8": integers,
+    "layer_norm": normalisations,
+    "dropout_add": dropouts,
+    "dropout_add_layer_norm": dropouts,
+    "gated_linear": gated,
+    "softmax": softmaxes,
+    "quantize_per_token": quantisations,
+    "rms_norm_quantize": quantisations,
+    "cross_entropy": losses,
+    "l2_norm": l2_norms,
+    "batch_norm": by_channels,
+    "bias_act": by_channels,
+    "group_norm": group_norms,
+    "attention": attention,
+    "add_rms_norm": few_rows,
+    "attention_wide": attention_wide,
+    "attention_dropout": attention_dropout,
+}

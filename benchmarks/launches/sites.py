@@ -1,0 +1,138 @@
+"""The cases whose launches benchmarks.compile_kernels compiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+class Site(NamedTuple):
+    pattern: str
+    case: dict[str, int]
+    dtype: torch.dtype
+    backward: bool  # does a backward follow?
+
+
+MASKS = dict(padded=1), dict(bias=1)
+CASES = [
+    ("add_mul", dict(size=20_000_000), FULL, False),
+    ("add_mul_exp", dict(size=20_000_000), FULL, False),
+    ("add_mul_exp", dict(size=20_000_000), HALF, False),
+    ("quantize_int8", dict(size=50_000_000), FULL, False),
+    ("quantize_int8", dict(size=64_000_000), HALF, False),
+    ("layer_norm", dict(rows=7, n=100), FULL, True),
+    ("layer_norm", dict(rows=16384, n=1024), HALF, True),
+    ("layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("layer_norm", dict(rows=16384, n=4096), FULL, True),
+    ("layer_norm", dict(rows=16384, n=2049), HALF, True),
+    ("layer_norm", dict(rows=8192, n=8192), HALF, True),
+    ("layer_norm", dict(rows=8192, n=8192), FULL, True),
+    ("layer_norm", dict(rows=2048, n=16384), HALF, True),
+    ("layer_norm", dict(rows=2048, n=32768), HALF, True),
+    ("layer_norm", dict(rows=2048, n=32768), FULL, True),
+    ("layer_norm", dict(rows=1024, n=65536), HALF, True),  # shared by programs
+    ("layer_norm", dict(rows=64, n=131072), HALF, True),  # split over programs
+    ("layer_norm", dict(rows=16, n=8192), HALF, True),
+    ("layer_norm", dict(rows=16, n=8192), FULL, True),
+    ("layer_norm", dict(rows=192, n=5120), HALF, True),
+    ("layer_norm", dict(rows=64, n=131072), FULL, True),
+    ("add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_layer_norm", dict(rows=64, n=131072), HALF, True),
+    ("dropout_add", dict(rows=16384, n=4096), HALF, True),
+    ("dropout_add", dict(rows=16384, n=4096), FULL, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=1024), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=4096), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=16384, n=4096), FULL, True),
+    ("dropout_add_layer_norm", dict(rows=16, n=8192), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=4096, n=768), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=8192, n=5120), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=8192, n=8192), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=2048, n=32768), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=1024, n=65536), HALF, True),
+    ("dropout_add_layer_norm", dict(rows=64, n=131072), HALF, True),
+    ("rms_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_rms_norm", dict(rows=16384, n=4096), HALF, True),
+    ("add_rms_norm", dict(rows=192, n=5120), HALF, True),
+    ("add_rms_norm", dict(rows=8192, n=8192), HALF, True),
+    ("add_rms_norm", dict(rows=2048, n=32768), HALF, True),
+    ("add_rms_norm", dict(rows=1024, n=65536), HALF, True),
+    ("softmax", dict(rows=16384, n=4096), HALF, True),
+    ("softmax", dict(rows=8192, n=8192), HALF, True),
+    ("softmax", dict(rows=2048, n=32768), HALF, True),
+    ("softmax", dict(rows=2048, n=32768), FULL, True),
+    ("softmax", dict(rows=64, n=131072), HALF, True),
+    ("l2_norm", dict(rows=16384, n=1024), HALF, True),
+    ("l2_norm", dict(rows=16384, n=4096), HALF, True),
+    ("l2_norm", dict(rows=8192, n=8192), FULL, True),
+    ("l2_norm", dict(rows=2048, n=32768), HALF, True),
+    ("l2_norm", dict(rows=64, n=131072), FULL, True),
+    ("batch_norm", dict(b=64, c=256, n=56), HALF, False),
+    ("batch_norm", dict(b=64, c=2048, n=7), FULL, False),
+    ("batch_norm", dict(b=256, c=2048, n=7), HALF, False),
+    ("batch_norm", dict(b=256, c=2048, n=8), HALF, False),
+    ("group_norm", dict(b=16, c=320, n=8, groups=32), HALF, True),
+    ("group_norm", dict(b=16, c=480, n=32, groups=32), HALF, True),
+    ("group_norm", dict(b=16, c=480, n=64, groups=32), HALF, True),
+    ("group_norm", dict(b=16, c=480, n=64, groups=32), FULL, True),
+    ("group_norm", dict(b=16, c=320, n=32, groups=32), HALF, True),
+    ("group_norm", dict(b=16, c=320, n=32, groups=32), FULL, True),
+    ("group_norm", dict(b=2, c=512, n=128, groups=32), HALF, True),  # split over programs
+    ("group_norm", dict(b=2, c=512, n=128, groups=32), FULL, True),
+    ("bias_act", dict(rows=16384, n=4096), HALF, False),
+    ("bias_act", dict(rows=16384, n=100), FULL, False),
+    ("cross_entropy", dict(rows=8192, v=128256), HALF, True),
+    ("cross_entropy", dict(rows=8192, v=128256), FULL, True),
+    ("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), HALF, True),
+    ("quantize_per_token", dict(rows=8192, n=4096), HALF, False),
+    ("quantize_per_token", dict(rows=64, n=131072), FULL, False),
+    ("rms_norm_quantize", dict(rows=8192, n=4096), HALF, False),
+    ("rms_norm_quantize", dict(rows=8192, n=8192), HALF, False),
+    ("rms_norm_quantize", dict(rows=2048, n=16384), FULL, False),
+    ("rms_norm_quantize", dict(rows=64, n=131072), FULL, False),
+    ("masked_attention", dict(b=4, h=16, n=4096, d=128, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=32, n=2048, d=64, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=32, n=2048, d=64, window=256), torch.float16, True),
+    *(
+        ("masked_attention", dict(b=4, h=32, n=64, d=d, bias=1), HALF, False)
+        for d in (64, 128, 256)
+    ),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), HALF, True),
+    ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1), HALF, True),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, padded=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, bias=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, dense=1, padded=1, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=16, n=1000, d=80, causal=1), HALF, True),
+    ("masked_attention", dict(b=4, h=8, n=2048, d=256, window=512), HALF, True),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1), FULL, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=128, causal=1), FULL, True),
+    ("masked_attention", dict(b=4, h=16, n=2048, d=256, bias=1), HALF, True),
+    *(
+        ("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=8, h=16, n=2048, d=128, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=4, h=8, n=2048, d=256, drop=1) | mask, HALF, True)
+        for mask in MASKS
+    ),
+    *(
+        ("masked_attention", dict(b=32, h=16, n=512, d=64, drop=1) | mask, FULL, True)
+        for mask in MASKS
+    ),
+    ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1, drop=1), HALF, True),
+    ("masked_attention", dict(b=4, h=8, n=2048, d=128, padded=1, drop=1), FULL, True),
+    ("masked_attention", dict(b=8, h=16, n=2048, d=128, window=512), HALF, True),
+    ("masked_attention", dict(b=8, h=16, n=2048, d=128, padded=1), HALF, True),
+    ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
+    ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
+    ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),
+    ("gated_linear", dict(m=16, k=4096, n=14336), HALF, False),
+    ("gated_linear", dict(m=4096, k=1024, n=1024), FULL, False),
+]
+SITES = [Site(*case) for case in CASES]

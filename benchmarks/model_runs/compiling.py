@@ -1,0 +1,112 @@
+"""Compile time of whole models, with an empty cache and with a filled one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import torch
+
+import fusion_backend
+from benchmarks.measure.wall_time import milliseconds
+from benchmarks.model_runs.failing import failing
+from benchmarks.model_runs.steps import Compile, Plan, Step
+from benchmarks.records.rows import FAILED, ModelContender
+from fusion_backend.compat.torch import clear_caches
+
+# contenders that have compiled something in this process, and for training
+STARTED: set[tuple[str, bool]] = set()
+
+
+@contextlib.contextmanager
+def cache_in(folder: str) -> Iterator[None]:
+    """Inductor and Triton keep what they compile in `folder`, and remember nothing else."""
+    names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+    before = {name: os.environ.get(name) for name in names}
+    clear_caches()
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def seconds_to_compile(step: Step, device: torch.device) -> float:
+    """The first step's time less the second's."""
+    first = milliseconds(step, 1, device)
+    return max(0.0, first - milliseconds(step, 1, device)) / 1e3
+
+
+def start_compilers(
+    makes: dict[str, Compile], train: bool, device: torch.device, folder: str
+) -> None:
+    """What a process pays once, for imports, workers and our patterns, is no model's
+    compile time.
+    """
+    for name, make in makes.items():
+        if (name, train) in STARTED:
+            continue
+        # one that cannot compile says so with the model
+        with cache_in(folder), contextlib.suppress(Exception):
+            x = torch.ones(4, 8, device=device, requires_grad=train)
+            y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + 1)(x)
+            if train:
+                y.sum().backward()
+        STARTED.add((name, train))
+    torch.compiler.reset()
+
+
+def compile_all(
+    steps: dict[str, Step],
+    found: dict[str, ModelContender],
+    plan: Plan,
+    device: torch.device,
+    folder: str,
+    say,
+) -> None:
+    """Compile every contender, each in a cache of its own, and note how long it took."""
+    for turn in ("cold", "warm") if plan.cold else ("cold",):
+        for name, step in steps.items():
+            one = found[name]
+            if one.status == FAILED:
+                continue
+            if name != "eager":
+                say(f"{name}: compiling" + (" with a filled cache" if turn == "warm" else ""))
+            # Compiled code is kept by function, so a reset takes that of all contenders: only while
+            # none is to stay.
+            if plan.cold and turn == "cold":
+                torch.compiler.reset()
+            if name == "fusion":
+                fusion_backend.reset()
+            with failing(one), cache_in(f"{folder}/{name}"):
+                seconds = seconds_to_compile(step, device)
+                if name != "eager":
+                    setattr(one, f"{turn}_s", seconds)
+            if name == "fusion" and one.status != FAILED:
+                note_sites(one)
+        if turn == "cold" and plan.cold:
+            torch.compiler.reset()
+
+
+def note_sites(one: ModelContender) -> None:
+    report = fusion_backend.report()
+    one.fused = dict(collections.Counter(site.pattern for site in report.fused))
+    left = collections.Counter(
+        (s.pattern, shortened(s.reason)) for s in report.sites if not s.fused and not s.covered
+    )
+    one.declined = [
+        dict(pattern=pattern, reason=why, count=n) for (pattern, why), n in left.most_common()
+    ]
+    errors = [graph.error for graph in report.graphs if graph.error]
+    one.declined += [dict(pattern="graph", reason=shortened(e), count=1) for e in errors]
+
+
+def shortened(reason: str) -> str:
+    """Without names of nodes and places in the source: equal reasons count together."""
+    return re.sub(r"^\w+ inside it", "a value inside it", re.sub(r",? at \S+:\d+", "", reason))

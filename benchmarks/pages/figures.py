@@ -1,0 +1,43 @@
+"""The figures that a page may ask for: tables and paragraphs of Markdown.
+
+A figure takes a run and the names that the page gives after the file; without names it is about all
+rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept
+from benchmarks.pages.markdown import where, wrapped
+from benchmarks.pages.model_figures import models, shares
+from benchmarks.pages.pattern_figures import by_pattern, losses, memory, named_rows, summary
+from benchmarks.records.runs import Run
+
+
+def source(run: Run, _: list[str]) -> str:
+    stopped = run.about.get("stopped")
+    return wrapped(where(run) + (f" The run stopped: {stopped}." if stopped else ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    kinds: tuple[str, ...]  # of runs that it is made from; none: all
+    write: Callable[[Run, list[str]], str]
+
+
+FIGURES = {
+    "source": Figure((), source),
+    "summary": Figure(("patterns",), summary),
+    "by-pattern": Figure(("patterns",), by_pattern),
+    "rows": Figure(("patterns",), named_rows),
+    "memory": Figure(("patterns",), memory),
+    "losses": Figure(("patterns", "models"), losses),
+    "models": Figure(("models",), models),
+    "shares": Figure(("models",), shares),
+    "compared": Figure(("compare",), compared),
+    "block-sizes": Figure(("block_size",), block_sizes),
+    "swept": Figure(("sweep",), swept),
+    "compiled": Figure(("compile_kernels",), compiled),
+}

@@ -1,0 +1,201 @@
+"""The pieces of work that benchmarks.patterns measures unless others are asked for.
+
+A new kernel adds its sizes to WORK and one small size, for machines without a GPU, to SMALL.
+"""
+
+from __future__ import annotations
+
+from benchmarks.workloads.work import BF16, F16, F32, Work
+
+ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
+FEW = [(192, 5120), (16, 8192), (4096, 768)]
+# of models, and the longest that is shared
+WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
+OTHER_DTYPES = {
+    **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
+    "cross_entropy": dict(rows=4096, v=128256),
+    "quantize_per_token": dict(rows=8192, n=4096),
+    "group_norm": dict(b=64, c=320, n=32, groups=32),
+}
+POINTWISE = ("add_mul", "add_mul_exp", "quantize_int8")
+WORK = [
+    *(Work(name, dict(size=size), F32) for name in POINTWISE for size in (100_000, 1_000_000)),
+    Work("add_mul", dict(size=20_000_000), F32),
+    Work("add_mul_exp", dict(size=20_000_000), F32),
+    Work("add_mul_exp", dict(size=100_000_000), F32),
+    Work("quantize_int8", dict(size=10_000_000), F32),
+    Work("quantize_int8", dict(size=50_000_000), F32),
+    Work("quantize_int8", dict(size=64_000_000), BF16),
+    *(Work("layer_norm", dict(rows=rows, n=n), BF16) for rows, n in ROWS),
+    *(Work("layer_norm", dict(rows=rows, n=n), BF16, train=True) for rows, n in ROWS),
+    *(
+        Work("softmax", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
+    *(
+        Work("softmax", dict(b=b, h=h, n=n), BF16, train, mask=mask)
+        for train in (False, True)
+        for mask in ("additive", "boolean")
+        for b, h, n in ((4, 32, 2048), (32, 16, 512))
+    ),
+    *(
+        Work("add_rms_norm", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
+    *(
+        Work(name, dict(rows=16384, n=4096), BF16, train)
+        for train in (False, True)
+        for name in ("rms_norm", "add_layer_norm")
+    ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in FEW
+        for name in ("layer_norm", "softmax", "add_rms_norm")
+    ),
+    *(
+        Work("l2_norm", dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in ROWS[:3]
+    ),
+    *(Work("batch_norm", dict(b=b, c=c, n=n), BF16) for b, c, n in ((64, 256, 56), (256, 2048, 7))),
+    *(
+        Work("group_norm", dict(b=b, c=c, n=n, groups=32), BF16, train)
+        for train in (False, True)
+        for b, c, n in ((16, 480, 64), (64, 320, 32), (2, 512, 128))
+    ),
+    Work("bias_act", dict(rows=16384, n=4096), BF16),
+    *(
+        Work("gelu", dict(rows=16384, n=4096) | form, BF16, train)
+        for train in (False, True)
+        for form in ({}, dict(tanh=1))
+    ),
+    *(
+        Work("dropout_add_layer_norm", dict(rows=rows, n=n), BF16, train=True)
+        for rows, n in (*ROWS[:3], *FEW[::2])
+    ),
+    *(Work("dropout_add", dict(rows=rows, n=n), BF16, train=True) for rows, n in (ROWS[0], FEW[2])),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16)
+        for name in ("quantize_per_token", "rms_norm_quantize")
+        for rows, n in ((8192, 4096), (16384, 8192), (8192, 2048), (256, 4096))
+    ),
+    Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
+    Work("cross_entropy", dict(rows=16384, v=50257), BF16, train=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
+    Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
+    Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
+    *(
+        Work("attention", dict(b=32, h=16, n=512, d=64, bias=1), BF16, train)
+        for train in (False, True)
+    ),
+    *(
+        Work("attention", dict(b=32, h=16, n=512, d=64, padded=1), BF16, train)
+        for train in (False, True)
+    ),
+    *(
+        Work("attention", dict(b=b, h=h, n=n, d=d) | mask, BF16, train)
+        for train in (False, True)
+        for b, h, n, d, mask in (
+            (4, 16, 4096, 128, dict(window=4096, hand=1)),
+            (4, 32, 2048, 64, dict(window=2048)),
+            (8, 16, 2048, 128, dict(bias=1)),
+            (8, 16, 2048, 128, dict(padded=1)),
+            (4, 16, 4096, 128, dict(window=1024)),
+            (4, 32, 2048, 64, dict(window=256)),
+            (4, 32, 2048, 64, dict(window=2048, padded=1)),
+            (4, 16, 2048, 128, dict(window=2048, cap=50)),
+            (32, 16, 512, 64, dict(padded=1, drop=1)),
+            (32, 16, 512, 64, dict(bias=1, drop=1)),
+            (8, 16, 2048, 128, dict(padded=1, drop=1)),
+            (8, 16, 2048, 128, dict(bias=1, drop=1)),
+        )
+    ),
+    *(
+        Work("relative_bias", dict(n=n, m=n, h=16), BF16, train)
+        for train in (False, True)
+        for n in (512, 2048)
+    ),
+    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16),
+    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, linear=True),
+    Work("gated_linear", dict(m=16384, k=1024, n=4096), BF16, train=True, linear=True),
+    Work("gated_linear", dict(m=16384, k=512, n=2048), BF16, linear=True),
+    Work("gated_linear", dict(m=8192, k=4096, n=14336), BF16, linear=True),
+    Work("gated_linear", dict(m=16, k=4096, n=14336), BF16, linear=True),
+    *(
+        Work("patch_embedding", dict(b=b, c=c, n=n, p=p, o=o), BF16, train)
+        for train in (False, True)
+        for b, c, n, p, o in (
+            (128, 3, 224, 16, 1024),
+            (32, 3, 224, 14, 1024),
+            (1, 3, 224, 16, 768),
+            (16, 16, 128, 2, 3072),
+        )
+    ),
+    Work("batch_norm", dict(b=256, c=512, n=14), BF16),
+    *(
+        Work("group_norm", dict(b=1, c=512, n=128, groups=32), BF16, train)
+        for train in (False, True)
+    ),
+    *(
+        Work(name, case, dtype, train)
+        for train in (False, True)
+        for dtype in (F32, F16)
+        for name, case in OTHER_DTYPES.items()
+        if not (train and name == "quantize_per_token")
+    ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16, train)
+        for train in (False, True)
+        for rows, n in WIDTHS
+        for name in ("layer_norm", "rms_norm", "softmax", "add_rms_norm", "dropout_add_layer_norm")
+        if train or name != "dropout_add_layer_norm"
+    ),
+    *(
+        Work(name, dict(rows=rows, n=n), BF16)
+        for rows, n in ((4096, 16384), (3072, 20480))
+        for name in ("layer_norm", "rms_norm", "add_rms_norm")
+    ),
+]
+SMALL = [
+    Work("add_mul", dict(size=10_000), F32),
+    Work("add_mul_exp", dict(size=10_000), F32),
+    Work("quantize_int8", dict(size=10_000), F32),
+    Work("layer_norm", dict(rows=64, n=256), BF16),
+    Work("layer_norm", dict(rows=64, n=256), BF16, train=True),
+    *(
+        Work(name, dict(rows=64, n=256), BF16, train=True)
+        for name in ("softmax", "rms_norm", "add_rms_norm")
+    ),
+    *(
+        Work("softmax", dict(b=2, h=3, n=64), BF16, train=True, mask=mask)
+        for mask in ("additive", "boolean")
+    ),
+    Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("batch_norm", dict(b=2, c=6, n=8), BF16),
+    Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
+    Work("bias_act", dict(rows=64, n=256), BF16),
+    Work("gelu", dict(rows=64, n=256), BF16, train=True),
+    *(
+        Work(name, dict(rows=64, n=256), BF16, train=True)
+        for name in ("dropout_add", "dropout_add_layer_norm")
+    ),
+    Work("quantize_per_token", dict(rows=64, n=256), F32),
+    Work("rms_norm_quantize", dict(rows=64, n=256), F32),
+    Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
+    Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
+    *(
+        Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)
+        for mask in ("bias", "padded")
+    ),
+    Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
+    Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
+    Work("patch_embedding", dict(b=2, c=3, n=11, p=4, o=10), F32, train=True),
+    Work("gated_linear", dict(m=64, k=64, n=64), F32),
+    Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
+]

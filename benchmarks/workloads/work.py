@@ -1,0 +1,204 @@
+"""A piece of work that benchmarks.patterns measures: a pattern, sizes and a dtype, and its floor.
+
+A new kernel adds to PASSES how often it must move its tensor. Operations are counted from the
+reference (measure/counting.py), and so are bytes where PASSES has no line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure.library import RULES
+
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+L2 = 48e6  # bytes; work that moves fewer may stay in the L2 of the GPUs this is for (50 to 60 MB)
+
+
+class Work(NamedTuple):
+    pattern: str
+    case: dict[str, int]
+    dtype: torch.dtype
+    train: bool = False
+    linear: bool = False  # weights lie in memory as those of nn.Linear do
+    mask: str = ""  # of a softmax of scores [b, h, n, n]: "additive" or "boolean", [b, 1, n, n]
+
+    def to_json(self) -> str:
+        return json.dumps(self._asdict() | dict(dtype=NAMES[self.dtype]))
+
+    @classmethod
+    def from_json(cls, line: str) -> Work:
+        fields = json.loads(line)
+        return cls(**fields | dict(dtype=DTYPES[fields["dtype"]]))
+
+    @property
+    def name(self) -> str:
+        words = " ".join(f"{k}={v}" for k, v in self.case.items())
+        notes = (
+            " train" * self.train + " linear" * self.linear + f" {self.mask} mask" * bool(self.mask)
+        )
+        return f"{self.pattern} {NAMES[self.dtype]} {words}{notes}"
+
+    def arguments(self, device: torch.device) -> list:
+        """Fresh random arguments; weights scaled so that outputs are of order one."""
+
+        def tensor(*shape):
+            return torch.randn(shape, device=device, dtype=self.dtype)
+
+        if self.mask:
+            b, h, n = (self.case[name] for name in "bhn")
+            x, mask = tensor(b, h, n, n).requires_grad_(self.train), tensor(b, 1, n, n)
+            masks = (
+                (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
+            )
+            return [x, 0.125, *masks]
+        args = list(RULES[self.pattern].inputs_fn(tensor, **self.case))
+        if self.pattern == "gated_linear":
+            for i in (1, 3):
+                args[i] *= self.case["k"] ** -0.5
+        if self.linear:
+            for i in (1, 3) if self.pattern == "gated_linear" else (1,):
+                args[i] = args[i].t().contiguous().t()
+        for i, value in PLAIN.get(self.pattern, {}).items():
+            args[i] = value
+        return [
+            a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
+        ]
+
+    @property
+    def function(self) -> Callable:
+        """What is measured: the reference, or what surrounds it in a model, where masks and indices
+        are made.
+        """
+        if self.pattern == "relative_bias":
+            return of_t5
+        return windowed(**self.case) if "window" in self.case else RULES[self.pattern].reference
+
+    def floor_ms(self, bandwidth: float, matrix: float) -> float:
+        """The least time, given bytes and matrix operations a second."""
+        return max(self.bytes / bandwidth, self.flops / matrix) * 1e3
+
+    @property
+    def bytes(self) -> int:
+        """What must be read and written, at least."""
+        item = self.dtype.itemsize
+        if self.pattern == "linear_cross_entropy":
+            rows, k, v = (self.case[name] for name in ("rows", "k", "v"))
+            return (rows * k + k * v) * item * (2 if self.train else 1)
+        if self.pattern == "gated_linear":
+            m, k, n = (self.case[name] for name in "mkn")
+            return (m * k + 2 * k * n + m * n) * item * (3 if self.train else 1)
+        if self.mask:
+            b, h, n = (self.case[name] for name in "bhn")
+            # one that drops, in backward too
+            once = b * n * n * (item if self.mask == "additive" else 1 + self.train)
+            return b * h * n * n * item * PASSES[self.pattern][self.train] + once
+        if self.pattern in ("quantize_int8", "quantize_per_token", "rms_norm_quantize"):
+            return self.size * (item + 1)
+        if self.pattern in PASSES:
+            return self.size * item * PASSES[self.pattern][self.train]
+        from benchmarks.measure.counting import size_of  # what an older revision need not support
+
+        args = self.arguments(torch.device("meta"))
+        return size_of(self.function, args, self.train)
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor that counts."""
+        if "c" in self.case:  # [b, c, n, n]
+            return self.case["b"] * self.case["c"] * self.case["n"] ** 2
+        if self.pattern == "relative_bias":
+            return self.case["h"] * self.case["n"] * self.case["m"]
+        return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
+
+    @property
+    def flops(self) -> int:
+        if self.pattern == "attention":
+            b, h, n, d = (self.case[name] for name in "bhnd")
+            return int(4 * b * h * n * n * d * attended(self.case) * (3.5 if self.train else 1))
+        from benchmarks.measure.counting import operations
+
+        return operations(self.function, self.arguments(torch.device("meta")), self.train)
+
+    @property
+    def small(self) -> bool:
+        """Does it fit in the L2?"""
+        return self.bytes <= L2
+
+
+def of_t5(index: Tensor, weight: Tensor) -> Tensor:
+    """A relative bias with T5's own index, of the same shape, computed in the graph; laid out as
+    attention reads it.
+    """
+    n, m = index.shape
+    apart = torch.arange(m, device=index.device) - torch.arange(n, device=index.device)[:, None]
+    half = weight.shape[0] // 2
+    near, exact = apart.abs(), half // 2
+    far = exact + (torch.log(near.float() / exact) / math.log(128 / exact) * (half - exact)).long()
+    row = (apart > 0).long() * half + torch.where(near < exact, near, far.clamp(max=half - 1))
+    return RULES["relative_bias"].reference(row, weight).contiguous()
+
+
+def windowed(window: int, **case) -> Callable:
+    """Attention to the `window` keys up to the query's own that are no padding, by a mask made in
+    the graph.
+    """
+
+    def attention(q, k, v, mask, bias, keep, *rest):
+        apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
+            k.shape[2], device=q.device
+        )
+        band = (apart >= 0) & (apart < window)
+        return RULES["attention"].reference(
+            q, k, v, mask, bias, band if keep is None else band & keep, *rest
+        )
+
+    return attention
+
+
+def attended(case: dict) -> float:
+    """The share of the scores that attention must compute."""
+    n = case["n"]
+    end = n // 2 if case.get("padded") else n
+    window = case.get("window", n if case.get("causal") else None)
+    if window is None:
+        return end / n
+    return sum(max(0, min(i + 1, end) - max(0, i + 1 - window)) for i in range(n)) / n**2
+
+
+# How often a tensor of the size is read or written, at least: forward alone, and with the backward.
+PASSES = {
+    "add_mul": (4, 4),
+    "add_mul_exp": (3, 3),
+    "layer_norm": (2, 5),
+    "rms_norm": (2, 5),
+    "softmax": (2, 5),
+    "add_rms_norm": (4, 8),
+    "add_layer_norm": (4, 8),
+    "cross_entropy": (1, 3),
+    "l2_norm": (2, 5),
+    "batch_norm": (2, 4),
+    "group_norm": (2, 5),
+    "bias_act": (2, 5),
+    "dropout_add": (3, 5),
+    "dropout_add_layer_norm": (4, 9),
+    "relative_bias": (1, 2),
+    "gelu": (2, 5),
+}
+# Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
+PLAIN = {
+    "softmax": dict.fromkeys((1, 2, 3, 4)),
+    "rms_norm": {2: None},
+    "rms_norm_quantize": {2: None},
+    "add_rms_norm": {3: None},
+    "cross_entropy": {3: 0.0},
+    "linear_cross_entropy": {2: None, 5: 0.0},
+}
