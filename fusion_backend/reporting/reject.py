@@ -20,6 +20,6 @@ class Reject:
     reason: str
     forward_only: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (isinstance(self.reason, str) and self.reason.strip()):
             raise PatternError(f"a Reject needs its reason, a sentence, not {self.reason!r}")

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -38,7 +39,7 @@ class Site:
     nodes: tuple[str, ...] = ()
     covered: bool = False  # by a larger site that is fused
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.fused:
             how = f"forward {self.forward}" + (
                 f", backward {self.backward}" if self.backward else ""
@@ -59,7 +60,7 @@ class Miss:
     size: int
     reason: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         how_far = f"{self.matched} of {self.size} operators matched, then {self.reason}"
         return f"near miss  {self.pattern:14} {self.where}  {how_far}"
 
@@ -107,7 +108,7 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
-    def __str__(self):
+    def __str__(self) -> str:
         graphs = f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
         places = sum(not s.covered for s in self.sites)
         lines = [f"fusion: {len(self.fused)} of {places} recognised sites fused in {graphs}"]
@@ -128,7 +129,7 @@ class Report:
         return "\n".join(lines)
 
 
-def counted(entries) -> list[tuple[str, int]]:
+def counted(entries: Iterable[Site | Miss]) -> list[tuple[str, int]]:
     """Equal lines once, with their number, in order of first appearance."""
     counts: dict[str, int] = {}
     for e in entries:
@@ -173,7 +174,7 @@ def take_back(record: GraphRecord) -> None:
             REPORT.graphs.remove(record)
 
 
-def readable(n: int) -> str:
+def readable(n: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if n < 1000 or unit == "GB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -201,8 +202,9 @@ def log(record: GraphRecord) -> None:
         print(f"[fusion] {line}{f'  ×{n}' if n > 1 else ''}", file=sys.stderr)
     if log_level() > 1:
         print(
-            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match {record.match_s:.3f} s, "
-            f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.kept or 'nothing'}",
+            f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, "
+            f"match {record.match_s:.3f} s, rewrite {record.rewrite_s:.3f} s; "
+            f"copied verbatim: {record.kept or 'nothing'}",
             file=sys.stderr,
         )
 

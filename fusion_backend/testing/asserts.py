@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
@@ -11,12 +12,12 @@ from fusion_backend.reporting.report import Report
 
 
 def collect(
-    fn: Callable,
-    *inputs,
+    fn: Callable[..., Any],
+    *inputs: Any,
     dynamic: bool | None = None,
-    options: dict | None = None,
-    kwargs: dict | None = None,
-    **keywords,
+    options: dict[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **keywords: Any,
 ) -> Collector:
     """Run the pass on a function, gate open, and keep graphs and report.
 
@@ -28,7 +29,7 @@ def collect(
     return collector
 
 
-def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
+def rewritten(fn: Callable[..., Any], *inputs: Any, **kwargs: Any) -> fx.GraphModule:
     """The graph of `fn(*inputs)` after the rewrite; the very graph Dynamo made when nothing fuses.
 
     On a machine without a GPU sites are written with the inlined reference; `with_kernels` switches
@@ -41,16 +42,17 @@ def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
     return collector.graphs[0]
 
 
-def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) -> Report:
+def assert_fuses(
+    fn: Callable[..., Any], *inputs: Any, pattern: str, count: int = 1, **kwargs: Any
+) -> Report:
     """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`, none with 0. Returns
     the report.
     """
     report = collect(fn, *inputs, **kwargs).report
     errors = [g.error for g in report.graphs if g.error]
     if errors or not report.graphs:  # or 0 would be found in what nobody looked at
-        raise AssertionError(
-            f"the function was not looked at: {errors[0] if errors else 'Dynamo made no graph of it'}"
-        )
+        why = errors[0] if errors else "Dynamo made no graph of it"
+        raise AssertionError(f"the function was not looked at: {why}")
     found = sum(s.pattern == pattern for s in report.fused)
     if found != count:
         raise AssertionError(f"{pattern} fused {found} times, expected {count}\n{report}")
