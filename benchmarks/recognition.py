@@ -104,27 +104,33 @@ SETTINGS = {
 ABOUT = """\
 # What is recognised in whole models
 
-Models of transformers with random weights and {layers} layers (encoder and decoder: {layers} each). First what their
-sources hold: how often in each layer · layers, and how often besides. Then, for each release, how many of these places
-were found. A place is found where a pattern of its kind stands, whether or not it has a kernel yet. A kind that was
-found less or more often than the source holds it is named.
+This page counts sites in models of transformers with random weights and {layers} layers; an encoder and
+a decoder have {layers} layers each. The first table counts what the sources of the models contain: how
+often in each layer, times the number of layers, plus how often outside the layers. Then follows a table for
+each release of transformers: how many of these were found. One counts as found where a pattern of its
+kind is recognised, whether or not that pattern has a kernel yet. A cell names a kind where its count
+differs from that of the sources.
 
-Settings: evaluation; training in fp32; under bf16 autocast of CPU, with fp32 weights; with the layers checkpointed (not
-reentrant); with only the norms trained; with the embeddings and the first layer frozen; with attention by hand
+The columns are settings: evaluation; training in fp32; training under bf16 autocast of the CPU, with
+fp32 weights; with the layers checkpointed (not reentrant); with only the norms trained; with the
+embeddings and the first layer frozen; and with attention written out by hand
 (`attn_implementation="eager"`).
 
-Missed. With its layers checkpointed, T5 sets `requires_grad` in the first layer of the decoder, and Dynamo leaves that
-layer to Python. In training, Whisper of 5.17 draws a number for each layer and branches on it: Dynamo leaves both loops
-to Python, and the norms after them.
+What is missed. When its layers are checkpointed, T5 sets `requires_grad` in the first layer of the
+decoder, and Dynamo leaves that layer to Python. In training, Whisper of release 5.17 draws a random
+number for each layer and branches on it. Dynamo leaves both loops over the layers to Python, and the
+norms after them.
 
-Mixtral's experts project with one operator over stacked weights (`grouped_mm`, the default), in groups that depend on
-data: what is recognised is the gate behind it, `gated_act`. With `experts_implementation="eager"` they are a loop that
-depends on data, and Dynamo leaves it to Python.
+Mixtral's experts use one operator for all stacked weights (`grouped_mm`, the default), in groups whose
+sizes depend on data. What is recognised is the gate that follows, `gated_act`. With
+`experts_implementation="eager"` the experts are a loop that depends on data, which Dynamo leaves to
+Python.
 
-Not counted, because it is not what the kind says. Whisper's two activations outside the layers follow convolutions. The
-patches of ViT and CLIP are convolutions without an activation, CLIP's projections linear layers without one.
+What is not counted, because it is not of the kind in the heading. Whisper's two activations outside the
+layers follow convolutions, not linear layers. The patch embeddings of ViT and CLIP are convolutions
+without an activation, and CLIP's projections are linear layers without one.
 
-Written by `python -m benchmarks.recognition --out docs/recognition.md`.
+`python -m benchmarks.recognition --out docs/recognition.md` writes this page.
 """
 
 
