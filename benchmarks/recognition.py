@@ -104,31 +104,31 @@ SETTINGS = {
 ABOUT = """\
 # What is recognised in whole models
 
-This page counts sites in models of transformers with random weights and {layers} layers; an encoder and
-a decoder have {layers} layers each. The first table counts what the sources of the models contain: how
-often in each layer, times the number of layers, plus how often outside the layers. Then follows a table for
-each release of transformers: how many of these were found. One counts as found where a pattern of its
-kind is recognised, whether or not that pattern has a kernel yet. A cell names a kind where its count
-differs from that of the sources.
+This page counts sites in models of transformers with random weights and {layers} layers; an encoder
+and a decoder have {layers} layers each. The first table counts what the sources of the models
+contain: how often in each layer, times the number of layers, plus how often outside the layers.
+Then follows a table for each release of transformers: how many of these were found. One counts as
+found where a pattern of its kind is recognised, whether or not that pattern has a kernel yet. A
+cell names a kind where its count differs from that of the sources.
 
-The columns are settings: evaluation; training in fp32; training under bf16 autocast of the CPU, with
-fp32 weights; with the layers checkpointed (not reentrant); with only the norms trained; with the
-embeddings and the first layer frozen; and with attention written out by hand
+The columns are settings: evaluation; training in fp32; training under bf16 autocast of the CPU,
+with fp32 weights; with the layers checkpointed (not reentrant); with only the norms trained; with
+the embeddings and the first layer frozen; and with attention written out by hand
 (`attn_implementation="eager"`).
 
 What is missed. When its layers are checkpointed, T5 sets `requires_grad` in the first layer of the
 decoder, and Dynamo leaves that layer to Python. In training, Whisper of release 5.17 draws a random
-number for each layer and branches on it. Dynamo leaves both loops over the layers to Python, and the
-norms after them.
+number for each layer and branches on it. Dynamo leaves both loops over the layers to Python, and
+the norms after them.
 
-Mixtral's experts use one operator for all stacked weights (`grouped_mm`, the default), in groups whose
-sizes depend on data. What is recognised is the gate that follows, `gated_act`. With
+Mixtral's experts use one operator for all stacked weights (`grouped_mm`, the default), in groups
+whose sizes depend on data. What is recognised is the gate that follows, `gated_act`. With
 `experts_implementation="eager"` the experts are a loop that depends on data, which Dynamo leaves to
 Python.
 
-What is not counted, because it is not of the kind in the heading. Whisper's two activations outside the
-layers follow convolutions, not linear layers. The patch embeddings of ViT and CLIP are convolutions
-without an activation, and CLIP's projections are linear layers without one.
+What is not counted, because it is not of the kind in the heading. Whisper's two activations outside
+the layers follow convolutions, not linear layers. The patch embeddings of ViT and CLIP are
+convolutions without an activation, and CLIP's projections are linear layers without one.
 
 `python -m benchmarks.recognition --out docs/recognition.md` writes this page.
 """
