@@ -38,16 +38,19 @@ gpu:
 	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu -q || status=1; \
 	$(GPU_PYTHON) -m benchmarks.reproduce $(BENCH) --out $(OUT) || status=1; exit $$status
 
+# Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
 check: $(VENV)/.check
+	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m pytest $(TESTS)
+	$(PY) -m mypy
+	$(PY) -m pytest -n 2 --dist worksteal $(TESTS)
 
 docs: $(VENV)/.bench
 	$(PY) -m fusion_backend catalogue > docs/catalogue.md
 	$(PY) -m benchmarks.readme
 
 clean:
-	rm -rf .venv .venv-* $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 # One stamp a set of extras. The environment is made once; a changed pyproject.toml only reinstalls.
 # The project goes in editable: from the checkout, only then is patterns/ importable as fusion_backend.patterns.

@@ -1,6 +1,7 @@
 """torch.compile(model, backend="fusion"): pattern fusion in front of Inductor."""
 
 import time
+from typing import TYPE_CHECKING, Any
 
 LOADED_AT = time.time()  # before any other file of ours is read
 
@@ -11,6 +12,12 @@ from fusion_backend.ops.rule import Replacement, Rule, analysis
 from fusion_backend.options import disable
 from fusion_backend.reporting.reject import BackwardOnly, PatternError, Reject
 from fusion_backend.reporting.report import report, reset
+
+if TYPE_CHECKING:
+    from fusion_backend.frontends.explain import explain
+    from fusion_backend.frontends.exported import fuse
+
+    __version__: str
 
 __all__ = [
     "BackwardOnly",
@@ -29,7 +36,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """explain and fuse pull in the compiler, the version reads files: each is looked up when it is
     used.
     """

@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import dataclasses
 import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 GATES = ("auto", "always", "never")
 DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
@@ -26,11 +28,12 @@ class Options:
     dump: str | None = dataclasses.field(default=None, repr=False)  # no part of a cache's key
 
 
-def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
+def parse(options: Mapping[str, Any] | None, known: list[str]) -> tuple[Options, dict[str, Any]]:
     """Split torch.compile's options into ours and Inductor's. Raises ValueError naming what is
     valid.
     """
-    ours, theirs = {}, {}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
     for key, value in (options or {}).items():
         if key.startswith("fusion."):
             ours[key.removeprefix("fusion.")] = value
@@ -60,7 +63,7 @@ def parse(options: dict | None, known: list[str]) -> tuple[Options, dict]:
     return Options(**ours), theirs
 
 
-def names(key: str, value, known: list[str]) -> tuple[str, ...]:
+def names(key: str, value: object, known: list[str]) -> tuple[str, ...]:
     listed = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple, set)) or not all(isinstance(v, str) for v in listed):
         raise ValueError(f"fusion.{key} is {value!r}; it must be pattern names")
@@ -71,7 +74,7 @@ def names(key: str, value, known: list[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def disable():
+def disable() -> Iterator[None]:
     """Compile as plain Inductor would: graphs compiled inside are handed on untouched.
 
     Functions that were compiled before keep what they have.

@@ -20,7 +20,7 @@ class Reject:
 
     reason: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (isinstance(self.reason, str) and self.reason.strip()):
             raise PatternError(
                 f"a {type(self).__name__} needs its reason, a sentence, not {self.reason!r}"

@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 import warnings
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -47,7 +48,7 @@ class Site:
     nodes: tuple[str, ...] = ()
     covered: bool = False
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.fused:
             how = f"forward {self.forward}" + (
                 f", backward {self.backward}" if self.backward else ""
@@ -68,7 +69,7 @@ class Miss:
     size: int
     reason: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         how_far = f"{self.matched} of {self.size} operators matched, then {self.reason}"
         return f"near miss  {self.pattern:14} {self.where}  {how_far}"
 
@@ -149,7 +150,7 @@ class Report:
         """The graphs with all fields of GraphRecord, Site and Miss."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
-    def __str__(self):
+    def __str__(self) -> str:
         graphs = f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
         counted = sum(not s.covered for s in self.sites)
         lines = [f"fusion: {len(self.fused)} of {counted} recognised sites fused in {graphs}"]
@@ -170,7 +171,7 @@ class Report:
         return "\n".join(lines)
 
 
-def with_counts(entries) -> list[tuple[str, int]]:
+def with_counts(entries: Iterable[Site | Miss]) -> list[tuple[str, int]]:
     """Each distinct line with its number, in order of first appearance."""
     counts: dict[str, int] = {}
     for e in entries:
@@ -217,7 +218,7 @@ def take_back(record: GraphRecord) -> None:
             REPORT.graphs.remove(record)
 
 
-def readable(n: int) -> str:
+def readable(n: float) -> str:
     """A number of bytes with its unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if n < 1000 or unit == "GB":

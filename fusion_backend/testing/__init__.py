@@ -15,7 +15,7 @@ from fusion_backend.testing.asserts import (
     rewritten,
     with_kernels,
 )
-from fusion_backend.testing.check_pattern import Proof, check_pattern
+from fusion_backend.testing.check_pattern import check_pattern
 from fusion_backend.testing.compare import (
     FACTOR,
     ULPS,
@@ -27,6 +27,7 @@ from fusion_backend.testing.compare import (
     unfused,
     value_and_gradients,
 )
+from fusion_backend.testing.proof import Proof
 from fusion_backend.testing.spelling.generate import near_misses, spellings
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
@@ -11,12 +12,12 @@ from fusion_backend.reporting.report import Report
 
 
 def collect(
-    fn: Callable,
-    *inputs,
+    fn: Callable[..., Any],
+    *inputs: Any,
     dynamic: bool | None = None,
-    options: dict | None = None,
-    kwargs: dict | None = None,
-    **keywords,
+    options: dict[str, Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **keywords: Any,
 ) -> Collector:
     """Run the pass on `fn(*inputs, **keywords)` with `fusion.gate=always`. Returns its report and
     graphs.
@@ -34,7 +35,7 @@ def collect(
     return collector
 
 
-def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
+def rewritten(fn: Callable[..., Any], *inputs: Any, **kwargs: Any) -> fx.GraphModule:
     """The graph of `fn(*inputs)` after the rewrite, or Dynamo's own graph where nothing fuses.
 
     kwargs: those of `collect`. On a machine without a GPU the sites inline the reference;
@@ -49,7 +50,9 @@ def rewritten(fn: Callable, *inputs, **kwargs) -> fx.GraphModule:
     return collector.graphs[0]
 
 
-def assert_fuses(fn: Callable, *inputs, pattern: str, count: int = 1, **kwargs) -> Report:
+def assert_fuses(
+    fn: Callable[..., Any], *inputs: Any, pattern: str, count: int = 1, **kwargs: Any
+) -> Report:
     """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`. Returns the report.
 
     pattern: its name; kwargs: those of `collect`. Raises AssertionError, with the report, for any

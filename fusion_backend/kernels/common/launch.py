@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.library import wrap_triton
@@ -14,7 +16,9 @@ from torch.library import wrap_triton
 from fusion_backend.compat.inductor import ANALYSED
 from fusion_backend.compat.triton import InterpretedFunction
 
-TRIAL = contextvars.ContextVar("fusion_trial", default=None)
+# Takes a launch in place of the GPU: the kernel, the grid, the arguments, the options.
+Record = Callable[[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], None]
+TRIAL: contextvars.ContextVar[Record | None] = contextvars.ContextVar("fusion_trial", default=None)
 
 
 def interpreting() -> bool:
@@ -27,12 +31,12 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def interpreted(kernel) -> bool:
+def interpreted(kernel: object) -> bool:
     """Does this kernel run in Triton's interpreter (TRITON_INTERPRET=1 when it was defined)?"""
     return isinstance(kernel, InterpretedFunction)
 
 
-def launch(kernel, grid: tuple, *args, **options) -> None:
+def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> None:
     """Run `kernel[grid](*args, **options)`.
 
     Under torch.compile the launch becomes a node that Inductor calls from its own wrapper. In the
@@ -50,7 +54,7 @@ def launch(kernel, grid: tuple, *args, **options) -> None:
 
 
 @contextlib.contextmanager
-def trial(record):
+def trial(record: Record) -> Iterator[None]:
     """Inside, launches go to `record(kernel, grid, args, options)` and run nothing."""
     token = TRIAL.set(record)
     try:
