@@ -90,7 +90,7 @@ def name(page: Path) -> str:
 
 
 def test_catalogue_is_current():
-    ours = [p for p in patterns() if Path(p.file).parent == BUILT_IN or "fusion_backend" in p.file]
+    ours = [p for p in patterns() if BUILT_IN in Path(p.file).parents or "fusion_backend" in p.file]
     assert (ROOT / "docs" / "catalogue.md").read_text() == catalogue(ours), "run `make docs`"
 
 
@@ -264,10 +264,7 @@ def test_pre_commit_runs_what_make_check_runs():
 
 
 # What is still to be annotated; a name leaves this list when it is.
-UNANNOTATED = {
-    "Pattern.ask", "Pattern.asked", "Pattern.backward", "Pattern.kernel", "Pattern.library",
-    "arguments", "explain", "fuse", "near_misses", "spellings",
-}  # fmt: skip
+UNANNOTATED = {"arguments", "near_misses", "spellings"}
 
 
 def public_functions() -> dict[str, object]:

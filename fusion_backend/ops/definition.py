@@ -24,12 +24,12 @@ class Definition:
 
     kind = "definition"  # the word for it in messages
 
-    def __new__(cls, reference: Callable | None = None, **options):
+    def __new__(cls, reference: Callable | None = None, **options: Any) -> Any:
         if reference is None:
             return functools.partial(cls, **options)
         return super().__new__(cls)
 
-    def __init__(self, reference: Callable):
+    def __init__(self, reference: Callable) -> None:
         code = checks.plain_function(reference, f"{self.article} {self.kind}").__code__
         self.name: str = reference.__name__
         self.reference = reference
@@ -82,7 +82,7 @@ class Definition:
 
         return keep
 
-    def ask(self, question: str, *given) -> Any:
+    def ask(self, question: str, *given: Any) -> Any:
         """What the function for a question ("guard", "worthwhile", "neighbours", "replacement")
         answers. Raises PatternError where that is no answer.
         """
@@ -97,11 +97,11 @@ class Definition:
             raise PatternError(f"{self.where}: {told} {right}")
         return answer
 
-    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+    def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
         """Why this is no answer to a question, in words, empty where it is one; and what is."""
         return "" if answer is None or type(answer) is Reject else repr(answer), "None"
 
-    def answer(self, question: str, *given) -> Any:
+    def answer(self, question: str, *given: Any) -> Any:
         """`ask` for the pass: whatever goes wrong refuses the site, with a warning to the author."""
         # not for whoever only defines patterns: it imports Dynamo
         from fusion_backend.reporting.faults import refusal

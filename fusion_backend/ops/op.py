@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from fusion_backend.ops import checks
 from fusion_backend.ops.checks import line_of
@@ -38,7 +40,7 @@ class Op(Definition):
         reference: Callable,
         *,
         inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
-    ):
+    ) -> None:
         super().__init__(reference)
         checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)
         self.inductor = inductor
@@ -58,7 +60,7 @@ class Op(Definition):
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
         reference runs.
         """
@@ -81,7 +83,7 @@ class Op(Definition):
         """
         return self.backward_fn is not None and (not self.saves or self.saved_fn is not None)
 
-    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+    def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
         """worthwhile alone may decline the forward and take the backward."""
         if isinstance(answer, BackwardOnly):
             no = "a BackwardOnly, which only worthwhile may return"
@@ -122,7 +124,7 @@ class Op(Definition):
         self.worthwhile_fn = self.takes(fn, "worthwhile", ("training",))
         return fn
 
-    def kernel(self, fn: Callable | None = None, *, saves: Sequence[str] = ()):
+    def kernel(self, fn: Callable | None = None, *, saves: Sequence[str] = ()) -> Callable:
         """The launcher of the forward kernel: same arguments, same results as the reference.
 
         With `saves=("mean", "rstd")` it takes one more argument, `save: bool`, and returns these
@@ -152,7 +154,7 @@ class Op(Definition):
         plain: bool = False,
         result: bool = False,
         same: dict[str, str | int] | None = None,
-    ):
+    ) -> Callable:
         """The gradient: `fn(saved, *grad_outputs)` returns one gradient (or None) for each Tensor
         argument.
 

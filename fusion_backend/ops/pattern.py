@@ -38,7 +38,7 @@ class Pattern(Rule, Op):
         *,
         reciprocal: bool = False,
         inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
-    ):
+    ) -> None:
         Definition.__init__(self, reference)
         checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)
         self.inductor = inductor

@@ -78,7 +78,7 @@ class Rule(Definition):
 
     kind = "rule"
 
-    def __init__(self, reference: Callable, *, reciprocal: bool = False):
+    def __init__(self, reference: Callable, *, reciprocal: bool = False) -> None:
         super().__init__(reference)
         self.is_found(reciprocal)
         register(self, RULES)
@@ -93,11 +93,11 @@ class Rule(Definition):
         self.replacement_fn: Callable | None = None
         self.asks: dict[str, str] = {}
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         """Run the reference."""
         return self.reference(*args)
 
-    def wrong_answer(self, question: str, answer) -> tuple[str, str]:
+    def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
         """A replacement function has to answer."""
         if question != "replacement":
             return super().wrong_answer(question, answer)
@@ -140,7 +140,9 @@ class Rule(Definition):
         self.neighbours_fn = taking(fn, "neighbours", ["around", "training"], self.where)
         return fn
 
-    def replacement(self, fn: Callable | None = None, *, asks: Mapping[str, str] | None = None):
+    def replacement(
+        self, fn: Callable | None = None, *, asks: Mapping[str, str] | None = None
+    ) -> Callable:
         """What replaces a site: `fn(*arguments, known, training)` returns a Replacement or
         Reject("why not").
 
