@@ -150,13 +150,13 @@ MUTATIONS = {
         "tests/test_capture.py",
     ),
     "expressions: x - y is read as x + y": Mutation(
-        "fusion_backend/ir/expr.py",
+        "fusion_backend/ir/builder.py",
         "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)\n",
         "        return x\n",
         "tests/graphs",
     ),
     "composites: where(not m, x, y) keeps x and y": Mutation(
-        "fusion_backend/ir/rules_norm.py",
+        "fusion_backend/ir/rules_pointwise.py",
         "        mask, x, y = mask.args[0], y, x\n",
         "        mask, x, y = mask.args[0], x, y\n",
         "tests/test_canonical.py tests/test_attention_forms.py",

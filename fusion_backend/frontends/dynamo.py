@@ -117,7 +117,7 @@ def prepare(view: View, options: Options) -> Prepared:
     canon = Canon().run(view.graph, view.region, fences)
     gate = Gate(view, canon, options, {name: body.gate.writers for name, body in bodies.items()})
     for name, body in bodies.items():
-        body.gate.masks.look_out(gate.masks, outside(view, name))
+        body.gate.masks.connect(gate.masks, outside(view, name))
     return Prepared(view, canon, chains, gate, bodies)
 
 

@@ -19,8 +19,7 @@ from fusion_backend.capture.tracer import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import unrepeatable
-from fusion_backend.masks.analysis import Masks, place, source
-from fusion_backend.masks.element_rules import RULES
+from fusion_backend.masks.analysis import Masks, location_of, source
 from fusion_backend.masks.reader import INTEGERS, Reader, dtype_of, is_one
 from fusion_backend.masks.terms import ZERO, Linear, Term
 
@@ -58,9 +57,12 @@ def index_of(argument: fx.Node | Viewed, masks: Masks) -> Index:
         return Index(False, f"its index has the shape {tuple(shape)}, not [n, m]")
     reads = other_read(argument, masks)
     if reads is None:
-        return Index(True, f"its index is a function of i - j, proven at {place(argument)}")
-    if masks.table(argument) is not None and masks.behind(argument) not in masks.inexact:
-        return Index(True, f"its index is a function of i - j, by its values at {place(argument)}")
+        return Index(True, f"its index is a function of i - j, proven at {location_of(argument)}")
+    values = masks.values
+    if values.exactly(argument) is not None and values.by_difference(argument) is not None:
+        return Index(
+            True, f"its index is a function of i - j, by its values at {location_of(argument)}"
+        )
     return Index(
         False, f"its index is not known to be a function of i - j: it reads {source(reads)}"
     )
@@ -71,7 +73,7 @@ def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
     there is none.
     """
     shape = index.meta["val"].shape
-    reader = Reader({"i": shape[-2], "j": shape[-1]}, RULES, masks.unknown)
+    reader = Reader({"i": shape[-2], "j": shape[-1]}, masks.unknown)
     at = (*(ZERO for _ in shape[:-2]), Linear({"i": 1}), Linear({"j": 1}))
     pending, seen = [(index, reader.element(index, at))], set()
     while pending:
@@ -89,11 +91,11 @@ def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
                 else [(t.args[0], x) for x in t.args[1] + t.args[2]]
             )
         elif not all(map(of_difference, t.args[1])):
-            node, place_of = t.args
+            node, indices = t.args
             operands = elementwise(node, masks)
             if operands is None:
                 return node
-            pending += [(node, reader.operand(a, place_of)) for a in operands]
+            pending += [(node, reader.operand(a, indices)) for a in operands]
     return None
 
 

@@ -109,13 +109,13 @@ def opposite(t: Term):
         case "not":
             return t.args[0]
         case "and":
-            return either(*map(negated, t.args))
+            return disjunction(*map(negated, t.args))
         case "or":
-            return both(*map(negated, t.args))
+            return conjunction(*map(negated, t.args))
     return Term("not", (t,))
 
 
-def both(x, y):
+def conjunction(x, y):
     if isinstance(x, bool):
         return y if x else False
     if isinstance(y, bool):
@@ -123,7 +123,7 @@ def both(x, y):
     return x if x == y else False if x == negated(y) else Term("and", (x, y))
 
 
-def either(x, y):
+def disjunction(x, y):
     if isinstance(x, bool):
         return True if x else y
     if isinstance(y, bool):
@@ -140,8 +140,8 @@ def where(condition, x, y):
     if is_condition(x) and is_condition(y):
         # |a| <= b, chosen by the sign of a
         if implied(condition, y) and implied(negated(condition), x):
-            return both(x, y)
-        return either(both(condition, x), both(negated(condition), y))
+            return conjunction(x, y)
+        return disjunction(conjunction(condition, x), conjunction(negated(condition), y))
     return Term("where", (condition, x, y))
 
 
