@@ -41,13 +41,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "matcher: the dtype of the result is not compared": Mutation(
-        "fusion_backend/match/matcher.py",
+        "fusion_backend/match/outcomes.py",
         "            if dtype != want.dtype:\n",
         "            if False:\n",
         "tests/test_rewrite.py",
     ),
     "matcher: the shape of the result is not compared": Mutation(
-        "fusion_backend/match/matcher.py",
+        "fusion_backend/match/outcomes.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
         "tests/test_every_pattern.py tests/test_bodies.py",

@@ -29,6 +29,7 @@ import os
 import sys
 import types
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -96,10 +97,10 @@ class Fingerprint:
     opaque: str
 
 
-def fingerprint(pattern: Pattern) -> Fingerprint:
-    """Of a pattern as it is now."""
+def fingerprint(what: Pattern | dict[str, Callable]) -> Fingerprint:
+    """Of a pattern, or of functions by name, as they are now."""
     walk = Walk()
-    walk.token(pattern)
+    walk.token(what)
     return walk.finish()
 
 

@@ -90,22 +90,18 @@ class Table(UserDict[str, tuple[Rule, ...]]):
 
     def __init__(self, name: str, context: int, readers: dict[object, Callable] | None = None):
         self.name, self.context, self.readers = name, context, readers or {}
-        self.version = 0  # counts the changes
+        self.version = 0  # counts the rules that were added from outside the package
         self.plans: dict[OpOverload, list[tuple[Rule, list]]] = {}
         super().__init__()
         TABLES.append(self)
 
     def __setitem__(self, subject: str, rules: tuple[Rule, ...]) -> None:
         super().__setitem__(subject, rules)
-        self.changed()
+        self.plans = {}
 
     def __delitem__(self, subject: str) -> None:
         super().__delitem__(subject)
-        self.changed()
-
-    def changed(self) -> None:
         self.plans = {}
-        self.version += 1
 
     def register(self, *subjects: str) -> Callable:
         """Decorator: add a rule. A function of the same name in the same module is replaced, as
@@ -119,6 +115,7 @@ class Table(UserDict[str, tuple[Rule, ...]]):
                 theirs = [r for r in others if not r.built_in]
                 ours = [r for r in others if r.built_in]
                 self[subject] = (*theirs, *ours, new) if new.built_in else (new, *theirs, *ours)
+                self.version += not new.built_in
             return function
 
         return add
@@ -221,11 +218,17 @@ def reset_counts() -> None:
             r.asked, r.applied, r.seconds = 0, 0, 0.0
 
 
-def foreign_rules() -> list[Rule]:
+def foreign_rules() -> dict[str, Callable]:
     """Rules from outside this package: they change what patterns are read as."""
-    return [r for table in TABLES for rules in table.values() for r in rules if not r.built_in]
+    return {
+        f"{table.name}: {subject} by {r.where}": r.function
+        for table in TABLES
+        for subject, rules in table.items()
+        for r in rules
+        if not r.built_in
+    }
 
 
 def version() -> int:
-    """Another number after every change of the tables."""
+    """Another number after every rule that is added from outside this package."""
     return sum(table.version for table in TABLES)

@@ -1,7 +1,7 @@
 """What an index `[n, m]` is: a function of i - j alone, one number along each diagonal, or anything
 else.
 
-Element (i, j) is read as a term (reading.py): where its places hold i and j only in i - j, so does
+Element (i, j) is read as a term (reader.py): where its indices hold i and j only in i - j, so does
 the element, whatever is read there. What no rule reads is looked through if it is elementwise, of
 floats too: from equal numbers it makes equal numbers, wherever they stand. So sizes may be
 symbolic, and logarithms may round as they like. What remains is computed on CPU, where neither an
@@ -69,8 +69,8 @@ def index_of(argument: fx.Node | Viewed, masks: Masks) -> Index:
 
 
 def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
-    """A node of which an element is read, for (i, j), at a place that i - j does not give; None if
-    there is none.
+    """A node of which an element is read, for (i, j), at indices that i - j does not give;
+    None if there is none.
     """
     shape = index.meta["val"].shape
     reader = Reader({"i": shape[-2], "j": shape[-1]}, masks.unknown)

@@ -1,5 +1,5 @@
-"""What a mask keeps, as masks.py finds it: a band around the diagonal, conditions, and a bias that
-is added.
+"""What a mask keeps, as analysis.py finds it: a band around the diagonal, conditions, and a bias
+that is added.
 """
 
 from __future__ import annotations

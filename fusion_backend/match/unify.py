@@ -1,8 +1,8 @@
 """Template x expression -> what its arguments are bound to.
 
-Backtracks over the order of commutative operands, but only where the parts fit (fitting.py). Casts
-between fp32, bf16 and fp16 are looked through: a fused kernel computes in fp32 and rounds once per
-output. The operands of a matrix product keep their dtype.
+Backtracks over the order of commutative operands, but only where the parts fit (prefilter.py).
+Casts between fp32, bf16 and fp16 are looked through: a fused kernel computes in fp32 and rounds
+once per output. The operands of a matrix product keep their dtype.
 """
 
 from __future__ import annotations
