@@ -66,7 +66,7 @@ MUTATIONS = {
     ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/match/unify.py",
-        "as_written(peel(before)) is not as_written(peel(now)) or ("
+        "graph_value(peel(before)) is not graph_value(peel(now)) or ("
         "\n            had.pinned and pinned and before is not now\n        )",
         "False",
         "tests/test_canonical.py tests/graphs",

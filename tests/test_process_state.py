@@ -197,7 +197,7 @@ def test_forms_make_room_between_templates_only(monkeypatch):
 
     for _ in range(3):
         for t in templates(p):
-            fresh = Template(p, t.kinds, t.roots, t.size, t.line).forms
+            fresh = Template(p, t.kinds, t.roots, t.size, t.line).skeletons
             bits = [f.bit for f in set(fresh.values())]
             assert len(bits) == len(set(bits)) == len(fitting.KNOWN)
 

@@ -128,8 +128,8 @@ class Builder:
         if x.shape is None:
             return self.make(op, (x,), ("?", hashable(dims), keepdim), shape)
         axes = from_right(dims, len(x.shape))
-        kept = tuple(1 if i - len(x.shape) in axes else s for i, s in enumerate(x.shape))
-        out = self.make(op, (x,), axes, kept)
+        reduced = tuple(1 if i - len(x.shape) in axes else s for i, s in enumerate(x.shape))
+        out = self.make(op, (x,), axes, reduced)
         return out if keepdim or not axes else self.make("squeeze", (out,), axes, shape)
 
     def variance(self, x: Expr, dims, correction, keepdim: bool, shape) -> Expr:
@@ -149,9 +149,9 @@ class Builder:
         if not moved:
             return x
         if x.op == "permute" and len(x.attr) == len(moved):
-            both = tuple(x.attr[d] for d in moved)
-            identity = both == tuple(range(-len(both), 0))
-            return x.args[0] if identity else self.make("permute", x.args, both, shape)
+            combined = tuple(x.attr[d] for d in moved)
+            identity = combined == tuple(range(-len(combined), 0))
+            return x.args[0] if identity else self.make("permute", x.args, combined, shape)
         return self.make("permute", (x,), tuple(moved), shape)
 
     def transpose(self, x: Expr, i: int, j: int, shape) -> Expr:

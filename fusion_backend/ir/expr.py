@@ -38,7 +38,18 @@ ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 class Expr:
     """One canonical value: an operator, its operands, and what else tells it apart."""
 
-    __slots__ = ("args", "attr", "id", "nodes", "op", "peeled", "rows", "shape", "state", "written")
+    __slots__ = (
+        "args",
+        "attr",
+        "id",
+        "nodes",
+        "op",
+        "peeled",
+        "rows",
+        "shape",
+        "state",
+        "graph_value",
+    )
 
     def __init__(self, op: str, args: tuple[Expr, ...], attr, shape, id: int, state=None):
         self.op, self.args, self.attr, self.shape, self.id, self.state = (
@@ -53,7 +64,7 @@ class Expr:
         # this value as rows [n, last], for when no node holds the value itself
         self.rows: Expr | None = None
         # this value as the graph holds it, where a rule put it into other terms
-        self.written: Expr | None = None
+        self.graph_value: Expr | None = None
         self.peeled: Expr = args[0].peeled if op == "cast" else self
 
     @property
@@ -85,9 +96,9 @@ def peel(e: Expr) -> Expr:
     return e.peeled
 
 
-def as_written(e: Expr) -> Expr:
+def graph_value(e: Expr) -> Expr:
     """In the terms of the graph, which has a node for it, or would have one for any other value."""
-    return e.written or e
+    return e.graph_value or e
 
 
 def describe(e: Expr) -> str:

@@ -90,8 +90,8 @@ def in_own_region(c: Builder, x: Expr, operands: list[Expr]) -> Expr:
             found = c.make(x.op, operands, x.attr, x.shape)
     finally:
         c.state = state
-    if found is not x and found.written is None:
-        found.written = x
+    if found is not x and found.graph_value is None:
+        found.graph_value = x
     return found
 
 

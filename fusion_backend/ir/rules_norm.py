@@ -205,14 +205,18 @@ def with_operand(c: Builder, norm: Expr, value: Expr, shape, part: int) -> Expr 
     """The normalisation with its weight (part 0) or its bias (part 1), where it has neither that
     nor what comes after it.
     """
-    places = AFFINE.get(norm.op)
-    if places is None or any(norm.attr[i] for i in places[part:]) or not same(norm.shape, shape):
+    positions = AFFINE.get(norm.op)
+    if (
+        positions is None
+        or any(norm.attr[i] for i in positions[part:])
+        or not same(norm.shape, shape)
+    ):
         return None
     vector, rest = per_channel(value, shape), iter(norm.args)
     if vector is None:
         return None
     operands = [next(rest) if there else None for there in norm.attr]
-    operands[places[part]] = vector
+    operands[positions[part]] = vector
     return present(c, norm.op, operands, shape)
 
 

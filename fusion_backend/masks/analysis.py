@@ -307,7 +307,7 @@ def kept_by(number, dtype: torch.dtype, exact: bool) -> bool | None:
 
 
 def mirrored(left: tuple[Linear, ...], right: tuple[Linear, ...]) -> bool:
-    """Are the places the same but for i in the one and j in the other?"""
+    """Are the indices the same but for i in the one and j in the other?"""
     swap = {"i": "j", "j": "i"}
     swapped = tuple(
         Linear({swap.get(v, v): k for v, k in f.terms.items()}, f.constant) for f in left

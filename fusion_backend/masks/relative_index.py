@@ -105,12 +105,12 @@ def of_difference(form: Linear) -> bool:
 
 
 def elementwise(n: fx.Node, masks: Masks) -> list[fx.Node] | None:
-    """The tensors of which n computes each element from theirs at the same place, and from nothing
-    that stands at any other; None if it is not so.
+    """The tensors of which n computes each element from theirs at the same indices, and from
+    nothing that stands at any other; None if it is not so.
     """
     if not is_lowered(n) or masks.unknown(n) or unrepeatable(n):
         return None
-    if schema_of(n.target).name == "aten::index":  # of a whole table: a function of its places
+    if schema_of(n.target).name == "aten::index":  # of a whole table: a function of its indices
         whole = len(n.args[1]) == n.args[0].meta["val"].dim() and all(
             dtype_of(i) in INTEGERS for i in n.args[1]
         )

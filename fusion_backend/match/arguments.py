@@ -15,13 +15,13 @@ def mixed(env: dict, arguments: dict) -> str:
     dtype?
     """
     bounds = {name: b for name, b in env.items() if isinstance(b, Bound)}
-    kept = {original(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
+    pinned = {original(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
     uncast = {
         original(arguments[name]).dtype
         for name, b in bounds.items()
         if not b.pinned and b.expr.op == "cast"
     }
-    return "a matrix product would get two dtypes" if kept and uncast - kept else ""
+    return "a matrix product would get two dtypes" if pinned and uncast - pinned else ""
 
 
 def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:
@@ -50,8 +50,8 @@ def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | 
     through = through and e.op == "permute" and bool(e.args[0].nodes)
     if e.nodes and not through:
         return e.nodes[0]
-    if e.written is not None and e.written.nodes:
-        return e.written.nodes[0]
+    if e.graph_value is not None and e.graph_value.nodes:
+        return e.graph_value.nodes[0]
     steps: list[tuple[str, tuple]] = []
     while e.op in ("permute", "half", "slice", "not", *BY_NUMBERS) and (through or not e.nodes):
         through = False

@@ -17,7 +17,7 @@ from fusion_backend.ops.pattern import Pattern
 
 @dataclasses.dataclass
 class Match:
-    """A place where a pattern stands in a view."""
+    """An occurrence of a pattern in a view."""
 
     pattern: Pattern
     template: Template
@@ -62,5 +62,5 @@ class Mismatch:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """What is told where there is more than one at a place."""
+        """The miss of the highest rank is reported where one node has several."""
         return self.gave_up, self.matched

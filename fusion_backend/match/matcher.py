@@ -103,7 +103,7 @@ class Matcher:
 
     def at(self, t: Template, n: fx.Node) -> Match | None:
         root, e = t.roots[t.start], self.canon.of[n]
-        matched, stopped = self.fitting(t.forms[root], e)
+        matched, stopped = self.fitting(t.skeletons[root], e)
         if stopped is not None:
             if 2 * matched.bit_count() >= t.size >= 3:
                 self.note(t, n, matched.bit_count(), stopped[1], expected(*stopped))
@@ -181,7 +181,7 @@ class Matcher:
         found = [
             n
             for n in seen
-            if n in self.value and not self.fitting(t.forms[p], self.value[n]).stopped
+            if n in self.value and not self.fitting(t.skeletons[p], self.value[n]).stopped
         ]
         return sorted(found, key=self.order.__getitem__)
 

@@ -23,7 +23,7 @@ from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.ir.canonicalize import Canon, unrepeatable
 from fusion_backend.ir.expr import LEAVES, Expr
 from fusion_backend.ir.rules import version
-from fusion_backend.match.prefilter import Form, form_of, make_room
+from fusion_backend.match.prefilter import Skeleton, make_room, skeleton_of
 from fusion_backend.match.root_index import needs
 from fusion_backend.ops.pattern import Pattern
 from fusion_backend.reporting.reject import PatternError
@@ -62,12 +62,12 @@ class Template:
         return needs(self.roots[self.start])
 
     @functools.cached_property
-    def forms(self) -> dict[Expr, Form]:
-        """The form of every expression in it."""
-        known: dict[Expr, Form] = {}
+    def skeletons(self) -> dict[Expr, Skeleton]:
+        """The skeleton of every expression in it."""
+        known: dict[Expr, Skeleton] = {}
         make_room()
         for root in self.roots:
-            form_of(root, known)
+            skeleton_of(root, known)
         return known
 
 
@@ -84,10 +84,12 @@ def templates(pattern: Pattern) -> list[Template]:
         pattern.memo |= {"default_dtype": default, "rules": version()}
     if "templates" not in pattern.memo:
         file = file_of(pattern)
-        kept = load(file)
-        if kept is not None and kept.get("default_dtype") == default:
-            pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
-            pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
+        stored = load(file)
+        if stored is not None and stored.get("default_dtype") == default:
+            pattern.memo |= {k: stored[k] for k in TRACED if k in stored}
+            pattern.memo["templates"] = [
+                Template(pattern, *fields) for fields in stored["templates"]
+            ]
             return pattern.memo["templates"]
         found: dict[str, Template] = {}
         for fn, kinds in itertools.product(pattern.spellings, forms(pattern)):
