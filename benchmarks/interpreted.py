@@ -16,7 +16,7 @@ import sys
 import fusion_backend.patterns  # noqa: F401  (fills the registry)
 
 from benchmarks.launches.interpreted import compare
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 
 def main() -> int:
@@ -25,7 +25,11 @@ def main() -> int:
             "benchmarks.interpreted: set TRITON_INTERPRET=1 before Python starts", file=sys.stderr
         )
         return 2
-    ok = [compare(pattern) for pattern in RULES.values() if pattern.kernel_fn and pattern.inputs_fn]
+    ok = [
+        compare(pattern)
+        for pattern in FUSION_RULES.values()
+        if pattern.kernel_fn and pattern.inputs_fn
+    ]
     return not all(ok)
 
 

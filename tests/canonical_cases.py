@@ -54,6 +54,7 @@ SAME = {
         (M, M),
         lambda x, y: x - y,
         lambda x, y: -y + x,
+        lambda x, y: torch.negative(y) + x,
         lambda x, y: torch.rsub(y, x),
         lambda x, y: torch.subtract(x, y),
         lambda x, y: torch.add(x, y, alpha=-1),
@@ -158,6 +159,7 @@ SAME = {
         (M,),
         lambda x: torch.abs(x).round(),
         lambda x: torch.round(x.abs(), decimals=0),
+        lambda x: torch.absolute(x).round(),
     ),
     "where": (
         (MASK, R, R),
@@ -304,6 +306,7 @@ SAME = {
         lambda x: torch.ops.aten.alias(x.exp()),
         lambda x: F.dropout(x, 0.0).exp(),
         lambda x: x.exp().expand_as(x),
+        lambda x: torch.broadcast_to(x.exp(), (4, 6)),
         lambda x: torch.ops.aten._unsafe_view(x.exp(), (4, 6)),
         lambda x: x.exp()[None][0],
         lambda x: x.exp().view(-1).view_as(x),
@@ -350,6 +353,7 @@ SAME = {
         (R, R),
         lambda x, y: torch.cat([x, y], -1),
         lambda x, y: torch.concat((x, y), 1),
+        lambda x, y: torch.concatenate((x, y), 1),
     ),
     "halves": (
         (R,),

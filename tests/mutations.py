@@ -41,13 +41,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "matcher: the dtype of the result is not compared": Mutation(
-        "fusion_backend/match/matcher.py",
+        "fusion_backend/match/outcomes.py",
         "            if dtype != want.dtype:\n",
         "            if False:\n",
         "tests/test_rewrite.py",
     ),
     "matcher: the shape of the result is not compared": Mutation(
-        "fusion_backend/match/matcher.py",
+        "fusion_backend/match/outcomes.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
         "tests/test_every_pattern.py tests/test_masks_around_bodies.py",
@@ -67,7 +67,7 @@ MUTATIONS = {
     ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/match/unify.py",
-        "as_written(peel(before)) is not as_written(peel(now)) or ("
+        "graph_value(peel(before)) is not graph_value(peel(now)) or ("
         "\n            had.pinned and pinned and before is not now\n        )",
         "False",
         "tests/test_canonical.py tests/graphs",
@@ -151,14 +151,14 @@ MUTATIONS = {
         "tests/test_capture.py",
     ),
     "expressions: x - y is read as x + y": Mutation(
-        "fusion_backend/ir/expr.py",
+        "fusion_backend/ir/builder.py",
         "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), "
         "shape)\n",
         "        return x\n",
         "tests/graphs",
     ),
     "composites: where(not m, x, y) keeps x and y": Mutation(
-        "fusion_backend/ir/rules_norm.py",
+        "fusion_backend/ir/rules_pointwise.py",
         "        mask, x, y = mask.args[0], y, x\n",
         "        mask, x, y = mask.args[0], x, y\n",
         "tests/test_canonical.py tests/test_attention_forms.py",

@@ -23,7 +23,7 @@ from benchmarks.records import runs
 from benchmarks.records.provenance import history, missing
 from benchmarks.records.runs import Run
 from benchmarks.workloads.work import F32, Work
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 # on CPU, kernels run in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,7 +91,7 @@ def test_every_block_computes_the_same(name, monkeypatch):
         result = call(*config)
         result = outs[-1] if result is None else result[0] if isinstance(result, tuple) else result
         results.append(result.clone())
-    exact = results_of(RULES[name].reference, args)[0]
+    exact = results_of(FUSION_RULES[name].reference, args)[0]
     for result in results:
         torch.testing.assert_close(result, exact)
 
@@ -232,15 +232,15 @@ def test_a_base_in_an_older_layout(tmp_path):
 
 
 def test_a_name_is_found_in_the_first_place_that_has_it(tmp_path, monkeypatch):
-    (tmp_path / "oldlayout.py").write_text("RULES, patterns = 1, 2")
+    (tmp_path / "oldlayout.py").write_text("FUSION_RULES, patterns = 1, 2")
     (tmp_path / "needsmore.py").write_text("import nothere")
     monkeypatch.syspath_prepend(tmp_path)
-    assert first_found("newlayout.pattern:RULES", "oldlayout:RULES") == 1
+    assert first_found("newlayout.pattern:FUSION_RULES", "oldlayout:FUSION_RULES") == 1
     assert first_found("oldlayout:usable", "oldlayout:patterns") == 2
     with pytest.raises(ImportError, match="has none of newlayout:x, oldlayout:x"):
         first_found("newlayout:x", "oldlayout:x")
     with pytest.raises(ModuleNotFoundError, match="nothere"):
-        first_found("needsmore:RULES", "oldlayout:RULES")
+        first_found("needsmore:FUSION_RULES", "oldlayout:FUSION_RULES")
 
 
 def test_without_git(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import channels
 from fusion_backend.kernels.norm import group_norm as groups
 from fusion_backend.kernels.norm import group_norm_backward as groups_backward
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import FLOATS, distance, randn, runs_kernels, symbolic
@@ -101,7 +101,10 @@ def test_batch_norm_far_from_zero():
     """A folded shift would cost the digits that x and mean share."""
     x, mean = randn(4, 3, 50) * 1e-2 + 1000, torch.full((3,), 1000.0)
     args = x, mean, torch.full((3,), 1e-4), None, None, 1e-12, "identity"
-    got, want = RULES["batch_norm"].kernel_fn(*args), RULES["batch_norm"].reference(*args)
+    got, want = (
+        FUSION_RULES["batch_norm"].kernel_fn(*args),
+        FUSION_RULES["batch_norm"].reference(*args),
+    )
     exact = (x.double() - 1000) * 100
     assert distance(got, exact) <= 2 * distance(want, exact) + 1e-6
 
@@ -111,7 +114,10 @@ def test_batch_norm_of_nan_and_infinity():
     x = randn(2, 3, 8)
     x[0, 0, 1], x[0, 1, 2], x[1, 2, 3] = math.nan, math.inf, -math.inf
     args = x, *statistics(3), 1e-5, "relu"
-    got, want = RULES["batch_norm"].kernel_fn(*args), RULES["batch_norm"].reference(*args)
+    got, want = (
+        FUSION_RULES["batch_norm"].kernel_fn(*args),
+        FUSION_RULES["batch_norm"].reference(*args),
+    )
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
@@ -128,10 +134,10 @@ def test_bias_act(act, dtype):
                         ((2, 3, 9), (2, 1, 1))]:  # fmt: skip
         x, b = randn(*shape, dtype=dtype), randn(*bias, dtype=dtype)
         got, want = (
-            RULES["bias_act"].kernel_fn(x, b, act),
+            FUSION_RULES["bias_act"].kernel_fn(x, b, act),
             activate(x.double() + b.double(), act),
         )
-        assert RULES["bias_act"].guard_fn(x, b, act) is None
+        assert FUSION_RULES["bias_act"].guard_fn(x, b, act) is None
         assert got.dtype == dtype and got.stride() == (x + b).stride()
         assert (
             distance(got, want)
@@ -148,8 +154,8 @@ def test_bias_act_layouts():
         (randn(4, 3, 20)[:, :2], randn(20)),
         (randn(2, 6, 5, 3).contiguous(memory_format=LAST), randn(6, 1, 1)),
     ]:
-        assert RULES["bias_act"].guard_fn(x, b, "silu") is None
-        got, want = RULES["bias_act"].kernel_fn(x, b, "silu"), F.silu(x + b)
+        assert FUSION_RULES["bias_act"].guard_fn(x, b, "silu") is None
+        got, want = FUSION_RULES["bias_act"].kernel_fn(x, b, "silu"), F.silu(x + b)
         torch.testing.assert_close(got, want)
         assert got.stride() == want.stride()
 
@@ -181,7 +187,7 @@ def test_activations_at_the_ends(act):
             ]
         ]
     )
-    got, want = RULES["bias_act"].kernel_fn(x, torch.zeros(17), act), activate(x, act)
+    got, want = FUSION_RULES["bias_act"].kernel_fn(x, torch.zeros(17), act), activate(x, act)
     # infinite: torch gives NaN for gelu on some CPUs
     got, want = (torch.where(x.isinf(), 0.0, t) if act == "gelu" else t for t in (got, want))
     # exp of the hardware, or the interpreter's rounding inside an fma; the tails are differences
@@ -192,7 +198,7 @@ def test_activations_at_the_ends(act):
 @runs_kernels
 def test_tanh_keeps_its_digits_near_zero():
     x = torch.linspace(-3, 3, 20_001)[None]
-    got = RULES["bias_act"].kernel_fn(x, torch.zeros(20_001), "tanh")
+    got = FUSION_RULES["bias_act"].kernel_fn(x, torch.zeros(20_001), "tanh")
     want = torch.tanh(x.double())
     assert ((got - want).abs() <= 4 * 2**-24 * want.abs()).all()
 
@@ -267,7 +273,7 @@ def test_group_norm_computes_only_wanted_gradients(act, how, monkeypatch):
 def test_group_norm_far_from_zero(how, monkeypatch):
     configured(monkeypatch, how, 64)
     x = randn(2, 6, 100) + 1000
-    got = RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
+    got = FUSION_RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
     assert distance(got, F.group_norm(x.double(), 2)) < 1e-4
 
 
@@ -277,7 +283,7 @@ def test_group_norm_of_nan_and_infinity(how, monkeypatch):
     configured(monkeypatch, how)
     x = randn(3, 4, 20)
     x[0, 1, 3], x[1, 2, 4], x[2, :2] = math.nan, math.inf, 0.0
-    got = RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
+    got = FUSION_RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
     torch.testing.assert_close(got, F.group_norm(x, 2), equal_nan=True)
 
 
@@ -307,7 +313,7 @@ def test_group_norm_gradients_repeat_and_its_plain_statistics_serve():
         groups_backward.backward(dy, x, 2, w, b, mean, rstd, "silu", [True] * 3) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    plain = RULES["group_norm"].saved_fn(x, 2, w, b, 1e-5, "silu")
+    plain = FUSION_RULES["group_norm"].saved_fn(x, 2, w, b, 1e-5, "silu")
     torch.testing.assert_close((mean, rstd), plain)
 
 
@@ -352,7 +358,7 @@ def test_a_symbolic_batch_adds_no_guard():
             ("l2_norm", flat.new_empty((flat.shape[0], 64)), 1e-12),
         ]
         for name, *args in sites:
-            pattern, grids = RULES[name], []
+            pattern, grids = FUSION_RULES[name], []
             assert pattern.guard_fn(*args) is None
             pattern.worthwhile_fn(*args, True)
             with trial(lambda kernel, grid, values, options, grids=grids: grids.append(grid)):
@@ -368,7 +374,7 @@ def test_a_symbolic_batch_adds_no_guard():
             ("batch_norm", wide, *[six] * 4, 1e-5, "relu"),
             ("group_norm", wide, 2, six, six, 1e-5, "silu"),
         ):
-            assert "dynamic" in RULES[name].guard_fn(*args).reason
+            assert "dynamic" in FUSION_RULES[name].guard_fn(*args).reason
     assert not env.guards, [str(g.expr) for g in env.guards]
 
 
@@ -416,5 +422,5 @@ def test_refusals():
         ("l2_norm", (randn(6, 4).t(), None), "the elements of a row are 4 apart"),
         ("l2_norm", (randn(1, 200_000), None), "a row of 200000 is not between 1 and 131072"),
     ]:
-        answer = RULES[name].guard_fn(*args)
+        answer = FUSION_RULES[name].guard_fn(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason, (name, answer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusion_backend import BackwardOnly, Pattern, Reject, Replacement
 from fusion_backend.match.templates import templates
 from fusion_backend.ops.operator import operator_of
-from fusion_backend.ops.registry import OPS, RULES, clashes_left_out, unregister
+from fusion_backend.ops.registry import FUSION_RULES, OPS, clashes_left_out, unregister
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import assert_fuses, collect
 
@@ -123,7 +123,7 @@ def test_only_a_function_is_a_pattern():
             return x
 
         Pattern(mine)
-    assert not {"Mine", "mine", "sin"} & {*RULES}
+    assert not {"Mine", "mine", "sin"} & {*FUSION_RULES}
 
 
 ADD = torch.ops.aten.add.Tensor
@@ -204,7 +204,7 @@ def test_a_factory_gives_each_pattern_a_name():
         match=WHERE + r"this definition has made a pattern before.*unregister\('mine'\)",
     ):
         factory(3.0)
-    assert RULES["mine"] is first
+    assert FUSION_RULES["mine"] is first
     assert_fuses(lambda x: torch.tanh(x * 2.0), torch.ones(3), pattern="mine")
     assert_fuses(lambda x: torch.tanh(x * 3.0), torch.ones(3), pattern="mine", count=0)
     unregister("mine")
@@ -296,7 +296,7 @@ def test_a_definition_that_is_run_again_replaces_the_first(again, tmp_path, monk
     assert [s.pattern for s in before.report.fused] == ["mine"]
     torch.testing.assert_close(torch.ops.fusion.mine(x), twice(x))
     second = next(definitions)
-    assert RULES["mine"] is second is not first
+    assert FUSION_RULES["mine"] is second is not first
     assert not hasattr(torch.ops.fusion, "mine"), "nobody calls the old one by its name"
     torch.compiler.reset()
     after = [collect(fn, x) for fn in (twice, thrice)]
@@ -312,7 +312,7 @@ def test_a_second_definition_may_be_one_that_is_not_looked_for():
     source = SOURCE.replace("FACTOR", "2")
     exec(compile(source, "<cell 1>", "exec"), notebook)
     exec(compile(source.replace("@Pattern", "@Op"), "<cell 2>", "exec"), notebook)
-    assert "mine" not in RULES and OPS["mine"] is notebook["mine"]
+    assert "mine" not in FUSION_RULES and OPS["mine"] is notebook["mine"]
     unregister("mine")
     assert "mine" not in OPS
 
@@ -330,7 +330,7 @@ def test_a_clash_costs_one_pattern_of_a_file(tmp_path, monkeypatch):
     )
     with clashes_left_out(), pytest.warns(RuntimeWarning, match=told):
         installed = importlib.import_module("installed")
-    assert RULES["mine"] is mine and RULES["other"] is installed.other
+    assert FUSION_RULES["mine"] is mine and FUSION_RULES["other"] is installed.other
     with pytest.raises(PatternError, match="another definition has its name"):
         operator_of(installed.mine)
 
@@ -340,13 +340,13 @@ def no_patterns(monkeypatch):
     """As in a process where none is loaded yet; afterwards as before, in the same order."""
     import fusion_backend.patterns as rooms
 
-    before = dict(RULES), dict(OPS)
-    RULES.clear(), OPS.clear()
+    before = dict(FUSION_RULES), dict(OPS)
+    FUSION_RULES.clear(), OPS.clear()
     for room in ("gelu", "rms_norm", "rotary"):
         monkeypatch.setattr(rooms, room, getattr(rooms, room))
         monkeypatch.delitem(sys.modules, f"fusion_backend.patterns.{room}")
     yield rooms
-    for registry, patterns in zip((RULES, OPS), before, strict=True):
+    for registry, patterns in zip((FUSION_RULES, OPS), before, strict=True):
         registry.clear()
         registry.update(patterns)
 
@@ -363,7 +363,7 @@ def test_a_user_may_define_a_built_in_pattern_first(no_patterns, monkeypatch):
 
     with pytest.warns(RuntimeWarning) as told:
         importlib.reload(no_patterns)
-    assert RULES == {
+    assert FUSION_RULES == {
         "gelu": gelu,
         "rms_norm": sys.modules["fusion_backend.patterns.rms_norm"].rms_norm,
     }

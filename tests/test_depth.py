@@ -18,8 +18,9 @@ from benchmarks.compiler.synthetic import decoder, graph
 from fusion_backend.capture.view import View, embedded
 from fusion_backend.compat.torch import FakeTensorMode
 from fusion_backend.decide.facts import Facts
-from fusion_backend.ir.canonicalize import RULES, Canon
-from fusion_backend.masks import element_rules as elements
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.rules import RULES
+from fusion_backend.masks.reader import ELEMENTS
 from fusion_backend.masks.relative_index import index_of
 from fusion_backend.testing import collect
 from tests.canonical_cases import SAME, M, R
@@ -314,10 +315,10 @@ TRIED = [
     ("n", 0, 1), ("n", [0]),
     ("n", [1, 0]), ("n", [1, 1]), ("n", [6, 6]), ("n", 0, 0, 6), ("n", torch.int64),
     ("f", "c", 1.0), ("n", [2], 1),
-    ("n", [2, 2], 1), ("n", ["n"]),
+    ("n", [2, 2], 1), ("n", ["n"]), ("n", 0, [2, 3]),
 ]  # fmt: skip
 MADE_OF_NOTHING = {"aten::arange", "aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor"}
-RULES_OF_MASKS = sorted(set(elements.RULES) - MADE_OF_NOTHING)
+RULES_OF_MASKS = sorted(set(ELEMENTS) - MADE_OF_NOTHING)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels.common.dropout import dropout_factors, dropped, kept, philox
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import collect, fused_nodes, in_fp64, value_and_gradients
 from tests.test_kernels import DEVICE, randn, runs_kernels
@@ -69,7 +69,7 @@ def survivors(p: float, number: int, rows: int = 512, n: int = 1024) -> torch.Te
         return kept(seed(number), (rows, n), p).double()
     ones = torch.ones(rows, n, device=DEVICE)
     return (
-        RULES["dropout_add"].kernel_fn(ones, torch.zeros_like(ones), p, seed(number)) != 0
+        FUSION_RULES["dropout_add"].kernel_fn(ones, torch.zeros_like(ones), p, seed(number)) != 0
     ).double()
 
 
@@ -102,24 +102,24 @@ def test_elements_rows_and_seeds_are_independent(p):
 def test_survivors_are_scaled(dtype):
     x = torch.ones(8, 512, dtype=dtype, device=DEVICE)
     for p in (1e-12, 0.1, 0.5, 0.99):
-        out = RULES["dropout_add"].kernel_fn(x, torch.zeros_like(x), p, seed(3))
+        out = FUSION_RULES["dropout_add"].kernel_fn(x, torch.zeros_like(x), p, seed(3))
         want = torch.tensor(1 / (1 - p), dtype=torch.float64).to(dtype)
         if DEVICE == "cpu" and dtype == torch.bfloat16:  # the interpreter cuts off
             assert ((out == 0) | ((out - want).abs() <= want * 2**-7)).all()
         else:
             assert ((out == 0) | (out == want)).all()
         assert torch.equal(out != 0, kept(seed(3), (8 * 512,), p).view(8, 512))
-    assert not RULES["dropout_add"].kernel_fn(x, torch.zeros_like(x), 1.0, seed(3)).any()
+    assert not FUSION_RULES["dropout_add"].kernel_fn(x, torch.zeros_like(x), 1.0, seed(3)).any()
 
 
 @runs_kernels
 def test_nan_and_infinity_are_dropped_as_in_torch():
     """What is dropped is multiplied by 0, in eager and in Inductor too."""
     x, zero = torch.full((4, 64), float("inf"), device=DEVICE), torch.zeros(4, 64, device=DEVICE)
-    out = RULES["dropout_add"].kernel_fn(x, zero, 0.5, seed(3))
+    out = FUSION_RULES["dropout_add"].kernel_fn(x, zero, 0.5, seed(3))
     keep = kept(seed(3), (256,), 0.5).view(4, 64)
     assert (out[keep] == float("inf")).all() and out[~keep].isnan().all()
-    assert RULES["dropout_add"].kernel_fn(x * 0, zero, 0.5, seed(3)).isnan().all()
+    assert FUSION_RULES["dropout_add"].kernel_fn(x * 0, zero, 0.5, seed(3)).isnan().all()
 
 
 # Compiled graphs (on CPU with the seeded reference, on a GPU with the kernels)
@@ -157,11 +157,11 @@ def test_compiled_value_and_gradients(name):
     """Against the reference in fp64, given the mask that the result shows."""
     args = [*inputs(7, 100), *(randn(100).requires_grad_() for _ in range(2))]
     numbers = (0.3,) if name == "dropout_add" else (0.3, 1e-5)
-    args = args[: len(RULES[name].params) - len(numbers)]
-    reference = lambda *tensors: RULES[name].reference(*tensors, *numbers)  # noqa: E731
+    args = args[: len(FUSION_RULES[name].params) - len(numbers)]
+    reference = lambda *tensors: FUSION_RULES[name].reference(*tensors, *numbers)  # noqa: E731
     got = value_and_gradients(compiled(reference), args)
     assert [s.pattern for s in fusion_backend.report().fused] == [name]
-    mask = got[RULES[name].outputs - 1] != 0
+    mask = got[FUSION_RULES[name].outputs - 1] != 0
     assert 0.6 < mask.double().mean() < 0.8
     with mock.patch.object(F, "dropout", lambda x, p, train: x * mask / (1 - p)):
         want = value_and_gradients(reference, in_fp64(args))

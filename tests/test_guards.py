@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from fusion_backend.capture.aliases import aliases_whole
 from fusion_backend.compat.torch import fake_mode_of, many_recompiles
 from fusion_backend.frontends.explain import Collector
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import arguments
 
 from .sizes import facts
@@ -207,8 +207,12 @@ def test_what_is_written_asks_no_more_than_what_was_there(name):
     plain, ours = Traced({"fusion.gate": "never"}), Traced(ALWAYS)
     with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
         for backend in (plain, ours):
-            given, call = split(arguments(RULES[name], written(RULES[name])[0], torch.float32))
-            graphs_of(backend, call(RULES[name].reference), [lambda given=given: given], True)
+            given, call = split(
+                arguments(FUSION_RULES[name], written(FUSION_RULES[name])[0], torch.float32)
+            )
+            graphs_of(
+                backend, call(FUSION_RULES[name].reference), [lambda given=given: given], True
+            )
     assert [s.pattern for s in ours.report.fused] == [name] and not plain.report.fused
     assert ours.guards == plain.guards
 

@@ -20,7 +20,7 @@ from fusion_backend.kernels import interpreting
 from fusion_backend.kernels.common.inputs import as_rows
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.norm import backward as norms_backward
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 
 patterns()
@@ -57,7 +57,7 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 
 
 def check_value(name: str, *args, factor: float = 1):
     """The kernel's first result against the fp64 reference."""
-    pattern = RULES[name]
+    pattern = FUSION_RULES[name]
     assert not isinstance(pattern.guard_fn(*args), Reject)
     out = pattern.kernel_fn(*args, *([False] if pattern.saves else []))
     out = out[0] if pattern.saves else out
@@ -71,7 +71,7 @@ def check_gradient(name: str, *args, needs=None, factor: float = 4, dy=None) -> 
     """The backward fed by the kernel's saves, and by the plain torch ones, against autograd in
     fp64.
     """
-    pattern = RULES[name]
+    pattern = FUSION_RULES[name]
     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
     tensors = [p.name for p in pattern.params if p.tensor]
     needs = {k: isinstance(inputs[k], Tensor) and (needs is None or k in needs) for k in tensors}
@@ -129,7 +129,7 @@ def test_exponential_at_the_ends():
         [0.0, -0.0, 88.7, 89.0, -87.0, -200.0, float("inf"), -float("inf"), float("nan")],
         device=DEVICE,
     )
-    got, want = RULES["add_mul_exp"].kernel_fn(s, torch.zeros_like(s), 1.0), torch.exp(s)
+    got, want = FUSION_RULES["add_mul_exp"].kernel_fn(s, torch.zeros_like(s), 1.0), torch.exp(s)
     # The interpreter rounds inside an fma.
     torch.testing.assert_close(
         got, want, rtol=3e-7 if DEVICE == "cuda" else 1e-5, atol=0, equal_nan=True
@@ -140,13 +140,13 @@ def test_exponential_at_the_ends():
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter rounds inside an fma")
 def test_exponential_within_three_ulps():
     s = torch.linspace(-87, 88, 100_003, device=DEVICE)
-    got = RULES["add_mul_exp"].kernel_fn(s, torch.zeros_like(s), 1.0)
+    got = FUSION_RULES["add_mul_exp"].kernel_fn(s, torch.zeros_like(s), 1.0)
     assert ((got.double() / s.double().exp() - 1).abs() < 3 * 2**-23).all()
 
 
 def test_elementwise_refusals():
     x, y = randn(4, 6), randn(4, 6)
-    guard = RULES["add_mul"].guard_fn
+    guard = FUSION_RULES["add_mul"].guard_fn
     for args, sentence in [
         ((x.double(), y, 1.0), "float64"),
         ((x, y.half(), 1.0), "x is torch.float32 and y is torch.float16"),
@@ -164,7 +164,7 @@ def test_elementwise_refusals():
 
 
 def eager_int8(x, scale, zero_point):
-    return RULES["quantize_int8"].reference(x, scale, zero_point)
+    return FUSION_RULES["quantize_int8"].reference(x, scale, zero_point)
 
 
 @runs_kernels
@@ -175,7 +175,7 @@ def test_quantize_gives_eagers_integers(scale, zero_point):
     x = torch.cat([randn(20_000) * 8 * scale, randn(20_000) * 100 * scale])
     ties = (torch.arange(-300, 300, device=DEVICE) + 0.5) * scale
     x = torch.cat([x, ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1)])
-    got = RULES["quantize_int8"].kernel_fn(x, scale, zero_point)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, scale, zero_point)
     assert got.dtype == torch.int8 and torch.equal(got, eager_int8(x, scale, zero_point))
 
 
@@ -190,7 +190,7 @@ def test_quantize_divides_as_torch_does_on_cuda():
 
 def test_quantize_rounds_half_to_even():
     x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, -128.5, -129.5], device=DEVICE)
-    got = RULES["quantize_int8"].kernel_fn(x, 1.0, None)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 1.0, None)
     assert got.tolist() == [0, 2, 2, 0, -2, -2, 126, 127, -128, -128]
 
 
@@ -198,9 +198,9 @@ def test_quantize_rounds_half_to_even():
 def test_quantize_of_what_is_no_number():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 0.0], device=DEVICE)
     for scale in (1.0, 1e-38, 1e30):
-        got = RULES["quantize_int8"].kernel_fn(x, scale, 2.0)
+        got = FUSION_RULES["quantize_int8"].kernel_fn(x, scale, 2.0)
         assert torch.equal(got, eager_int8(x, scale, 2.0)), scale
-    assert RULES["quantize_int8"].kernel_fn(x, 1.0, None).tolist() == [
+    assert FUSION_RULES["quantize_int8"].kernel_fn(x, 1.0, None).tolist() == [
         0,
         127,
         -128,
@@ -214,12 +214,12 @@ def test_quantize_of_what_is_no_number():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quantize_of_half_precision_computes_in_fp32(dtype):
     x = randn(3, 1003, dtype=dtype)
-    got = RULES["quantize_int8"].kernel_fn(x, 0.05, 3.0)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 0.05, 3.0)
     assert torch.equal(got, eager_int8(x.float(), 0.05, 3.0))
 
 
 def test_quantize_is_taken_of_large_tensors_in_bf16():
-    worthwhile = RULES["quantize_int8"].worthwhile_fn
+    worthwhile = FUSION_RULES["quantize_int8"].worthwhile_fn
     large = torch.empty(64_000_000, dtype=torch.bfloat16, device="meta")
     assert (
         worthwhile(large, 0.05, None, False) is None and worthwhile(large, 0.05, 3.0, True) is None
@@ -231,9 +231,9 @@ def test_quantize_is_taken_of_large_tensors_in_bf16():
 @runs_kernels
 def test_quantize_layouts():
     x = randn(3, 4, 5).permute(2, 0, 1)
-    got = RULES["quantize_int8"].kernel_fn(x, 0.05, None)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 0.05, None)
     assert got.stride() == x.stride() and torch.equal(got, eager_int8(x, 0.05, None))
-    assert RULES["quantize_int8"].kernel_fn(x[:0], 0.05, None).shape == (0, 3, 4)
+    assert FUSION_RULES["quantize_int8"].kernel_fn(x[:0], 0.05, None).shape == (0, 3, 4)
 
 
 # layer_norm
@@ -304,22 +304,22 @@ def test_layer_norm_of_padded_and_strided_rows():
 def test_layer_norm_far_from_zero(n):
     """Two passes, or Welford's: a mean of 1000 costs no more digits than it must."""
     x = randn(3, n) + 1000
-    out = RULES["layer_norm"].kernel_fn(x, None, None, 1e-5, False)[0]
-    assert distance(out, RULES["layer_norm"].reference(x.double(), None, None, 1e-5)) < 1e-4
+    out = FUSION_RULES["layer_norm"].kernel_fn(x, None, None, 1e-5, False)[0]
+    assert distance(out, FUSION_RULES["layer_norm"].reference(x.double(), None, None, 1e-5)) < 1e-4
 
 
 @runs_kernels
 def test_layer_norm_gradients_repeat():
     x, w, b, dy = randn(300, 64), randn(64), randn(64), randn(300, 64)
-    _, mean, rstd = RULES["layer_norm"].kernel_fn(x, w, b, 1e-5, True)
+    _, mean, rstd = FUSION_RULES["layer_norm"].kernel_fn(x, w, b, 1e-5, True)
     needs = dict.fromkeys(("x", "weight", "bias"), True)
     saved = SimpleNamespace(x=x, weight=w, bias=b, eps=1e-5, mean=mean, rstd=rstd, needs=needs)
-    first, second = (RULES["layer_norm"].backward_fn(saved, dy) for _ in range(2))
+    first, second = (FUSION_RULES["layer_norm"].backward_fn(saved, dy) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_layer_norm_refusals():
-    guard = RULES["layer_norm"].guard_fn
+    guard = FUSION_RULES["layer_norm"].guard_fn
     x, w = randn(4, 6), randn(6)
     for args, sentence in [
         ((x.double(), w.double(), None, 1e-5), "float64"),
@@ -380,8 +380,10 @@ def test_gated_linear_layouts():
         randn(3, 2, 40).transpose(0, 1),
         randn(1, 40).expand(5, 40),
     ):
-        out = RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", False)[0]
-        want = RULES["gated_linear"].reference(*map(exact, (x, w1, None, w2, None, "sigmoid")))
+        out = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", False)[0]
+        want = FUSION_RULES["gated_linear"].reference(
+            *map(exact, (x, w1, None, w2, None, "sigmoid"))
+        )
         assert_close(out, want, torch.float32)
         check_gradient("gated_linear", x, w1, None, w2, None, "sigmoid")
 
@@ -389,17 +391,20 @@ def test_gated_linear_layouts():
 @runs_kernels
 def test_gated_linear_gradients_lie_in_memory_like_the_weights():
     x, (w1, w2) = randn(5, 8), linear_pair(8, 6, torch.float32, True)
-    out, gate = RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
+    out, gate = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
     needs = dict.fromkeys(("x", "w1", "b1", "w2", "b2"), True)
     saved = SimpleNamespace(
         x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, act="sigmoid", result=out, needs=needs
     )
-    _, d1, _, d2, _ = RULES["gated_linear"].backward_fn(saved, randn(5, 6))
+    _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(5, 6))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
 
 
 def test_gated_linear_refusals():
-    guard, worthwhile = RULES["gated_linear"].guard_fn, RULES["gated_linear"].worthwhile_fn
+    guard, worthwhile = (
+        FUSION_RULES["gated_linear"].guard_fn,
+        FUSION_RULES["gated_linear"].worthwhile_fn,
+    )
     x, w = randn(256, 32, dtype=torch.half), randn(32, 16, dtype=torch.half)
     for args, sentence in [
         ((x, w, None, w[:, :8], None, "sigmoid"), "w1 has shape (32, 16) and w2 (32, 8)"),
@@ -448,7 +453,7 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
             "dropout_add_layer_norm": (flat, flat, row, row, 0.1, 1e-5),
         }
         for name, args in sites.items():
-            pattern, grids = RULES[name], []
+            pattern, grids = FUSION_RULES[name], []
             assert not isinstance(pattern.guard_fn(*args), Reject), pattern.guard_fn(*args)
             if pattern.worthwhile_fn:
                 pattern.worthwhile_fn(*args, True)
@@ -472,15 +477,18 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
 
 def test_guards_refuse_symbolic_rows_and_scalars():
     env, (x,) = symbolic(torch.empty(48, 64))
-    assert "the row length is dynamic" in RULES["layer_norm"].guard_fn(x, None, None, 1e-5).reason
-    assert "dynamic" in RULES["gated_linear"].guard_fn(x, x, None, x, None, "sigmoid").reason
+    assert (
+        "the row length is dynamic"
+        in FUSION_RULES["layer_norm"].guard_fn(x, None, None, 1e-5).reason
+    )
+    assert "dynamic" in FUSION_RULES["gated_linear"].guard_fn(x, x, None, x, None, "sigmoid").reason
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     source = ConstantSource("s")
     s = env.create_symbol(0.5, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     s = env.create_symfloatnode(s, hint=0.5, source=source)
-    assert "s is dynamic" in RULES["add_mul_exp"].guard_fn(x, x, s).reason
+    assert "s is dynamic" in FUSION_RULES["add_mul_exp"].guard_fn(x, x, s).reason
     assert not env.guards
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fusion_backend.patterns import linear_cross_entropy as room
 
 from fusion_backend.ops.operator import operator_of
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
 from tests.test_kernels import CLOSE, FLOATS, distance, randn, runs_kernels
@@ -38,7 +38,7 @@ def inputs(rows, k=24, v=101, dtype=torch.float32, linear=False):
 
 
 def call(x, w, b, target, reduction="mean", loss="same", smoothing=0.0):
-    op = operator_of(RULES[NAME])
+    op = operator_of(FUSION_RULES[NAME])
     arguments = (x, w, b, target, -100, smoothing, reduction, loss)
     return op.overload(
         *op.flatten(dict(zip([p.name for p in op.op.params], arguments, strict=True)))
@@ -100,7 +100,7 @@ def test_only_wanted_gradients(wanted, reduction, chunks_of_two):
     x, w, b, target = inputs(9)
     leaves = [t.requires_grad_(bool(need)) for t, need in zip((x, w, b), wanted, strict=True)]
     if reduction == "mean":
-        out = RULES[NAME].kernel_fn(*leaves, target, -100, 0.0, reduction, "same", True)
+        out = FUSION_RULES[NAME].kernel_fn(*leaves, target, -100, 0.0, reduction, "same", True)
         assert [d.numel() > 0 for d in out[1:]] == [bool(need) for need in wanted]
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
     call(*leaves, target, reduction).sum().backward()
@@ -113,7 +113,7 @@ def test_only_wanted_gradients(wanted, reduction, chunks_of_two):
 @runs_kernels
 def test_nobody_differentiates():
     x, w, b, target = inputs(9)
-    losses, *rest = RULES[NAME].kernel_fn(x, w, b, target, -100, 0.0, "none", "same", False)
+    losses, *rest = FUSION_RULES[NAME].kernel_fn(x, w, b, target, -100, 0.0, "none", "same", False)
     assert not any(t.numel() for t in rest)
     torch.testing.assert_close(losses, F.cross_entropy(x @ w + b, target, reduction="none"))
 
@@ -227,7 +227,7 @@ def test_refusals():
         (dict(x=x.half()), "x is torch.float16 and w is torch.float32"),
     ]:
         given = dict(x=x, w=w, b=b, target=target) | change
-        answer = RULES[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
+        answer = FUSION_RULES[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
         assert isinstance(answer, Reject) and sentence in answer.reason, answer
 
 

@@ -266,7 +266,7 @@ def test_a_bias_by_distance_is_a_table():
         return -0.5 * (i - j).abs().float()
 
     masks, result, _ = masks_of(make, X)
-    table = masks.table(result)
+    table = masks.values.by_difference(result)
     assert not masks.of(result).everything and table.shape == (11,)
     i, j = grid(X)
     assert torch.equal(table[i - j + 5], make(X))

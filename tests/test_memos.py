@@ -11,7 +11,7 @@ from fusion_backend.capture import autocast
 from fusion_backend.capture.call_cache import key_of
 from fusion_backend.compat.torch import FakeTensorMode, pytree
 from fusion_backend.frontends.explain import Collector
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import collect
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def of_integers(request):
     pattern = Pattern(request.param)
     pattern.inputs()(lambda tensor: (torch.ones(4, 4, dtype=torch.int8),))
     yield pattern
-    del RULES[pattern.name]
+    del FUSION_RULES[pattern.name]
 
 
 def norm(x):

@@ -107,11 +107,11 @@ def test_a_second_thread_waits_until_all_patterns_are_loaded(monkeypatch):
             loading.patterns()  # it may ask for them itself
             started.set()
             assert may_end.wait(10)
-            registry.RULES["slow"] = None
+            registry.FUSION_RULES["slow"] = None
 
     monkeypatch.setattr(loading, "LOADED", [])
-    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
-    monkeypatch.setattr(loading, "RULES", registry.RULES)
+    monkeypatch.setattr(registry, "FUSION_RULES", dict(registry.FUSION_RULES))
+    monkeypatch.setattr(loading, "FUSION_RULES", registry.FUSION_RULES)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Slow()])
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(loading.patterns)
@@ -199,7 +199,7 @@ def test_forms_make_room_between_templates_only(monkeypatch):
 
     for _ in range(3):
         for t in templates(p):
-            fresh = Template(p, t.kinds, t.roots, t.size, t.line).forms
+            fresh = Template(p, t.kinds, t.roots, t.size, t.line).skeletons
             bits = [f.bit for f in set(fresh.values())]
             assert len(bits) == len(set(bits)) == len(fitting.KNOWN)
 

@@ -18,7 +18,7 @@ from fusion_backend.kernels.norm import forward as norms
 from fusion_backend.kernels.norm import forward_split as norms_split
 from fusion_backend.kernels.quantize import quantize
 from fusion_backend.ops.operator import operator_of
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from tests.test_kernels import (  # noqa: F401  (fixtures)
     CLOSE,
@@ -39,7 +39,7 @@ PART = (128, 1, 4)  # a configuration that walks through rows longer than 128
 
 def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=None, module=None):
     """Results and gradients of a pattern's kernels against its reference in fp64."""
-    pattern = RULES[name]
+    pattern = FUSION_RULES[name]
     assert pattern.guard_fn(*args) is None
     many = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
     save = [True] if pattern.saves else []
@@ -123,7 +123,7 @@ def test_softmax_of_nan_and_infinity(walks, monkeypatch):
         monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
     x = randn(6, 20)
     x[0], x[1, 3], x[2, 5], x[3, 7], x[4, 2:] = -math.inf, -math.inf, math.nan, math.inf, -math.inf
-    kernel = RULES["softmax"].kernel_fn
+    kernel = FUSION_RULES["softmax"].kernel_fn
     torch.testing.assert_close(
         kernel(x, None, None, None, None), torch.softmax(x, -1), equal_nan=True
     )
@@ -135,7 +135,7 @@ def test_softmax_of_nan_and_infinity(walks, monkeypatch):
 def test_softmax_of_padded_rows_and_none():
     check("softmax", randn(7, 128)[:, :100], 0.5, None, None, None)
     check("softmax", randn(4, 3, 100).transpose(0, 1), None, None, None, None)
-    assert RULES["softmax"].kernel_fn(randn(0, 5), None, None, None, None).shape == (0, 5)
+    assert FUSION_RULES["softmax"].kernel_fn(randn(0, 5), None, None, None, None).shape == (0, 5)
 
 
 @runs_kernels
@@ -158,7 +158,7 @@ def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
         randn(1, 130),
     ):
         check("l2_norm", x, 1e-12)
-    assert RULES["l2_norm"].kernel_fn(randn(0, 5), None).shape == (0, 5)
+    assert FUSION_RULES["l2_norm"].kernel_fn(randn(0, 5), None).shape == (0, 5)
 
 
 @runs_kernels
@@ -175,10 +175,13 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
     check("l2_norm", torch.full((3, 20), 1e-14), 1e-12)
     x[1], x[2, 3], x[3, 4] = 0.0, math.nan, math.inf
     for eps in (None, 1e-12):
-        got, want = RULES["l2_norm"].kernel_fn(x, eps), RULES["l2_norm"].reference(x, eps)
+        got, want = (
+            FUSION_RULES["l2_norm"].kernel_fn(x, eps),
+            FUSION_RULES["l2_norm"].reference(x, eps),
+        )
         torch.testing.assert_close(got, want, equal_nan=True)
     leaf, dy = x[:2].clone().requires_grad_(), randn(2, 40)
-    (want,) = torch.autograd.grad(RULES["l2_norm"].reference(leaf, 1e-12), leaf, dy)
+    (want,) = torch.autograd.grad(FUSION_RULES["l2_norm"].reference(leaf, 1e-12), leaf, dy)
     torch.testing.assert_close(l2_room.backward(dy, x[:2], 1e-12), want)
 
 
@@ -248,7 +251,7 @@ def test_dropout_of_long_and_padded_rows(monkeypatch):
 @pytest.mark.parametrize("needs", [["x"], ["weight"], ["residual"]])
 def test_add_rms_norm_computes_only_wanted_gradients(needs):
     x, r, w = randn(7, 100), randn(7, 100), randn(100)
-    pattern = RULES["add_rms_norm"]
+    pattern = FUSION_RULES["add_rms_norm"]
     # the op asks for x in its place
     wanted = {"x": needs[0] in ("x", "residual"), "weight": "weight" in needs}
     y, h, rstd = pattern.kernel_fn(x, r, w, None, 1e-5, True)
@@ -288,10 +291,10 @@ def test_norms_of_rows_that_are_split(n, name, dtype, monkeypatch):
     if name == "layer_norm":
         check(name, x, None, None, 1e-5)
         far = randn(3, n) + 1000
-        got = RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
         assert distance(got, F.layer_norm(far.double(), (n,))) < 1e-4
         far[0, 1], far[1, 2] = math.nan, math.inf
-        got = RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
         torch.testing.assert_close(
             got, F.layer_norm(far, (n,)), equal_nan=True, rtol=1e-3, atol=1e-3
         )
@@ -361,7 +364,7 @@ def test_cross_entropy(v, reduction, smoothing, dtype):
 
 @runs_kernels
 def test_cross_entropy_as_torch_has_it():
-    kernel = RULES["cross_entropy"].kernel_fn
+    kernel = FUSION_RULES["cross_entropy"].kernel_fn
     x, none = randn(3, 10), torch.full((3,), -100)
     assert kernel(x, none, -100, 0.0, "mean", "none", True)[0].isnan()
     assert kernel(x, none, -100, 0.0, "sum", "none", True)[0] == 0
@@ -369,14 +372,16 @@ def test_cross_entropy_as_torch_has_it():
         numbers = dict(ignore_index=-100, smoothing=smoothing, reduction=reduction, upcast="none")
         loss, lse, label = kernel(x, none, *numbers.values(), True)
         saved = SimpleNamespace(logits=x, target=none, lse=lse, label=label, **numbers)
-        assert RULES["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
+        assert (
+            FUSION_RULES["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
+        )
     some, numbers = (
         torch.tensor([1, -100, 2]),
         dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none"),
     )
     loss, lse, label = kernel(x, some, *numbers.values(), True)
     saved = SimpleNamespace(logits=x, target=some, lse=lse, label=label, **numbers)
-    d = RULES["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
+    d = FUSION_RULES["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
     assert d[0].isfinite().all() and d[1].eq(0).all() and d[2].isnan().all()
     x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
     target = torch.tensor([1, 2, 4])
@@ -394,11 +399,11 @@ def test_quantize_per_token(shape, eps, dtype):
     """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
     x = randn(*shape, dtype=dtype) * 3
     for config in (None, PART):
-        kernel = RULES["quantize_per_token"].kernel_fn
+        kernel = FUSION_RULES["quantize_per_token"].kernel_fn
         if config is not None and shape[-1] > config[0]:
             kernel = lambda *args: quantize.forward(args[0], None, None, None, args[1], PART)  # noqa: E731
         q, scale = kernel(x, eps)
-        want, exactly = RULES["quantize_per_token"].reference(x.float(), eps)
+        want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps)
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
         torch.testing.assert_close(
             scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0
@@ -427,8 +432,8 @@ def test_rms_norm_quantize(shape, weight, offset, eps, dtype):
     )
     w = randn(shape[-1], dtype=dtype) if weight else None
     args = x, w, offset, 1e-6
-    assert RULES["rms_norm_quantize"].guard_fn(*args, eps) is None
-    y = RULES["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
+    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps) is None
+    y = FUSION_RULES["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
     for config in (None, PART) if shape[-1] > PART[0] else (None,):
         q, scale = quantize.forward(*args, eps, config)
         assert (q.dtype, q.shape, scale.dtype, scale.shape) == (
@@ -450,8 +455,8 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero():
     x = randn(5, 40)
     x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
     args = x, None, None, 1e-6, None
-    q, scale = RULES["rms_norm_quantize"].kernel_fn(*args)
-    want, exactly = RULES["rms_norm_quantize"].reference(*args)
+    q, scale = FUSION_RULES["rms_norm_quantize"].kernel_fn(*args)
+    want, exactly = FUSION_RULES["rms_norm_quantize"].reference(*args)
     torch.testing.assert_close(scale, exactly, equal_nan=True)
     assert not q[1:4].any() and not want[1:4].any()
     assert (q[[0, 4]] - want[[0, 4]]).abs().max() <= 1 and q[0].any()
@@ -461,8 +466,8 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero():
 def test_quantize_per_token_of_tiny_numbers():
     for power in (-20, -60, -100, -120):
         x = randn(4, 60) * 2.0**power
-        got = RULES["quantize_per_token"].kernel_fn(x, None)
-        for g, w in zip(got, RULES["quantize_per_token"].reference(x, None), strict=True):
+        got = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
+        for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(x, None), strict=True):
             assert torch.equal(g, w)
 
 
@@ -470,7 +475,7 @@ def test_quantize_per_token_of_tiny_numbers():
 def test_quantize_per_token_of_nan_and_zero():
     x = randn(3, 40)
     x[1, 3], x[2] = math.nan, 0.0
-    q, scale = RULES["quantize_per_token"].kernel_fn(x, None)
+    q, scale = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
     torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
     assert not q[1:].any()
 
@@ -496,7 +501,7 @@ def test_refusals():
         ),
         ("quantize_per_token", (x.double(), None), "float64"),
     ]:
-        answer = RULES[name].guard_fn(*args)
+        answer = FUSION_RULES[name].guard_fn(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason, answer
 
 
@@ -505,7 +510,7 @@ def test_refusals():
 @pytest.mark.parametrize("name", ["add_layer_norm", "add_rms_norm"])
 def test_a_result_that_nobody_uses_has_no_gradient(name, used, monkeypatch):
     """Zeros would be written and read, as much memory as the gradient that there is."""
-    pattern, seen = RULES[name], []
+    pattern, seen = FUSION_RULES[name], []
     own = pattern.backward_fn
     monkeypatch.setattr(
         pattern, "backward_fn", lambda saved, *grads: (seen.append(grads), own(saved, *grads))[1]

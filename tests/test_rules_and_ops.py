@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion_backend import Op, Pattern, PatternError, Reject, Replacement, Rule, analysis, explain
 from fusion_backend.frontends.loading import patterns
-from fusion_backend.ops.registry import OPS, RULES, unregister
+from fusion_backend.ops.registry import FUSION_RULES, OPS, unregister
 from fusion_backend.ops.rule import ANALYSES
 from fusion_backend.testing import assert_fuses, check_pattern, collect, graph_text
 
@@ -18,9 +18,9 @@ from fusion_backend.testing import assert_fuses, check_pattern, collect, graph_t
 def scratch():
     """What a test registers is gone afterwards."""
     patterns()  # the built-in ones are loaded when they are first asked for
-    before, analyses = {*RULES, *OPS}, dict(ANALYSES)
+    before, analyses = {*FUSION_RULES, *OPS}, dict(ANALYSES)
     yield
-    for name in {*RULES, *OPS} - before:
+    for name in {*FUSION_RULES, *OPS} - before:
         unregister(name)
     ANALYSES.clear()
     ANALYSES.update(analyses)
@@ -43,7 +43,7 @@ def test_an_op_is_called_without_any_matching():
     (x * torch.sigmoid(1.5 * x)).sum().backward()
     torch.testing.assert_close(out, x * torch.sigmoid(1.5 * x))
     torch.testing.assert_close(mine, x.grad)
-    assert "swish_op" in OPS and "swish_op" not in RULES
+    assert "swish_op" in OPS and "swish_op" not in FUSION_RULES
     assert_fuses(lambda x: x * torch.sigmoid(1.5 * x), x, pattern="swish_op", count=0)
     with pytest.raises(TypeError, match=r"swish_op takes \(x, beta\)"):
         op(x)

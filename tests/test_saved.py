@@ -7,7 +7,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_backend.frontends.loading import patterns
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 patterns()
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def expression(value):
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
 def test_statistics_are_those_of_the_forward(name, dtype):
     """Decomposed as for Inductor, both reduce the same values: one reduction is left of the two."""
-    pattern = RULES[name]
+    pattern = FUSION_RULES[name]
     x, weight = torch.randn(2, 5, 64, dtype=dtype), torch.randn(64, dtype=dtype)
     args = [x, torch.randn_like(x)] if name.startswith("add") else [x]
     args += [weight, torch.randn_like(weight)] if "layer" in name else [weight, None]
@@ -47,7 +47,7 @@ def test_statistics_are_those_of_the_forward(name, dtype):
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
 def test_statistics_of_permuted_rows(name):
     """[rows] in the order of the rows, whatever the strides."""
-    pattern = RULES[name]
+    pattern = FUSION_RULES[name]
     x = torch.randn(5, 3, 64, dtype=torch.bfloat16).transpose(0, 1)
     args = [x, torch.randn_like(x)] if name.startswith("add") else [x]
     rows = (x if len(args) == 1 else x + args[1]).double().reshape(-1, 64)

@@ -14,7 +14,7 @@ from fusion_backend import Pattern
 from fusion_backend.decide.gate import Gate
 from fusion_backend.frontends.catalogue import RESULTS
 from fusion_backend.frontends.loading import patterns
-from fusion_backend.ir.canonicalize import RULES
+from fusion_backend.ir.rules import RULES, Rule
 from fusion_backend.match.matcher import Match, Matcher
 from fusion_backend.ops.registry import unregister
 from fusion_backend.testing import collect, near_misses, spellings
@@ -202,8 +202,9 @@ def test_the_source_is_there_for_stack_traces(scaled_tanh):
 
 
 def test_a_false_equivalence_is_found_out(monkeypatch):
-    """Near misses show a rule that reads exp(-x) as exp(x)."""
-    monkeypatch.setitem(RULES, "aten::neg", lambda c, a, s: a("self"))
+    """Were exp(-x) read as exp(x), near misses would show it."""
+    wrong = Rule("aten::neg", lambda c, call: c.of[call.node.args[0]], RULES.context)
+    monkeypatch.setitem(RULES, "aten::neg", (wrong,))
     # torch.exp(-{self}) is among them
     assert recall(ALL["add_mul_exp"], count=0, misses=10, seed=8).wrong
 

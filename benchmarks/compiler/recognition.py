@@ -13,7 +13,7 @@ from benchmarks.subjects.tiny_models import LAYERS
 from benchmarks.subjects.whole_models import Subject
 from fusion_backend.compat.torch import many_recompiles
 from fusion_backend.frontends.explain import Collector
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
@@ -119,7 +119,7 @@ def found(subject: Subject, setting: Setting) -> dict[str, int]:
         for site in (s for s in graph.sites if not s.covered):
             for kind in (k for k, patterns in KINDS.items() if site.pattern in patterns):
                 # the first result
-                places[kind].add((i, site.nodes[-RULES[site.pattern].outputs]))
+                places[kind].add((i, site.nodes[-FUSION_RULES[site.pattern].outputs]))
     return {kind: sum(collector.calls[i] for i, _ in where) for kind, where in places.items()}
 
 

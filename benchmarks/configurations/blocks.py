@@ -21,7 +21,7 @@ from benchmarks.workloads.work import Work
 from fusion_backend.kernels.common.blocks import blocks_of
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.norm import forward as norms
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)
 Blocked = Callable[[int, int], object]  # a call with BLOCK and warps
@@ -35,7 +35,7 @@ ROWWISE = {  # where a launcher asks for BLOCK, rows a program, warps and maybe 
 
 def forward(work: Work, args: list) -> object:
     """The pattern's own launcher."""
-    pattern = RULES[work.pattern]
+    pattern = FUSION_RULES[work.pattern]
     return pattern.kernel_fn(*args, *([False] if pattern.saves else []))
 
 
@@ -88,7 +88,7 @@ def rowwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
 
 def blocked(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:
     """The call, and the BLOCK and warps that the pattern's launcher takes itself."""
-    if not RULES[work.pattern].kernel_fn:
+    if not FUSION_RULES[work.pattern].kernel_fn:
         raise ValueError(f"{work.pattern} has no kernel")
     return (rowwise if work.pattern in ROWWISE else elementwise)(work, args)
 
@@ -154,13 +154,13 @@ def cell(row: BlockRow | None) -> str:
 
 def work_of(pattern: str, size: str | None, dtype: str | None, on_gpu: bool) -> Work:
     """The size asked for, or the first one of the pattern that benchmarks.patterns measures."""
-    if pattern not in RULES:
-        raise ValueError(f"no pattern {pattern}; there is {', '.join(sorted(RULES))}")
+    if pattern not in FUSION_RULES:
+        raise ValueError(f"no pattern {pattern}; there is {', '.join(sorted(FUSION_RULES))}")
     first = [w for w in (WORK if on_gpu else SMALL) if w.pattern == pattern and not w.linear][:1]
     work = (
         first[0]
         if first
-        else Work(pattern, RULES[pattern].cases[-1 if on_gpu else 0], torch.float32)
+        else Work(pattern, FUSION_RULES[pattern].cases[-1 if on_gpu else 0], torch.float32)
     )
     case = case_of(size if "=" in size else f"size={size}") if size else work.case
     if not takes(pattern, case):

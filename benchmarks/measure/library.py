@@ -31,8 +31,8 @@ patterns = first_found(
     "fusion_backend.frontends.dynamo:patterns",
     "fusion_backend.backend:patterns",
 )
-RULES = first_found(
-    "fusion_backend.ops.registry:RULES",
+FUSION_RULES = first_found(
+    "fusion_backend.ops.registry:FUSION_RULES",
     "fusion_backend.ops.pattern:REGISTRY",
     "fusion_backend.pattern:REGISTRY",
 )

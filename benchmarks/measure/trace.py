@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure.wall_time import synchronize
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 # The first that fits a kernel's name has it; "ours" comes before all of them, by the names of our
 # Triton functions. What Inductor generates is named after every operator in it: its prefix decides.
@@ -98,7 +98,7 @@ def our_kernels() -> set[str]:
     """The names of the Triton functions in fusion_backend.kernels and in the files of the
     registered patterns.
     """
-    files = {pattern.file for pattern in RULES.values()}
+    files = {pattern.file for pattern in FUSION_RULES.values()}
     names = set()
     for name, module in list(sys.modules.items()):
         if name.startswith("fusion_backend.kernels") or getattr(module, "__file__", None) in files:

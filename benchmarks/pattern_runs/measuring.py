@@ -41,7 +41,7 @@ from benchmarks.pattern_runs.contenders import (
 )
 from benchmarks.records.rows import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.workloads.work import NAMES, Work
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 
 class Bench(NamedTuple):
@@ -188,7 +188,7 @@ class Checked:
         if self.exact is None:
             return
         if self.random:
-            with same_mask(got[RULES[self.work.pattern].outputs - 1] != 0):
+            with same_mask(got[FUSION_RULES[self.work.pattern].outputs - 1] != 0):
                 self.compute_exactly()
         mine.errors, what = errors(got, self.exact), wrong(got, self.plain, self.exact)
         if what:

@@ -10,7 +10,7 @@ from typing import TextIO
 import torch
 
 from benchmarks.measure.failures import said
-from benchmarks.measure.library import RULES, fusion, patterns
+from benchmarks.measure.library import FUSION_RULES, fusion, patterns
 from benchmarks.measure.timing import Clock
 from benchmarks.pattern_runs.contenders import HOW, compiled, results_of, step
 from benchmarks.workloads.work import Work
@@ -27,7 +27,7 @@ class Side:
             self.how["backend"] = fusion
 
     def prepare(self, work: Work) -> dict:
-        if work.pattern not in RULES:
+        if work.pattern not in FUSION_RULES:
             return dict(missing=True)
         torch.compiler.reset()
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.work import DTYPES, F32, Work
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 
 SIZES = ("small", "large", "all")
 
@@ -44,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def selected(args: argparse.Namespace, on_gpu: bool) -> list[Work]:
     """The work in question; ValueError names what is not known, and what is."""
     names = args.only or sorted({work.pattern for work in WORK})
-    if unknown := sorted(set(names) - set(RULES)):
-        raise ValueError(f"no pattern {', '.join(unknown)}; there is {', '.join(sorted(RULES))}")
+    if unknown := sorted(set(names) - set(FUSION_RULES)):
+        raise ValueError(
+            f"no pattern {', '.join(unknown)}; there is {', '.join(sorted(FUSION_RULES))}"
+        )
     dtypes = [dtype_of(word) for word in args.dtype.split(",")] if args.dtype else None
     modes = {True: [True], False: [False]}.get(
         args.train if args.train != args.infer else None, [False, True]
@@ -107,13 +109,13 @@ def case_of(word: str) -> dict[str, int]:
 
 def keys_of(pattern: str) -> list[str]:
     """The sizes that a pattern's example inputs take."""
-    fn = RULES[pattern].inputs_fn
+    fn = FUSION_RULES[pattern].inputs_fn
     return list(inspect.signature(fn).parameters)[1:] if fn else []
 
 
 def needed(pattern: str) -> list[str]:
     """Those that have no default."""
-    fn = RULES[pattern].inputs_fn
+    fn = FUSION_RULES[pattern].inputs_fn
     return (
         [
             p.name
@@ -168,7 +170,7 @@ def listed(names, sizes, dtypes, modes, on_gpu) -> list[Work]:
     # the last.
     rows = [
         *rows,
-        *(Work(n, RULES[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have),
+        *(Work(n, FUSION_RULES[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have),
     ]
     chosen = []
     for work in rows:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.measure.library import RULES
+from benchmarks.measure.library import FUSION_RULES
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -59,7 +59,7 @@ class Work(NamedTuple):
                 (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
             )
             return [x, 0.125, *masks]
-        args = list(RULES[self.pattern].inputs_fn(tensor, **self.case))
+        args = list(FUSION_RULES[self.pattern].inputs_fn(tensor, **self.case))
         if self.pattern == "gated_linear":
             for i in (1, 3):
                 args[i] *= self.case["k"] ** -0.5
@@ -80,7 +80,9 @@ class Work(NamedTuple):
         """
         if self.pattern == "relative_bias":
             return of_t5
-        return windowed(**self.case) if "window" in self.case else RULES[self.pattern].reference
+        return (
+            windowed(**self.case) if "window" in self.case else FUSION_RULES[self.pattern].reference
+        )
 
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
         """The least time, given bytes and matrix operations a second."""
@@ -144,7 +146,7 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
     near, exact = apart.abs(), half // 2
     far = exact + (torch.log(near.float() / exact) / math.log(128 / exact) * (half - exact)).long()
     row = (apart > 0).long() * half + torch.where(near < exact, near, far.clamp(max=half - 1))
-    return RULES["relative_bias"].reference(row, weight).contiguous()
+    return FUSION_RULES["relative_bias"].reference(row, weight).contiguous()
 
 
 def windowed(window: int, **case) -> Callable:
@@ -157,7 +159,7 @@ def windowed(window: int, **case) -> Callable:
             k.shape[2], device=q.device
         )
         band = (apart >= 0) & (apart < window)
-        return RULES["attention"].reference(
+        return FUSION_RULES["attention"].reference(
             q, k, v, mask, bias, band if keep is None else band & keep, *rest
         )
 

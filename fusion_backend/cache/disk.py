@@ -22,6 +22,7 @@ from fusion_backend.cache.fingerprint import fingerprint
 from fusion_backend.cache.identity import own_sources
 from fusion_backend.compat.torch import cache_folder, torch_version
 from fusion_backend.ir.expr import Expr
+from fusion_backend.ir.rules import foreign_rules
 from fusion_backend.ops.definition import Definition
 from fusion_backend.reporting.report import warn_once
 
@@ -31,13 +32,15 @@ def file_of(pattern: Definition) -> Path | None:
     fingerprint that holds in every process.
     """
     folder, sources, print_ = cache_folder(), own_sources(), fingerprint(pattern)
-    if folder is None or sources is None or print_.opaque:
+    rules = fingerprint(foreign_rules())
+    if folder is None or sources is None or print_.opaque or rules.opaque:
         return None
     # a template names its spelling by the line
     lines = [
         fn.__code__.co_firstlineno for fn in getattr(pattern, "spellings", [pattern.reference])
     ]
-    text = repr((sources, print_.digest, pattern.where, lines, torch_version(), sys.version))
+    digests = (sources, print_.digest, rules.digest)
+    text = repr((digests, pattern.where, lines, torch_version(), sys.version))
     return (
         Path(folder)
         / "fusion"

@@ -29,6 +29,7 @@ import os
 import sys
 import types
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -98,10 +99,10 @@ class Fingerprint:
     opaque: str
 
 
-def fingerprint(pattern: Definition) -> Fingerprint:
-    """The fingerprint of a pattern as it is now."""
+def fingerprint(what: Definition | dict[str, Callable]) -> Fingerprint:
+    """The fingerprint of a pattern, or of functions by name, as they are now."""
     walk = Walk()
-    walk.token(pattern)
+    walk.token(what)
     return walk.finish()
 
 

@@ -29,7 +29,7 @@ class Facts:
                 self.writers.setdefault(storage, []).append(n)
         self.masks = Masks(view, canon, self.writers, exact_masks)
         for name, facts in inner.items():
-            facts.masks.look_out(self.masks, outside(view, name))
+            facts.masks.connect(self.masks, outside(view, name))
 
     def training(self, match: Match) -> bool:
         """Will a gradient of the site be asked for?"""

@@ -7,7 +7,7 @@ import threading
 
 from fusion_backend.compat.torch import refusals_unlogged
 from fusion_backend.match.templates import renew, templates
-from fusion_backend.ops.registry import RULES, clashes_left_out
+from fusion_backend.ops.registry import FUSION_RULES, clashes_left_out
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.reject import PatternError
@@ -24,7 +24,7 @@ def patterns() -> list[Rule]:
     """
     with LOADING:
         load()
-        return list(RULES.values())
+        return list(FUSION_RULES.values())
 
 
 def load() -> None:

@@ -90,8 +90,8 @@ def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
     given = g.attr if g.op == "permute" else ()
     rank = max(len(order), len(given))
     order, given = ((*range(-rank, -len(o)), *o) for o in (order, given))
-    both = [given[order.index(d)] for d in range(-rank, 0)]
-    while both and both[0] == -len(both):
-        both.pop(0)
+    combined = [given[order.index(d)] for d in range(-rank, 0)]
+    while combined and combined[0] == -len(combined):
+        combined.pop(0)
     base = g.args[0] if g.op == "permute" else g
-    return Expr("permute", (base,), tuple(both), None, -1) if both else base
+    return Expr("permute", (base,), tuple(combined), None, -1) if combined else base

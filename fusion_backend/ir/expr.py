@@ -1,16 +1,9 @@
-"""Canonical expressions: hash-consed values, and the builders that bring two spellings of one value
-together.
-"""
+"""Canonical expressions: what a value is, whichever operators a graph computes it with."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import fx
-
-from fusion_backend.capture.sizes import equals, hashable
-from fusion_backend.compat.torch import statically_known_true
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
 # Operators that cost nothing worth counting when they are done twice.
@@ -33,7 +26,10 @@ LIKE = {
     torch.ops.aten.expand_as.default,
     torch.ops.aten.view_as.default,
 }
+NUMBERS = ("const", "scalar", "sym")
 LEAVES = {"var", "scalar", "const", "sym", "input"}
+# Operators below each other: more casts, views, factors or biases than anybody writes.
+LOOKED_THROUGH = 16
 # Between these a cast only changes the rounding of an intermediate value, and a fused kernel rounds
 # once.
 ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -42,7 +38,18 @@ ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 class Expr:
     """One canonical value: an operator, its operands, and what else tells it apart."""
 
-    __slots__ = ("args", "attr", "id", "nodes", "op", "peeled", "rows", "shape", "state", "written")
+    __slots__ = (
+        "args",
+        "attr",
+        "id",
+        "nodes",
+        "op",
+        "peeled",
+        "rows",
+        "shape",
+        "state",
+        "graph_value",
+    )
 
     def __init__(self, op: str, args: tuple[Expr, ...], attr, shape, id: int, state=None):
         self.op, self.args, self.attr, self.shape, self.id, self.state = (
@@ -57,7 +64,7 @@ class Expr:
         # this value as rows [n, last], for when no node holds the value itself
         self.rows: Expr | None = None
         # this value as the graph holds it, where a rule put it into other terms
-        self.written: Expr | None = None
+        self.graph_value: Expr | None = None
         self.peeled: Expr = args[0].peeled if op == "cast" else self
 
     @property
@@ -89,9 +96,9 @@ def peel(e: Expr) -> Expr:
     return e.peeled
 
 
-def as_written(e: Expr) -> Expr:
+def graph_value(e: Expr) -> Expr:
     """In the terms of the graph, which has a node for it, or would have one for any other value."""
-    return e.written or e
+    return e.graph_value or e
 
 
 def describe(e: Expr) -> str:
@@ -105,199 +112,10 @@ def is_const(e: Expr) -> bool:
     return e.op == "const"
 
 
-def from_right(dims, rank: int) -> tuple[int, ...]:
-    dims = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
-    return tuple(sorted(d % rank - rank for d in dims)) if rank else ()
-
-
-class Builder:
-    """Makes expressions. `scalar_of(number)` lets a pattern name its captured scalars."""
-
-    def __init__(self, scalar_of=None):
-        self.table: dict[tuple, Expr] = {}
-        self.scalar_of = scalar_of or (lambda number: None)
-        self.state = None  # values computed under another grad mode or autocast are other values
-        self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
-        # what attention.of_rows made of each value, in each region
-        self.flattened: dict[tuple, Expr] = {}
-
-    # Building expressions.
-
-    def make(self, op: str, args=(), attr=None, shape=None) -> Expr:
-        args = tuple(args)
-        if op in COMMUTATIVE:
-            args = tuple(sorted(args, key=lambda a: a.id))
-        # 1 is not 1.0, and 0.0 is not -0.0
-        key = (op, tuple(a.id for a in args), attr, repr(attr), self.state)
-        found = self.table.get(key)
-        if found is None:
-            found = self.table[key] = Expr(op, args, attr, shape, len(self.table), self.state)
-        return found
-
-    def const(self, number) -> Expr:
-        scalar = self.scalar_of(number)
-        if scalar is not None:
-            return self.make("scalar", (), scalar, ())
-        kind = "sym" if isinstance(number, (torch.SymInt, torch.SymFloat)) else "const"
-        return self.make(kind, (), str(number) if kind == "sym" else float(number), ())
-
-    def elementwise(self, op: str, *args: Expr, shape, attr=None) -> Expr:
-        return self.make(op, (self.broadcastable(a, args, shape) for a in args), attr, shape)
-
-    def broadcastable(self, a: Expr, among: tuple[Expr, ...], shape) -> Expr:
-        """An operand without the expand that broadcasting does anyway."""
-        if a.op != "expand" or a.args[0].shape is None:
-            return a
-        others = [b.shape for b in among if b is not a and b.shape is not None]
-        try:
-            same = torch.broadcast_shapes(a.args[0].shape, *others) == torch.Size(shape)
-        except (RuntimeError, TypeError):  # symbolic or incompatible: leave the expand where it is
-            return a
-        return a.args[0] if same else a
-
-    def add(self, x: Expr, y: Expr, shape) -> Expr:
-        return self.elementwise("add", x, y, shape=shape)
-
-    def mul(self, x: Expr, y: Expr, shape) -> Expr:
-        for a, b in ((x, y), (y, x)):
-            if is_const(b) and b.attr == 1.0:
-                return a
-            if is_const(b) and a.op == "mul" and any(is_const(c) for c in a.args):
-                inner, factor = sorted(a.args, key=is_const)
-                return self.mul(inner, self.const(factor.attr * b.attr), shape)
-        return self.elementwise("mul", x, y, shape=shape)
-
-    def neg(self, x: Expr, shape) -> Expr:
-        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), shape)
-
-    def scale(self, x: Expr, alpha, shape) -> Expr:
-        if equals(alpha, 1):
-            return x
-        return self.const(x.attr * alpha) if is_const(x) else self.mul(x, self.const(alpha), shape)
-
-    def div(self, x: Expr, y: Expr, shape) -> Expr:
-        if y.op == "sqrt":
-            return self.mul(x, self.make("rsqrt", y.args, None, y.shape), shape)
-        if x.op == "squeeze" and self.is_count(x.args[0], y):
-            return self.make("squeeze", (self.div(x.args[0], y, x.args[0].shape),), x.attr, shape)
-        if self.is_count(x, y):
-            return self.make("mean", x.args, x.attr, x.shape)
-        sigmoid = self.as_sigmoid(y) if y.op == "add" else None
-        if sigmoid is not None:
-            return sigmoid if is_const(x) and x.attr == 1.0 else self.mul(x, sigmoid, shape)
-        return self.elementwise("div", x, y, shape=shape)
-
-    def as_sigmoid(self, y: Expr) -> Expr | None:
-        """1 / y where y is 1 + exp(-a): sigmoid(a). Of 1 + exp(c·a) it is sigmoid(−c·a)."""
-        e, one = sorted(y.args, key=is_const)
-        if not is_const(one) or one.attr != 1.0 or e.op != "exp" or e.args[0].op != "mul":
-            return None
-        inner, minus = sorted(e.args[0].args, key=is_const)
-        if not is_const(minus):
-            return None
-        inner = self.mul(inner, self.const(-minus.attr), e.args[0].shape)
-        return self.make("sigmoid", (inner,), None, y.shape)
-
-    def is_count(self, x: Expr, y: Expr) -> bool:
-        """Is x a sum, and y the number of its terms?"""
-        if x.op != "sum" or y.op not in ("const", "sym") or x.args[0].shape is None:
-            return False
-        count = math.prod(x.args[0].shape[d] for d in x.attr)
-        return str(count) == y.attr if y.op == "sym" else statically_known_true(count == y.attr)
-
-    def clamp(self, x: Expr, low, high, shape) -> Expr:
-        if low is not None:
-            x = self.make("maximum", (x, low), None, shape)
-        if high is not None:
-            x = self.make("minimum", (x, high), None, shape)
-        return x
-
-    def maximum(self, x: Expr, y: Expr, shape) -> Expr:
-        x, y = sorted((x, y), key=is_const)
-        # max(min(x, hi), lo) with lo <= hi is min(max(x, lo), hi)
-        if is_const(y) and x.op == "minimum":
-            inner, high = sorted(x.args, key=is_const)
-            if is_const(high) and y.attr <= high.attr:
-                return self.clamp(inner, y, high, shape)
-        return self.elementwise("maximum", x, y, shape=shape)
-
-    def power(self, x: Expr, p, shape) -> Expr:
-        # a number that only a run knows is none of these
-        match p if isinstance(p, (int, float)) else None:
-            case 1:
-                return x
-            case 2:
-                return self.mul(x, x, shape)
-            case 0.5:
-                return self.make("sqrt", (x,), None, shape)
-            case -0.5:
-                return self.make("rsqrt", (x,), None, shape)
-            case -1:
-                return self.div(self.const(1.0), x, shape)
-        return self.make("pow", (x,), hashable(p), shape)
-
-    def reduce(self, op: str, x: Expr, dims, keepdim: bool, shape) -> Expr:
-        """Reductions keep their dimensions; dropping them is a squeeze around it."""
-        if x.shape is None:
-            return self.make(op, (x,), ("?", hashable(dims), keepdim), shape)
-        axes = from_right(dims, len(x.shape))
-        kept = tuple(1 if i - len(x.shape) in axes else s for i, s in enumerate(x.shape))
-        out = self.make(op, (x,), axes, kept)
-        return out if keepdim or not axes else self.make("squeeze", (out,), axes, shape)
-
-    def variance(self, x: Expr, dims, correction, keepdim: bool, shape) -> Expr:
-        """The biased variance as mean((x - mean(x))²); any other correction is its own operator."""
-        if not equals(correction, 0) or x.shape is None:
-            return self.reduce(f"var{correction}", x, dims, keepdim, shape)
-        mean = self.reduce("mean", x, dims, True, None)
-        centred = self.add(x, self.neg(mean, mean.shape), x.shape)
-        return self.reduce("mean", self.mul(centred, centred, x.shape), dims, keepdim, shape)
-
-    def permute(self, x: Expr, order: list[int], shape) -> Expr:
-        """Leading dimensions that stay put do not count."""
-        rank = len(order)
-        moved = [d % rank - rank for d in order]
-        while moved and moved[0] == -len(moved):
-            moved.pop(0)
-        if not moved:
-            return x
-        if x.op == "permute" and len(x.attr) == len(moved):
-            both = tuple(x.attr[d] for d in moved)
-            identity = both == tuple(range(-len(both), 0))
-            return x.args[0] if identity else self.make("permute", x.args, both, shape)
-        return self.make("permute", (x,), tuple(moved), shape)
-
-    def transpose(self, x: Expr, i: int, j: int, shape) -> Expr:
-        order = list(range(len(shape)))
-        order[i], order[j] = order[j], order[i]
-        return self.permute(x, order, shape)
-
-    def linear(self, x: Expr, w: Expr, b: Expr | None, shape) -> Expr:
-        wt = (
-            self.transpose(w, 0, 1, tuple(reversed(w.shape)))
-            if w.shape and len(w.shape) == 2
-            else None
-        )
-        if wt is None:
-            return self.make("linear", (x, w) if b is None else (x, w, b), None, shape)
-        return self.bias(self.make("matmul", (x, wt), None, shape), b, shape)
-
-    def bias(self, x: Expr, b: Expr | None, shape) -> Expr:
-        return x if b is None else self.add(x, b, shape)
-
-    def affine(self, x: Expr, w: Expr | None, b: Expr | None, shape) -> Expr:
-        return self.bias(x if w is None else self.mul(x, w, shape), b, shape)
-
-    def cast(self, x: Expr, source: torch.dtype, target: torch.dtype, shape) -> Expr:
-        """`cast` changes a rounding only; `convert` changes the kind of number and is never looked
-        through.
-        """
-        rounding = source in ROUNDING_DTYPES and target in ROUNDING_DTYPES
-        if target in ROUNDING_DTYPES - {torch.float32} and not rounding and not source.is_complex:
-            # another kind, then a rounding
-            x, rounding = self.make("convert", (x,), torch.float32, shape), True
-        return (
-            x
-            if source == target
-            else self.make("cast" if rounding else "convert", (x,), target, shape)
-        )
+def number_and_rest(e: Expr) -> tuple[Expr | None, Expr | None]:
+    """A sum or product of one number and one value; (None, None) where it is not."""
+    if e.op not in ("add", "mul") or len(e.args) != 2:
+        return None, None
+    numbers = [a for a in e.args if a.op in NUMBERS]
+    rest = [a for a in e.args if a.op not in NUMBERS]
+    return (numbers[0], rest[0]) if len(numbers) == len(rest) == 1 else (None, None)

@@ -1,9 +1,9 @@
 """What a mask keeps: the mask operand of an attention, read back to its sources.
 
-Element (i, j) of the mask, for query i and key j, is read as a term (elements.py, terms.py):
+Element (i, j) of the mask, for query i and key j, is read as a term (element_rules.py, terms.py):
 symbolically, so that dynamic sizes are no obstacle. What a term does not show and no input decides
-is computed on CPU, for static sizes. What remains is a vector over the keys, ids that must be
-equal, or not understood: such a mask is dense.
+is computed on CPU (values.py), for static sizes. What remains is a vector over the keys, ids that
+must be equal, or not understood: such a mask is dense.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.aliases import storages
+from fusion_backend.capture.sizes import equals
 from fusion_backend.capture.view import View, is_lowered
-from fusion_backend.compat.torch import pytree, schema_of, statically_known_true
+from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.masks.element_rules import RULES, as_dtype
-from fusion_backend.masks.reader import Arguments, Reader, dtype_of
+from fusion_backend.ir.operator_families import SAME_VALUE
+from fusion_backend.ir.schema_args import argument
+from fusion_backend.masks.element_rules import as_dtype
+from fusion_backend.masks.reader import Reader, dtype_of
 from fusion_backend.masks.spec import Mask, Part, hides
 from fusion_backend.masks.terms import (
     Linear,
     Term,
     TooLarge,
-    both,
     computed,
+    conjunction,
     conjuncts,
     is_condition,
     leaves,
@@ -37,41 +40,12 @@ from fusion_backend.masks.terms import (
     parts,
     variables,
 )
+from fusion_backend.masks.values import CAP, Values
 from fusion_backend.reporting.report import location
 
-CAP = 1 << 25  # elements that are computed at compile time: 4096 x 4096 and more
-# Besides those of RULES: of integers and booleans, so that every device computes the same.
-WHOLE = (
-    "cumprod",
-    "sum",
-    "any",
-    "all",
-    "floor_divide",
-    "remainder",
-    "minimum",
-    "maximum",
-    "clamp",
-    "cat",
-    "stack",
-)
-WHOLE += (
-    "roll",
-    "repeat_interleave",
-    "eye",
-    "gather",
-    "index_select",
-    "bincount",
-    "tril_indices",
-    "triu_indices",
-)
-WHOLE += ("scatter", "index_put", "fmod", "div")
-WHOLE = {f"aten::{name}" for name in WHOLE}
-# What the bias in a mask may have passed through.
-SAME_VALUES = {"aten::contiguous", "aten::clone", "aten::alias"}
 # What may hide parts of a bias: the condition, if any, the value where it holds, and the other.
 CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}
 CHOICES["aten::masked_fill"] = ("mask", "value", "self")
-ROUNDS = {f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "arange", "cumsum")}
 
 
 def source(n: fx.Node) -> str:
@@ -86,10 +60,10 @@ def source(n: fx.Node) -> str:
                 [a] if a.op == "placeholder" and isinstance(a.meta.get("val"), torch.Tensor) else []
             )
     names = [str(a.meta.get("input_name", a.name)) for a in found]
-    return " and ".join(names) if 0 < len(names) < 3 else place(n)
+    return " and ".join(names) if 0 < len(names) < 3 else location_of(n)
 
 
-def place(n: fx.Node) -> str:
+def location_of(n: fx.Node) -> str:
     return location(n).rsplit("/", 1)[-1]
 
 
@@ -102,11 +76,9 @@ class Masks:
         self.view, self.canon, self.writers = view, canon, writers
         self.exact = exact  # is only -inf what hides?
         self.known: dict[tuple, Mask] = {}
-        self.values: dict[fx.Node, torch.Tensor | None] = {}
-        # of the nodes with a value: another device may round differently
-        self.inexact: set[fx.Node] = set()
-        self.around: Masks | None = None  # those of the graph around a body
-        self.stands_for: dict[fx.Node, fx.Node] = {}  # the body's placeholders -> nodes around it
+        self.values = Values(self.unknown, self.resolve)
+        self.outer: Masks | None = None  # those of the graph around a body
+        self.outer_nodes: dict[fx.Node, fx.Node] = {}  # the body's placeholders -> nodes around it
         for n in view.graph.nodes:
             if n.op == "placeholder" and n in view.owner:
                 name = (
@@ -123,7 +95,9 @@ class Masks:
         key = (node, len(steps) % 2)
         if any(step != "not" for step, _ in steps):
             return Mask(
-                place(node), parts=[Part("dense", None, f"a view of {source(node)}")], choice=False
+                location_of(node),
+                parts=[Part("dense", None, f"a view of {source(node)}")],
+                choice=False,
             )
         if key not in self.known:
             try:
@@ -132,38 +106,40 @@ class Masks:
                 much = Part(
                     "dense", None, f"of more conditions than are followed, from {source(node)}"
                 )
-                self.known[key] = Mask(place(node), parts=[much], choice=False, exact=self.exact)
+                self.known[key] = Mask(
+                    location_of(node), parts=[much], choice=False, exact=self.exact
+                )
         return self.known[key]
 
-    def look_out(self, around: Masks, stands_for: dict[fx.Node, fx.Node]) -> None:
-        """Read masks that a body is given in the graph around it, but for those that it may write
-        to.
+    def connect(self, outer: Masks, outer_nodes: dict[fx.Node, fx.Node]) -> None:
+        """Read the masks that a body is given in the graph around it, but for those that the body
+        may write to.
         """
-        kept = {
-            p: n for p, n in stands_for.items() if not any(s in self.writers for s in storages(p))
+        self.outer = outer
+        self.outer_nodes = {
+            p: n for p, n in outer_nodes.items() if not any(s in self.writers for s in storages(p))
         }
-        self.around, self.stands_for = around, kept
 
-    def behind(self, n: fx.Node) -> fx.Node:
+    def resolve(self, n: fx.Node) -> fx.Node:
         """What a placeholder of a body is in the graphs around it; any other node as it is."""
         if n.graph is not self.view.graph:
-            return self.around.behind(n)
-        return self.around.behind(self.stands_for[n]) if n in self.stands_for else n
+            return self.outer.resolve(n)
+        return self.outer.resolve(self.outer_nodes[n]) if n in self.outer_nodes else n
 
     def unknown(self, n: fx.Node) -> bool:
         """May its value be another than its operator says: written to, or changed by autocast?"""
         if n.graph is not self.view.graph:
-            return self.around.unknown(n)
+            return self.outer.unknown(n)
         return self.canon.of[n].op == "input" or any(s in self.writers for s in storages(n))
 
     def analysed(self, node: fx.Node, complement: bool) -> Mask:
-        val, found = node.meta["val"], Mask(place(self.behind(node)), exact=self.exact)
+        val, found = node.meta["val"], Mask(location_of(self.resolve(node)), exact=self.exact)
         names = (
             [*(f"b{k}" for k in range(val.dim() - 2)), "i", "j"][-val.dim() :] if val.dim() else []
         )
         sizes = dict(zip(names, val.shape, strict=True))
         found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])
-        reader = Reader(sizes, RULES, self.unknown, self.behind)
+        reader = Reader(sizes, self.unknown, self.resolve)
         at = tuple(Linear({v: 1}) for v in names)
         t = reader.element(node, at)
         if val.is_floating_point():
@@ -200,16 +176,17 @@ class Masks:
         while (
             is_lowered(node)
             and not self.unknown(node)
-            and schema_of(node.target).name in SAME_VALUES
+            and schema_of(node.target).name in SAME_VALUE
         ):
             node = node.args[0]
         if not is_lowered(node) or self.unknown(node) or schema_of(node.target).name not in CHOICES:
             return nothing
-        a, names = Arguments(node), CHOICES[schema_of(node.target).name]
-        condition = reader.operand(a[names[0]], at) if len(names) == 3 else True
-        if not is_condition(condition) or a["alpha"] not in (None, 1):
+        names = CHOICES[schema_of(node.target).name]
+        condition = reader.operand(argument(node, names[0]), at) if len(names) == 3 else True
+        alpha = argument(node, "alpha")
+        if not is_condition(condition) or (alpha is not None and not equals(alpha, 1)):
             return nothing
-        x, y = (a[name] for name in names[-2:])
+        x, y = (argument(node, name) for name in names[-2:])
         for bias, other, there in ((x, y, condition), (y, x, negated(condition))):
             if dtype_of(bias) != dtype or other in trained or not 0 < bias.meta["val"].dim() <= 4:
                 continue
@@ -227,9 +204,10 @@ class Masks:
         fixed: list[Term] = []  # by no input, and not of a form that is known
         for c in conjuncts(t):
             made_by = next(
-                (reader.made_by[x] for p in parts(c) for x in forms(p) if x in reader.made_by), None
+                (reader.made_by[x] for p in parts(c) for x in either_way(p) if x in reader.made_by),
+                None,
             )
-            proof = place(made_by) if made_by is not None else found.where
+            proof = location_of(made_by) if made_by is not None else found.where
             if c is True or (
                 isinstance(c, Term)
                 and c.op == "nonnegative"
@@ -239,9 +217,7 @@ class Masks:
             reads = [p for p in parts(c) if isinstance(p, Term) and p.op in ("read", "same")]
             if c is False:
                 found.add("dense", False, f"it keeps nothing, at {found.where}")
-            elif all(
-                self.value(p.args[0]) is not None and p.args[0] not in self.inexact for p in reads
-            ):
+            elif all(self.values.exactly(p.args[0]) is not None for p in reads):
                 fixed.append(c)
             elif c.op == "same" and mirrored(*c.args[1:]):
                 found.add("documents", c, f"documents by {source(c.args[0])}")
@@ -253,7 +229,7 @@ class Masks:
             else:
                 found.add("dense", c, f"a mask from {source(reads[0].args[0])}")
         if fixed:
-            self.band(functools.reduce(both, fixed), found, sizes)
+            self.band(functools.reduce(conjunction, fixed), found, sizes)
 
     def bound(self, form: Linear, found: Mask, proof: str) -> bool:
         """i - j >= low, or <= high?"""
@@ -289,7 +265,7 @@ class Masks:
             return found.add("dense", t, f"{unknown}, of dynamic size")
         if math.prod(used) > CAP:
             return found.add("dense", t, f"{unknown}, of more than {CAP:,} elements")
-        kept = computed(t, sizes, self.value)
+        kept = computed(t, sizes, self.values.of)
         if kept.all():
             return None
         if not {"i", "j"} <= variables(t):
@@ -311,83 +287,8 @@ class Masks:
             self.bound(Linear({"i": -1, "j": 1}, high), found, proof)
         return None
 
-    def value(self, n: fx.Node) -> torch.Tensor | None:
-        """The tensor that a node gives, where no input, no memory that is written to and no
-        rounding decides it.
-        """
-        pending = [self.behind(n)]
-        while pending:
-            m = pending[-1]
-            if m in self.values or not self.repeatable(m):
-                self.values.setdefault(m, None)
-                pending.pop()
-                continue
-            operands = [
-                self.behind(a)
-                for a in m.all_input_nodes
-                if isinstance(a.meta.get("val"), torch.Tensor)
-            ]
-            first = next((a for a in operands if self.values.get(a, None) is None), None)
-            if first is None:
-                self.values[m] = self.run(m)
-            elif first in self.values:  # an input decides it, so all that is made of it
-                self.values[m] = None
-            else:
-                pending.append(first)
-        return self.values[self.behind(n)]
 
-    def repeatable(self, n: fx.Node) -> bool:
-        val = n.meta.get("val")
-        if not is_lowered(n) or not isinstance(val, torch.Tensor) or self.unknown(n):
-            return False
-        name = schema_of(n.target).name
-        exact = name in RULES or (name in WHOLE and not val.is_floating_point())
-        small = all(isinstance(size, int) for size in val.shape) and val.numel() <= CAP
-        return exact and small and not schema_of(n.target).is_mutable
-
-    def run(self, n: fx.Node) -> torch.Tensor | None:
-        def real(a):
-            if isinstance(a, fx.Node):
-                tensor = isinstance(a.meta.get("val"), torch.Tensor)
-                value = self.values[self.behind(a)] if tensor else a.meta.get("val")
-                if value is None or (not tensor and not isinstance(value, (int, float, bool))):
-                    raise LookupError
-                return value
-            return torch.device("cpu") if isinstance(a, torch.device) else a
-
-        try:
-            args, kwargs = pytree.tree_map(
-                real, (n.args, dict(n.kwargs)), is_leaf=lambda a: isinstance(a, fx.Node)
-            )
-            with torch.no_grad():
-                out = n.target(*args, **kwargs)
-        except (
-            Exception
-        ):  # it depends on an input or a dynamic size, or there is no such operator on CPU
-            return None
-        val = n.meta["val"]
-        if any(self.behind(a) in self.inexact for a in n.all_input_nodes) or (
-            out.is_floating_point() and rounds(n)
-        ):
-            self.inexact.add(n)
-        return out if (out.dtype, tuple(out.shape)) == (val.dtype, tuple(val.shape)) else None
-
-    def table(self, node: fx.Node) -> torch.Tensor | None:
-        """The values by i - j, if nothing else decides them."""
-        value = self.value(node)
-        if value is None or value.dim() < 2 or not value.numel():
-            return None
-        *_, n, m = value.shape
-        table = torch.cat([value[..., 0, :].flip(-1), value[..., 1:, 0]], -1)
-        again = table[..., torch.arange(n)[:, None] - torch.arange(m) + m - 1]
-        return table if torch.equal(again, value) else None
-
-
-def rounds(n: fx.Node) -> bool:
-    return schema_of(n.target).name in ROUNDS
-
-
-def forms(p) -> tuple:
+def either_way(p) -> tuple:
     """A condition and its opposite: a comparison may have been read as either."""
     return (p, negated(p)) if isinstance(p, Term) and p.op not in ("where", "read") else ()
 
@@ -406,7 +307,7 @@ def kept_by(number, dtype: torch.dtype, exact: bool) -> bool | None:
 
 
 def mirrored(left: tuple[Linear, ...], right: tuple[Linear, ...]) -> bool:
-    """Are the places the same but for i in the one and j in the other?"""
+    """Are the indices the same but for i in the one and j in the other?"""
     swap = {"i": "j", "j": "i"}
     swapped = tuple(
         Linear({swap.get(v, v): k for v, k in f.terms.items()}, f.constant) for f in left

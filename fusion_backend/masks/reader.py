@@ -1,9 +1,9 @@
-"""Reads a view's tensors element by element: where its place is given by index variables, what is
-the element?
+"""Reads a view's tensors element by element: what is the element whose indices are given by index
+variables?
 
-The rules (elements.py) say what an operator makes of the elements of its operands. What no rule
-explains is a `read` of the node itself, so that nothing that depends on data, on memory that is
-written to, or on an operator that is not known there, is ever guessed.
+The rules (element_rules.py) say what an operator makes of the elements of its operands. What no
+rule explains is a `read` of the node itself, so that nothing that depends on data, on memory that
+is written to, or on an operator that is not known there, is ever guessed.
 """
 
 from __future__ import annotations
@@ -12,76 +12,103 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.view import is_lowered
-from fusion_backend.compat.torch import schema_of, statically_known_true
+from fusion_backend.compat.torch import statically_known_true
+from fusion_backend.ir.rules import UNREADABLE, Again, Table, read
+from fusion_backend.ir.schema_args import Call
 from fusion_backend.masks.terms import ZERO, Linear, Ranges, Term, TooLarge, is_condition, leaves
 
 INTEGERS = {torch.int64, torch.int32}
 FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 DEEPEST, LONGEST = 60, 20_000  # operators below each other; elements in all
+# A parameter of a rule of this type is the operand's element that the result is computed from,
+# where operands broadcast against the result.
+Element = bool | float | Linear | Term
 
 
-class Arguments:
-    """The arguments of a node by their schema names."""
+def operand(value, reader: Reader, call: Call, at: tuple[Linear, ...]):
+    found = reader.operand(value, at)
+    return UNREADABLE if found is None and value is not None else found
 
-    def __init__(self, node: fx.Node):
-        names = [a.name for a in schema_of(node.target).arguments]
-        self.node, self.val = node, node.meta["val"]
-        self.values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
-    def __getitem__(self, name: str):
-        return self.values.get(name)
+def as_it_is(value, *context):
+    return value
 
-    def number(self, name: str, default=None):
-        """A size, a dimension or a step, symbolic perhaps."""
-        value = self.values.get(name, default)
-        return value.meta.get("val") if isinstance(value, fx.Node) else value
 
-    def dim(self, name: str, default=None) -> int:
-        return self.number(name, default) % max(self.node.args[0].meta["val"].dim(), 1)
+# ATen operator -> element of its result. A rule gets the reader `r`, the `Call`, the indices `at`,
+# one Linear a dimension, and then the arguments.
+ELEMENTS = Table(
+    "elements of masks", 3, {Term: operand, fx.Node: as_it_is, list[fx.Node]: as_it_is}
+)
 
 
 class Reader:
     """Elements of one view, for index variables of these sizes. `unknown(node)` says what may not
-    be looked into, `behind(node)` what a node is another name of.
+    be looked into, `resolve(node)` what a node is another name of.
     """
 
-    def __init__(self, sizes: dict[str, object], rules: dict, unknown, behind=lambda n: n):
-        self.ranges, self.rules, self.unknown = Ranges(dict(sizes)), rules, unknown
-        self.behind = behind
+    def __init__(self, sizes: dict[str, object], unknown, resolve=lambda n: n):
+        self.ranges, self.unknown = Ranges(dict(sizes)), unknown
+        self.resolve = resolve
         self.memo: dict[tuple, object] = {}
         self.made_by: dict[object, fx.Node] = {}  # a condition -> the node that compares
-        self.depth = 0
+        self.pending: list[tuple] = []  # elements that are being read, each for the one before it
 
     def element(self, n: fx.Node, at: tuple[Linear, ...]):
-        """The element of n at a place; a `read` of n where no rule tells more."""
-        n = self.behind(n)
+        """The element of n at these indices; a `read` of n where no rule says more.
+
+        In a rule it raises Again where the element is not known yet: it is read first, so that no
+        rule runs inside another, however deep the graph is.
+        """
+        n = self.resolve(n)
         shape = n.meta["val"].shape
-        at = tuple(ZERO if is_one(size) else i for i, size in zip(at, shape, strict=True))
-        key = (n, at)
+        key = (n, tuple(ZERO if is_one(size) else i for i, size in zip(at, shape, strict=True)))
         if key not in self.memo:
-            self.memo[key] = self.looked_up(n, at)
+            if self.pending:
+                self.pending.append(key)
+                raise Again
+            self.pending.append(key)
+            self.run()
         return self.memo[key]
 
-    def looked_up(self, n: fx.Node, at: tuple[Linear, ...]):
-        rule = self.rules.get(schema_of(n.target).name) if is_lowered(n) else None
-        found = None
-        if (
-            rule is not None
-            and self.depth < DEEPEST
-            and len(self.memo) < LONGEST
-            and not self.unknown(n)
-        ):
-            self.depth += 1
+    def run(self) -> None:
+        while self.pending:
+            key = self.pending[-1]
             try:
-                found = rule(self, Arguments(n), at)
+                self.memo[key] = self.by_rule(*key)
+                self.pending.pop()
+            except Again:
+                pass
+            except BaseException:
+                self.pending.clear()
+                raise
+
+    def by_rule(self, n: fx.Node, at: tuple[Linear, ...]):
+        found = None
+        within = len(self.pending) <= DEEPEST and len(self.memo) < LONGEST
+        if within and is_lowered(n) and not self.unknown(n):
+            try:
+                found = self.answer(n, (self, Call(n), at))
             except TooLarge:
                 found = None
-            self.depth -= 1
         if found is None or not self.fits(found, n.meta["val"].dtype):
             return Term("read", (n, at))
         if isinstance(found, Term):
             self.made_by.setdefault(found, n)
         return found
+
+    def answer(self, n: fx.Node, context: tuple):
+        for rule, plan in ELEMENTS.plan(n.target):
+            arguments = read(n, plan, context)
+            found = None if arguments is None else rule.ask(*context, *arguments)
+            if found is not None:
+                return found
+        return None
+
+    def variable(self, n: fx.Node, size) -> Linear:
+        """An index variable of its own for a node that looks at all elements along a dimension."""
+        name = f"along {n.name}"
+        self.ranges.sizes[name] = size
+        return Linear({name: 1})
 
     def fits(self, t, dtype: torch.dtype) -> bool:
         """Is it an element of such a tensor, without an overflow?"""
@@ -116,8 +143,6 @@ def is_one(size) -> bool:
 
 
 def dtype_of(x) -> torch.dtype | None:
-    return (
-        x.meta["val"].dtype
-        if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
-        else None
-    )
+    """None of what is no tensor."""
+    value = x.meta.get("val") if isinstance(x, fx.Node) else x
+    return value.dtype if isinstance(value, torch.Tensor) else None

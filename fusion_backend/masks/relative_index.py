@@ -1,7 +1,7 @@
 """What an index `[n, m]` is: a function of i - j alone, one number along each diagonal, or anything
 else.
 
-Element (i, j) is read as a term (reading.py): where its places hold i and j only in i - j, so does
+Element (i, j) is read as a term (reader.py): where its indices hold i and j only in i - j, so does
 the element, whatever is read there. What no rule reads is looked through if it is elementwise, of
 floats too: from equal numbers it makes equal numbers, wherever they stand. So sizes may be
 symbolic, and logarithms may round as they like. What remains is computed on CPU, where neither an
@@ -19,8 +19,7 @@ from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import unrepeatable
-from fusion_backend.masks.analysis import Masks, place, source
-from fusion_backend.masks.element_rules import RULES
+from fusion_backend.masks.analysis import Masks, location_of, source
 from fusion_backend.masks.reader import INTEGERS, Reader, dtype_of, is_one
 from fusion_backend.masks.terms import ZERO, Linear, Term
 
@@ -58,20 +57,23 @@ def index_of(argument: fx.Node | Viewed, masks: Masks) -> Index:
         return Index(False, f"its index has the shape {tuple(shape)}, not [n, m]")
     reads = other_read(argument, masks)
     if reads is None:
-        return Index(True, f"its index is a function of i - j, proven at {place(argument)}")
-    if masks.table(argument) is not None and masks.behind(argument) not in masks.inexact:
-        return Index(True, f"its index is a function of i - j, by its values at {place(argument)}")
+        return Index(True, f"its index is a function of i - j, proven at {location_of(argument)}")
+    values = masks.values
+    if values.exactly(argument) is not None and values.by_difference(argument) is not None:
+        return Index(
+            True, f"its index is a function of i - j, by its values at {location_of(argument)}"
+        )
     return Index(
         False, f"its index is not known to be a function of i - j: it reads {source(reads)}"
     )
 
 
 def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
-    """A node of which an element is read, for (i, j), at a place that i - j does not give; None if
-    there is none.
+    """A node of which an element is read, for (i, j), at indices that i - j does not give;
+    None if there is none.
     """
     shape = index.meta["val"].shape
-    reader = Reader({"i": shape[-2], "j": shape[-1]}, RULES, masks.unknown)
+    reader = Reader({"i": shape[-2], "j": shape[-1]}, masks.unknown)
     at = (*(ZERO for _ in shape[:-2]), Linear({"i": 1}), Linear({"j": 1}))
     pending, seen = [(index, reader.element(index, at))], set()
     while pending:
@@ -89,11 +91,11 @@ def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
                 else [(t.args[0], x) for x in t.args[1] + t.args[2]]
             )
         elif not all(map(of_difference, t.args[1])):
-            node, place_of = t.args
+            node, indices = t.args
             operands = elementwise(node, masks)
             if operands is None:
                 return node
-            pending += [(node, reader.operand(a, place_of)) for a in operands]
+            pending += [(node, reader.operand(a, indices)) for a in operands]
     return None
 
 
@@ -103,12 +105,12 @@ def of_difference(form: Linear) -> bool:
 
 
 def elementwise(n: fx.Node, masks: Masks) -> list[fx.Node] | None:
-    """The tensors of which n computes each element from theirs at the same place, and from nothing
-    that stands at any other; None if it is not so.
+    """The tensors of which n computes each element from theirs at the same indices, and from
+    nothing that stands at any other; None if it is not so.
     """
     if not is_lowered(n) or masks.unknown(n) or unrepeatable(n):
         return None
-    if schema_of(n.target).name == "aten::index":  # of a whole table: a function of its places
+    if schema_of(n.target).name == "aten::index":  # of a whole table: a function of its indices
         whole = len(n.args[1]) == n.args[0].meta["val"].dim() and all(
             dtype_of(i) in INTEGERS for i in n.args[1]
         )

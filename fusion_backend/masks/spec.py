@@ -1,5 +1,5 @@
-"""What a mask keeps, as masks.py finds it: a band around the diagonal, conditions, and a bias that
-is added.
+"""What a mask keeps, as analysis.py finds it: a band around the diagonal, conditions, and a bias
+that is added.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEYOND = -0.99e9
 
 
 def hides(fill: float, dtype: torch.dtype, exact: bool = False) -> bool:
-    """Does a score that is replaced by `fill`, or moved by it, lose all weight beside any other?
+    """Does a score that is replaced by `fill`, or moved by it, lose all weight against any other?
     Scores are taken to be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left
     is 0 in fp32. Where that must not be taken for granted (`exact`), only -inf does.
     """

@@ -1,4 +1,4 @@
-"""Terms: what the element of a tensor is, where its place is given by index variables.
+"""Terms: what the element of a tensor is, where its indices are given by index variables.
 
 A term is a bool, a float, a Linear (an integer) or a Term over them. Sizes may be symbolic; what a
 term says about them is proven without a guard.
@@ -109,13 +109,13 @@ def opposite(t: Term):
         case "not":
             return t.args[0]
         case "and":
-            return either(*map(negated, t.args))
+            return disjunction(*map(negated, t.args))
         case "or":
-            return both(*map(negated, t.args))
+            return conjunction(*map(negated, t.args))
     return Term("not", (t,))
 
 
-def both(x, y):
+def conjunction(x, y):
     if isinstance(x, bool):
         return y if x else False
     if isinstance(y, bool):
@@ -123,7 +123,7 @@ def both(x, y):
     return x if x == y else False if x == negated(y) else Term("and", (x, y))
 
 
-def either(x, y):
+def disjunction(x, y):
     if isinstance(x, bool):
         return True if x else y
     if isinstance(y, bool):
@@ -140,8 +140,8 @@ def where(condition, x, y):
     if is_condition(x) and is_condition(y):
         # |a| <= b, chosen by the sign of a
         if implied(condition, y) and implied(negated(condition), x):
-            return both(x, y)
-        return either(both(condition, x), both(negated(condition), y))
+            return conjunction(x, y)
+        return disjunction(conjunction(condition, x), conjunction(negated(condition), y))
     return Term("where", (condition, x, y))
 
 
@@ -154,7 +154,7 @@ def implied(condition, t) -> bool:
 
 
 def is_condition(t) -> bool:
-    """Is it known to be a boolean? A `read` tells by its node."""
+    """Is it known to be a boolean? A `read` is one if its node is."""
     if isinstance(t, Term):
         return t.op not in ("where", "read") or (
             t.op == "read" and t.args[0].meta["val"].dtype == torch.bool
@@ -261,18 +261,22 @@ class Ranges:
 
 
 def compared(ranges: Ranges, op: str, x, y):
-    """x op y of two numbers; None where neither their forms nor their values tell."""
+    """x op y of two numbers; None where neither their linear forms nor their values decide it."""
     if isinstance(x, Linear) and isinstance(y, float) and y.is_integer() and abs(y) < 1 << 24:
         y = Linear({}, int(y))
     if isinstance(x, Linear) and isinstance(y, Linear):
         apart, one = x.plus(y, -1), Linear({}, -1)
-        forms = {
+        differences = {
             "ge": apart,
             "gt": apart.plus(one),
             "le": apart.times(-1),
             "lt": apart.times(-1).plus(one),
         }
-        return ranges.nonnegative(forms[op]) if op in forms else equal(ranges.zero(apart), op)
+        return (
+            ranges.nonnegative(differences[op])
+            if op in differences
+            else equal(ranges.zero(apart), op)
+        )
     if isinstance(x, float) and isinstance(y, float):
         if math.isnan(x) or math.isnan(y):
             return None
@@ -311,8 +315,8 @@ def computed(t, sizes: dict[str, int], value, number=int) -> torch.Tensor:
     def read(node, at) -> torch.Tensor:
         whole = value(node)
         # of branches not taken
-        places = [grid(i).clamp(0, size - 1) for i, size in zip(at, whole.shape, strict=True)]
-        return whole[tuple(places)] if places else whole
+        indices = [grid(i).clamp(0, size - 1) for i, size in zip(at, whole.shape, strict=True)]
+        return whole[tuple(indices)] if indices else whole
 
     def walk(x) -> torch.Tensor:
         if isinstance(x, Linear):

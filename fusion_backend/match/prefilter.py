@@ -19,20 +19,20 @@ from fusion_backend.match.root_index import CHAINS, flat
 OWN_ATTR = {"dropout", "repeat_heads"}
 
 
-class Form:
+class Skeleton:
     """A part of a template without the names of its arguments. `bit` stands for its operator in a
     set of operators.
     """
 
     __slots__ = ("args", "attr", "bit", "chain", "links", "op", "parts")
 
-    def __init__(self, op: str, attr, args: tuple[Form, ...], bit: int):
+    def __init__(self, op: str, attr, args: tuple[Skeleton, ...], bit: int):
         self.op, self.attr, self.args, self.bit = op, attr, args, bit
         self.parts = [i for i, a in enumerate(args) if a.op != "var"]  # which args can fail to fit
         self.links = bit  # the operators of a chain that starts here
-        self.chain: list[Form] = []  # its operands, for a chain of more than two
+        self.chain: list[Skeleton] = []  # its operands, for a chain of more than two
         if op in CHAINS:
-            operands: list[Form] = []
+            operands: list[Skeleton] = []
             for a in args:
                 linked = a.op == op
                 operands += (a.chain or list(a.args)) if linked else [a]
@@ -46,28 +46,28 @@ class Fit(NamedTuple):
     """
 
     matched: int  # a set of operators, one bit each
-    stopped: tuple[Form, Expr] | None = None  # what was expected, and what is there
+    stopped: tuple[Skeleton, Expr] | None = None  # what was expected, and what is there
 
 
 OPEN = Fit(0)
-KNOWN: dict[tuple, Form] = {}
+KNOWN: dict[tuple, Skeleton] = {}
 REMEMBERED = 10_000  # the catalogue has about 400; notebooks define patterns again and again
 
 
 def make_room() -> None:
-    """Before the forms of a template are made: they must all differ in their bits."""
+    """Before the skeletons of a template are made: they must all differ in their bits."""
     if len(KNOWN) > REMEMBERED:
         KNOWN.clear()
 
 
-def form_of(e: Expr, known: dict[Expr, Form]) -> Form:
-    """The form of a template's expression; `known` is the template's own."""
+def skeleton_of(e: Expr, known: dict[Expr, Skeleton]) -> Skeleton:
+    """The skeleton of a template's expression; `known` is the template's own."""
     if e not in known:
         attr = None if e.op in ("var", "scalar", *OWN_ATTR) else e.attr
-        args = tuple(form_of(a, known) for a in e.args)
+        args = tuple(skeleton_of(a, known) for a in e.args)
         key = (e.op, attr, args)
         if key not in KNOWN:
-            KNOWN[key] = Form(e.op, attr, args, 1 << len(KNOWN))
+            KNOWN[key] = Skeleton(e.op, attr, args, 1 << len(KNOWN))
         known[e] = KNOWN[key]
     return known[e]
 
@@ -76,10 +76,10 @@ class Fitting:
     """Remembers the answers for one view."""
 
     def __init__(self):
-        self.known: dict[tuple[Form, Expr], Fit] = {}
+        self.known: dict[tuple[Skeleton, Expr], Fit] = {}
         self.flat: dict[Expr, list[Expr]] = {}
 
-    def __call__(self, p: Form, g: Expr) -> Fit:
+    def __call__(self, p: Skeleton, g: Expr) -> Fit:
         if p.op == "var":
             return OPEN
         found = self.known.get((p, g))
@@ -87,7 +87,7 @@ class Fitting:
             found = self.known[p, g] = self.compare(p, peel(g))
         return found
 
-    def compare(self, p: Form, g: Expr) -> Fit:
+    def compare(self, p: Skeleton, g: Expr) -> Fit:
         if p.op == "scalar" or p.op == "const":
             agree = g.op == "const" and (
                 p.op == "scalar" or math.isclose(p.attr, g.attr, rel_tol=1e-6)
@@ -110,7 +110,7 @@ class Fitting:
             best = better(best, self.all(p, (g.args[0], g.args[2], g.args[1])))
         return best
 
-    def all(self, p: Form, given: tuple[Expr, ...]) -> Fit:
+    def all(self, p: Skeleton, given: tuple[Expr, ...]) -> Fit:
         matched, stopped, deepest = p.bit, None, -1
         for i in p.parts:
             part, why = self.known.get((p.args[i], given[i])) or self(p.args[i], given[i])
@@ -124,7 +124,7 @@ class Fitting:
             self.flat[g] = flat(g, g.op)
         return self.flat[g]
 
-    def regrouped(self, p: Form, g: Expr) -> Fit:
+    def regrouped(self, p: Skeleton, g: Expr) -> Fit:
         """a·(b·c) against (a·b)·c: the operands of both chains in any order."""
         given = self.operands(g)
         if len(given) != len(p.chain):
@@ -148,7 +148,7 @@ class Fitting:
         found = assign(0, list(range(len(given))))
         return Fit(0, (p, g)) if found is None else Fit(found)
 
-    def reciprocal(self, p: Form, g: Expr) -> Fit:
+    def reciprocal(self, p: Skeleton, g: Expr) -> Fit:
         """x·s against x/c, and the other way round: s is 1/c. Whether that may be rounded is the
         unifier's question.
         """
@@ -171,7 +171,7 @@ def better(a: Fit, b: Fit) -> Fit:
     return a
 
 
-def expected(p: Form, g: Expr) -> str:
+def expected(p: Skeleton, g: Expr) -> str:
     """Where a fit stopped, in words."""
     if p.op == "scalar":
         return f"expected a number known at compile time, found {describe(g)}"

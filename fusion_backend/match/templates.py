@@ -22,7 +22,8 @@ from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.ir.canonicalize import Canon, unrepeatable
 from fusion_backend.ir.expr import LEAVES, Expr
-from fusion_backend.match.prefilter import Form, form_of, make_room
+from fusion_backend.ir.rules import version
+from fusion_backend.match.prefilter import Skeleton, make_room, skeleton_of
 from fusion_backend.match.root_index import needs
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.op import Op
@@ -63,12 +64,12 @@ class Template:
         return needs(self.roots[self.start])
 
     @functools.cached_property
-    def forms(self) -> dict[Expr, Form]:
-        """The form of every expression in it."""
-        known: dict[Expr, Form] = {}
+    def skeletons(self) -> dict[Expr, Skeleton]:
+        """The skeleton of every expression in it."""
+        known: dict[Expr, Skeleton] = {}
         make_room()
         for root in self.roots:
-            form_of(root, known)
+            skeleton_of(root, known)
         return known
 
 
@@ -76,19 +77,21 @@ def templates(pattern: Definition) -> list[Template]:
     """All templates of a pattern, the largest first; traced once, then kept on disk. Raises
     PatternError.
 
-    Integers times a float are of torch's default dtype: under another one a reference may be traced
-    anew.
+    Integers times a float are of torch's default dtype: under another one a reference is traced
+    anew, and so it is once a canonical rule was added from outside.
     """
     default = torch.get_default_dtype()
-    if pattern.memo.get("default_dtype") != default:
+    if (pattern.memo.get("default_dtype"), pattern.memo.get("rules")) != (default, version()):
         pattern.memo.pop("templates", None)
-        pattern.memo["default_dtype"] = default
+        pattern.memo |= {"default_dtype": default, "rules": version()}
     if "templates" not in pattern.memo:
         file = file_of(pattern)
-        kept = load(file)
-        if kept is not None and kept.get("default_dtype") == default:
-            pattern.memo |= {k: kept[k] for k in TRACED if k in kept}
-            pattern.memo["templates"] = [Template(pattern, *fields) for fields in kept["templates"]]
+        stored = load(file)
+        if stored is not None and stored.get("default_dtype") == default:
+            pattern.memo |= {k: stored[k] for k in TRACED if k in stored}
+            pattern.memo["templates"] = [
+                Template(pattern, *fields) for fields in stored["templates"]
+            ]
             return pattern.memo["templates"]
         found: dict[str, Template] = {}
         for fn, kinds in itertools.product(spellings_of(pattern), forms(pattern)):
@@ -191,8 +194,8 @@ def template(pattern: Definition, fn: Callable, kinds: tuple[str, ...]) -> list[
     roots, size = first
     if repr(roots) != repr(second[0]):
         raise PatternError(
-            f"{pattern.where}: a scalar is computed with before it reaches the graph and cannot be captured: "
-            f"{roots!r} against {second[0]!r}"
+            f"{pattern.where}: a scalar is computed with before it reaches the graph and cannot be "
+            f"captured: {roots!r} against {second[0]!r}"
         )
     used = {
         e.attr if e.op == "var" else e.attr[0]
@@ -272,13 +275,14 @@ def traced(pattern: Definition, fn: Callable, kinds, probe: float):
         )
     if len(outs) != pattern.outputs:
         raise PatternError(
-            f"{pattern.where}: it returns {len(outs)} tensors, its annotation says {pattern.outputs}"
+            f"{pattern.where}: it returns {len(outs)} tensors, its annotation says "
+            f"{pattern.outputs}"
         )
     ours = next((n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fusion"), None)
     if ours is not None:
         raise PatternError(
-            f"{pattern.where}: it calls {ours.target}, which is what patterns are replaced with and never found in a "
-            "graph: write out what that computes"
+            f"{pattern.where}: it calls {ours.target}, which is what patterns are replaced with "
+            "and never found in a graph: write out what that computes"
         )
     random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
     if random:
@@ -286,7 +290,8 @@ def traced(pattern: Definition, fn: Callable, kinds, probe: float):
     for n in random:
         if schema_of(n.target).name not in ("aten::dropout", "aten::scaled_dot_product_attention"):
             raise PatternError(
-                f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random numbers"
+                f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random "
+                "numbers"
             )
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)

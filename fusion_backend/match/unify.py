@@ -1,8 +1,8 @@
 """Template x expression -> what its arguments are bound to.
 
-Backtracks over the order of commutative operands, but only where the parts fit (fitting.py). Casts
-between fp32, bf16 and fp16 are looked through: a fused kernel computes in fp32 and rounds once per
-output. The operands of a matrix product keep their dtype.
+Backtracks over the order of commutative operands, but only where the parts fit (prefilter.py).
+Casts between fp32, bf16 and fp16 are looked through: a fused kernel computes in fp32 and rounds
+once per output. The operands of a matrix product keep their dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from fusion_backend.capture.sizes import same
 from fusion_backend.ir.argument_views import unpermuted
-from fusion_backend.ir.expr import COMMUTATIVE, LEAVES, Expr, as_written, describe, peel
+from fusion_backend.ir.expr import COMMUTATIVE, LEAVES, Expr, describe, graph_value, peel
 from fusion_backend.match.prefilter import OWN_ATTR, Fitting
 from fusion_backend.match.root_index import CHAINS, flat
 from fusion_backend.match.templates import FORMS, Template
@@ -39,7 +39,7 @@ class Unifier:
 
     def __init__(self, template: Template, fitting: Fitting):
         self.reciprocal = template.pattern.reciprocal
-        self.fitting, self.forms = fitting, template.forms
+        self.fitting, self.skeletons = fitting, template.skeletons
         self.depth = 0
         self.steps = 0
         self.best: tuple[int, Expr | None, str] = (-1, None, "")
@@ -100,7 +100,7 @@ class Unifier:
         env = {**env, g: p}
         self.depth += 1
         pinned = pinned or p.op in KEEPS_DTYPE
-        mixed = bool(self.forms[p].chain) and len({broadcast(w, p) for w in flat(p, p.op)}) > 1
+        mixed = bool(self.skeletons[p].chain) and len({broadcast(w, p) for w in flat(p, p.op)}) > 1
         if mixed:  # which operand is broadcast tells more than how they are parenthesised
             yield from self.chain(p, g, env, mixed)
         for given in orders(p, g):
@@ -115,7 +115,7 @@ class Unifier:
         self.depth -= 1
 
     def fits(self, p: Expr, g: Expr) -> bool:
-        return self.fitting(self.forms[p], g).stopped is None
+        return self.fitting(self.skeletons[p], g).stopped is None
 
     def all(self, pairs: list, env: dict, pinned: bool, i: int = 0) -> Iterator[dict]:
         while i < len(pairs) and pairs[i][0].op in LEAVES:
@@ -133,7 +133,9 @@ class Unifier:
         """a·(b·c) against (a·b)·c: the operands of both chains in any order, those first that are
         broadcast alike.
         """
-        if not self.forms[p].chain or len(self.forms[p].chain) != len(self.fitting.operands(g)):
+        if not self.skeletons[p].chain or len(self.skeletons[p].chain) != len(
+            self.fitting.operands(g)
+        ):
             return
         wanted, given = flat(p, p.op), self.fitting.operands(g)
         wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # what can fail fails first
@@ -184,8 +186,8 @@ class Unifier:
             return self.miss(g, f"argument {name} must be a tensor, found {describe(g)}")
         if had is None:
             return {**env, name: Bound(g, pinned)}
-        before, now = as_written(had.expr), as_written(g)
-        if as_written(peel(before)) is not as_written(peel(now)) or (
+        before, now = graph_value(had.expr), graph_value(g)
+        if graph_value(peel(before)) is not graph_value(peel(now)) or (
             had.pinned and pinned and before is not now
         ):
             return self.miss(g, f"argument {name} is two different values")

@@ -8,7 +8,7 @@ from typing import Literal
 from fusion_backend.ops import checks
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.op import Op
-from fusion_backend.ops.registry import OPS, RULES, register
+from fusion_backend.ops.registry import FUSION_RULES, OPS, register
 from fusion_backend.ops.rule import Rule
 
 
@@ -44,4 +44,4 @@ class Pattern(Rule, Op):
         self.inductor = inductor
         self.is_found(reciprocal)
         self.has_no_functions()
-        register(self, RULES, OPS)
+        register(self, FUSION_RULES, OPS)

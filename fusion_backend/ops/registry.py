@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fusion_backend.ops.op import Op
     from fusion_backend.ops.rule import Rule
 
-RULES: dict[str, Rule] = {}  # in the order in which they are tried, where they are of one size
+FUSION_RULES: dict[
+    str, Rule
+] = {}  # in the order in which they are tried, where they are of one size
 OPS: dict[str, Op] = {}
 LEAVES_CLASHES_OUT = contextvars.ContextVar("fusion_leaves_clashes_out", default=False)
 
@@ -37,7 +39,7 @@ def register(new: Definition, *registries: dict) -> None:
     if old is not None and any(registry.get(new.name) is not old for registry in registries):
         unregister(new.name)
     retire(old)
-    for registry in (RULES, OPS):
+    for registry in (FUSION_RULES, OPS):
         if any(registry is r for r in registries):
             registry[new.name] = new
         else:
@@ -45,7 +47,7 @@ def register(new: Definition, *registries: dict) -> None:
 
 
 def named(name: str) -> Definition | None:
-    return RULES.get(name) or OPS.get(name)
+    return FUSION_RULES.get(name) or OPS.get(name)
 
 
 def clash(old: Definition | None, new: Definition) -> str:
@@ -86,7 +88,7 @@ def retire(old: Definition | None) -> None:
 
 def unregister(name: str) -> None:
     """Forget a rule, an op or a pattern (tests and notebooks)."""
-    retire(RULES.pop(name, None))
+    retire(FUSION_RULES.pop(name, None))
     retire(OPS.pop(name, None))
 
 

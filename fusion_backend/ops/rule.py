@@ -11,7 +11,7 @@ from fusion_backend.ops import checks
 from fusion_backend.ops.checks import same_arguments, taking
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.op import Op
-from fusion_backend.ops.registry import RULES, register
+from fusion_backend.ops.registry import FUSION_RULES, register
 from fusion_backend.reporting.reject import PatternError, Reject
 
 # Name -> analysis(node, graph): what a rule may ask about an argument. The pass adds its own.
@@ -81,7 +81,7 @@ class Rule(Definition):
     def __init__(self, reference: Callable, *, reciprocal: bool = False) -> None:
         super().__init__(reference)
         self.is_found(reciprocal)
-        register(self, RULES)
+        register(self, FUSION_RULES)
 
     def is_found(self, reciprocal: bool) -> None:
         """The state before the decorators have run."""

@@ -8,7 +8,7 @@ import torch
 import fusion_backend
 from benchmarks.measure.memory import peak_bytes
 from fusion_backend.kernels.common.dropout import philox, threshold
-from fusion_backend.ops.registry import RULES
+from fusion_backend.ops.registry import FUSION_RULES
 from tests.test_dropout import (  # noqa: F401  (the same tests, here with the kernels)
     ALWAYS,
     NAMES,
@@ -53,12 +53,12 @@ def case(name: str, rows: int, n: int):
     def tensor(*shape):
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-    return RULES[name].inputs_fn(tensor, rows=rows, n=n)
+    return FUSION_RULES[name].inputs_fn(tensor, rows=rows, n=n)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_takes_no_more_memory(name):
-    args, reference = case(name, 8192, 2048), RULES[name].reference
+    args, reference = case(name, 8192, 2048), FUSION_RULES[name].reference
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
     def peak(fn) -> int:
@@ -85,7 +85,7 @@ def test_beyond_31_bits(name):
     x = torch.ones(rows, n, device="cuda", dtype=torch.bfloat16)
     norm = name == "dropout_add_layer_norm"
     args = [x, torch.zeros_like(x)] + [x[0], x[0]] * norm + [0.3] + [1e-5] * norm
-    found = RULES[name].kernel_fn(*args, seed(9), *[False] * norm)
+    found = FUSION_RULES[name].kernel_fn(*args, seed(9), *[False] * norm)
     h = found[1] if norm else found
     words = philox(seed(9), torch.arange((rows - last) * n // 4, rows * n // 4, device="cuda"))
     keep = torch.stack(words, 1).view(last, n) >= threshold(0.3)
@@ -97,7 +97,7 @@ def test_compiled_beyond_31_bits(name):
     x = torch.ones(2**31 // 4096 + 64, 4096, device="cuda", dtype=torch.bfloat16)
     norm = name == "dropout_add_layer_norm"
     args = [x, torch.zeros_like(x)] + [x[0], x[0]] * norm + [0.3] + [1e-5] * norm
-    found = compiled(RULES[name].reference)(*args)
+    found = compiled(FUSION_RULES[name].reference)(*args)
     h = (found[1] if norm else found)[-64:].float()
     (which,) = fusion_backend.report().fused
     assert (which.pattern, which.forward) == (name, "kernel"), which

@@ -1,0 +1,116 @@
+"""Rules of matrix products, and of convolutions that are one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_backend.capture.sizes import equals, same
+from fusion_backend.ir.builder import Builder
+from fusion_backend.ir.expr import Expr
+from fusion_backend.ir.operator_families import aten
+from fusion_backend.ir.rules import rule
+from fusion_backend.ir.rules_norm import present
+from fusion_backend.ir.schema_args import Call
+
+Number = int | float
+Sizes = int | Sequence[int]
+
+
+@rule("aten::linear")
+def linear(c: Builder, call: Call, input: Expr, weight: Expr, bias: Expr | None):
+    return c.linear(input, weight, bias, call.shape)
+
+
+@rule("aten::matmul")
+def matmul(c: Builder, call: Call, self: Expr, other: Expr):
+    """Of integers converted to int32 it is exact, and the same as the product that takes int8."""
+    if all(e.op == "convert" and e.attr == torch.int32 for e in (self, other)):
+        return c.make("int_matmul", (self.args[0], other.args[0]), None, call.shape)
+    return c.make("matmul", (self, other), None, call.shape)
+
+
+@rule("aten::mm", "aten::bmm")
+def mm(c: Builder, call: Call, self: Expr, mat2: Expr):
+    return matmul(c, call, self, mat2)
+
+
+@rule("aten::_int_mm")
+def int_mm(c: Builder, call: Call, self: Expr, mat2: Expr):
+    return c.make("int_matmul", (self, mat2), None, call.shape)
+
+
+@rule("aten::addmm")
+def addmm(c: Builder, call: Call, self: Expr, mat1: Expr, mat2: Expr, beta: Number, alpha: Number):
+    """beta · self + alpha · mat1 @ mat2; without self where beta is 0."""
+    product = c.scale(c.make("matmul", (mat1, mat2), None, call.shape), alpha, call.shape)
+    if equals(beta, 0):
+        return product
+    return c.add(product, c.scale(self, beta, call.shape), call.shape)
+
+
+@rule("aten::baddbmm")
+def baddbmm(
+    c: Builder, call: Call, self: Expr, batch1: Expr, batch2: Expr, beta: Number, alpha: Number
+):
+    return addmm(c, call, self, batch1, batch2, beta, alpha)
+
+
+@rule("aten::einsum")
+def einsum(c: Builder, call: Call, equation: str, tensors: list[Expr]):
+    """Products over one index of two operands, with any batch: bhqd,bhkd->bhqk is a
+    matrix product.
+    """
+    equation = equation.replace(" ", "")
+    letters = equation.replace(",", "").replace("->", "")
+    if len(tensors) != 2 or not letters.isalpha() or "->" not in equation:
+        return None
+    (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    batch = [i for i in out if i in left and i in right]
+    rows, columns = ([i for i in out if i in x and i not in batch] for x in (left, right))
+    summed = [i for i in left if i in right and i not in out]
+    if not len(rows) == len(columns) == len(summed) == 1 or {*left, *right} != {*out, *summed}:
+        return None
+    if len({*left}) < len(left) or len({*right}) < len(right):
+        return None
+    x, y = tensors
+    sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, y.shape, strict=True))
+
+    def ordered(e: Expr, have: str | list, want: list) -> Expr:
+        return c.permute(e, [have.index(i) for i in want], tuple(sizes[i] for i in want))
+
+    x, y = ordered(x, left, batch + rows + summed), ordered(y, right, batch + summed + columns)
+    product = c.make("matmul", (x, y), None, tuple(sizes[i] for i in batch + rows + columns))
+    return ordered(product, batch + rows + columns, list(out))
+
+
+@rule(*aten("conv1d", "conv2d", "conv3d"))
+def patches(
+    c: Builder,
+    call: Call,
+    input: Expr,
+    weight: Expr,
+    bias: Expr | None,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+):
+    """A convolution whose windows lie side by side; any other is left as it is, one of single
+    pixels too.
+    """
+    kernel = tuple(weight.shape[2:])
+    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
+
+    def each(sizes: Sizes) -> tuple:
+        sizes = tuple(sizes) if isinstance(sizes, (list, tuple)) else (sizes,)
+        return sizes * (len(kernel) // len(sizes))
+
+    padded = padding != "valid" if isinstance(padding, str) else not same(each(padding), zeros)
+    side_by_side = same(each(stride), kernel) and same(each(dilation), ones)
+    if not side_by_side or same(kernel, ones) or padded or not equals(groups, 1):
+        return None
+    if len(input.shape) != len(weight.shape):
+        return None
+    return present(c, "aten.conv.patches", [input, weight, bias], call.shape)

@@ -1,0 +1,257 @@
+"""Rules of the order and shape of dimensions: permutations, reshapes, slices, joined tensors."""
+
+from __future__ import annotations
+
+from fusion_backend.capture.sizes import equals, hashable, same
+from fusion_backend.ir.builder import Builder
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr
+from fusion_backend.ir.operator_families import (
+    EXPANSIONS,
+    PERMUTATIONS,
+    RESHAPES,
+    SLICES,
+    permutation,
+    slice_of,
+)
+from fusion_backend.ir.rules import rule
+from fusion_backend.ir.schema_args import Call
+
+NESTED = 4  # products in the weight of a product
+
+
+@rule(*PERMUTATIONS)
+def permuted(c: Builder, call: Call, self: Expr):
+    return c.permute(self, permutation(call), call.shape)
+
+
+@rule(*EXPANSIONS)
+def expanded(c: Builder, call: Call, self: Expr):
+    if same(self.shape, call.shape):
+        return self
+    return c.make("expand", (self,), hashable(call.shape), call.shape)
+
+
+@rule("aten::unsqueeze")
+def unsqueezed(c: Builder, call: Call, self: Expr, dim: int):
+    rank = len(call.shape)
+    axis = dim % rank - rank
+    if self.op == "squeeze" and self.attr == (axis,):
+        return self.args[0]
+    return c.make("unsqueeze", (self,), axis, call.shape)
+
+
+@rule("aten::squeeze")
+def squeezed(c: Builder, call: Call, self: Expr, dim: int | list[int]):
+    if not isinstance(dim, int) or self.shape is None:
+        return None
+    axis = (dim % max(len(self.shape), 1)) - len(self.shape)
+    if len(self.shape) == len(call.shape):  # not of size 1: nothing happens
+        return self
+    if self.op == "unsqueeze" and self.attr == axis:
+        return self.args[0]
+    return c.make("squeeze", (self,), (axis,), call.shape)
+
+
+# Reshapes that are something else: rows of a tensor, repeated heads, interleaved pairs.
+
+
+@rule(*RESHAPES)
+def reshaped(c: Builder, call: Call, self: Expr):
+    x, shape = self, call.shape
+    while x.op in ("view", "rows"):  # a view of a view
+        x = x.args[0]
+    if same(x.shape, shape):
+        return x
+    if x.shape is None or not shape:
+        return c.make("view", (x,), str(shape), shape)
+    found = outside_product(c, x, shape) or as_repeated(c, x, shape) or as_interleaved(c, x, shape)
+    if found is None and len(shape) == 2 and same(x.shape[-1:], shape[-1:]):
+        return c.make("rows", (x,), None, shape)
+    return found or c.make("view", (x,), str(shape), shape)
+
+
+def of_rows(c: Builder, x: Expr) -> Expr:
+    """What was flattened to rows; a cast of the rows, as autocast makes, is a cast of it."""
+    passed = []
+    while x.peeled.op == "rows" and (x, c.state) not in c.flattened:
+        passed.append(x)
+        x = x.args[0]
+    inner = c.flattened.get((x, c.state), x)
+    for e in reversed(passed):
+        if e.op == "cast":
+            inner = c.make("cast", (inner,), e.attr, inner.shape)
+            inner.rows = e
+        c.flattened[e, c.state] = inner
+    return inner
+
+
+def outside_product(c: Builder, x: Expr, shape) -> Expr | None:
+    """x seen as rows, times a weight (plus a bias, or several), seen as x again: the product of x
+    itself.
+    """
+    biases = []
+    while x.op == "add" and len(biases) < LOOKED_THROUGH:
+        pairs = [(y, b) for y, b in (x.args, x.args[::-1]) if b.shape and len(b.shape) == 1]
+        if not pairs:
+            return None
+        x, b = pairs[0]
+        biases.append(b)
+    if x.op != "matmul" or not same(x.shape[-1:], shape[-1:]):
+        return None
+    inner = of_rows(c, x.args[0])
+    if inner.shape is None or not same(inner.shape[:-1], shape[:-1]):
+        return None
+    product = c.make("matmul", (inner, x.args[1]), None, shape)
+    for b in reversed(biases):
+        product = c.add(product, b, shape)
+    return product
+
+
+def repeated(c: Builder, x: Expr, times, shape) -> Expr:
+    """Heads repeated for grouped queries: [..., h, n, d] to [..., h · times, n, d]."""
+    return c.make("repeat_heads", (x,), str(times), shape)
+
+
+@rule("aten::repeat_interleave")
+def repeat_interleaved(c: Builder, call: Call, self: Expr, repeats: int, dim: int | None):
+    rank = len(call.shape)
+    heads = rank and isinstance(repeats, int) and dim is not None and dim % rank == rank - 3
+    return repeated(c, self, repeats, call.shape) if heads else None
+
+
+def as_repeated(c: Builder, x: Expr, shape) -> Expr | None:
+    """x[:, :, None].expand(b, h, times, n, d).reshape(b, h · times, n, d)"""
+    if x.op != "expand" or x.args[0].op != "unsqueeze" or x.args[0].attr != -3:
+        return None
+    if len(shape) != len(x.shape) - 1:
+        return None
+    inner = x.args[0].args[0]
+    others = (*inner.shape[:-3], *inner.shape[-2:])
+    times = x.shape[-3]
+    return repeated(c, inner, times, shape) if same(others, (*shape[:-3], *shape[-2:])) else None
+
+
+def as_interleaved(c: Builder, x: Expr, shape) -> Expr | None:
+    """stack((a, b), -1).flatten(-2): the elements of a and b by turns."""
+    if x.op != "stack" or x.attr != -1 or len(x.args) != 2 or not same(x.shape[:-2], shape[:-1]):
+        return None
+    return c.make("interleave", x.args, None, shape)
+
+
+# Parts of a dimension.
+
+
+def part(c: Builder, x: Expr, dim: int, start, stop, step, shape, depth: int = NESTED) -> Expr:
+    """A slice. The first and the second half of a dimension are told from other slices, so that
+    they do not depend on the size.
+    """
+    size = x.shape[dim]
+    axis = dim - len(x.shape)
+    in_product = axis == -1 and depth
+    columns = part_of_product(c, x, start, stop, step, shape, depth) if in_product else None
+    if columns is not None:
+        return columns
+    if not all(isinstance(v, int) for v in (size, start, stop, step)):
+        for k, bounds in enumerate(halves(size)) if equals(step, 1) else ():
+            if same((start, stop), bounds):
+                return c.make("half", (x,), (axis, k), shape)
+        return c.make("slice", (x,), (axis, str(start), str(stop), str(step)), shape)
+    if (start, stop, step) == (0, size, 1):
+        return x
+    if step == 1 and size % 2 == 0 and (start, stop) in halves(size):
+        return c.make("half", (x,), (axis, 1 if start else 0), shape)
+    if step == 2 and size % 2 == 0 and start in (0, 1) and stop == size:
+        return c.make("every_other", (x,), (axis, start), shape)
+    return c.make("slice", (x,), (axis, start, stop, step), shape)
+
+
+def halves(size) -> tuple[tuple, tuple]:
+    return (0, size // 2), (size // 2, size)
+
+
+def part_of_product(c: Builder, x: Expr, start, stop, step, shape, depth: int) -> Expr | None:
+    """Columns of x W + b are x times columns of W, plus those of b: packed weights are weights side
+    by side.
+    """
+    if x.op == "matmul" and x.args[1].shape is not None and len(x.args[1].shape) == 2:
+        rows = x.args[1].shape[0]
+        columns = part(c, x.args[1], 1, start, stop, step, (rows, shape[-1]), depth - 1)
+        return c.make("matmul", (x.args[0], columns), None, shape)
+    for y, b in (x.args, x.args[::-1]) if x.op == "add" else ():
+        if b.shape is not None and y.op == "matmul" and same(b.shape, x.shape[-1:]):
+            y = part_of_product(c, y, start, stop, step, shape, depth)
+            bias = part(c, b, 0, start, stop, step, (shape[-1],), depth - 1)
+            return y and c.add(y, bias, shape)
+    return None
+
+
+@rule(*SLICES)
+def sliced(c: Builder, call: Call, self: Expr):
+    taken = slice_of(call) if self.shape else None
+    return None if taken is None else part(c, self, *taken, call.shape)
+
+
+@rule("aten::glu")
+def glu(c: Builder, call: Call, self: Expr, dim: int):
+    dim %= len(call.shape)
+    size = call.shape[dim]
+    up, gate = (part(c, self, dim, k * size, (k + 1) * size, 1, call.shape) for k in (0, 1))
+    return c.mul(up, c.make("sigmoid", (gate,), None, call.shape), call.shape)
+
+
+@rule("aten::chunk", "aten::split", "aten::split_with_sizes")
+def pieces(c: Builder, call: Call, self: Expr, dim: int):
+    """The pieces are slices, one after the other."""
+    dim %= len(self.shape)
+    shapes = [tuple(v.shape) for v in call.value]
+    if len(shapes) == 2 and same(*shapes):
+        bounds = halves(self.shape[dim])
+        return c.make("tuple", [part(c, self, dim, *b, 1, shapes[0]) for b in bounds])
+    found, start = [], 0
+    for shape in shapes:
+        found.append(part(c, self, dim, start, start + shape[dim], 1, shape))
+        start += shape[dim]
+    return c.make("tuple", found)
+
+
+def is_pairs(x: Expr) -> bool:
+    """Is it a tensor seen as pairs of neighbours, [..., n, 2]?"""
+    inner = x.args[0].shape if x.op == "view" else None
+    return inner is not None and same(x.shape[:-2], inner[:-1]) and same(x.shape[-1:], (2,))
+
+
+@rule("aten::select")
+def selected(c: Builder, call: Call, self: Expr, dim: int, index: int):
+    """x[:, None][:, 0] is x; of pairs it is every other element."""
+    if not self.shape or not isinstance(index, int):
+        return None
+    axis = dim % len(self.shape) - len(self.shape)
+    if self.op == "unsqueeze" and self.attr == axis:
+        return self.args[0]
+    every_other = axis == -1 and is_pairs(self)
+    return c.make("every_other", self.args, (-1, index % 2), call.shape) if every_other else None
+
+
+@rule("aten::unbind")
+def unbound(c: Builder, call: Call, self: Expr, dim: int):
+    if not self.shape or dim % len(self.shape) != len(self.shape) - 1 or not is_pairs(self):
+        return None
+    shape = tuple(call.value[0].shape)
+    return c.make("tuple", [c.make("every_other", self.args, (-1, k), shape) for k in (0, 1)])
+
+
+# Tensors joined.
+
+
+@rule("aten::stack")
+def stacked(c: Builder, call: Call, tensors: list[Expr], dim: int):
+    axis = dim % len(call.shape) - len(call.shape)
+    return c.make("stack", tensors, axis, call.shape)
+
+
+@rule("aten::cat")
+def joined(c: Builder, call: Call, tensors: list[Expr], dim: int):
+    axis = dim % len(call.shape) - len(call.shape)
+    if all(e.op == "unsqueeze" and e.attr == axis for e in tensors):
+        return c.make("stack", (e.args[0] for e in tensors), axis, call.shape)
+    return c.make("cat", tensors, axis, call.shape)

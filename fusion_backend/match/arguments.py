@@ -1,0 +1,67 @@
+"""The nodes and numbers of the graph that hold what a template's arguments are bound to."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fusion_backend.ir.argument_views import BY_NUMBERS, Viewed, original
+from fusion_backend.ir.expr import peel
+from fusion_backend.match.templates import Template
+from fusion_backend.match.unify import Bound
+
+
+def mixed(env: dict, arguments: dict) -> str:
+    """Without its cast, would an argument reach a matrix product whose other operand keeps its
+    dtype?
+    """
+    bounds = {name: b for name, b in env.items() if isinstance(b, Bound)}
+    pinned = {original(arguments[name]).dtype for name, b in bounds.items() if b.pinned}
+    uncast = {
+        original(arguments[name]).dtype
+        for name, b in bounds.items()
+        if not b.pinned and b.expr.op == "cast"
+    }
+    return "a matrix product would get two dtypes" if pinned and uncast - pinned else ""
+
+
+def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:
+    """The arguments as nodes and numbers; a sentence where no node holds one."""
+    arguments: dict[str, object] = {}
+    for p, kind in zip(t.pattern.params, t.kinds, strict=True):
+        if kind != "tensor":
+            word = kind.removeprefix("=") if p.words else None
+            arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
+            continue
+        arguments[p.name] = argument_of(env[p.name], peeled, through)
+        if arguments[p.name] is None:
+            return (
+                f"argument {p.name} is computed inside one operator: no node of the graph holds it"
+            )
+    return arguments
+
+
+def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewed | None:
+    """The first node with the bound value; before rounding casts where they do not matter.
+
+    `through` a permutation that the user has made, but not for this site: a linear layer reads the
+    weight itself.
+    """
+    e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
+    through = through and e.op == "permute" and bool(e.args[0].nodes)
+    if e.nodes and not through:
+        return e.nodes[0]
+    if e.graph_value is not None and e.graph_value.nodes:
+        return e.graph_value.nodes[0]
+    steps: list[tuple[str, tuple]] = []
+    while e.op in ("permute", "half", "slice", "not", *BY_NUMBERS) and (through or not e.nodes):
+        through = False
+        number = next((a for a in e.args if a.of_run_time), None)
+        steps.insert(0, (e.op, (number.nodes[0],) if number else e.attr or ()))
+        if e.op in BY_NUMBERS and (number is None or (e.op == "div" and e.args[0] is number)):
+            return None
+        e = next(a for a in e.args if a is not number)
+    if not e.nodes and e.rows is not None:
+        steps.insert(0, ("unflatten", e.shape[:-1]))
+        e = e.rows
+    plain = all(isinstance(v, (int, fx.Node)) for _, attr in steps for v in attr)
+    return Viewed(e.nodes[0], tuple(steps)) if e.nodes and plain else None

@@ -1,0 +1,149 @@
+"""Rules that somebody adds from outside, for an operator of their own or instead of one of ours."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_backend import Pattern
+from fusion_backend.cache.disk import file_of
+from fusion_backend.compat.torch import FakeTensorMode, trace
+from fusion_backend.ir import Builder, Call, Expr, composite, counts, reset_counts, rule
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.rules import COMPOSITES, RULES
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.match.templates import templates
+from fusion_backend.ops.registry import unregister
+from fusion_backend.testing import assert_fuses
+
+
+@torch.library.custom_op("fusion_tests::swish", mutates_args=())
+def swish(x: Tensor, beta: float = 1.0) -> Tensor:
+    return x * torch.sigmoid(beta * x)
+
+
+@swish.register_fake
+def _(x, beta=1.0):
+    return torch.empty_like(x)
+
+
+def meaning(c: Builder, call: Call, x: Expr, beta: float):
+    scaled = c.mul(x, c.const(beta), call.shape)
+    return c.mul(x, c.make("sigmoid", (scaled,), None, call.shape), call.shape)
+
+
+@pytest.fixture
+def tables():
+    """The tables of rules, which are put back afterwards."""
+    before = [dict(t) for t in (RULES, COMPOSITES)]
+    yield
+    for table, rules in zip((RULES, COMPOSITES), before, strict=True):
+        table.clear()
+        table.update(rules)
+        table.version += 1  # what was traced with the rules of the test is traced anew
+
+
+@pytest.fixture
+def swish_sum():
+    @Pattern
+    def swish_sum(x: Tensor, y: Tensor, s: float) -> Tensor:
+        return x * torch.sigmoid(s * x) + y
+
+    yield swish_sum
+    unregister("swish_sum")
+
+
+def sites(pattern: Pattern, fn, *args) -> int:
+    mode = FakeTensorMode()
+    gm = trace(fn, [mode.from_tensor(a) for a in args], mode)
+    return len(list(Matcher(gm.graph, Canon().run(gm.graph), [pattern]).candidates()))
+
+
+def theirs(x, y):
+    return y + torch.ops.fusion_tests.swish(x, 1.5)
+
+
+X, Y = torch.randn(4, 64), torch.randn(4, 64)
+
+
+def test_a_pattern_matches_through_an_operator_of_somebody_else(tables, swish_sum):
+    assert sites(swish_sum, theirs, X, Y) == 0
+    reset_counts()
+    rule("fusion_tests::swish")(meaning)
+    assert sites(swish_sum, theirs, X, Y) == 1
+    assert sites(swish_sum, lambda x, y: theirs(x, y) * 2, X, Y) == 1
+    (found,) = [c for c in counts() if c.subject == "fusion_tests::swish"]
+    assert found.rule == f"{__name__}.meaning" and found.table == "expressions"
+    assert found.asked == found.applied == 2 and found.seconds > 0
+
+
+def test_it_is_fused(tables, swish_sum):
+    rule("fusion_tests::swish")(meaning)
+    assert_fuses(theirs, X, Y, pattern="swish_sum")
+
+
+def test_a_scalar_of_a_pattern_is_captured_through_it(tables):
+    rule("fusion_tests::swish")(meaning)
+
+    @Pattern
+    def swish_sum(x: Tensor, y: Tensor, s: float) -> Tensor:
+        return torch.ops.fusion_tests.swish(x, s) + y
+
+    unregister("swish_sum")
+    assert sites(swish_sum, lambda x, y: y + x * torch.sigmoid(1.5 * x), X, Y) == 1
+
+
+def test_templates_are_traced_anew(tables, swish_sum):
+    """In this process, and in another one, whose file has another name."""
+    pattern = swish_sum
+    before, file = templates(pattern), file_of(pattern)
+    assert templates(pattern) is before
+    rule("fusion_tests::swish")(meaning)
+    assert templates(pattern) is not before
+    assert file is None or file_of(pattern) != file
+
+
+def test_the_rule_of_somebody_else_is_asked_first(tables, swish_sum):
+    """And ours where theirs does not apply."""
+    asked = []
+
+    def declines(c, call, self: Expr, other: Expr):
+        asked.append(call.name)
+
+    rule("aten::mul")(declines)
+    assert sites(swish_sum, lambda x, y: x * torch.sigmoid(1.5 * x) + y, X, Y) == 1
+    assert asked and set(asked) == {"mul"}
+
+
+def test_a_composite_of_somebody_else(tables, swish_sum):
+    """Of values that are known to be no smaller than the number that they are clamped at."""
+
+    @composite("maximum")
+    def never_small(c: Builder, x: Expr, y: Expr, shape):
+        values = [e for e in (x, y) if e.op != "const"]
+        return values[0] if len(values) == 1 else None
+
+    def clamped(x, y):
+        return torch.clamp_min(x, 1e-3) * torch.sigmoid(1.5 * x) + y
+
+    assert sites(swish_sum, clamped, X, Y) == 1
+    del COMPOSITES["maximum"]
+    assert sites(swish_sum, clamped, X, Y) == 0
+
+
+def test_a_function_of_the_same_name_is_replaced(tables):
+    for _ in range(2):
+        rule("fusion_tests::swish")(meaning)
+    assert len(RULES["fusion_tests::swish"]) == 1
+
+
+def test_a_rule_applies_where_the_operator_has_its_arguments(tables):
+    """aten::max has overloads of one tensor, of two, and over one dimension."""
+
+    def of_two(c, call, self: Expr, other: Expr):
+        return c.maximum(self, other, call.shape)
+
+    rule("aten::max")(of_two)
+    overloads = torch.ops.aten.max
+    plans = [[r.where for r, _ in RULES.plan(getattr(overloads, o))] for o in ("default", "other")]
+    assert plans == [[], [f"{of_two.__module__}.{of_two.__qualname__}"]]
+    assert [r.built_in for r, _ in RULES.plan(overloads.dim)] == [True]
