@@ -19,7 +19,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from fusion_backend.patterns import softmax
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.measure import said
@@ -33,6 +32,7 @@ from fusion_backend.frontends.dynamo import patterns
 from fusion_backend.kernels.common.blocks import blocks_of
 from fusion_backend.kernels.common.launch import interpreting, trial
 from fusion_backend.kernels.norm import forward as norms
+from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.ops.pattern import REGISTRY
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)

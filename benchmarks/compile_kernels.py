@@ -34,7 +34,7 @@ from fusion_backend.compat.inductor import mutated_tensors
 from fusion_backend.compat.triton import SM_90, ASTSource, JITFunction, set_driver
 
 # Kernels that write to what they are given.
-IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | dict.fromkeys(SHARED, {"WORDS"})
+IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | dict.fromkeys(SHARED, {"MAILBOX"})
 SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 
 

@@ -25,7 +25,6 @@ from fusion_backend.patterns import (
     gated_linear,
     l2_norm,
     quantize_int8,
-    softmax,
 )
 
 from benchmarks.results import Run, machine
@@ -63,6 +62,8 @@ from fusion_backend.kernels.norm import (
 )
 from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
 from fusion_backend.kernels.quantize import quantize
+from fusion_backend.kernels.softmax import backward as softmax_backward
+from fusion_backend.kernels.softmax import forward as softmax
 
 NO_GPU = "kernels need a GPU, or TRITON_INTERPRET=1 (set before Python starts) to be tried in Triton's interpreter"
 INTERPRETED = "CPU: the kernels run in Triton's interpreter; their times mean nothing"
@@ -330,7 +331,7 @@ def softmaxes(device) -> Iterator[Call]:
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         ahead = read_ahead([c for c in configs if c[0] >= n]) * (rows > 1024)
         for c in (Config(*c) for c in configs + ahead):
-            run = functools.partial(softmax.forward, x, None, None, None, None, *c[:5])
+            run = functools.partial(softmax.forward, x, None, None, None, None, c)
             yield f"softmax {rows}x{n}", said(c), run
         wide = itertools.product((1024, 2048, 4096), [1], (1, 2, 4), (4, 8, 12, 16, 24), (3, 4))
         for c in itertools.starmap(Config, wide):
@@ -338,14 +339,16 @@ def softmaxes(device) -> Iterator[Call]:
                 yield (
                     f"softmax shared {rows}x{n}",
                     said(c),
-                    functools.partial(softmax.forward_shared, x, None, c),
+                    functools.partial(softmax.forward_cooperative, x, None, c),
                 )
         y, dy = torch.softmax(x, -1), torch.randn_like(x)
         configs += [
             (part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n
         ]
         for c in dict.fromkeys(configs):
-            run = functools.partial(softmax.backward, dy, y, x, None, None, (True, False), c)
+            run = functools.partial(
+                softmax_backward.backward, dy, y, x, None, None, (True, False), Config(*c)
+            )
             yield f"softmax backward {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
 
 

@@ -6,7 +6,6 @@ else.
 
 import pytest
 import torch
-from fusion_backend.patterns import softmax
 
 import fusion_backend
 from fusion_backend.kernels.common.cooperative_rows import shareable
@@ -22,6 +21,7 @@ from fusion_backend.kernels.norm import (
 )
 from fusion_backend.kernels.norm.backward_cooperative import backward_shared, shared_config
 from fusion_backend.kernels.norm.forward import Norm
+from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.testing import close, value_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -248,12 +248,13 @@ def test_softmax(rows, n):
         90.0,
     )
     for scale in (None, -0.5):
-        got = softmax.forward_shared(x, scale, softmax.SHARED)
+        got = softmax.forward_cooperative(x, scale, softmax.COOPERATIVE)
         want = torch.softmax(x.double() * (1 if scale is None else scale), -1)
         assert torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(), want.nan_to_num(), 2)
         assert torch.equal(
-            got.nan_to_num(), softmax.forward_shared(x, scale, softmax.SHARED).nan_to_num()
+            got.nan_to_num(),
+            softmax.forward_cooperative(x, scale, softmax.COOPERATIVE).nan_to_num(),
         )
 
 

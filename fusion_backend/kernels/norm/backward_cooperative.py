@@ -11,7 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusion_backend.kernels.common.cooperative_rows import exchange, groups_of, hear, tell, turn
+from fusion_backend.kernels.common.cooperative_rows import (
+    groups_of,
+    mailbox,
+    publish,
+    receive,
+    ticket,
+)
 from fusion_backend.kernels.common.dropout import drawn, dropout_factors
 from fusion_backend.kernels.common.inputs import as_rows, maybe_rows, number
 from fusion_backend.kernels.common.launch import launch
@@ -43,7 +49,7 @@ def backward_shared(dy, dh, h, mean, rstd, norm, needs, out, dx, config=None):
     launch(
         norm_backward_shared_kernel, (groups * pieces,), dy, dh, h, norm.weight, mean, rstd, out,
         dx, seed, sums,
-        exchange(rows, pieces, h.device), rows, norm.offset or 0.0, DY_STRIDE=dy_stride,
+        mailbox(rows, pieces, h.device), rows, norm.offset or 0.0, DY_STRIDE=dy_stride,
         DH_STRIDE=dh_stride,
         H_STRIDE=h_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], COLS=cols, PIECES=pieces,
         STAGES=stages,
@@ -56,13 +62,13 @@ def backward_shared(dy, dh, h, mean, rstd, norm, needs, out, dx, config=None):
 # piece.
 @triton.jit
 def norm_backward_shared_kernel(
-    DY, DH, H, W, MEAN, RSTD, OUT, DX, SEED, SUMS, WORDS, rows, offset, DY_STRIDE: tl.constexpr,
+    DY, DH, H, W, MEAN, RSTD, OUT, DX, SEED, SUMS, MAILBOX, rows, offset, DY_STRIDE: tl.constexpr,
     DH_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     COLS: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    started = turn(WORDS, rows, PIECES)
+    started = ticket(MAILBOX, rows, PIECES)
     group, groups, piece = started // PIECES, tl.num_programs(0) // PIECES, started % PIECES
     col = piece * COLS + tl.arange(0, COLS)
     inside = col < N
@@ -90,8 +96,8 @@ def norm_backward_shared_kernel(
             products, total = tl.reduce((g * u, g), 0, both)
         else:
             products, total = tl.sum(g * u, 0), 0.0
-        before = tell(WORDS + row * PIECES + piece, products, total)
-        products, total = hear(WORDS + row * PIECES, before, PIECES)
+        before = publish(MAILBOX + row * PIECES + piece, products, total)
+        products, total = receive(MAILBOX + row * PIECES, before, PIECES)
         d = g - u * (tl.sum(products, 0) / N)
         if MEAN is not None:
             d -= tl.sum(total, 0) / N

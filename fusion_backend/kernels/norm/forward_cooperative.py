@@ -11,14 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.cooperative_rows import (
+    EMPTY,
     LANES,
-    NOTHING,
-    exchange,
     groups_of,
-    hear,
+    mailbox,
+    publish,
+    receive,
     shareable,
-    tell,
-    turn,
+    ticket,
 )
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.common.inputs import number
@@ -66,7 +66,7 @@ def forward(
     launch(
         norm_shared_kernel, (groups_of(rows, pieces, programs, x.device) * pieces,), x, seed,
         residual, weight, bias, y,
-        h, mean, rstd, exchange(rows, pieces, x.device), rows, offset, eps, N=n, BLOCK=cols,
+        h, mean, rstd, mailbox(rows, pieces, x.device), rows, offset, eps, N=n, BLOCK=cols,
         PIECES=pieces,
         STAGES=stages, num_warps=warps, **constants,
     )  # fmt: skip
@@ -76,13 +76,13 @@ def forward(
 # and bias from L1.
 @triton.jit
 def norm_shared_kernel(
-    X, SEED, R, W, B, Y, H, MEAN, RSTD, WORDS, rows, offset, eps, STRIDE: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, MAILBOX, rows, offset, eps, STRIDE: tl.constexpr,
     RESIDUAL_STRIDE: tl.constexpr,
     N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
     STAGES: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    started = turn(WORDS, rows, PIECES)
+    started = ticket(MAILBOX, rows, PIECES)
     group, groups, piece = started // PIECES, tl.num_programs(0) // PIECES, started % PIECES
     col = piece * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, LANES)
@@ -96,8 +96,8 @@ def norm_shared_kernel(
         if CENTRED:
             own = tl.sum(h) / tl.minimum(N - piece * BLOCK, BLOCK)
         c = tl.where(col < N, h - own, 0.0)
-        before = tell(WORDS + row * PIECES + piece, tl.sum(c * c), own)
-        squares, means = hear(WORDS + row * PIECES, before, PIECES)
+        before = publish(MAILBOX + row * PIECES + piece, tl.sum(c * c), own)
+        squares, means = receive(MAILBOX + row * PIECES, before, PIECES)
         mean = 0.0
         if CENTRED:
             mean = tl.sum(means * counts) / N
@@ -105,7 +105,7 @@ def norm_shared_kernel(
         rstd = tl.rsqrt(tl.sum(squares) / N + tl.cast(eps, tl.float32))
         y = (h - mean) * rstd
         # always; what stands in a branch is not read ahead: only x and the residual are
-        if before == NOTHING:
+        if before == EMPTY:
             if W is not None:
                 y *= tl.load(W + col, col < N, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
             if B is not None:
