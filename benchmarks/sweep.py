@@ -22,8 +22,6 @@ import triton
 from fusion_backend.patterns import (
     add_mul_exp,
     dropout_add,
-    gated_linear,
-    l2_norm,
     quantize_int8,
 )
 
@@ -35,6 +33,7 @@ from fusion_backend.kernels.common.cooperative_rows import shareable
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.common.launch import interpreting, trial
 from fusion_backend.kernels.common.rows import Config
+from fusion_backend.kernels.gemm import gated_linear
 from fusion_backend.kernels.loss import cross_entropy
 from fusion_backend.kernels.norm import (
     backward as norms_backward,
@@ -44,6 +43,7 @@ from fusion_backend.kernels.norm import (
 )
 from fusion_backend.kernels.norm import (
     channels,
+    l2_norm,
 )
 from fusion_backend.kernels.norm import (
     forward as norms,

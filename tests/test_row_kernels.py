@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_backend.patterns import l2_norm as l2_room
 
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import backward as norms_backward
 from fusion_backend.kernels.norm import forward as norms
 from fusion_backend.kernels.norm import forward_split as norms_split
+from fusion_backend.kernels.norm import l2_norm
 from fusion_backend.kernels.quantize import quantize
 from fusion_backend.kernels.softmax import backward as softmax_backward
 from fusion_backend.kernels.softmax import forward as softmax
@@ -153,7 +153,7 @@ def test_l2_norm(shape, eps, dtype):
 @pytest.mark.parametrize("walks", [False, True])
 def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
     if walks:
-        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+        monkeypatch.setattr(l2_norm, "row_config", lambda n, itemsize: (16, 1, 4))
     for x in (
         randn(7, 128)[:, :100],
         randn(4, 3, 100).transpose(0, 1),
@@ -171,7 +171,7 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
     in torch.
     """
     if walks:
-        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+        monkeypatch.setattr(l2_norm, "row_config", lambda n, itemsize: (16, 1, 4))
     x = randn(6, 40)
     x[0] *= 1e-3
     check("l2_norm", x, 0.5)
@@ -182,7 +182,7 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
         torch.testing.assert_close(got, want, equal_nan=True)
     leaf, dy = x[:2].clone().requires_grad_(), randn(2, 40)
     (want,) = torch.autograd.grad(REGISTRY["l2_norm"].reference(leaf, 1e-12), leaf, dy)
-    torch.testing.assert_close(l2_room.backward(dy, x[:2], 1e-12), want)
+    torch.testing.assert_close(l2_norm.backward(dy, x[:2], 1e-12), want)
 
 
 @runs_kernels
