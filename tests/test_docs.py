@@ -1,12 +1,16 @@
 """The generated page is current, the code in the documents runs, and the commands in them exist."""
 
+import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import fusion_backend.kernels
 from benchmarks.models import SIZES
 from fusion_backend.frontends.catalogue import catalogue
 from fusion_backend.frontends.dynamo import patterns
@@ -78,6 +82,56 @@ def test_the_code_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
     source = tmp_path / f"{page.stem.replace('-', '_')}.py"
     source.write_text("\n".join(lines))  # Triton reads the source of a kernel from its file
     exec(builtin_compile(source.read_text(), str(source), "exec"), {"__name__": page.stem})
+
+
+# What a page may import of ours: the names of these are for users.
+PUBLIC = {"fusion_backend", "fusion_backend.kernels", "fusion_backend.testing"}
+
+
+def names_imported(code: str) -> dict[str, set[str]]:
+    """The modules of ours that a program imports, each with the names that it takes from it."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name: set() for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.setdefault(node.module, set()).update(alias.name for alias in node.names)
+    return {m: names for m, names in found.items() if m.split(".")[0] == "fusion_backend"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/write-a-pattern.md"])
+def test_a_page_for_users_imports_public_names_alone(page):
+    seen = set()
+    for line, code in blocks(ROOT / page, "python"):
+        for module, names in names_imported(code).items():
+            assert module in PUBLIC, f"{page}:{line} imports {module}"
+            public = importlib.import_module(module).__all__
+            assert names <= set(public), f"{page}:{line}: {names - set(public)} of {module}"
+            seen.add(module)
+    assert page == "README.md" or seen == PUBLIC
+
+
+@pytest.mark.parametrize("name", fusion_backend.kernels.__all__)
+def test_a_public_name_of_the_kernels_says_what_it_is(name):
+    """In a docstring of its own, and in the table of docs/write-a-pattern.md."""
+    what = getattr(fusion_backend.kernels, name)
+    assert (getattr(what, "fn", what).__doc__ or "").strip()
+    page = (ROOT / "docs" / "write-a-pattern.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `launch`")]
+    assert len(table) == 1, "the table of names begins with `launch`"
+    rows = page[page.index(table[0]) :].split("\n\n")[0]
+    assert f"`{name}`" in rows
+
+
+def test_the_package_is_cheap_to_import():
+    """Without Triton, the kernels and the compiler, which the backend loads when it is used."""
+    code = (
+        "import sys, torch; before = {*sys.modules}; import fusion_backend; "
+        "print(*sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = [m for m in done.stdout.split() if m.startswith(("fusion_backend.", "triton"))]
+    assert ours and not [m for m in ours if m.startswith(("fusion_backend.kernels", "triton"))]
 
 
 def test_commands_exist():
