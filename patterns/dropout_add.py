@@ -17,17 +17,23 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels import launch
-from fusion_backend.kernels.common.blocks import block_of, blocks_of
-from fusion_backend.kernels.common.dropout import dropout_factors, dropped, scale, threshold
-from fusion_backend.kernels.common.inputs import (
+from fusion_backend.kernels import (
     as_rows,
+    block_of,
+    blocks_of,
+    dropout_factors,
+    dropout_scale,
+    dropout_threshold,
+    dropped,
+    launch,
     maybe_rows,
     number,
     reject_dtypes,
     reject_dynamic,
+    reject_rows,
+    reject_shapes,
 )
-from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows, reject_shapes
+from fusion_backend.kernels.common.rows import UNMEASURED
 
 
 @Pattern(inductor="reduction")
@@ -78,9 +84,9 @@ def run(x, residual, p, seed, block=2048, warps=4):
     n, (grid, last) = number(x.shape[-1]), blocks_of(out.numel(), block)
     (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     launch(
-        dropout_add_kernel, grid, x, residual, seed, out, last, N=n, STRIDE=stride,
-        RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block,
-        num_warps=warps,
+        dropout_add_kernel, grid, x, residual, seed, out, last,
+        N=n, STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
+        THRESHOLD=dropout_threshold(p), SCALE=dropout_scale(p), BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import dynamic, reject_dtypes
 from fusion_backend.kernels.common.activations import activate, activation_gradient
-from fusion_backend.kernels.common.inputs import dynamic, reject_dtypes
 from fusion_backend.kernels.common.rows import RESULTS
 from fusion_backend.kernels.gemm.gated_linear import forward
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import RESULTS, UNMEASURED, reject_rows
+from fusion_backend.kernels import number, reject_dtypes, reject_dynamic, reject_rows
+from fusion_backend.kernels.common.rows import RESULTS, UNMEASURED
 from fusion_backend.kernels.norm.l2_norm import backward, forward
 
 

@@ -12,16 +12,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import number, reject_dtypes, reject_dynamic, reject_rows
 from fusion_backend.kernels.common.cooperative_rows import shareable
-from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import (
-    FEW,
-    MAX_HELD,
-    RESULTS,
-    UNMEASURED,
-    reject_broadcast,
-    reject_rows,
-)
+from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, UNMEASURED, reject_broadcast
 from fusion_backend.kernels.softmax.backward import backward
 from fusion_backend.kernels.softmax.forward import COOPERATIVE, forward
 
