@@ -19,8 +19,6 @@ TOO_LONG = {
     "fusion_backend/capture/tracer.py",
     "fusion_backend/decide/gate.py",
     "fusion_backend/ir/rules_attention.py",
-    "fusion_backend/kernels/attention/backward.py",
-    "fusion_backend/kernels/norm/backward.py",
     "fusion_backend/masks/analysis.py",
     "fusion_backend/match/matcher.py",
     "fusion_backend/ops/pattern.py",

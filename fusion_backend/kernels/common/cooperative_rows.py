@@ -52,7 +52,9 @@ def groups_of(rows, pieces: int, programs: int, device: torch.device):
 
 
 def mailbox(rows, pieces: int, device: torch.device) -> Tensor:
-    """`[rows · pieces + 1]` int64: a word for each piece of each row, and the counter of tickets."""
+    """A word for each piece of each row, and the counter of tickets: `[rows · pieces + 1]`
+    int64.
+    """
     return torch.full((rows * pieces + 1,), EMPTY.value, dtype=torch.int64, device=device)
 
 

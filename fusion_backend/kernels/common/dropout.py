@@ -64,14 +64,14 @@ def dropout_factors(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr)
 @triton.jit
 def tile_survives(
     seed, row, col, ROWS: tl.constexpr, COLUMNS: tl.constexpr, THRESHOLD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Which elements of the tile `[ROWS, COLUMNS]`, or TURNED `[COLUMNS, ROWS]`, survive.
+    """Which elements of the tile `[ROWS, COLUMNS]`, or TRANSPOSED `[COLUMNS, ROWS]`, survive.
 
-    row and col are half the places of its first element, which are multiples of 16.
+    row and col are half the indices of its first element, which are multiples of 16.
     """
     rows, cols = row + tl.arange(0, ROWS // 2), col + tl.arange(0, COLUMNS // 2)
-    if TURNED:
+    if TRANSPOSED:
         a, c, b, d = tl.philox(seed, cols[:, None], rows[None, :], 0, 0, TILE_ROUNDS)
         M: tl.constexpr = COLUMNS
         N: tl.constexpr = ROWS

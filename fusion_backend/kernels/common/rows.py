@@ -128,13 +128,3 @@ def grid(rows, rows_each: int, programs: int, device: torch.device):
     """
     every, most = (rows + rows_each - 1) // rows_each, programs * multiprocessors(device)
     return every if not programs else most if dynamic(rows) else min(most, every)
-
-
-def partial_sums(h, needs, programs):
-    """fp32 partial sums `[weight and bias, programs, n]`; None where nobody asks."""
-    count = sum(needs[1:])
-    return (
-        torch.empty((count, programs, h.shape[-1]), dtype=torch.float32, device=h.device)
-        if count
-        else None
-    )

@@ -4,8 +4,8 @@ dense.
 A group is contiguous in memory: `per` planes of `inner` elements, walked through in tiles of CH
 planes and BLOCK elements of each. It belongs to one program, which holds it where it is one tile;
 of few large groups, which would leave multiprocessors without work, each tile has a program of its
-own, in two kernels: moments of the tiles, then results. All sums are in fp32. groups_backward.py
-has the gradients.
+own, in two kernels: moments of the tiles, then results. All sums are in fp32. group_norm_backward.py has
+the gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backward of the normalisation in groups.py.
+"""Backward of the normalisation of groups in group_norm.py.
 
 With u = (x - mean) · rstd, z = u · weight + bias and g = dy · act'(z), the gradients of weight and
 bias are the sums of g · u and g over the planes of a channel; with h = g · weight, dx = rstd (h -
@@ -15,8 +15,8 @@ import triton.language as tl
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
-from fusion_backend.kernels.norm.backward import add_up
 from fusion_backend.kernels.norm.group_norm import affine, few, size_of, tile, tiles_of
+from fusion_backend.kernels.norm.weight_sums import add_up
 
 
 def backward_config(size: int, itemsize: int, split: bool) -> Config:
