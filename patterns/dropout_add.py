@@ -99,9 +99,9 @@ def dropout_add_kernel(
 ):  # fmt: skip
     first, left = block_of(last, BLOCK)
     i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
-    x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
+    x = tl.load(X + row_offset(i, N, STRIDE), keep, 0.0).to(tl.float32)
     if R is not None:
-        r = tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
+        r = tl.load(R + row_offset(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
     # x and the residual are asked for before the generator runs; ptxas would wait
     tl.debug_barrier()
     x *= dropout_factors(tl.load(SEED), first // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
@@ -111,7 +111,7 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def place(i, N: tl.constexpr, STRIDE: tl.constexpr):
+def row_offset(i, N: tl.constexpr, STRIDE: tl.constexpr):
     """Where element i of rows of N lies in memory."""
     return i if N == STRIDE else i // N * STRIDE + i % N
 

@@ -19,7 +19,7 @@ from fusion_backend.kernels.common.cooperative_rows import (
     receive,
     ticket,
 )
-from fusion_backend.kernels.common.dropout import drawn
+from fusion_backend.kernels.common.dropout import dropout_arguments
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm.operands import Backward
@@ -45,7 +45,7 @@ def backward_cooperative(operands: Backward, config: Config | None = None) -> Te
     (dy, dh, h), rows, strides = operands.by_rows()
     groups = groups_of(rows, pieces, config.programs, h.device)
     sums = partial_sums(h, needs, groups)
-    seed, chance = drawn(norm.dropout)
+    seed, chance = dropout_arguments(norm.dropout)
     launch(
         norm_backward_shared_kernel, (groups * pieces,),
         dy, dh, h, norm.weight, mean, rstd, out, dx, seed, sums, mailbox(rows, pieces, h.device),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.dropout import drawn
+from fusion_backend.kernels.common.dropout import dropout_arguments
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.backward_short import backward_config, write_gradient
 from fusion_backend.kernels.norm.operands import Backward
@@ -29,7 +29,7 @@ def backward_few(
         torch.empty(n, dtype=h.dtype, device=h.device) if need else None for need in needs[1:]
     )
     blocks = (n + 63) // 64 if any(needs[1:]) else 0
-    seed, chance = drawn(norm.dropout)
+    seed, chance = dropout_arguments(norm.dropout)
     if any(needs):
         launch(
             norm_backward_few_kernel, (blocks + (rows if needs[0] else 0),),

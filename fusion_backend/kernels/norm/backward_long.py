@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.dropout import drawn
+from fusion_backend.kernels.common.dropout import dropout_arguments
 from fusion_backend.kernels.common.inputs import dynamic
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, multiprocessors
@@ -40,7 +40,7 @@ def backward_long(operands: Backward, config: Config | None = None) -> Tensor | 
             norm_backward_means_kernel, (rows,), dy, *args, rows, norm.offset or 0.0,
             N=n, **strides, **means_config(h, rows),
         )  # fmt: skip
-    seed, chance = drawn(norm.dropout)
+    seed, chance = dropout_arguments(norm.dropout)
     launch(
         norm_backward_columns_kernel, (blocks, programs),
         dy, dh, *args, out, dx, seed, sums, rows, norm.offset or 0.0,

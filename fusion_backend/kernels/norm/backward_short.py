@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.dropout import drawn, dropout_factors
+from fusion_backend.kernels.common.dropout import dropout_arguments, dropout_factors
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.norm.operands import Backward
@@ -32,7 +32,7 @@ def backward_short(operands: Backward, config: Config | None = None) -> Tensor |
     (dy, dh, h), rows, strides = operands.by_rows()
     programs = grid(rows, config.rows, config.programs, h.device)
     sums = partial_sums(h, needs, programs)
-    seed, chance = drawn(norm.dropout)
+    seed, chance = dropout_arguments(norm.dropout)
     launch(
         norm_backward_kernel, (programs,),
         dy, dh, h, norm.weight, mean, rstd, out, dx, seed, sums, rows, norm.offset or 0.0,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.dropout import Dropout, drawn, dropout_factors
+from fusion_backend.kernels.common.dropout import Dropout, dropout_arguments, dropout_factors
 from fusion_backend.kernels.common.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
@@ -71,7 +71,7 @@ def forward(
     mean, rstd = (
         torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in saved
     )
-    seed, chance = drawn(norm.dropout)
+    seed, chance = dropout_arguments(norm.dropout)
     operands = Forward(
         x, seed, residual, norm.weight, norm.bias, y, h, mean if saved[0] else None,
         rstd if saved[1] else None, rows, norm.offset or 0.0, norm.eps,

@@ -26,9 +26,8 @@ def forward(x: Tensor, eps: float | None, config: Config | None = None) -> Tenso
     rule = row_config(n, x.element_size())
     block, rows_each, warps, *_ = config or tuned("l2_norm", rows, n, x.element_size(), rule)
     launch(
-        l2_norm_kernel, ((rows + rows_each - 1) // rows_each,), x, y, rows, eps, STRIDE=stride, N=n,
-        BLOCK=block,
-        ROWS=rows_each, num_warps=warps,
+        l2_norm_kernel, ((rows + rows_each - 1) // rows_each,), x, y, rows, eps,
+        STRIDE=stride, N=n, BLOCK=block, ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
     return y
 
@@ -47,8 +46,7 @@ def backward(dy: Tensor, x: Tensor, eps: float | None, config: Config | None = N
     )
     launch(
         l2_norm_backward_kernel, ((rows + rows_each - 1) // rows_each,), dy, x, dx, rows, eps,
-        DY_STRIDE=dy_stride,
-        STRIDE=stride, N=n, BLOCK=block, ROWS=rows_each, num_warps=warps,
+        DY_STRIDE=dy_stride, STRIDE=stride, N=n, BLOCK=block, ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
     return dx
 
