@@ -104,7 +104,8 @@ def probabilities(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Of the products of the tile at i0, j0; and which have a gradient."""
-    (BIAS, bias_strides), keep, keys, band, seed, (batch, head, heads, n, m) = masks
+    bias, keep, keys, band, seed, at = masks
+    BIAS, m = bias[0], at[4]
     s, visible = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
     p = exponential(s - lse, BIAS)
     if BIAS is not None:

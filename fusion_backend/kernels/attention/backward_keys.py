@@ -109,7 +109,8 @@ def keys_step(
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
-    (BIAS, bias_strides), keep, keys, band, seed, at = masks
+    bias, keep, keys, band, seed, at = masks
+    BIAS = bias[0]
     inside = tl.minimum(row, n - 1 - start) if MASKED else row
     Q += tl.cast(start, tl.int64) * q_row
     q = load_rows(Q, inside, q_row, D, dk.shape[1], UPCAST)

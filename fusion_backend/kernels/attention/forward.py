@@ -203,7 +203,8 @@ def flash_step(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the keys of one block."""
-    (BIAS, bias_strides), (KEEP, keep_strides), keys, band, seed, at = masks
+    bias, keep, keys, band, seed, at = masks
+    BIAS, KEEP = bias[0], keep[0]
     inside = tl.minimum(col, m - 1 - start) if MASKED else col
     K += tl.cast(start, tl.int64) * k_row
     k = load_rows(K, inside, k_row, D, acc.shape[1], UPCAST)

@@ -67,7 +67,10 @@ def masked(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Products as scores, and which are seen. Without MASKED a dense choice alone decides that."""
-    (BIAS, bias_strides), (KEEP, keep_strides), (KEYS, keys_strides), band, seed, at = masks
+    bias, keep, keys, band, seed, at = masks  # Triton 3.6 takes no nested target
+    BIAS, bias_strides = bias
+    KEEP, keep_strides = keep
+    KEYS, keys_strides = keys
     batch, head, heads, n, m = at
     low, high = band
     i = tl.minimum(row, n - 1 - i0)
