@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import launch
-from fusion_backend.kernels.common.blocks import block_of, blocks_of
-from fusion_backend.kernels.common.inputs import (
+from fusion_backend.kernels import (
+    block_of,
+    blocks_of,
     in_layout,
+    launch,
     reject_dtypes,
     reject_dynamic,
     reject_layouts,

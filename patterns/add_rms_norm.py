@@ -13,8 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import reject_rows, reject_shapes, reject_vectors
+from fusion_backend.kernels import (
+    reject_dtypes,
+    reject_dynamic,
+    reject_rows,
+    reject_shapes,
+    reject_vectors,
+)
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 

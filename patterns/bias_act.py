@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.inputs import memory, reject_dtypes
+from fusion_backend.kernels.common.inputs import memory
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.channels import Affine, forward, reject_channels
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, reject_dynamic
+from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.loss.cross_entropy import forward, reject_target, valid
 

@@ -17,17 +17,23 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels import launch
-from fusion_backend.kernels.common.blocks import block_of, blocks_of
-from fusion_backend.kernels.common.dropout import dropout_factors, dropped, scale, threshold
-from fusion_backend.kernels.common.inputs import (
+from fusion_backend.kernels import (
     as_rows,
+    block_of,
+    blocks_of,
+    dropout_factors,
+    dropout_scale,
+    dropout_threshold,
+    dropped,
+    launch,
     maybe_rows,
     number,
     reject_dtypes,
     reject_dynamic,
+    reject_rows,
+    reject_shapes,
 )
-from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows, reject_shapes
+from fusion_backend.kernels.common.rows import UNMEASURED
 
 
 @Pattern(inductor="reduction")
@@ -78,9 +84,9 @@ def run(x, residual, p, seed, block=2048, warps=4):
     n, (grid, last) = number(x.shape[-1]), blocks_of(out.numel(), block)
     (x, _, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     launch(
-        dropout_add_kernel, grid, x, residual, seed, out, last, N=n, STRIDE=stride,
-        RESIDUAL_STRIDE=residual_stride, THRESHOLD=threshold(p), SCALE=scale(p), BLOCK=block,
-        num_warps=warps,
+        dropout_add_kernel, grid, x, residual, seed, out, last,
+        N=n, STRIDE=stride, RESIDUAL_STRIDE=residual_stride,
+        THRESHOLD=dropout_threshold(p), SCALE=dropout_scale(p), BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -93,9 +99,9 @@ def dropout_add_kernel(
 ):  # fmt: skip
     first, left = block_of(last, BLOCK)
     i, keep = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < left
-    x = tl.load(X + place(i, N, STRIDE), keep, 0.0).to(tl.float32)
+    x = tl.load(X + row_offset(i, N, STRIDE), keep, 0.0).to(tl.float32)
     if R is not None:
-        r = tl.load(R + place(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
+        r = tl.load(R + row_offset(i, N, RESIDUAL_STRIDE), keep, 0.0).to(tl.float32)
     # x and the residual are asked for before the generator runs; ptxas would wait
     tl.debug_barrier()
     x *= dropout_factors(tl.load(SEED), first // 4 + tl.arange(0, BLOCK // 4), THRESHOLD, SCALE)
@@ -105,7 +111,7 @@ def dropout_add_kernel(
 
 
 @triton.jit
-def place(i, N: tl.constexpr, STRIDE: tl.constexpr):
+def row_offset(i, N: tl.constexpr, STRIDE: tl.constexpr):
     """Where element i of rows of N lies in memory."""
     return i if N == STRIDE else i // N * STRIDE + i % N
 

@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.common.dropout import Dropout, dropped
-from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import (
-    UNMEASURED,
+from fusion_backend.kernels import (
+    dropped,
+    reject_dtypes,
+    reject_dynamic,
     reject_rows,
     reject_shapes,
     reject_vectors,
 )
+from fusion_backend.kernels.common.dropout import Dropout
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.forward import Norm, forward
 

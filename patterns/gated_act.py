@@ -14,8 +14,8 @@ from typing import Literal
 from torch import Tensor
 
 from fusion_backend import Pattern
+from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.inputs import reject_dtypes
 
 
 @Pattern(inductor="pointwise")

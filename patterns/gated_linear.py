@@ -11,16 +11,14 @@ import math
 from typing import Literal
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import interpreted, launch
+from fusion_backend.kernels import dynamic, reject_dtypes
 from fusion_backend.kernels.common.activations import activate, activation_gradient
-from fusion_backend.kernels.common.inputs import as_rows, dynamic, reject_dtypes
 from fusion_backend.kernels.common.rows import RESULTS
+from fusion_backend.kernels.gemm.gated_linear import forward
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
 DECODE = 64  # rows up to which a step only streams the weights
@@ -99,7 +97,7 @@ def _(x, w1, b1, w2, b2, act, training):
 
 @gated_linear.kernel(saves=("gate",))
 def _(x, w1, b1, w2, b2, act, save):
-    return forward(x, w1, b1, w2, b2, save, config(x))
+    return forward(x, w1, b1, w2, b2, save)
 
 
 @gated_linear.saved
@@ -113,10 +111,11 @@ def _(saved, dy):
     x, w1, w2 = saved.x, saved.w1, saved.w2
     dy, gate = dy.float(), saved.gate.float()
     d_up = dy * activate(gate, saved.act)
-    # its derivative times the other half: 1 - sigmoid(gate) without cancellation
+    # sigmoid' = sigmoid · (1 - sigmoid): the result has the first factor, and 1 - sigmoid(gate) is
+    # sigmoid(-gate), without cancellation
     if saved.act == "sigmoid":
         d_gate = dy * saved.result.float() * torch.sigmoid(-gate)
-    else:  # the other half, computed again
+    else:  # x W2 + b2, computed again
         up = (x @ w2).float() if saved.b2 is None else (x @ w2 + saved.b2).float()
         d_gate = activation_gradient(dy * up, gate, saved.act)
     # The gradients of the biases are sums in fp32, the operands of the products rounded.
@@ -149,90 +148,6 @@ def weight_gradient(x, d, weight):
     """
     found = (d.mT @ x).mT if weight.stride(-2) == 1 else x.mT @ d
     return found.sum_to_size(weight.shape)
-
-
-def config(x) -> dict:
-    """Tiles whose two accumulators fill the registers; for fp32 smaller ones, as a stage takes
-    twice the memory.
-    """
-    if x.dtype == torch.float32:
-        return dict(BM=64, BN=64, BK=32, GROUP=8, num_warps=4, num_stages=3)
-    short = statically_known_true(math.prod(x.shape[:-1]) <= 64)
-    return dict(
-        BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4
-    )
-
-
-def forward(x, w1, b1, w2, b2, save, config):
-    """x `[..., k]`, w1 and w2 `[k, n]` with any strides. Grid: tiles of the output."""
-    (k, n), shape = w1.shape, (*x.shape[:-1], w1.shape[1])
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    gate = torch.empty(shape if save else (0,), dtype=x.dtype, device=x.device)
-    x, m, stride = as_rows(x)
-    tiles = ((m + config["BM"] - 1) // config["BM"]) * ((n + config["BN"] - 1) // config["BN"])
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    launch(
-        gated_linear_kernel, (tiles,), x, w1, b1, w2, b2, out, gate if save else None, m,
-        N=n, K=k, X_ROW=stride, W1_ROW=w1.stride(0), W1_COL=w1.stride(1), W2_ROW=w2.stride(0),
-        W2_COL=w2.stride(1), PRECISION=precision, UPCAST=interpreted(gated_linear_kernel), **config,
-    )  # fmt: skip
-    return out, gate
-
-
-# Operations: 4 m n k. Bytes: x, w1, w2 and the output once, gate where saved.
-@triton.jit
-def gated_linear_kernel(
-    X, W1, B1, W2, B2, OUT, GATE, m, N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr,
-    W1_ROW: tl.constexpr,
-    W1_COL: tl.constexpr, W2_ROW: tl.constexpr, W2_COL: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    # Programs that run together share rows of x and columns of the weights: GROUP tiles down, then
-    # one to the right.
-    down = tl.cdiv(m, BM)
-    across: tl.constexpr = (N + BN - 1) // BN
-    group = tl.program_id(0) // (GROUP * across)
-    height = min(down - group * GROUP, GROUP)
-    top = (group * GROUP + (tl.program_id(0) % (GROUP * across)) % height) * BM
-    left = (tl.program_id(0) % (GROUP * across)) // height * BN
-    # Scalar pointers in 64 bits, offsets within a tile in 32. Rows and columns beyond the edge
-    # repeat others inside it, so that the loop needs no mask for them.
-    row = tl.arange(0, BM)
-    col = (left + tl.arange(0, BN)) % N
-    step = tl.arange(0, BK)
-    X += top.to(tl.int64) * X_ROW
-    x_at = tl.minimum(row, m - top - 1)[:, None] * X_ROW + step[None, :]
-    w1_at = step[:, None] * W1_ROW + col[None, :] * W1_COL
-    w2_at = step[:, None] * W2_ROW + col[None, :] * W2_COL
-    gate = tl.zeros([BM, BN], tl.float32)
-    up = tl.zeros([BM, BN], tl.float32)
-    for start in tl.range(0, K, BK):
-        if K % BK == 0:
-            x = tl.load(X + x_at)
-            w1 = tl.load(W1 + w1_at)
-            w2 = tl.load(W2 + w2_at)
-        else:
-            x = tl.load(X + x_at, step[None, :] < K - start, 0.0)
-            w1 = tl.load(W1 + w1_at, step[:, None] < K - start, 0.0)
-            w2 = tl.load(W2 + w2_at, step[:, None] < K - start, 0.0)
-        if UPCAST:  # the interpreter multiplies bf16 wrongly
-            x, w1, w2 = x.to(tl.float32), w1.to(tl.float32), w2.to(tl.float32)
-        gate = tl.dot(x, w1, gate, input_precision=PRECISION)
-        up = tl.dot(x, w2, up, input_precision=PRECISION)
-        X += BK
-        W1 += BK * W1_ROW
-        W2 += BK * W2_ROW
-    if B1 is not None:
-        gate += tl.load(B1 + col).to(tl.float32)[None, :]
-    if B2 is not None:
-        up += tl.load(B2 + col).to(tl.float32)[None, :]
-    corner = top.to(tl.int64) * N + left
-    out = row[:, None] * N + tl.arange(0, BN)[None, :]
-    keep = (row[:, None] < m - top) & (tl.arange(0, BN)[None, :] < N - left)
-    tl.store(OUT + corner + out, tl.sigmoid(gate) * up, keep)  # last, it would spill registers
-    if GATE is not None:
-        tl.store(GATE + corner + out, gate, keep)
 
 
 @gated_linear.inputs(dict(m=5, k=33, n=17), dict(m=16384, k=1024, n=4096))

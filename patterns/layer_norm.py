@@ -12,8 +12,14 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import BackwardOnly, Pattern, Reject
-from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED, reject_rows, reject_vectors
+from fusion_backend.kernels import (
+    number,
+    reject_dtypes,
+    reject_dynamic,
+    reject_rows,
+    reject_vectors,
+)
+from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.forward import Norm, forward, small_in_fp32
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import UNMEASURED, reject_vectors
+from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic, reject_vectors
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.gemm.products import add_product
 from fusion_backend.kernels.loss.cross_entropy import (
     forward,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.common.inputs import reject_dtypes, reject_dynamic
+from fusion_backend.kernels import reject_dtypes, reject_dynamic
 
 
 @Pattern

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.common.inputs import number, reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import UNMEASURED, reject_rows
+from fusion_backend.kernels import number, reject_dtypes, reject_dynamic, reject_rows
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.quantize.quantize import forward
 
 

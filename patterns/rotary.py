@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels.common.inputs import reject_dtypes
+from fusion_backend.kernels import reject_dtypes
 
 
 @Pattern

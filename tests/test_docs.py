@@ -196,6 +196,56 @@ def test_a_whole_pattern_fits_in_sixty_lines():
     assert first.text.rstrip().endswith("print(check_pattern(scaled_tanh))")
 
 
+# What a page may import of ours: the names of these are for users.
+PUBLIC = {f"fusion_backend{part}" for part in ("", ".ir", ".kernels", ".testing")}
+
+
+def names_imported(code: str) -> dict[str, set[str]]:
+    """The modules of ours that a program imports, each with the names that it takes from it."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name: set() for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.setdefault(node.module, set()).update(alias.name for alias in node.names)
+    return {m: names for m, names in found.items() if m.split(".")[0] == "fusion_backend"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/write-a-pattern.md"])
+def test_a_page_for_users_imports_public_names_alone(page):
+    seen = set()
+    for block in blocks(ROOT / page, "python"):
+        for module, names in names_imported(block.text).items():
+            assert module in PUBLIC, f"{page}:{block.line} imports {module}"
+            public = importlib.import_module(module).__all__
+            assert names <= set(public), f"{page}:{block.line}: {names - set(public)} of {module}"
+            seen.add(module)
+    assert page == "README.md" or seen == PUBLIC
+
+
+@pytest.mark.parametrize("name", fusion_backend.kernels.__all__)
+def test_a_public_name_of_the_kernels_says_what_it_is(name):
+    """In a docstring of its own, and in the table of docs/write-a-pattern.md."""
+    what = getattr(fusion_backend.kernels, name)
+    assert (getattr(what, "fn", what).__doc__ or "").strip()
+    page = (ROOT / "docs" / "write-a-pattern.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `launch`")]
+    assert len(table) == 1, "the table of names begins with `launch`"
+    rows = page[page.index(table[0]) :].split("\n\n")[0]
+    assert f"`{name}`" in rows
+
+
+def test_the_package_is_cheap_to_import():
+    """Without Triton, the kernels and the compiler, which the backend loads when it is used."""
+    code = (
+        "import sys, torch; before = {*sys.modules}; import fusion_backend; "
+        "print(*sorted({*sys.modules} - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = [m for m in done.stdout.split() if m.startswith(("fusion_backend.", "triton"))]
+    assert ours and not [m for m in ours if m.startswith(("fusion_backend.kernels", "triton"))]
+
+
 def test_commands_exist():
     """`python -m MODULE ... --option`: the module is there, and some module of ours takes the
     option; `make TARGET`.

@@ -37,23 +37,30 @@ def tile_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    kept = tile_survives(tl.load(SEED), row // 2, col // 2, M, N, THRESHOLD, TURNED)
+    kept = tile_survives(tl.load(SEED), row // 2, col // 2, M, N, THRESHOLD, TRANSPOSED)
     down, across = tl.arange(0, M), tl.arange(0, N)
-    at = down[None, :] * N + across[:, None] if TURNED else down[:, None] * N + across[None, :]
+    at = down[None, :] * N + across[:, None] if TRANSPOSED else down[:, None] * N + across[None, :]
     tl.store(OUT + at, kept.to(tl.int8))
 
 
 @runs_kernels
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("m, n", [(16, 16), (64, 16), (32, 128)])
-def test_tiles_are_parts_of_one_matrix(m, n, turned):
+def test_tiles_are_parts_of_one_matrix(m, n, transposed):
     whole = tiles_kept(seed(2**33 + 5), (192, 300), 0.4)
     for row, col in ((0, 0), (64, 160), (48, 16)):
         out = torch.empty(m, n, dtype=torch.int8, device=DEVICE)
         tile_kernel[(1,)](
-            seed(2**33 + 5), out, row, col, M=m, N=n, THRESHOLD=round(0.4 * 2**32), TURNED=turned
+            seed(2**33 + 5),
+            out,
+            row,
+            col,
+            M=m,
+            N=n,
+            THRESHOLD=round(0.4 * 2**32),
+            TRANSPOSED=transposed,
         )
         assert torch.equal(out.bool(), whole[row : row + m, col : col + n])
 

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from fusion_backend.patterns import l2_norm as l2_room
-from fusion_backend.patterns import softmax as softmax_room
 
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import backward as norms_backward
 from fusion_backend.kernels.norm import forward as norms
 from fusion_backend.kernels.norm import forward_split as norms_split
+from fusion_backend.kernels.norm import l2_norm
 from fusion_backend.kernels.quantize import quantize
+from fusion_backend.kernels.softmax import backward as softmax_backward
+from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
@@ -105,7 +106,8 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS)
 def test_softmax_of_masks_that_broadcast(mask, walks, monkeypatch):
     if walks:
-        monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
+        for module in (softmax, softmax_backward):
+            monkeypatch.setattr(module, "row_config", lambda n, itemsize: (8, 1, 4))
     x = randn(2, 3, 2, 17)
     # a number added to a whole row changes nothing: its gradient is rounding alone
     constant = mask[-1] == 1
@@ -120,7 +122,8 @@ def test_softmax_of_masks_that_broadcast(mask, walks, monkeypatch):
 @pytest.mark.parametrize("walks", [False, True])
 def test_softmax_of_nan_and_infinity(walks, monkeypatch):
     if walks:
-        monkeypatch.setattr(softmax_room, "row_config", lambda n, itemsize: (8, 1, 4))
+        for module in (softmax, softmax_backward):
+            monkeypatch.setattr(module, "row_config", lambda n, itemsize: (8, 1, 4))
     x = randn(6, 20)
     x[0], x[1, 3], x[2, 5], x[3, 7], x[4, 2:] = -math.inf, -math.inf, math.nan, math.inf, -math.inf
     kernel = FUSION_RULES["softmax"].kernel_fn
@@ -150,7 +153,7 @@ def test_l2_norm(shape, eps, dtype):
 @pytest.mark.parametrize("walks", [False, True])
 def test_l2_norm_of_layouts_and_long_rows(walks, monkeypatch):
     if walks:
-        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+        monkeypatch.setattr(l2_norm, "row_config", lambda n, itemsize: (16, 1, 4))
     for x in (
         randn(7, 128)[:, :100],
         randn(4, 3, 100).transpose(0, 1),
@@ -168,7 +171,7 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
     in torch.
     """
     if walks:
-        monkeypatch.setattr(l2_room, "row_config", lambda n, itemsize: (16, 1, 4))
+        monkeypatch.setattr(l2_norm, "row_config", lambda n, itemsize: (16, 1, 4))
     x = randn(6, 40)
     x[0] *= 1e-3
     check("l2_norm", x, 0.5)
@@ -182,13 +185,13 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
         torch.testing.assert_close(got, want, equal_nan=True)
     leaf, dy = x[:2].clone().requires_grad_(), randn(2, 40)
     (want,) = torch.autograd.grad(FUSION_RULES["l2_norm"].reference(leaf, 1e-12), leaf, dy)
-    torch.testing.assert_close(l2_room.backward(dy, x[:2], 1e-12), want)
+    torch.testing.assert_close(l2_norm.backward(dy, x[:2], 1e-12), want)
 
 
 @runs_kernels
 def test_softmax_of_programs_that_walk_through_rows():
     x, mask = randn(21, 100), randn(100)  # 11 pairs of rows for 4 programs
-    got = softmax_room.forward(x, 0.5, mask, None, None, 128, 2, 4, 1, 2)
+    got = softmax.forward(x, 0.5, mask, None, None, Config(128, 2, 4, 1, 2))
     torch.testing.assert_close(got, torch.softmax(x * 0.5 + mask, -1))
 
 

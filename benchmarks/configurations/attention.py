@@ -93,12 +93,12 @@ def calls(work: list, device) -> Iterator[Call]:
             else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
         )
         title = f"flash forward {name} ({gflop:.1f} GFLOP)"
-        for config in candidates(flash.chosen(q, masking), FORWARD, d):
+        for config in candidates(flash.config_for(q, masking), FORWARD, d):
             call = functools.partial(forward, q, k, v, masking, config)
             yield Call(title, words(config), checked(call, words(config), want))
         yield Call(title, "SDPA", run)
         args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
-        own = by_keys, by_queries = flash_backward.chosen(q, masking)
+        own = by_keys, by_queries = flash_backward.configs_for(q, masking)
         for part, needs, times, configs in (
             ("keys", ("k", "v"), 2, candidates(by_keys, KEYS, d)),
             ("queries", ("q",), 1.5, candidates(by_queries, QUERIES, d)),

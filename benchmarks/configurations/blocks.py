@@ -8,7 +8,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from fusion_backend.patterns import softmax
 
 from benchmarks.configurations.running import run_now
 from benchmarks.measure.failures import said
@@ -21,6 +20,7 @@ from benchmarks.workloads.work import Work
 from fusion_backend.kernels.common.blocks import blocks_of
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.norm import forward as norms
+from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.ops.registry import FUSION_RULES
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)

@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from fusion_backend.patterns import add_mul_exp, gated_linear, quantize_int8
+from fusion_backend.patterns import add_mul_exp, quantize_int8
 
 from benchmarks.configurations.running import Call, run_now
 from fusion_backend.kernels.common.blocks import blocks_of
+from fusion_backend.kernels.gemm import gated_linear
 
 
 def elementwise(device) -> Iterator[Call]:

@@ -15,11 +15,15 @@ from fusion_backend.kernels.common.cooperative_rows import shareable
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import backward as norms_backward
-from fusion_backend.kernels.norm import backward_cooperative as norms_backward_shared
+from fusion_backend.kernels.norm import backward_short
 from fusion_backend.kernels.norm import forward as norms
 from fusion_backend.kernels.norm import forward_cooperative as norms_shared
 from fusion_backend.kernels.norm import forward_split as norms_split
 from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
+from fusion_backend.kernels.norm.backward_cooperative import backward_cooperative
+from fusion_backend.kernels.norm.backward_few import backward_few
+from fusion_backend.kernels.norm.backward_long import backward_long
+from fusion_backend.kernels.norm.operands import Backward, Forward
 
 SHAPES = [
     (16384, 4096),
@@ -68,14 +72,14 @@ def shared_rows(x: torch.Tensor, norm: norms.Norm) -> Iterator[Call]:
     """The forward kernel in which several programs share a row; for rows of more than 8192."""
     rows, n = x.shape
     y, moments = torch.empty_like(x), torch.empty(2, rows, device=x.device)
-    whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
+    whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, N=n, CENTRED=True, THRESHOLD=0, SCALE=1.0)
     wide = itertools.product((2048, 4096), [1], (2, 4), (7, 10, 12, 14, 16), [3])
     for c in itertools.starmap(Config, wide):
         fits = c.block // c.warps == 1024 and 20 <= c.warps * c.programs <= 32
         if fits and n > 8192 and shareable(x, c):
             tensors = x, None, None, norm.weight, norm.bias, y, None, *moments
-            args = *tensors, rows, 0.0, 1e-5, n, c
-            run = functools.partial(norms_shared.forward, *args, **whole)
+            operands = Forward(*tensors, rows, 0.0, 1e-5)
+            run = functools.partial(norms_shared.forward, operands, c, **whole)
             yield Call(f"layer_norm shared {rows}x{n}", said(c), run)
 
 
@@ -89,10 +93,10 @@ def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
     for c in itertools.starmap(Config, configs):
         each = c.block * c.rows // (32 * c.warps)  # elements a thread
         if short and 8 <= each <= 32 and 16 <= c.warps * c.programs <= 32:
-            run = functools.partial(norms_backward.backward_short, *args, c)
+            run = functools.partial(backward_short.backward_short, Backward(*args), c)
             yield Call(f"{name} backward {rows}x{n}", said(c), run)
         if not short and each == 8:
-            run = functools.partial(norms_backward.backward_long, *args, c)
+            run = functools.partial(backward_long, Backward(*args), c)
             yield Call(f"{name} backward by columns {rows}x{n}", said(c), run)
     wide = (
         itertools.product((512, 1024, 2048, 4096), [1], (1, 2, 4, 8), (2, 4, 7, 8, 16), (3, 4))
@@ -101,7 +105,7 @@ def norm_backwards(name: str, args: tuple, rows: int, n: int) -> Iterator[Call]:
     )
     for c in itertools.starmap(Config, wide):
         if c.block == 512 * c.warps and c.warps * c.programs in (14, 16) and shareable(args[2], c):
-            run = functools.partial(norms_backward_shared.backward_shared, *args, c)
+            run = functools.partial(backward_cooperative, Backward(*args), c)
             yield Call(f"{name} backward shared {rows}x{n}", said(c), run)
 
 
@@ -126,26 +130,25 @@ def few_rows(device) -> Iterator[Call]:
         _, h, mean, rstd = norms.forward(x, r, norm, True)
         args = dy, dy, h, mean, rstd, norm, (True, True, False), None
         words = f"add_rms_norm backward, whole {rows}x{n}"
-        rule = norms_backward.backward_config(n)
+        rule = backward_short.backward_config(n)
         yield Call(words, "two kernels", functools.partial(norms_backward.backward, *args, rule))
         for warps in (4, 8, 16, 32):
             if 8 <= block // (32 * warps) <= 64:
-                run = functools.partial(
-                    norms_backward.backward_few, *args[:7], torch.empty_like(h), None, warps
-                )
+                operands = Backward(*args[:7], torch.empty_like(h), None)
+                run = functools.partial(backward_few, operands, warps)
                 yield Call(words, f"one kernel, warps={warps}", run)
     rows, n = (64, 131072) if big else (2, 70000)
     x, y, w = (
         torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((rows, n), (rows, n), n)
     )
     mean, rstd = torch.empty(2, rows, device=device)
-    whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, CENTRED=True, THRESHOLD=0, SCALE=1.0)
+    whole = dict(STRIDE=n, RESIDUAL_STRIDE=0, N=n, CENTRED=True, THRESHOLD=0, SCALE=1.0)
     for piece, warps in ((4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
-        args = x, None, None, w, w, y, None, mean, rstd, rows, 0.0, 1e-5, n, (piece, warps)
+        operands = Forward(x, None, None, w, w, y, None, mean, rstd, rows, 0.0, 1e-5)
         yield Call(
             f"layer_norm split {rows}x{n}",
             f"BLOCK={piece} warps={warps}",
-            functools.partial(norms_split.forward, *args, **whole),
+            functools.partial(norms_split.forward, operands, (piece, warps), **whole),
         )
 
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 
 import torch
 import triton
-from fusion_backend.patterns import l2_norm, softmax
 
 from benchmarks.configurations.running import Call, read_ahead, row_configs, said
 from fusion_backend.kernels.common.cooperative_rows import shareable
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.loss import cross_entropy
+from fusion_backend.kernels.norm import l2_norm
 from fusion_backend.kernels.quantize import quantize
+from fusion_backend.kernels.softmax import backward as softmax_backward
+from fusion_backend.kernels.softmax import forward as softmax
 
 
 def softmaxes(device) -> Iterator[Call]:
@@ -26,7 +28,7 @@ def softmaxes(device) -> Iterator[Call]:
         configs += [(part, 1, warps) for part in (4096, 8192) for warps in (8, 16) if part < n]
         ahead = read_ahead([c for c in configs if c[0] >= n]) * (rows > 1024)
         for c in (Config(*c) for c in configs + ahead):
-            run = functools.partial(softmax.forward, x, None, None, None, None, *c[:5])
+            run = functools.partial(softmax.forward, x, None, None, None, None, c)
             yield Call(f"softmax {rows}x{n}", said(c), run)
         wide = itertools.product((1024, 2048, 4096), [1], (1, 2, 4), (4, 8, 12, 16, 24), (3, 4))
         for c in itertools.starmap(Config, wide):
@@ -34,14 +36,15 @@ def softmaxes(device) -> Iterator[Call]:
                 yield Call(
                     f"softmax shared {rows}x{n}",
                     said(c),
-                    functools.partial(softmax.forward_shared, x, None, c),
+                    functools.partial(softmax.forward_cooperative, x, None, c),
                 )
         y, dy = torch.softmax(x, -1), torch.randn_like(x)
         configs += [
             (part, 1, warps) for part in (4096, 8192, 16384) for warps in (16, 32) if part < n
         ]
         for c in dict.fromkeys(configs):
-            run = functools.partial(softmax.backward, dy, y, x, None, None, (True, False), c)
+            args = dy, y, x, None, None, (True, False)
+            run = functools.partial(softmax_backward.backward, *args, Config(*c))
             yield Call(
                 f"softmax backward {rows}x{n}", f"BLOCK={c[0]} rows={c[1]} warps={c[2]}", run
             )

@@ -10,7 +10,7 @@ from fusion_backend.compat.inductor import mutated_tensors
 from fusion_backend.compat.triton import set_driver
 
 # Kernels that write to what they are given.
-IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | dict.fromkeys(SHARED, {"WORDS"})
+IN_PLACE = {"cross_entropy_in_place_kernel": {"X"}} | dict.fromkeys(SHARED, {"MAILBOX"})
 
 
 def mutated(launch: Launch) -> list[str]:

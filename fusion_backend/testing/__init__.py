@@ -1,6 +1,7 @@
 """Tests of patterns and graph rewrites, for the project and for its users.
 
-rewritten, assert_fuses and check_pattern; spellings and near_misses write a pattern in other words.
+rewritten, assert_fuses and check_pattern; spellings and near_misses write a pattern in other words,
+and recall says how many of them are recognised.
 
 Comes in: a function or a pattern.
 Goes out: a rewritten graph, an assertion, or a proof.
@@ -29,6 +30,7 @@ from fusion_backend.testing.compare import (
 )
 from fusion_backend.testing.proof import Proof
 from fusion_backend.testing.spelling.generate import near_misses, spellings
+from fusion_backend.testing.spelling.recall import recall
 
 __all__ = [
     "FACTOR",
@@ -44,6 +46,7 @@ __all__ = [
     "graph_text",
     "in_fp64",
     "near_misses",
+    "recall",
     "rewritten",
     "spellings",
     "supported_forms",

@@ -6,7 +6,6 @@ else.
 
 import pytest
 import torch
-from fusion_backend.patterns import softmax
 
 import fusion_backend
 from fusion_backend.kernels.common.cooperative_rows import shareable
@@ -20,8 +19,9 @@ from fusion_backend.kernels.norm import (
 from fusion_backend.kernels.norm import (
     forward_cooperative as norms_shared,
 )
-from fusion_backend.kernels.norm.backward_cooperative import backward_shared, shared_config
-from fusion_backend.kernels.norm.forward import Norm
+from fusion_backend.kernels.norm.backward_cooperative import backward_cooperative, config_for
+from fusion_backend.kernels.norm.operands import Backward, Norm
+from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.testing import close, value_and_gradients
 
 pytestmark = pytest.mark.gpu
@@ -78,9 +78,11 @@ def test_against_fp64(rows, n, dtype, monkeypatch):
     x, dy, dh, w, b = given(rows, n, dtype)
     seen = []
     monkeypatch.setattr(norms_backward, "shareable", lambda *_: True)  # odd rows, too
-    monkeypatch.setattr(norms_backward, "better_shared", lambda *_: True)
+    monkeypatch.setattr(norms_backward, "sharing_is_faster", lambda *_: True)
     monkeypatch.setattr(
-        norms_backward, "backward_shared", lambda *a: seen.append(a) or backward_shared(*a)
+        norms_backward,
+        "backward_cooperative",
+        lambda *a: seen.append(a) or backward_cooperative(*a),
     )
     for centred, own, p in ((True, None, 0.0), (False, dh, 0.0), (True, dh, 0.1)):
         norm = norm_of(w, b, centred, p)
@@ -155,9 +157,8 @@ def test_more_programs_than_there_is_room_for():
     x, dy, _, w, b = given(3000, 12288)
     norm, (mean, rstd) = norm_of(w, b, True), moments(x, True)
     out = torch.empty_like(x)
-    sums = backward_shared(
-        dy, None, x, mean, rstd, norm, ALL, out, None, shared_config(12288)._replace(programs=50)
-    )
+    operands = Backward(dy, None, x, mean, rstd, norm, ALL, out, None)
+    sums = backward_cooperative(operands, config_for(12288)._replace(programs=50))
     want = exactly(dy, None, x, mean, rstd, norm)
     near(out, want[0])
     near(sums[0].sum(0).to(x.dtype), want[1])
@@ -248,17 +249,18 @@ def test_softmax(rows, n):
         90.0,
     )
     for scale in (None, -0.5):
-        got = softmax.forward_shared(x, scale, softmax.SHARED)
+        got = softmax.forward_cooperative(x, scale, softmax.COOPERATIVE)
         want = torch.softmax(x.double() * (1 if scale is None else scale), -1)
         assert torch.equal(got.isnan(), want.isnan())
         near(got.nan_to_num(), want.nan_to_num(), 2)
         assert torch.equal(
-            got.nan_to_num(), softmax.forward_shared(x, scale, softmax.SHARED).nan_to_num()
+            got.nan_to_num(),
+            softmax.forward_cooperative(x, scale, softmax.COOPERATIVE).nan_to_num(),
         )
 
 
 def test_who_shares():
-    x, config = torch.empty(1024, 16384, device="cuda", dtype=torch.bfloat16), shared_config(16384)
+    x, config = torch.empty(1024, 16384, device="cuda", dtype=torch.bfloat16), config_for(16384)
     assert shareable(x, config)
     assert not shareable(x[:1000], config)  # few rows
     assert not shareable(x.float(), config)

@@ -1,0 +1,1 @@
+"""What kernels of several packages share: launching, guards, rows, blocks, dropout, activations."""

@@ -2,9 +2,9 @@
 
 Philox (Salmon et al. 2011) with ten rounds turns the seed and a counter into four words of 32 bits.
 The counter is row · ceil(n / 4) + column // 4 in 64 bits, the word column % 4; an element is
-dropped where its word is less than p · 2**32. So a mask need not be kept: forward and backward draw
-it alike, whatever their blocks are. It is not the mask that torch or Inductor would draw from the
-same seed.
+dropped where its word is less than p · 2**32. So a mask need not be kept: forward and backward
+make the same, whatever their blocks are. It is not the mask that torch or Inductor makes of that
+seed.
 
 In a matrix that is made tile by tile, as the scores of attention are, the four elements of one
 counter are eight rows and eight columns apart: wgmma leaves those in one thread, also of the
@@ -44,8 +44,8 @@ def scale(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 0.0
 
 
-def drawn(dropout: Dropout | None) -> tuple[Tensor | None, dict]:
-    """The seed and the constants of a kernel that may have dropout in it."""
+def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, dict]:
+    """What a kernel that may have dropout in it takes for it: the seed, and two constants."""
     if dropout is None:
         return None, dict(THRESHOLD=0, SCALE=1.0)
     return dropout.seed, dict(THRESHOLD=threshold(dropout.p), SCALE=scale(dropout.p))
@@ -64,14 +64,14 @@ def dropout_factors(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr)
 @triton.jit
 def tile_survives(
     seed, row, col, ROWS: tl.constexpr, COLUMNS: tl.constexpr, THRESHOLD: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Which elements of the tile `[ROWS, COLUMNS]`, or TURNED `[COLUMNS, ROWS]`, survive.
+    """Which elements of the tile `[ROWS, COLUMNS]`, or TRANSPOSED `[COLUMNS, ROWS]`, survive.
 
-    row and col are half the places of its first element, which are multiples of 16.
+    row and col are half the indices of its first element, which are multiples of 16.
     """
     rows, cols = row + tl.arange(0, ROWS // 2), col + tl.arange(0, COLUMNS // 2)
-    if TURNED:
+    if TRANSPOSED:
         a, c, b, d = tl.philox(seed, cols[:, None], rows[None, :], 0, 0, TILE_ROUNDS)
         M: tl.constexpr = COLUMNS
         N: tl.constexpr = ROWS
@@ -95,8 +95,8 @@ def tiles_kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     matrix, i, j = (torch.arange(k, device=seed.device) for k in (math.prod(outer), n, m))
     row = (matrix.view(outer)[..., None] * down + i // 16) * 8 + i % 8
     word = i[:, None] % 16 // 8 * 2 + j % 16 // 8  # which of the four
-    place = row[..., None] * (across * 8) + j // 16 * 8 + j % 8 + word * counter.numel()
-    return words[place] >= threshold(p)
+    index = row[..., None] * (across * 8) + j // 16 * 8 + j % 8 + word * counter.numel()
+    return words[index] >= threshold(p)
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -119,8 +119,8 @@ def kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         torch.arange(rows, device=seed.device).view(shape[:-1]),
         torch.arange(n, device=seed.device),
     )
-    place = row[..., None] * quads + col // 4 + col % 4 * count
-    return words[place] >= threshold(p)
+    index = row[..., None] * quads + col // 4 + col % 4 * count
+    return words[index] >= threshold(p)
 
 
 def philox(seed: Tensor, counter: Tensor, rounds: int = ROUNDS.value) -> list[Tensor]:

@@ -37,7 +37,8 @@ def interpreted(kernel: object) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> None:
-    """Run `kernel[grid](*args, **options)`.
+    """Run `kernel[grid](*args, **options)`: args are those of the kernel that are no constants,
+    options its constants by name, num_warps and num_stages.
 
     Under torch.compile the launch becomes a node that Inductor calls from its own wrapper. In the
     interpreter, which torch refuses to wrap, and in a trial, which compiles and does not run, the

@@ -1,4 +1,4 @@
-"""What kernels share that give one program to one or more rows."""
+"""What kernels on rows share: their configurations, guards, grids, and masks that broadcast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one 
 
 
 class Config(NamedTuple):
-    """Of a forward kernel. A BLOCK shorter than the row: the row is walked through."""
+    """Of a kernel on rows. A block shorter than the row: the program walks through the row."""
 
     block: int
     rows: int  # a program
@@ -34,7 +34,7 @@ class Config(NamedTuple):
 def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
     """BLOCK, rows a program and warps for rows of n: 16 elements a thread, but at least four warps.
 
-    A BLOCK shorter than the row: the row does not fit in registers and is walked through.
+    A BLOCK shorter than the row: the row does not fit in registers, the program walks through it.
     """
     block = triton.next_power_of_2(n)
     if n * itemsize > MAX_HELD:
@@ -91,13 +91,16 @@ def reject_broadcast(x: Tensor, name: str, other: Tensor | None) -> Reject | Non
     for mine, its in zip(reversed(x.shape), reversed(other.shape), strict=False):
         if not statically_known_true(its == mine) and not statically_known_true(its == 1):
             return Reject(
-                f"{name} with shape {tuple(other.shape)} may or may not broadcast to {tuple(x.shape)}"
+                f"{name} with shape {tuple(other.shape)} may or may not broadcast to "
+                f"{tuple(x.shape)}"
             )
 
 
 class Broadcast:
-    """How `other` is read at a row and column of x `[a, heads, length, n]`, without
-    being expanded.
+    """How a kernel reads `other` at a row and column of x `[a, heads, length, n]` without a copy.
+
+    sizes: heads and length. strides: of the four dimensions, 0 where other broadcasts. x and other
+    may have fewer dimensions, which are the last ones.
     """
 
     def __init__(self, x: Tensor, other: Tensor | None):
@@ -128,13 +131,3 @@ def grid(rows, rows_each: int, programs: int, device: torch.device):
     """
     every, most = (rows + rows_each - 1) // rows_each, programs * multiprocessors(device)
     return every if not programs else most if dynamic(rows) else min(most, every)
-
-
-def partial_sums(h, needs, programs):
-    """fp32 partial sums `[weight and bias, programs, n]`; None where nobody asks."""
-    count = sum(needs[1:])
-    return (
-        torch.empty((count, programs, h.shape[-1]), dtype=torch.float32, device=h.device)
-        if count
-        else None
-    )

@@ -1,0 +1,1 @@
+"""Losses of rows of logits, and their gradients."""

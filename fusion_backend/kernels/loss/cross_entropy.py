@@ -45,9 +45,15 @@ def config(v: int, block: int, warps: int, stages: int) -> dict:
     return dict(BLOCK=block, num_warps=min(warps, max(4, block // 512)), STAGES=stages)
 
 
-def forward(logits, target, ignore_index, smoothing, how=None):
+def forward(
+    logits: Tensor, target: Tensor, ignore_index: int, smoothing: float,
+    how: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of each row the loss, the logarithm of the sum of its exponentials (infinity if its target is
-    ignored), and the target's logit, in fp32. Grid: rows.
+    ignored), and the target's logit: `[rows]` in fp32.
+
+    logits is `[..., v]` in fp32, bf16 or fp16, its columns one element apart (else it is copied);
+    target `[rows]` int64, contiguous. Grid: rows.
     """
     v = number(logits.shape[-1])
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
@@ -55,27 +61,29 @@ def forward(logits, target, ignore_index, smoothing, how=None):
     losses, lse, label = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
     launch(
         cross_entropy_kernel, (rows,), x, target, losses, lse, label, ignore_index, smoothing,
-        STRIDE=stride, V=v,
-        LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
+        STRIDE=stride, V=v, LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
     )  # fmt: skip
     return losses, lse, label
 
 
-def gradient_in_place(logits, target, scale, ignore_index, smoothing, how=(8192, 16, 1)):
-    """The loss of each row of contiguous logits `[rows, v]`, which become their gradient, as above.
-    Grid: rows.
+def gradient_in_place(
+    logits: Tensor, target: Tensor, scale: Tensor, ignore_index: int, smoothing: float,
+    how: tuple[int, int, int] = (8192, 16, 1),
+) -> Tensor:  # fmt: skip
+    """The loss `[rows]` in fp32 of contiguous logits `[rows, v]`, which become their gradient.
+
+    logits in fp32, bf16 or fp16; target `[rows]` int64, contiguous; scale in fp32, one number or
+    `[rows]`: what the gradient is multiplied with. Grid: rows.
     """
     rows, v = logits.shape
-    losses, chosen = (
-        torch.empty(rows, dtype=torch.float32, device=logits.device),
-        config(number(v), *how),
-    )
-    lanes, each, _ = sums_config(number(v), chosen["num_warps"])
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    sizes = config(number(v), *how)
+    lanes, each, _ = sums_config(number(v), sizes["num_warps"])
     launch(
-        cross_entropy_in_place_kernel, (rows,), logits, target, scale, losses, ignore_index,
-        smoothing,
+        cross_entropy_in_place_kernel, (rows,),
+        logits, target, scale, losses, ignore_index, smoothing,
         EACH=scale.dim() > 0, V=number(v), LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0,
-        **chosen,
+        **sizes,
     )  # fmt: skip
     return losses
 
@@ -96,13 +104,13 @@ def sums_of_row(
     WHOLE: tl.constexpr = V // (LOGITS * LANES) * (LOGITS * LANES)
     for start in tl.range(0, WHOLE, LOGITS * LANES):
         x = tl.load(X + start + col).to(tl.float32)
-        tops, sums = taken_in(x, tops, sums)
+        tops, sums = accumulate(x, tops, sums)
         if SMOOTH:
             plain += tl.sum(x, 0)
     if WHOLE < V:
         keep = WHOLE + col < V
         x = tl.load(X + WHOLE + col, keep, float("-inf")).to(tl.float32)
-        tops, sums = taken_in(x, tops, sums)
+        tops, sums = accumulate(x, tops, sums)
         if SMOOTH:
             plain += tl.sum(tl.where(keep, x, 0.0), 0)
     top = tl.max(tops)
@@ -111,7 +119,7 @@ def sums_of_row(
 
 
 @triton.jit
-def taken_in(x, tops, sums):
+def accumulate(x, tops, sums):
     """The largest value of each lane and its sum of e^(x - top), with the rows of x `[LOGITS,
     LANES]`.
     """
@@ -132,9 +140,8 @@ def loss_of_row(top, sum, label, plain, smoothing, V: tl.constexpr, SMOOTH: tl.c
 
 @triton.jit
 def gradient_of_row(
-    X, D, top, inverse, target, scale, ignore_index, smoothing, V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    X, D, top, inverse, target, scale, ignore_index, smoothing,
+    V: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax is e^(x - top) · inverse: exact where it is large, if top is the
     largest logit.
@@ -152,9 +159,9 @@ def gradient_of_row(
 # Bytes: logits once.
 @triton.jit
 def cross_entropy_kernel(
-    X, TARGET, LOSS, LSE, LABEL, ignore_index, smoothing, STRIDE: tl.constexpr, V: tl.constexpr,
-    LANES: tl.constexpr,
-    LOGITS: tl.constexpr, SMOOTH: tl.constexpr,
+    X, TARGET, LOSS, LSE, LABEL, ignore_index, smoothing,
+    STRIDE: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
+    SMOOTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += row * STRIDE
@@ -170,9 +177,9 @@ def cross_entropy_kernel(
 # Bytes: logits once, their gradient once; the second reading of a row comes from L2.
 @triton.jit
 def cross_entropy_in_place_kernel(
-    X, TARGET, SCALE, LOSS, ignore_index, smoothing, EACH: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr, SMOOTH: tl.constexpr,
+    X, TARGET, SCALE, LOSS, ignore_index, smoothing,
+    EACH: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    LANES: tl.constexpr, LOGITS: tl.constexpr, SMOOTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += row * V

@@ -76,7 +76,12 @@ def config(cols: int, planes: bool) -> tuple[int, int, int]:
 
 
 def forward(x: Tensor, dim: int, affine: Affine, act: str, how=None) -> Tensor:
-    """y, in memory as x is, without padding. Grid: tiles of the matrix, or blocks of the vector."""
+    """y in x's shape and dtype (fp32, bf16, fp16), in memory as x is, without padding.
+
+    dim is that of the channels; x passes reject_channels. The vectors of affine are contiguous, of
+    any of the three dtypes. act is a word of common/activations.py. Grid: tiles of the matrix, or
+    blocks of the vector.
+    """
     channels, planes, y = number(x.shape[dim]), planes_of(x, dim), torch.empty_like(x)
     cols = math.prod(map(number, x.shape[dim + 1 :])) if planes else channels
     if same_layout(x, y):
@@ -100,8 +105,7 @@ def forward(x: Tensor, dim: int, affine: Affine, act: str, how=None) -> Tensor:
     grid = ((rows + rows_each - 1) // rows_each * ((cols + block - 1) // block),)
     launch(
         channels_kernel, grid, x, *affine[:4], y, rows, affine.eps, STRIDE=stride, COLS=cols,
-        CHANNELS=channels,
-        PLANES=planes, ACT=act, BLOCK=block, ROWS=rows_each, num_warps=warps,
+        CHANNELS=channels, PLANES=planes, ACT=act, BLOCK=block, ROWS=rows_each, num_warps=warps,
     )  # fmt: skip
     return y
 
@@ -109,9 +113,9 @@ def forward(x: Tensor, dim: int, affine: Affine, act: str, how=None) -> Tensor:
 # Bytes: x once, y once.
 @triton.jit
 def channels_kernel(
-    X, MEAN, VAR, W, B, Y, rows, eps, STRIDE: tl.constexpr, COLS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    PLANES: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    X, MEAN, VAR, W, B, Y, rows, eps,
+    STRIDE: tl.constexpr, COLS: tl.constexpr, CHANNELS: tl.constexpr, PLANES: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (COLS + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS).to(tl.int64)
@@ -143,8 +147,8 @@ def channels_kernel(
 # each element.
 @triton.jit
 def channels_flat_kernel(
-    X, MEAN, VAR, W, B, Y, last, eps, PLANE: tl.constexpr, CHANNELS: tl.constexpr,
-    ACT: tl.constexpr,
+    X, MEAN, VAR, W, B, Y, last, eps,
+    PLANE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     base, left = block_of(last, BLOCK)

@@ -2,12 +2,10 @@
 
 forward: h = dropout(x) + residual, or without either; c = h - mean(h), or h itself where `centred`
 is false; rstd = 1 / sqrt(mean(c²) + eps); y = c · rstd · (weight + offset) + bias. All sums are in
-fp32. norms_backward.py has the gradients.
+fp32. backward.py has the gradients.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.dropout import Dropout, drawn, dropout_factors
+from fusion_backend.kernels.common.dropout import Dropout, dropout_arguments, dropout_factors
 from fusion_backend.kernels.common.inputs import as_rows, dynamic, maybe_rows, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
-from fusion_backend.kernels.norm import forward_cooperative as norms_shared
-from fusion_backend.kernels.norm import forward_split as norms_split
+from fusion_backend.kernels.norm import forward_cooperative as cooperative
+from fusion_backend.kernels.norm import forward_split as split
+from fusion_backend.kernels.norm.operands import Forward, Norm
 from fusion_backend.reporting.reject import BackwardOnly, Reject
 
 SHORT = 32768  # bytes of a row up to which it is held in any case
@@ -34,7 +33,7 @@ def not_forward(x: Tensor, residual: bool = False) -> BackwardOnly | None:
     if x.element_size() == 2:
         longest = MAX_HELD if residual else SHORT // 2
     held = size <= longest
-    if not (held or norms_shared.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
+    if not (held or cooperative.worthwhile(x, None)) or statically_known_true(x.numel() < 4 << 20):
         return BackwardOnly(
             f"Inductor's forward is as fast for long rows and small tensors ({RESULTS})"
         )
@@ -50,68 +49,54 @@ def small_in_fp32(x: Tensor, training: bool) -> Reject | None:
         )
 
 
-class Norm(NamedTuple):
-    """What is computed: weight and bias `[n]` or None, a number added to the weight, layer or RMS,
-    dropout of x.
+def forward(
+    x: Tensor, residual: Tensor | None, norm: Norm, save: bool, config: Config | None = None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """y `[..., n]` and h (None without a residual), both contiguous and of x's dtype, and mean and
+    rstd `[rows]` in fp32: empty unless saved, mean also if not centred.
+
+    x and residual are `[..., n]` of one dtype: fp32, bf16 or fp16; their columns are one element
+    apart, or they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few
+    long rows, their pieces.
     """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    offset: float | None
-    eps: float
-    centred: bool
-    dropout: Dropout | None = None
-
-
-def forward(x, residual, norm: Norm, save: bool, config=None):
-    """y, h (None without a residual), and mean and rstd `[rows]` in fp32: empty unless saved, mean
-    also if not centred.
-
-    Grid: rows / rows_each, or a few programs a multiprocessor; of few long rows, their pieces.
-    """
-    n = number(x.shape[-1])
-    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, x.numel() // n)
-    split = config is None and norms_split.few_long_rows(x.numel() // n, n, x.device)
-    shared = config is None and norms_shared.worthwhile(x, norm.dropout)
-    if config is None:
-        kernel = "layer_norm" if residual is None else "add_rms_norm"
-        kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
-        config = tuned(kernel, x.numel() // n, n, x.element_size(), rule)
-    block, rows_each, warps, programs, stages, early = config or rule
+    n, rows = number(x.shape[-1]), x.numel() // number(x.shape[-1])
+    shared = config is None and cooperative.worthwhile(x, norm.dropout)
+    divided = config is None and split.few_long_rows(rows, n, x.device)
+    config = config or config_for(x, residual, norm)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
-    kept = [save and norm.centred, save]
+    saved = [save and norm.centred, save]
     mean, rstd = (
-        torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in kept
+        torch.empty(rows if keep else 0, dtype=torch.float32, device=x.device) for keep in saved
     )
-    seed, chance = drawn(norm.dropout)
-    args = (
-        x,
-        seed,
-        residual,
-        norm.weight,
-        norm.bias,
-        y,
-        h,
-        mean if kept[0] else None,
-        rstd if kept[1] else None,
-        rows,
+    seed, chance = dropout_arguments(norm.dropout)
+    operands = Forward(
+        x, seed, residual, norm.weight, norm.bias, y, h, mean if saved[0] else None,
+        rstd if saved[1] else None, rows, norm.offset or 0.0, norm.eps,
+    )  # fmt: skip
+    constants = dict(
+        STRIDE=stride, RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, **chance
     )
-    constants = dict(STRIDE=stride, RESIDUAL_STRIDE=residual_stride, CENTRED=norm.centred, **chance)
-    if split or shared:
-        (norms_split if split else norms_shared).forward(
-            *args, norm.offset or 0.0, norm.eps, n, **constants
-        )
+    if divided or shared:
+        (split if divided else cooperative).forward(operands, **constants)
         return y, h, mean, rstd
-    held = dict(ROWS=rows_each, STAGES=stages, EARLY=early)
-    kernel, rest = (norm_kernel, held) if block >= n else (norm_long_kernel, {})
+    held = dict(ROWS=config.rows, STAGES=config.stages, EARLY=config.early)
+    kernel, rest = (norm_kernel, held) if config.block >= n else (norm_long_kernel, {})
     launch(
-        kernel, (grid(rows, rows_each, programs, x.device),), *args, norm.offset or 0.0, norm.eps,
-        N=n, BLOCK=block,
-        num_warps=warps, **rest, **constants,
+        kernel, (grid(rows, config.rows, config.programs, x.device),), *operands,
+        BLOCK=config.block, num_warps=config.warps, **rest, **constants,
     )  # fmt: skip
     return y, h, mean, rstd
+
+
+def config_for(x: Tensor, residual: Tensor | None, norm: Norm) -> Config:
+    """What the table has for this norm and these rows, else what the rule gives."""
+    n, rows = number(x.shape[-1]), x.numel() // number(x.shape[-1])
+    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, rows)
+    kernel = "layer_norm" if residual is None else "add_rms_norm"
+    kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
+    return tuned(kernel, rows, n, x.element_size(), rule)
 
 
 def forward_config(
@@ -132,11 +117,10 @@ def forward_config(
 # Bytes: x once (and residual), y once (and h), 4 or 8 a row where saved. Dropout moves none.
 @triton.jit
 def norm_kernel(
-    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr,
-    RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     top, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
     col = tl.arange(0, BLOCK)[None, :]
@@ -190,10 +174,9 @@ def norm_kernel(
 # stay there.
 @triton.jit
 def norm_long_kernel(
-    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr,
-    RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, rows, offset, eps,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

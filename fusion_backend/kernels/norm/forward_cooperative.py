@@ -1,7 +1,8 @@
-"""Forward of the normalisations in norms.py for rows that are too long for a program to hold while
-it reads the next.
+"""Forward of row normalisations for rows that are too long for a program to hold while it reads the
+next.
 
-Programs share a row (shared_rows.py): each finds the moments of its piece, and merges those of all.
+Programs share a row (common/cooperative_rows.py): each finds the moments of its piece, and merges
+those of all.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.cooperative_rows import (
+    EMPTY,
     LANES,
-    NOTHING,
-    exchange,
     groups_of,
-    hear,
+    mailbox,
+    publish,
+    receive,
     shareable,
-    tell,
-    turn,
+    ticket,
 )
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import MAX_HELD, Config
-from fusion_backend.kernels.norm.forward_split import summed
+from fusion_backend.kernels.norm.operands import Forward
+from fusion_backend.kernels.norm.pieces import read_h
 
 
-def shared_config(simple: bool) -> Config:
+def config_for(simple: bool) -> Config:
     """32 elements a thread, and as many programs as registers, or shared memory for x and the
     residual, leave room for (`benchmarks.compile_kernels` prints them).
     """
@@ -40,35 +42,22 @@ def worthwhile(x: Tensor, dropout: Dropout | None) -> bool:
     """
     n = number(x.shape[-1])
     longest = MAX_HELD if dropout is None else MAX_HELD // 4
-    return n * x.element_size() > longest and shareable(x, shared_config(False))
+    return n * x.element_size() > longest and shareable(x, config_for(False))
 
 
-def forward(
-    x,
-    seed,
-    residual,
-    weight,
-    bias,
-    y,
-    h,
-    mean,
-    rstd,
-    rows,
-    offset,
-    eps,
-    n,
-    config=None,
-    **constants,
-):
-    """Fills y, and h, mean and rstd where they are not None. Grid: groups of a program a piece."""
-    cols, _, warps, programs, stages, _ = config or shared_config(residual is None and seed is None)
-    pieces = triton.cdiv(n, cols)
+def forward(operands: Forward, config: Config | None = None, **constants) -> None:
+    """Fills what operands.Forward says; constants are those that all forward kernels take.
+
+    Grid: groups of programs, a program for each piece of config.block columns.
+    """
+    simple = operands.residual is None and operands.seed is None
+    config = config or config_for(simple)
+    *tensors, rows, offset, eps = operands
+    pieces, device = triton.cdiv(constants["N"], config.block), operands.x.device
     launch(
-        norm_shared_kernel, (groups_of(rows, pieces, programs, x.device) * pieces,), x, seed,
-        residual, weight, bias, y,
-        h, mean, rstd, exchange(rows, pieces, x.device), rows, offset, eps, N=n, BLOCK=cols,
-        PIECES=pieces,
-        STAGES=stages, num_warps=warps, **constants,
+        norm_shared_kernel, (groups_of(rows, pieces, config.programs, device) * pieces,),
+        *tensors, mailbox(rows, pieces, device), rows, offset, eps, BLOCK=config.block,
+        PIECES=pieces, STAGES=config.stages, num_warps=config.warps, **constants,
     )  # fmt: skip
 
 
@@ -76,28 +65,27 @@ def forward(
 # and bias from L1.
 @triton.jit
 def norm_shared_kernel(
-    X, SEED, R, W, B, Y, H, MEAN, RSTD, WORDS, rows, offset, eps, STRIDE: tl.constexpr,
-    RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    STAGES: tl.constexpr,
+    X, SEED, R, W, B, Y, H, MEAN, RSTD, MAILBOX, rows, offset, eps,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    started = turn(WORDS, rows, PIECES)
+    started = ticket(MAILBOX, rows, PIECES)
     group, groups, piece = started // PIECES, tl.num_programs(0) // PIECES, started % PIECES
     col = piece * BLOCK + tl.arange(0, BLOCK)
     lane = tl.arange(0, LANES)
     counts = tl.where(lane < PIECES, tl.minimum(N - lane * BLOCK, BLOCK), 0)
     for i in tl.range(group, rows, groups, num_stages=STAGES):
         row = tl.cast(i, tl.int64)
-        h = summed(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
+        h = read_h(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
         if H is not None:
             tl.store(H + row * N + col, h, col < N)
         own = 0.0
         if CENTRED:
             own = tl.sum(h) / tl.minimum(N - piece * BLOCK, BLOCK)
         c = tl.where(col < N, h - own, 0.0)
-        before = tell(WORDS + row * PIECES + piece, tl.sum(c * c), own)
-        squares, means = hear(WORDS + row * PIECES, before, PIECES)
+        before = publish(MAILBOX + row * PIECES + piece, tl.sum(c * c), own)
+        squares, means = receive(MAILBOX + row * PIECES, before, PIECES)
         mean = 0.0
         if CENTRED:
             mean = tl.sum(means * counts) / N
@@ -105,7 +93,7 @@ def norm_shared_kernel(
         rstd = tl.rsqrt(tl.sum(squares) / N + tl.cast(eps, tl.float32))
         y = (h - mean) * rstd
         # always; what stands in a branch is not read ahead: only x and the residual are
-        if before == NOTHING:
+        if before == EMPTY:
             if W is not None:
                 y *= tl.load(W + col, col < N, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
             if B is not None:

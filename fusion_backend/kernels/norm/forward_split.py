@@ -1,4 +1,4 @@
-"""Forward of the normalisations in norms.py for long rows that are fewer than the multiprocessors.
+"""Forward of row normalisations for long rows that are fewer than the multiprocessors.
 
 Each row is split over several programs, in two kernels: moments of the pieces, and h where it is
 wanted; then the results, each program merging the moments of its row. The second reading comes from
@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from fusion_backend.kernels.common.dropout import dropout_factors
 from fusion_backend.kernels.common.inputs import dynamic
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
+from fusion_backend.kernels.norm.operands import Forward
+from fusion_backend.kernels.norm.pieces import read_h
 
 LONG = 1 << 16  # elements of the shortest row that is split
 PIECE, WARPS = 8192, 16  # elements of a piece, 16 a thread
@@ -25,47 +26,32 @@ def few_long_rows(rows, n: int, device: torch.device) -> bool:
     return n >= LONG and not dynamic(rows) and rows < multiprocessors(device)
 
 
-def forward(
-    x,
-    seed,
-    residual,
-    weight,
-    bias,
-    y,
-    h,
-    mean,
-    rstd,
-    rows,
-    offset,
-    eps,
-    n,
-    config=None,
-    **constants,
-):
-    """Fills y, and h, mean and rstd where they are not None. Grid: pieces of all rows."""
+def forward(operands: Forward, config: tuple[int, int] | None = None, **constants) -> None:
+    """Fills what operands.Forward says; constants are those that all forward kernels take, config
+    the elements of a piece and warps. Grid, of two kernels: pieces of all rows.
+    """
+    x, seed, residual, weight, bias, y, h, mean, rstd, rows, offset, eps = operands
     piece, warps = config or (PIECE, WARPS)
-    pieces = (n + piece - 1) // piece
+    pieces = (constants["N"] + piece - 1) // piece
     parts = torch.empty((2, rows, pieces), dtype=torch.float32, device=x.device)
-    constants |= dict(N=n, BLOCK=piece, PIECES=pieces, num_warps=warps)
+    constants |= dict(BLOCK=piece, PIECES=pieces, num_warps=warps)
     launch(norm_moments_kernel, (rows * pieces,), x, seed, residual, h, parts, rows, **constants)
     launch(
         norm_apply_kernel, (rows * pieces,), x, seed, residual, weight, bias, parts, y, mean, rstd,
-        rows, offset, eps,
-        PARTS_BLOCK=triton.next_power_of_2(pieces), **constants,
+        rows, offset, eps, PARTS_BLOCK=triton.next_power_of_2(pieces), **constants,
     )  # fmt: skip
 
 
 # Bytes: x once (and residual), h once where it is wanted, 8 a piece.
 @triton.jit
 def norm_moments_kernel(
-    X, SEED, R, H, PARTS, rows, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
+    X, SEED, R, H, PARTS, rows,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     row, piece = (tl.program_id(0) // PIECES).to(tl.int64), tl.program_id(0) % PIECES
     col = piece * BLOCK + tl.arange(0, BLOCK)
-    h = summed(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
+    h = read_h(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
     if H is not None:
         tl.store(H + row * N + col, h, col < N)
     if CENTRED:
@@ -79,16 +65,15 @@ def norm_moments_kernel(
 # a piece and each piece of its row.
 @triton.jit
 def norm_apply_kernel(
-    X, SEED, R, W, B, PARTS, Y, MEAN, RSTD, rows, offset, eps, STRIDE: tl.constexpr,
-    RESIDUAL_STRIDE: tl.constexpr,
-    N: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+    X, SEED, R, W, B, PARTS, Y, MEAN, RSTD, rows, offset, eps,
+    STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last is the nearest
     row, piece = (program // PIECES).to(tl.int64), program % PIECES
     col = piece * BLOCK + tl.arange(0, BLOCK)
-    h = summed(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
+    h = read_h(X, SEED, R, row, piece, STRIDE, RESIDUAL_STRIDE, N, BLOCK, THRESHOLD, SCALE)
     part = tl.arange(0, PARTS_BLOCK)
     squares = tl.load(PARTS + (rows + row) * PIECES + part, part < PIECES, 0.0)
     if CENTRED:
@@ -110,20 +95,3 @@ def norm_apply_kernel(
     if B is not None:
         y += tl.load(B + col, col < N, 0.0).to(tl.float32)
     tl.store(Y + row * N + col, y, col < N)
-
-
-@triton.jit
-def summed(
-    X, SEED, R, row, piece, STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """h of a piece in fp32: what the norm is taken of."""
-    col = piece * BLOCK + tl.arange(0, BLOCK)
-    h = tl.load(X + row * STRIDE + col, col < N, 0.0).to(tl.float32)
-    if SEED is not None:
-        quad = row * ((N + 3) // 4) + piece * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        h *= dropout_factors(tl.load(SEED), quad, THRESHOLD, SCALE)
-    if R is not None:
-        h += tl.load(R + row * RESIDUAL_STRIDE + col, col < N, 0.0).to(tl.float32)
-    return h

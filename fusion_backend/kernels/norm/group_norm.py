@@ -4,8 +4,8 @@ dense.
 A group is contiguous in memory: `per` planes of `inner` elements, walked through in tiles of CH
 planes and BLOCK elements of each. It belongs to one program, which holds it where it is one tile;
 of few large groups, which would leave multiprocessors without work, each tile has a program of its
-own, in two kernels: moments of the tiles, then results. All sums are in fp32. groups_backward.py
-has the gradients.
+own, in two kernels: moments of the tiles, then results. All sums are in fp32.
+group_norm_backward.py has the gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_backend.kernels.common.activations import activated
 from fusion_backend.kernels.common.inputs import dynamic, number
@@ -58,9 +59,14 @@ def tiles_of(x, groups, config: Config) -> tuple[dict, int, int]:
     return constants, across, tiles
 
 
-def forward(x, groups, weight, bias, eps, act, save, config=None, split=None):
-    """y, and mean and rstd `[b · groups]` in fp32, empty unless saved. Grid: groups of all samples,
-    or their tiles.
+def forward(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str,
+    save: bool, config: Config | None = None, split: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y `[b, c, ...]` in x's dtype, and mean and rstd `[b · groups]` in fp32, empty unless saved.
+
+    x is contiguous, in fp32, bf16 or fp16; weight and bias are `[c]`, contiguous, of x's dtype. act
+    is a word of common/activations.py. Grid: groups of all samples, or their tiles.
     """
     y, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[0] * groups
     mean, rstd = (
@@ -79,9 +85,8 @@ def forward(x, groups, weight, bias, eps, act, save, config=None, split=None):
         )  # fmt: skip
     else:
         launch(
-            group_norm_kernel, (grid(rows, 1, config.programs, x.device),), x, weight, bias, *args,
-            eps, ACT=act,
-            STAGES=config.stages, **constants,
+            group_norm_kernel, (grid(rows, 1, config.programs, x.device),),
+            x, weight, bias, *args, eps, ACT=act, STAGES=config.stages, **constants,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -89,14 +94,14 @@ def forward(x, groups, weight, bias, eps, act, save, config=None, split=None):
 # Bytes: x once, y once; of a group that is not held in registers the second reading comes from L2.
 @triton.jit
 def group_norm_kernel(
-    X, W, B, Y, MEAN, RSTD, rows, eps, GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr,
-    ACT: tl.constexpr,
+    X, W, B, Y, MEAN, RSTD, rows, eps,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr,
     CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = PER * INNER
     top, step = tl.program_id(0), tl.num_programs(0)
-    turns = 1 if STAGES == 0 else tl.cdiv(rows - top, step)
-    for i in tl.range(0, turns, num_stages=STAGES if TILES == 1 else 0):
+    groups = 1 if STAGES == 0 else tl.cdiv(rows - top, step)
+    for i in tl.range(0, groups, num_stages=STAGES if TILES == 1 else 0):
         group = (top + i * step).to(tl.int64)
         first = group % GROUPS * PER
         if TILES == 1:
@@ -130,9 +135,8 @@ def group_norm_kernel(
 # Bytes: x once, 8 a tile.
 @triton.jit
 def group_norm_moments_kernel(
-    X, PARTS, rows, GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, CH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    X, PARTS, rows, GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr,
+    CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     group, t = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     _, at, keep = tile(t, PER, INNER, CH, BLOCK)
@@ -148,10 +152,9 @@ def group_norm_moments_kernel(
 # Bytes: x once more, from L2 as far as it fits, y once, 8 a tile and each tile of its group.
 @triton.jit
 def group_norm_apply_kernel(
-    X, W, B, PARTS, Y, MEAN, RSTD, rows, eps, GROUPS: tl.constexpr, PER: tl.constexpr,
-    INNER: tl.constexpr,
-    ACT: tl.constexpr, CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    X, W, B, PARTS, Y, MEAN, RSTD, rows, eps,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr,
+    CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = PER * INNER
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last is the nearest

@@ -1,4 +1,4 @@
-"""Backward of the normalisation in groups.py.
+"""Backward of the normalisation of groups in group_norm.py.
 
 With u = (x - mean) · rstd, z = u · weight + bias and g = dy · act'(z), the gradients of weight and
 bias are the sums of g · u and g over the planes of a channel; with h = g · weight, dx = rstd (h -
@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
-from fusion_backend.kernels.norm.backward import add_up
 from fusion_backend.kernels.norm.group_norm import affine, few, size_of, tile, tiles_of
+from fusion_backend.kernels.norm.weight_sums import add_up
 
 
 def backward_config(size: int, itemsize: int, split: bool) -> Config:
@@ -31,9 +32,17 @@ def backward_config(size: int, itemsize: int, split: bool) -> Config:
     return Config(16384, 1, warps, 16 // warps, 3 if block * itemsize <= 32768 else 2)
 
 
-def backward(dy, x, groups, weight, bias, mean, rstd, act, needs, config=None, split=None):
-    """Gradients of x, weight and bias, None where `needs` says no. Grid: a few programs a
-    multiprocessor, which walk through the groups of all samples, or a program for each tile.
+def backward(
+    dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    rstd: Tensor, act: str, needs: tuple[bool, bool, bool], config: Config | None = None,
+    split: bool | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x `[b, c, ...]`, contiguous, and of weight and bias `[c]`, in x's dtype; None
+    where `needs` says no.
+
+    dy is copied where it is not contiguous; x, weight, bias and act as in the forward, mean and
+    rstd what it saved. Grid: a few programs a multiprocessor, which walk through the groups of all
+    samples, or a program for each tile.
     """
     need_x, need_w, need_b = (
         needs[0],
@@ -72,9 +81,8 @@ def backward(dy, x, groups, weight, bias, mean, rstd, act, needs, config=None, s
             )  # fmt: skip
     else:
         launch(
-            group_norm_backward_kernel, (grid(rows, 1, config.programs, x.device),), *args, dx,
-            sums, rows,
-            STAGES=config.stages, **wanted, **constants,
+            group_norm_backward_kernel, (grid(rows, 1, config.programs, x.device),),
+            *args, dx, sums, rows, STAGES=config.stages, **wanted, **constants,
         )  # fmt: skip
     return dx, *add_up(sums, x.dtype, need_w, need_b)
 
@@ -84,15 +92,13 @@ def backward(dy, x, groups, weight, bias, mean, rstd, act, needs, config=None, s
 @triton.jit
 def group_norm_backward_kernel(
     DY, X, W, B, MEAN, RSTD, DX, SUMS, rows, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr, CH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr,
+    CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = PER * INNER
     top, step = tl.program_id(0), tl.num_programs(0)
-    turns = 1 if STAGES == 0 else tl.cdiv(rows - top, step)
-    for i in tl.range(0, turns, num_stages=STAGES if TILES == 1 else 0):
+    groups = 1 if STAGES == 0 else tl.cdiv(rows - top, step)
+    for i in tl.range(0, groups, num_stages=STAGES if TILES == 1 else 0):
         group = (top + i * step).to(tl.int64)
         first = group % GROUPS * PER
         mean = tl.load(MEAN + group)
@@ -137,10 +143,8 @@ def group_norm_backward_kernel(
 @triton.jit
 def group_norm_backward_sums_kernel(
     DY, X, W, B, MEAN, RSTD, SUMS, PARTS, rows, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr, CH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr,
+    CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     group, t = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     ch, at, keep = tile(t, PER, INNER, CH, BLOCK)
@@ -159,10 +163,9 @@ def group_norm_backward_sums_kernel(
 # group.
 @triton.jit
 def group_norm_backward_apply_kernel(
-    DY, X, W, B, MEAN, RSTD, PARTS, DX, rows, GROUPS: tl.constexpr, PER: tl.constexpr,
-    INNER: tl.constexpr,
-    ACT: tl.constexpr, CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    DY, X, W, B, MEAN, RSTD, PARTS, DX, rows,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr, ACT: tl.constexpr,
+    CH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PARTS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = PER * INNER
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last is the nearest
@@ -194,8 +197,8 @@ def before_affine(DY, X, keep, W, B, mean, rstd, channel, inside, ACT: tl.conste
 
 @triton.jit
 def tile_sums(
-    gu, gs, W, SUMS, rows, group, t, ch, GROUPS: tl.constexpr, PER: tl.constexpr,
-    INNER: tl.constexpr,
+    gu, gs, W, SUMS, rows, group, t, ch,
+    GROUPS: tl.constexpr, PER: tl.constexpr, INNER: tl.constexpr,
     BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Sums along the planes of a tile go to memory, `[b · tiles along a plane, c]`; those over its

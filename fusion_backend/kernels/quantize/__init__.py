@@ -1,0 +1,1 @@
+"""Rows as int8 with a scale each."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import as_rows, number
 from fusion_backend.kernels.common.launch import launch
@@ -28,13 +29,19 @@ def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
     )
 
 
-def forward(x, weight, offset, norm_eps, eps, how=None):
-    """q and scale `[..., 1]`; norm_eps None: no norm. Grid: rows / rows_each."""
+def forward(
+    x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float | None,
+    eps: float | None, how: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, both contiguous.
+
+    x is `[..., n]` in fp32, bf16 or fp16, its columns one element apart (else it is copied); weight
+    `[n]` of x's dtype, contiguous, or None. norm_eps None: no norm. eps None: the scale has no
+    lower bound. Grid: rows / rows_each.
+    """
     n, norm = number(x.shape[-1]), norm_eps is not None
-    kernel, rule = (
-        "rms_norm_quantize" if norm else "quantize_per_token",
-        config(n, x.element_size(), norm),
-    )
+    kernel = "rms_norm_quantize" if norm else "quantize_per_token"
+    rule = config(n, x.element_size(), norm)
     block, rows_each, warps, *_ = how or tuned(kernel, x.numel() // n, n, x.element_size(), rule)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
@@ -113,9 +120,9 @@ def weighted(x, W, rstd, col, offset, N: tl.constexpr):
 # Bytes: x once, one byte an element, a scale a row.
 @triton.jit
 def quantize_rows_kernel(
-    X, W, Q, SCALE, rows, offset, norm_eps, eps, STRIDE: tl.constexpr, N: tl.constexpr,
-    NORM: tl.constexpr,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    X, W, Q, SCALE, rows, offset, norm_eps, eps,
+    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
@@ -151,9 +158,9 @@ def quantize_rows_kernel(
 # Bytes: as above; the later readings of a row come from L2.
 @triton.jit
 def quantize_long_rows_kernel(
-    X, W, Q, SCALE, rows, offset, norm_eps, eps, STRIDE: tl.constexpr, N: tl.constexpr,
-    NORM: tl.constexpr,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+    X, W, Q, SCALE, rows, offset, norm_eps, eps,
+    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)

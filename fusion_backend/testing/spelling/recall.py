@@ -22,12 +22,12 @@ from fusion_backend.compat.torch import many_recompiles, pytree
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.match.templates import templates
 from fusion_backend.ops.pattern import Pattern
-from fusion_backend.testing import (
+from fusion_backend.testing.asserts import fused_nodes
+from fusion_backend.testing.compare import (
     FACTOR,
     ULPS,
     DropoutOfKernels,
     close,
-    fused_nodes,
     value_and_gradients,
 )
 from fusion_backend.testing.spelling.generate import Spelling, near_misses, spellings

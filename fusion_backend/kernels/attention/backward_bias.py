@@ -1,0 +1,93 @@
+"""The gradient of a bias of attention that several batches or heads share: a program adds up one
+tile over all of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.attention.backward_common import (
+    Operands,
+    probabilities,
+    saved_of_rows,
+    score_gradient,
+)
+from fusion_backend.kernels.attention.masking import strides_of
+from fusion_backend.kernels.attention.tiles import load_rows, row_pointer, survivors
+from fusion_backend.kernels.common.launch import launch
+
+
+def bias_gradient(operands: Operands, db: Tensor, config: dict) -> None:
+    """Fills db `[b or 1, h or 1, n, m]`, fp32 or the bias's dtype, with the sums of the scores'
+    gradients over the batches and heads that share it. Grid: its tiles.
+    """
+    b, (n, m) = operands.q.shape[0], db.shape[2:]
+    tiles = ((n + config["BM"] - 1) // config["BM"]) * ((m + config["BN"] - 1) // config["BN"])
+    batches, heads = (1 if statically_known_true(size == 1) else size for size in db.shape[:2])
+    launch(
+        flash_bias_kernel, (tiles * batches * heads,),
+        *operands.tensors, db, *operands.numbers, *strides_of(db), b, batches, heads,
+        **operands.constants, **config,
+    )  # fmt: skip
+
+
+# Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.
+@triton.jit
+def flash_bias_kernel(
+    Q, K, V, DO, LSE, SUMS, DB,
+    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
+    bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
+    keys_batch, keys_col,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    do_batch, do_head, do_row, db_batch, db_head, db_row, db_col,
+    batches, bias_batches, bias_heads,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
+    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    pid, across, down = tl.program_id(0), tl.cdiv(m, BN), tl.cdiv(n, BM)
+    j0, i0 = pid % across * BN, pid // across % down * BM
+    shared_head = (pid // across // down % bias_heads).to(tl.int64)
+    shared_batch = (pid // across // down // bias_heads).to(tl.int64)
+    row, col = tl.arange(0, BM), tl.arange(0, BN)
+    if SEED is not None:
+        SEED = tl.load(SEED)
+    query, key = tl.minimum(row, n - 1 - i0), tl.minimum(col, m - 1 - j0)
+    sum_heads = heads // bias_heads
+    BIAS += shared_batch * bias_batch + shared_head * bias_head
+    ds = tl.zeros([BM, BN], tl.float32)
+    for t in tl.range(0, batches // bias_batches * sum_heads):
+        batch, head = shared_batch + t // sum_heads, shared_head + t % sum_heads
+        masks = (
+            (BIAS, (0, 0, bias_row, bias_col)),
+            (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
+            (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
+        )  # fmt: skip
+        q_rows = row_pointer(Q, (q_batch, q_head, q_row), batch, head, i0)
+        q = load_rows(q_rows, query, q_row, D, BD, UPCAST)
+        k_rows = row_pointer(K, (k_batch, k_head, k_row), batch, head // group, j0)
+        k = load_rows(k_rows, key, k_row, D, BD, UPCAST)
+        v_rows = row_pointer(V, (v_batch, v_head, v_row), batch, head // group, j0)
+        v = load_rows(v_rows, key, v_row, D, BD, UPCAST)
+        do_rows = row_pointer(DO, (do_batch, do_head, do_row), batch, head, i0)
+        do = load_rows(do_rows, query, do_row, D, BD, UPCAST)
+        before = (batch * heads + head) * n
+        lse, inverse = saved_of_rows(LSE, before, i0 + query, n, BIAS)
+        sums = tl.load(SUMS + before + (i0 + query))
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        p, visible = probabilities(
+            s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, j0,
+            SCALE, CAP, FILL, PADDED, True,
+        )  # fmt: skip
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if SEED is not None:
+            dp = tl.where(survivors(masks, i0, j0, BM, BN, THRESHOLD, False), dp * RESCALE, 0.0)
+        of_scores, _ = score_gradient(s, p, dp, sums[:, None], visible, SCALE, CAP, FILL)
+        ds += of_scores
+    DB = row_pointer(DB, (db_batch, db_head, db_row), shared_batch, shared_head, i0)
+    inside = (row[:, None] < n - i0) & (col[None, :] < m - j0)
+    tl.store(DB + row[:, None] * db_row + (j0 + col)[None, :] * db_col, ds, inside)

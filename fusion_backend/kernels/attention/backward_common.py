@@ -1,0 +1,132 @@
+"""What the kernels of the backward of attention share: their operands, the sums of rows, and the
+probabilities and score gradients of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.attention.forward import row_strides
+from fusion_backend.kernels.attention.masking import MaskArguments
+from fusion_backend.kernels.attention.ranges import program_block
+from fusion_backend.kernels.attention.tiles import capped, exponential, masked, row_pointer
+from fusion_backend.kernels.common.launch import launch
+
+
+class Operands(NamedTuple):
+    """What every kernel of the backward reads."""
+
+    q: Tensor  # [b, h, n, d]
+    k: Tensor  # [b, h / group, m, d]
+    v: Tensor  # [b, h / group, m, d]
+    do: Tensor  # [b, h, n, d]
+    lse: Tensor  # as the forward saves it
+    sums: Tensor  # [b, h, n], rowsum(do · out) in fp32
+    masks: MaskArguments
+    constants: dict
+
+    @property
+    def tensors(self) -> tuple:
+        return self[:6]
+
+    @property
+    def numbers(self) -> tuple:
+        """The masks, and the strides of q, k, v and do."""
+        read = self.q, self.k, self.v, self.do
+        return (*self.masks.flat(), *(stride for t in read for stride in row_strides(t)))
+
+
+def empty_like_in_memory(t: Tensor) -> Tensor:
+    """An empty tensor `[b, h, n, d]` like t: heads last in memory where t has them so."""
+    b, h, n, d = t.shape
+    if statically_known_true(t.stride(1) < t.stride(2)):
+        return torch.empty((b, n, h, d), dtype=t.dtype, device=t.device).transpose(1, 2)
+    return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
+
+
+def row_sums(out: Tensor, do: Tensor, constants: dict) -> Tensor:
+    """rowsum(do · out) `[b, h, n]` in fp32, of out and do `[b, h, n, d]` with any strides but the
+    last, which is 1.
+
+    Grid: blocks of 64 rows of all heads and batches.
+    """
+    b, h, n, _ = out.shape
+    sums = torch.empty((b, h, n), dtype=torch.float32, device=out.device)
+    launch(
+        row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h,
+        *row_strides(out), *row_strides(do),
+        D=constants["D"], BD=constants["BD"], BM=64, num_warps=4,
+    )  # fmt: skip
+    return sums
+
+
+# Bytes: out and do once.
+@triton.jit
+def row_sums_kernel(
+    OUT, DO, SUMS, n, heads, out_batch, out_head, out_row, do_batch, do_head, do_row,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    i0, head, batch = program_block(n, heads, BM)
+    row, d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
+    keep = (row < n - i0) & (d < D)
+    OUT = row_pointer(OUT, (out_batch, out_head, out_row), batch, head, i0)
+    out = tl.load(OUT + row * out_row + d, keep, 0.0).to(tl.float32)
+    DO = row_pointer(DO, (do_batch, do_head, do_row), batch, head, i0)
+    do = tl.load(DO + row * do_row + d, keep, 0.0).to(tl.float32)
+    at = SUMS + (batch * heads + head) * n + i0 + tl.arange(0, BM)
+    tl.store(at, tl.sum(out * do, 1), tl.arange(0, BM) < n - i0)
+
+
+@triton.jit
+def saved_of_rows(LSE, before, at, n, BIAS):
+    """What the forward saved of rows of a head, with `before` rows of other heads in front: the
+    logarithm of the sum, or with a bias the largest score, and one over the sum.
+    """
+    if BIAS is None:
+        lse = tl.load(LSE + before + at)
+        inverse = lse
+    else:
+        lse = tl.load(LSE + 2 * before + at)
+        inverse = 1.0 / tl.load(LSE + 2 * before + n + at)
+    return lse, inverse
+
+
+@triton.jit
+def probabilities(
+    s, lse, inverse, masks, row, col, i0, j0,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of the products of the tile at i0, j0; and which have a gradient."""
+    bias, keep, keys, band, seed, at = masks
+    BIAS, m = bias[0], at[4]
+    s, visible = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
+    p = exponential(s - lse, BIAS)
+    if BIAS is not None:
+        p *= inverse
+    elif FILL is not None:
+        # far down, the logarithm of a row that sees nothing has lost its sum, which is m
+        if FILL < -30000.0:
+            p = tl.where((lse < FILL * 0.5) & (col < m - j0), 1.0 / m, p)
+    return p, visible
+
+
+@triton.jit
+def score_gradient(
+    s, p, dp, sums, visible, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr
+):
+    """ds of the scores with their bias, and of the products but for the scale."""
+    ds = p * (dp - sums)
+    if FILL is not None:
+        ds = tl.where(visible, ds, 0.0)
+    if CAP is not None:
+        t = capped(s, SCALE, CAP)
+        return ds, ds * (1.0 - t * t)
+    else:
+        return ds, ds

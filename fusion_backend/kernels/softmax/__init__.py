@@ -1,0 +1,1 @@
+"""Softmax over rows, forward and backward, with a scale and a mask that broadcasts."""
