@@ -19,14 +19,19 @@ PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again
 
-.PHONY: demo test environment gpu check docs clean
+.PHONY: demo test test-all environment gpu check docs clean
 
 demo: $(VENV)/.bench
 	$(PY) -m benchmarks.demo $(DEMO)
 
 # Two processes: each mostly waits for compilers. Who has done its half of the tests takes from the other's.
+# Of products of dimensions it runs covering combinations (tests/selection.py); `make test-all` runs all of them.
+# build/durations.xml keeps the time that each test took.
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2 --dist worksteal $(TESTS)
+	$(PY) -m pytest -n 2 --dist worksteal --junit-xml=build/durations$(if $(TORCH),-$(TORCH)).xml $(TESTS)
+
+test-all: override TESTS += --full
+test-all: test
 
 # What `make test` installs, and no more.
 environment: $(VENV)/.test

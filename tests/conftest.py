@@ -1,5 +1,6 @@
 """CPU runs interpret the kernels; every test starts with fresh compilers and poisoned empties."""
 
+import contextlib
 import gc
 import os
 
@@ -15,7 +16,24 @@ import torch._inductor.config
 
 import fusion_backend
 
+from . import selection
+from .eager_kernels import eager_kernels
+from .interpreter import hasten
 from .sizes import watched
+
+hasten()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="every combination of every dimension, and Inductor's own code in every test",
+    )
+
+
+def pytest_configure(config):
+    selection.FULL = config.getoption("--full")
 
 
 def pytest_collection_finish():
@@ -25,7 +43,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not selection.FULL:
+        rest = [item for item in items if "full" in item.keywords]
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if "full" not in item.keywords]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -51,6 +73,13 @@ def sizes_left_alone():
 def scalar_code():
     """C++ without vectors, which compiles faster; what Inductor makes of them is its own."""
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture(name="eager_kernels")
+def eager_kernels_unless_full():
+    """What Inductor would compile runs operator by operator; what is checked lies before that."""
+    with contextlib.nullcontext() if selection.FULL else eager_kernels():
         yield
 
 

@@ -156,8 +156,7 @@ def test_report_text_and_json(xy):
 def test_nearest_miss_names_the_node_and_line():
     def almost(x, w):
         centred = x - x.mean(-1, keepdim=True)
-        # abs, not pow(2)
-        return centred / torch.sqrt(centred.abs().mean(-1, keepdim=True) + 1e-5) * w
+        return centred / torch.sqrt(centred.abs().mean(-1, keepdim=True) + 1e-5) * w  # no pow(2)
 
     report = explain(almost, torch.randn(4, 8), torch.randn(8))
     (miss,) = [m for m in report.misses if m.pattern == "layer_norm"]

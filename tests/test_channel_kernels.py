@@ -18,6 +18,7 @@ from fusion_backend.kernels.norm import group_norm_backward as groups_backward
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
+from tests.selection import product
 from tests.test_kernels import FLOATS, distance, randn, runs_kernels, symbolic
 from tests.test_row_kernels import check
 
@@ -79,8 +80,7 @@ def test_batch_norm_layouts():
 
 
 @runs_kernels
-@pytest.mark.parametrize("act", ["identity", "relu"])
-@pytest.mark.parametrize("plane", [1, 2, 3, 7, 8, 9, 16, 49, 150])
+@product(strength=1, plane=[1, 2, 3, 7, 8, 9, 16, 49, 150], act=["identity", "relu"])
 def test_batch_norm_of_planes_that_blocks_cut(plane, act):
     """Elements that share a thread lie in two channels, and those at the end of a sample in the
     last and the first.
@@ -231,13 +231,9 @@ def configured(monkeypatch, how, lanes=16):
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    "how, dtype",
-    [*itertools.product(HOW[::2], FLOATS), *((how, torch.float32) for how in HOW[1::2])],
-)
-@pytest.mark.parametrize("act", ["identity", "silu"])
-@pytest.mark.parametrize("shape, number", GROUPS)
-def test_group_norm(shape, number, dtype, act, how, monkeypatch):
+@product(groups=GROUPS, act=["identity", "silu"], how=HOW, dtype=FLOATS)
+def test_group_norm(groups, act, how, dtype, monkeypatch):
+    shape, number = groups
     configured(monkeypatch, how, 512 if shape[-1] > 512 else 16)
     c = shape[1]
     check(

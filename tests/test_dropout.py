@@ -169,6 +169,7 @@ def test_compiled_value_and_gradients(name):
         torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_sites_differ_and_seeds_repeat():
     x, r = inputs()
     fn = compiled(lambda x, r: (site(x, r), site(x, r)))
@@ -218,6 +219,7 @@ def test_checkpoint_draws_the_same_again(around, draws):
     assert torch.equal(out != 0, grad != 0) and 0.3 < (out != 0).double().mean() < 0.9
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_evaluation_and_no_dropout_are_left_alone():
     x, r = inputs()
     for fn in (lambda x, r: F.dropout(x, 0.3, False) + r, lambda x, r: F.dropout(x, 0.0, True) + r):
@@ -244,6 +246,7 @@ def test_the_graph_shows_the_draw():
     assert [s in n.args for s, n in zip(seeds, fused_nodes(gm), strict=True)] == [True, True]
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_a_seeded_reference_takes_a_seed(scratch):
     @fusion_backend.Pattern
     def dropped_twice(x: torch.Tensor, p: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ from fusion_backend.kernels.attention.forward import Masking
 from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import collect, fused_nodes
+from tests.selection import only_full, product
 from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
@@ -168,13 +169,13 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
     }
 
 
-# Every kind with one query, and in one of two sizes; those that skip most, in several tiles
-SIZED = [
-    (*size, kind)
-    for i, kind in enumerate(masks(4, 4))
-    for size in ((1, 1), (1, 64), SIZES[2 + i % 2])
-]
-SIZED += [(100, 130, kind) for kind in MANY]
+# Every kind in one of two sizes, and with one query for one key or for many; those that skip most,
+# in several tiles
+SIZED = []
+for i, kind in enumerate(masks(4, 4)):
+    SIZED += [(*SIZES[i % 2], kind), (*SIZES[2 + i % 2], kind), only_full(*SIZES[1 - i % 2], kind)]
+for kind in MANY:
+    SIZED += [(70, 90, kind), only_full(100, 130, kind)]
 
 
 @runs_kernels
@@ -184,15 +185,13 @@ def test_masks(n, m, kind):
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("d", [16, 40, 64])
-def test_head_sizes(d, dtype):
-    for kind in ("all", "window", "bias for all batches", "dropout"):
-        check(
-            *qkv(17, 40, d, dtype=dtype),
-            masks(17, 40, dtype=dtype)[kind],
-            config=None if kind == "all" else SMALL,
-        )
+@product(d=[16, 40, 64], dtype=FLOATS, kind=["all", "window", "bias for all batches", "dropout"])
+def test_head_sizes(d, dtype, kind):
+    check(
+        *qkv(17, 40, d, dtype=dtype),
+        masks(17, 40, dtype=dtype)[kind],
+        config=None if kind == "all" else SMALL,
+    )
 
 
 @runs_kernels

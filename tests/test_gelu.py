@@ -104,6 +104,7 @@ def test_where_it_fuses(fn, training):
     assert_fuses(fn, x.detach().transpose(0, 2), pattern="gelu", options=options)
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_what_it_declines():
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(8, dtype=dtype)

@@ -14,12 +14,12 @@ import torch
 import fusion_backend
 from benchmarks.measure.distance import distance, joint_distance
 from benchmarks.subjects.tiny_models import MODELS, loss, result
+from tests.selection import only_full
 
 pytest.importorskip(
     "transformers", reason="the models come from transformers: pip install -e '.[bench]'"
 )
 
-pytestmark = pytest.mark.usefixtures("scalar_code")
 # Twice eager's own distance from fp64, and a floor of about two fp32 roundings: Inductor orders
 # sums differently, and where eager happens to be exact the double of nothing is nothing.
 FACTOR, FLOOR = 2.0, 1.2e-7
@@ -96,21 +96,32 @@ def test_every_layer_norm_is_found(name):
 WAYS = {"inference": (False, False), "training": (True, False), "training-dynamic": (True, True)}
 FEWER = {
     "llama": ["inference", "training"],
-    "qwen3": ["training-dynamic"],
+    "qwen3": ["training", "training-dynamic"],
     "gpt2": ["inference", "training"],
     "bert": ["training-dynamic"],
     "t5": ["training-dynamic"],
     "vit": ["training"],
 }
+# Of `--full`: gpt2 has the inference, bert and t5 the sizes, and llama and vit the training.
+REST = {("llama", "inference"), ("qwen3", "training-dynamic"), ("gpt2", "training")}
 CASES = [
-    pytest.param(name, *WAYS[way], id=f"{name}-{way}")
+    (only_full if (name, way) in REST else pytest.param)(name, *WAYS[way], id=f"{name}-{way}")
     for name in MODELS
     for way in FEWER.get(name, WAYS)
 ]
+# Each way once as a user runs it, with what Inductor generates; the others with eager kernels.
+GENERATED = {("gpt2", False, False), ("llama", True, False), ("bert", True, True)}
+
+
+@pytest.fixture
+def kernels(request):
+    """Of Inductor or of eager, as the model and its way ask for."""
+    asked = tuple(request.getfixturevalue(what) for what in ("name", "train", "dynamic"))
+    request.getfixturevalue("scalar_code" if asked in GENERATED else "eager_kernels")
 
 
 @pytest.mark.parametrize("name, train, dynamic", CASES)
-def test_model(name, train, dynamic, capsys):
+def test_model(name, train, dynamic, kernels, capsys):
     tiny = MODELS[name]
     model = tiny.model()
     exact = copy.deepcopy(model).double()

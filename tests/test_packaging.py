@@ -26,7 +26,7 @@ USER_SCRIPT = """
     import sys
     import torch
 
-    options = {"fusion.gate": "always"}
+    options = {"fusion.gate": "always", "fusion.only": "add_mul"}  # no other pattern is traced
     f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options=options)
     x = torch.arange(24.0).reshape(4, 6)
     torch.testing.assert_close(f(x, x + 1), x + 0.5)
@@ -53,7 +53,7 @@ THEIR_SCRIPT = """
     import sys
     import torch
 
-    options = {"fusion.gate": "always"}
+    options = {"fusion.gate": "always", "fusion.only": "tanh_gate"}
     f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options=options)
     x = torch.linspace(-2, 2, 12).requires_grad_()
     y = f(x, x)
@@ -193,12 +193,18 @@ def test_every_file_of_patterns_is_loaded():
     assert {path.stem for path in (ROOT / "patterns").glob("*.py")} - {"__init__"} <= loaded
 
 
-def test_a_wheel_works_beside_a_folder_named_patterns(wheel, tmp_path):
-    python = environment(tmp_path / "venv")
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The interpreter of an environment that has the wheel."""
+    python = environment(tmp_path_factory.mktemp("installed") / "venv")
     install(python, str(wheel))
-    package, patterns = run_script(python, tmp_path, USER_SCRIPT)
+    return python
+
+
+def test_a_wheel_works_beside_a_folder_named_patterns(installed, tmp_path):
+    package, patterns = run_script(installed, tmp_path, USER_SCRIPT)
     assert (
-        package.startswith(str(tmp_path))
+        package.startswith(str(Path(installed).parents[1]))
         and Path(patterns) == Path(package).parent / "patterns" / "__init__.py"
     )
 
@@ -220,16 +226,14 @@ def test_a_bare_import_of_patterns_is_refused():
     )
 
 
-def test_another_package_adds_a_pattern_by_entry_point(wheel, tmp_path):
-    python = environment(tmp_path / "venv")
-    install(python, str(wheel))
+def test_another_package_adds_a_pattern_by_entry_point(installed, tmp_path):
     theirs = tmp_path / "theirs"
     info = theirs / "their_patterns-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-patterns\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fusion_backend.patterns]\ngates = their_patterns\n")
     (theirs / "their_patterns.py").write_text(THEIR_PATTERN)
-    run_script(python, tmp_path, THEIR_SCRIPT, PYTHONPATH=str(theirs))
+    run_script(installed, tmp_path, THEIR_SCRIPT, PYTHONPATH=str(theirs))
 
 
 def test_import_costs_little_beyond_torch():

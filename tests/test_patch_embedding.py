@@ -56,6 +56,7 @@ KINDS = {
 }
 
 
+@pytest.mark.usefixtures("eager_kernels")
 @pytest.mark.parametrize("gradient_of_x", [False, True])
 @pytest.mark.parametrize("options, shape", KINDS.values(), ids=KINDS)
 def test_the_same_as_the_convolution(options, shape, gradient_of_x):
@@ -107,6 +108,7 @@ def test_layouts_are_those_of_the_convolution():
             assert one.stride() == other.stride()
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_any_batch():
     model = Embedding(4)
     compiled = torch.compile(
@@ -159,6 +161,7 @@ def test_a_single_image_is_left_alone():
     assert not collect(model, x, options={"fusion.gate": "always"}).report.sites
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_sizes_that_are_not_known():
     """Left alone, so that it compiles no more often than without us: cutting windows would guard on
     their number.

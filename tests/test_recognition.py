@@ -13,13 +13,14 @@ from benchmarks.compiler.recognition import SETTINGS, expected, found
 from benchmarks.compiler.recognition_page import page, release, section, sections_of
 from benchmarks.subjects.whole_models import SUBJECTS
 from tests.oracle.harness import TORCH
+from tests.selection import only_full
 
 PAGE = Path(__file__).parent.parent / "docs" / "recognition.md"
-# in every setting; each other model in one more than evaluation and training
+# in every setting; each other model in training and one more, with `--full` in evaluation too
 EVERY = ("llama", "bert", "t5")
 OTHER = itertools.cycle(list(SETTINGS)[2:])
 CASES = [
-    (name, setting)
+    (pytest.param if name in EVERY or setting != "eval" else only_full)(name, setting)
     for name in SUBJECTS
     for setting in (SETTINGS if name in EVERY else ("eval", "train", next(OTHER)))
 ]

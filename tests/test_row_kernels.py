@@ -21,6 +21,7 @@ from fusion_backend.kernels.softmax import forward as softmax
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
+from tests.selection import product
 from tests.test_kernels import (  # noqa: F401  (fixtures)
     CLOSE,
     DEVICE,
@@ -204,9 +205,7 @@ NORMS = {
 
 @runs_kernels
 @pytest.mark.usefixtures("few_or_many")
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(7, 100), (3, 2049), (2, 3, 33), (100,)])
-@pytest.mark.parametrize("name", NORMS)
+@product(name=NORMS, shape=[(7, 100), (3, 2049), (2, 3, 33), (100,)], dtype=FLOATS)
 def test_norms(name, shape, dtype):
     x, r = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
     check(name, *NORMS[name](x, r, randn(shape[-1], dtype=dtype), randn(shape[-1], dtype=dtype)))
@@ -395,9 +394,7 @@ def test_cross_entropy_as_torch_has_it():
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("eps", [None, 1e-5, 0.05])
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 8)])
+@product(shape=[*SHAPES, (0, 8)], eps=[None, 1e-5, 0.05], dtype=FLOATS)
 def test_quantize_per_token(shape, eps, dtype):
     """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
     x = randn(*shape, dtype=dtype) * 3
@@ -417,17 +414,16 @@ def test_quantize_per_token(shape, eps, dtype):
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "weight, offset, eps", [(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)]
+@product(
+    shape=[(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)],
+    scaled=[(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)],
+    dtype=FLOATS,
 )
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)]
-)
-def test_rms_norm_quantize(shape, weight, offset, eps, dtype):
+def test_rms_norm_quantize(shape, scaled, dtype):
     """Scale within its dtype; the integers of that scale, but where the quotient is half way
     between two.
     """
+    weight, offset, eps = scaled
     x = (
         (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2]
         if len(shape) == 2

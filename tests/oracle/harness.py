@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .. import selection
+from ..eager_kernels import eager_kernels
+
 # ORACLE_BACKEND=inductor runs the oracle against itself: it checks the cases, not the backend.
 BACKEND = os.environ.get("ORACLE_BACKEND", "fusion")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -50,6 +53,7 @@ class Case:
     slack           bytes that may be saved beyond what plain Inductor saves
     same_saved      nothing was rewritten in the differentiated part: exactly the same tensors are
                     saved
+    generated       Inductor's own code runs, in the default selection too (eager_kernels.py)
     """
 
     name: str
@@ -64,6 +68,7 @@ class Case:
     same_saved: bool = False
     slack: int = 0
     skip: str = ""
+    generated: bool = False
     compile: dict = dataclasses.field(default_factory=dict)
     around: Callable = lambda k: contextlib.nullcontext()
     before: Callable = lambda inputs: None
@@ -192,16 +197,27 @@ def detached(tree) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def inductor_graphs(result: Result):
-    """Record the arguments with which Inductor compiles each forward graph."""
-    inner = compile_fx.fx_codegen_and_compile
+def inductor_graphs(result: Result, generated: bool):
+    """Record what Inductor is given with each forward graph; run code that it generates, or eager
+    kernels.
+    """
 
-    def spy(gm, *args, **kwargs):
-        if not kwargs.get("is_backward"):
-            result.static.append(tuple(kwargs.get("static_input_idxs", ())))
+    def record(gm, options):
+        if not options.get("is_backward"):
+            result.static.append(tuple(options.get("static_input_idxs", ())))
             result.attention.append(
                 {str(n.target) for n in gm.graph.nodes if "attention" in str(n.target)}
             )
+
+    if not generated:
+        with eager_kernels(record):
+            yield
+        return
+
+    inner = compile_fx.fx_codegen_and_compile
+
+    def spy(gm, *args, **kwargs):
+        record(gm, kwargs)
         return inner(gm, *args, **kwargs)
 
     with mock.patch.object(compile_fx, "fx_codegen_and_compile", spy):
@@ -247,7 +263,7 @@ def run(case: Case, backend: str) -> Result:
         stack.enter_context(torch._inductor.config.patch({**FAST, **case.config}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch._dynamo.config.patch(case.dynamo))
-        stack.enter_context(inductor_graphs(result))
+        stack.enter_context(inductor_graphs(result, selection.FULL or case.generated))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         for k in range(case.calls):

@@ -2,6 +2,7 @@
 test_distributed.py.
 """
 
+import contextlib
 import os
 import warnings
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ..eager_kernels import eager_kernels
 from .harness import FAST, compiled, fused_sites, local
 from .models import Gate
 
@@ -129,8 +131,11 @@ def observe(job, rank, backend):
     return seen
 
 
-def work(rank, port, names, backends, folder):
-    """Every job under every backend, in one process group; writes what it saw to a file."""
+def work(rank, port, names, backends, folder, generated):
+    """Every job under every backend, in one process group; writes what it saw to a file.
+
+    The jobs of `generated` run what Inductor compiles, the others eager kernels.
+    """
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD)
     )
@@ -140,7 +145,8 @@ def work(rank, port, names, backends, folder):
     seen = {}
     with torch._inductor.config.patch(FAST):
         for name in names:
-            for backend in backends:
-                seen[name, backend] = observe(globals()[name], rank, backend)
+            with contextlib.nullcontext() if name in generated else eager_kernels():
+                for backend in backends:
+                    seen[name, backend] = observe(globals()[name], rank, backend)
     torch.save(seen, os.path.join(folder, f"rank{rank}.pt"))
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from .. import selection
 from . import jobs
 from .harness import BACKEND, close, sites_of
 
@@ -36,7 +37,9 @@ def ranks(tmp_path_factory):
         pytest.skip("no gloo")
     folder = tmp_path_factory.mktemp("ranks")
     backends = list(dict.fromkeys(("eager", "inductor", BACKEND)))
-    mp.spawn(jobs.work, (free_port(), list(FUSED), backends, str(folder)), nprocs=jobs.WORLD)
+    generated = list(FUSED) if selection.FULL else ["ddp"]
+    given = free_port(), list(FUSED), backends, str(folder), generated
+    mp.spawn(jobs.work, given, nprocs=jobs.WORLD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(jobs.WORLD)]
 
 

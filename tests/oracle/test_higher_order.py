@@ -161,7 +161,7 @@ def case(fn, inputs=gate_inputs, **kw):
 CASES = [
     case(autograd_function, x_w, exact="eager"),
     case(autograd_function_of_gate, fused=ONE_GATE, exact="eager"),
-    case(checkpointed, fused=ONE_GATE),
+    case(checkpointed, fused=ONE_GATE, generated=True),
     case(checkpoint_nested, fused={"gated_linear": SOME, "layer_norm": 1}),
     case(checkpoint_dropout, fused=ONE_GATE, exact="plain"),
     # Inductor 2.15 keeps the statistics of the layer_norm beside it, 64 bytes, which ours computes
@@ -172,13 +172,14 @@ CASES = [
     case(grad_inside, fused=NO_GATE),
     case(jvp_inside, gate_inputs_no_grad, fused=NO_GATE, train=False),
     case(per_sample_grad, fused=NO_GATE),
-    case(conditional, fused=ONE_GATE),
+    case(conditional, fused=ONE_GATE, generated=True),
     # Inductor (2.11 to 2.15) reuses buffers that nested regions still read: its own gradients are
     # wrong without this
     case(
         nested_region,
         fused={"gated_linear": SOME, "layer_norm": 1},
         config={"allow_buffer_reuse": False},
+        generated=True,
     ),
     case(flex, qkv_bias, exact="eager", config={"cpp.simdlen": None}, train=False),
     case(flex_causal, qkv, exact="eager", config={"cpp.simdlen": None}, train=False),

@@ -269,12 +269,12 @@ VIEWED = (
 )
 
 CASES = [
-    case(together(FRESH), name="fresh_locals"),
+    case(together(FRESH), name="fresh_locals", generated=True),
     case(together(VIEWED), name="views_of_locals"),
     case(requires_grad_inside),
     case(seed_function, gate_inputs_no_grad, name="seed_inference", train=False, fused=ONE_GATE),
     case(residual, fused={"layer_norm": 2}),
-    case(input_mutation, x_w_c),
+    case(input_mutation, x_w_c, generated=True),
     case(input_unsqueeze, x_w_c),
     case(input_transpose, x_w_c),
     case(input_unsqueeze_and_back, lambda k: (X(8, 16, grad=False), X(16, 16), torch.ones(8, 16))),
@@ -304,7 +304,7 @@ CASES = [
         fused=NO_GATE,
     ),
     case(operand_mutated_in_gate, gate_inputs_no_grad, train=False, fused=NO_GATE),
-    case(fused_output_mutated, gate_inputs, fused=ONE_GATE),
+    case(fused_output_mutated, gate_inputs, fused=ONE_GATE, generated=True),
     case(fused_output_is_only_output, fused={"layer_norm": 2}),
 ]
 

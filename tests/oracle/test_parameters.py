@@ -159,7 +159,7 @@ def function(fn, inputs, **kw):
 
 
 CASES = [
-    case(Gate, name="all"),
+    case(Gate, name="all", generated=True),
     case(Gate, x(8, 16, grad=False), name="parameters_only"),
     case(Gate, x(2, 8, 16), name="three_dimensions"),
     case(Gate, lambda k: (torch.randn(16, 8).t().requires_grad_(),), name="transposed_input"),
@@ -190,13 +190,13 @@ CASES = [
     case(TiedAcross, fused={"gated_linear": 2, "layer_norm": 1}),
     case(WeightReturned),
     case(TiedNorm, fused={"layer_norm": 3}),
-    case(BatchNorm, x(2, 3, 8, 8), calls=2),
+    case(BatchNorm, x(2, 3, 8, 8), calls=2, generated=True),
     case(lambda: BatchNorm().eval(), x(2, 3, 8, 8), name="BatchNorm_eval"),
     case(BufferIsWeight, x(8, 16, grad=False), fused={"layer_norm": SOME}, calls=2),
     case(BufferIsWeight, name="BufferIsWeight_trains", fails=True),
     case(GateWithDropout, calls=2, exact="plain"),
     case(Evaluated),
-    case(NoiseInNorm, fused={"layer_norm": 2}, calls=2, exact="plain"),
+    case(NoiseInNorm, fused={"layer_norm": 2}, calls=2, exact="plain", generated=True),
     case(GateWithDropout, name="fallback_random", config={"fallback_random": True}, exact="eager"),
     function(
         add_mul_forms,
@@ -237,6 +237,7 @@ def backward_twice(call, x):
     return x.grad
 
 
+@pytest.mark.usefixtures("eager_kernels")
 @pytest.mark.parametrize("step", [double_backward, backward_twice], ids=lambda step: step.__name__)
 def test_backward_again(step):
     """Double backward is refused with torch's own words; a retained graph gives what it gives under
