@@ -160,7 +160,8 @@ def candidates_text(scope: Scope) -> str:
         spelled = f"{m.template.size} operators, spelling at line {m.template.line}"
         lines.append(f"{m.pattern.name}({given}) -> {roots}\n    {spelled}; inside: {inside}")
     misses = [
-        f"near miss {m.pattern.name} at {m.root.name}: {m.matched} of {m.size} operators, {m.reason}"
+        f"near miss {m.pattern.name} at {m.root.name}: {m.matched} of {m.size} operators, "
+        f"{m.reason}"
         for m in scope.matcher.misses.values()
     ]
     return "\n".join([*lines, *misses]) or "no candidates"

@@ -15,9 +15,13 @@ DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """only/skip  pattern names; limit  how many sites may be fused in one graph (bisect a wrong
-    answer to one rewrite); gate  auto: where it is known to pay, always: wherever it is possible,
-    never: report only; exact_masks no finite fill of a mask, such as -1e9, is taken for -inf; dump  a directory for what each pass makes, as text.
+    """What a user asks for, by `fusion.<name>` in torch.compile's options.
+
+    only, skip: names of patterns.
+    limit: how many sites may be fused in one graph; bisects a wrong answer to one rewrite.
+    gate: "auto", where it is known to pay; "always", wherever it is possible; "never", report only.
+    exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.
+    dump: a directory, in which each pass writes what it has made, as text.
     """
 
     only: tuple[str, ...] = ()

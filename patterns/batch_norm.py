@@ -60,7 +60,8 @@ def _(around, training):
     if around.convolutions:
         beside = around.convolutions[0]
         return Reject(
-            f"it would decide the layout of {beside} beside it: timed at 0.78 to 0.98 of Inductor on an H200"
+            f"it would decide the layout of {beside} beside it: timed at 0.78 to 0.98 of Inductor "
+            "on an H200"
         )
 
 

@@ -69,7 +69,8 @@ def _(x, b, act):
 def _(x, b, act, training):
     if act in ("gelu", "gelu_tanh") and x.element_size() == 2:
         return Reject(
-            "Inductor adds the bias and computes the branchless gelu (patterns/gelu.py) in one kernel"
+            "Inductor adds the bias and computes the branchless gelu (patterns/gelu.py) in one "
+            "kernel"
         )
     return UNMEASURED
 

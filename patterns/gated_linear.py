@@ -53,7 +53,8 @@ def _(x, w1, b1, w2, b2, act):
         return Reject(f"no kernel yet for {act}")
     if x.dim() < 2 or w1.dim() != 2 or w2.dim() != 2:
         return Reject(
-            f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 are needed"
+            f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 "
+            "are needed"
         )
     sizes = (*w1.shape, *w2.shape, *w1.stride(), *w2.stride())
     if any(dynamic(size) for size in sizes):
@@ -72,7 +73,8 @@ def _(x, w1, b1, w2, b2, act):
     for name, bias in dict(b1=b1, b2=b2).items():
         if bias is not None and not (tuple(bias.shape) == (w1.shape[1],) and bias.stride(0) == 1):
             return Reject(
-                f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a plain vector"
+                f"{name} with shape {tuple(bias.shape)} and strides {bias.stride()} is not a "
+                "plain vector"
             )
     return reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
 

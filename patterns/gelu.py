@@ -98,7 +98,8 @@ def branchless_gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
 def _(x, approximate):
     if x.dtype not in (torch.bfloat16, torch.float16):
         return Reject(
-            f"x is {str(x.dtype).removeprefix('torch.')}: the error of the formula, 1e-6, would be seen"
+            f"x is {str(x.dtype).removeprefix('torch.')}: the error of the formula, 1e-6, would "
+            "be seen"
         )
 
 

@@ -62,7 +62,8 @@ def _(x, groups, weight, bias, eps, act):
 def _(around, training):
     if training and "gelu" in around.makers:
         return Reject(
-            "Inductor computes the gelu in front of it in the same kernels: timed at 0.84 of it on an H200"
+            "Inductor computes the gelu in front of it in the same kernels: timed at 0.84 of it "
+            "on an H200"
         )
 
 

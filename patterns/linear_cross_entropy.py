@@ -95,7 +95,8 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
         return UNMEASURED
     if training:
         return Reject(
-            "the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves the logits"
+            "the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves "
+            "the logits"
         )
 
 

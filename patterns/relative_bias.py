@@ -90,7 +90,8 @@ def _(index, weight, training):
     few = statically_known_true(index.numel() < 1 << 16)
     if few or not statically_known_true(weight.shape[0] <= 4096):
         return Reject(
-            "the sum along diagonals has not been timed for so short an index, or so many rows of the weight"
+            "the sum along diagonals has not been timed for so short an index, or so many rows of "
+            "the weight"
         )
 
 

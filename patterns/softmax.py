@@ -59,14 +59,16 @@ def _(x, scale, mask, drop, fill, training):
     n, masked = number(x.shape[-1]), mask is not None or drop is not None
     if n * x.element_size() > MAX_HELD and (masked or not shareable(x, COOPERATIVE)):
         return Reject(
-            "rows of more than 64 KB are read twice: 131072 in fp32 timed at 0.90 of Inductor on an H200"
+            "rows of more than 64 KB are read twice: 131072 in fp32 timed at 0.90 of Inductor on "
+            "an H200"
         )
     if n < 512 or (masked and statically_known_true(x.numel() < 1 << 26)):
         return UNMEASURED
     many = statically_known_true(x.numel() // n >= FEW)
     if training and many and statically_known_true(x.numel() < 1 << 24):
         return Reject(
-            f"Inductor's training step is as fast for small tensors of {FEW} rows and more ({RESULTS})"
+            f"Inductor's training step is as fast for small tensors of {FEW} rows and more "
+            f"({RESULTS})"
         )
 
 

@@ -50,7 +50,7 @@ MUTATIONS = {
         "fusion_backend/match/outcomes.py",
         "            if device != want.device or not same(",
         "            if device != want.device and not same(",
-        "tests/test_every_pattern.py tests/test_masks_around_bodies.py",
+        "tests/test_reasons.py",
     ),
     "fingerprint: what a function closes over is left out": Mutation(
         "fusion_backend/cache/fingerprint.py",
@@ -98,7 +98,8 @@ MUTATIONS = {
     ),
     "gate: what backward reads may be changed afterwards": Mutation(
         "fusion_backend/decide/legality.py",
-        "                if later and kept and storage in storages(m.args[0]) and self.facts.training(match):\n",
+        "                if later and kept and storage in storages(m.args[0]) and "
+        "self.facts.training(match):\n",
         "                if False:\n",
         "tests/test_rewrite.py tests/test_backend.py",
     ),
@@ -177,9 +178,12 @@ MUTATIONS = {
     ),
     "op: a seed of its own in the backward": Mutation(
         "fusion_backend/ops/operator.py",
-        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n",
-        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]\n"
-        "            inputs[-1:] = [draw(i.device) if self.op.seed_arguments else i for i in inputs[-1:]]\n",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, "
+        "strict=True)]\n",
+        "            inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, "
+        "strict=True)]\n"
+        "            inputs[-1:] = [draw(i.device) if self.op.seed_arguments else i for i in "
+        "inputs[-1:]]\n",
         "tests/test_dropout.py",
     ),
     "masks: every mask counts as square": Mutation(

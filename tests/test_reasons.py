@@ -220,3 +220,15 @@ def test_the_option_reaches_the_masks_and_is_checked():
         Collector({"fusion.exact_masks": "yes"})
     masks, _, gm = masks_of(causal, torch.zeros(6, 6))
     assert Facts(masks.view, masks.canon, True, {}).masks.exact and not masks.exact
+
+
+def test_arguments_of_another_shape_are_told():
+    """The arguments before they are expanded would give another result."""
+
+    def f(x, y):
+        return torch.exp((x.expand(4, 8) + y.expand(4, 8)) * 2)
+
+    x = torch.randn(1, 8)
+    report = explain(f, x, x + 1, options={"fusion.gate": "always"})
+    reasons = [m.reason for m in report.misses if m.pattern == "add_mul_exp"]
+    assert not report.sites and "the result is (4, 8), the pattern gives (1, 8)" in reasons[0]

@@ -1,6 +1,7 @@
-"""Whether a site may be fused, whether it should be, and which provider computes it.
+"""Whether a site may be fused (legality), whether it should be (profitability), and by what
+call.
 
 Comes in: matches and what is known of the graph around them.
-Goes out: decisions, each with its reason.
+Goes out: decisions, each with its reason and the call that replaces the site.
 May import: options, match, masks, ops, kernels, ir, capture, reporting, compat.
 """

@@ -113,7 +113,7 @@ def call_of_op(op: Op, arguments: dict, values: dict, named, decision: dict) -> 
 
 
 def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Call:
-    """The call as it stands in a graph. `named`: the arguments that are written with their names."""
+    """The call as it stands in a graph. `named`: the arguments that are written by name."""
     operator = operator_of(op)
     flat = operator.flatten(arguments | dict.fromkeys(op.seed_arguments, SEED))
     given = dict(zip((field.name for field in operator.fields), flat, strict=True))

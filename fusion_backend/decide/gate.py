@@ -114,7 +114,8 @@ class Gate:
         if other is None:
             return ""
         larger = other.template.size > match.template.size
-        return f"overlaps {other.pattern.name}, which is {'larger' if larger else 'as large and was registered first'}"
+        how = "larger" if larger else "as large and was registered first"
+        return f"overlaps {other.pattern.name}, which is {how}"
 
     def unwanted(self, match: Match) -> str:
         name, o = match.pattern.name, self.options

@@ -32,9 +32,11 @@ POINTWISE = {
 }
 
 # Of many elements one, or each by all of them.
-REDUCTIONS = "sum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp softmax log_softmax max min"
-REDUCTIONS += " amax amin aminmax argmax argmin any all cumsum cumprod topk sort median layer_norm native_layer_norm"
-REDUCTIONS += " group_norm native_group_norm instance_norm rms_norm"
+REDUCTIONS = """
+    sum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp softmax log_softmax
+    max min amax amin aminmax argmax argmin any all cumsum cumprod topk sort median
+    layer_norm native_layer_norm group_norm native_group_norm instance_norm rms_norm
+"""
 REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
 
 

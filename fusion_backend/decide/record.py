@@ -21,7 +21,7 @@ def best_answers(decisions: list[Decision]) -> list[Decision]:
 
 
 def site(d: Decision, path: str = "") -> Site:
-    """A row for one decision. `path` leads to a body: the bodies of a graph share names of nodes."""
+    """A row for one decision. `path` leads to a body: bodies of a graph share names of nodes."""
     m = d.match
     if d.failure:
         told = f"fusion: {m.pattern.where}: {d.failure}; its sites are left to Inductor"

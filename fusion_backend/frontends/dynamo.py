@@ -108,7 +108,8 @@ def backward_failed(record: reporting.GraphRecord, error: Exception) -> None:
     record.backward_error = summary(error)
     reporting.warn_once(
         f"backward {record.backward_error}",
-        "fusion: Inductor cannot compile the backward of a graph with fused sites; it runs operator by operator. "
+        "fusion: Inductor cannot compile the backward of a graph with fused sites; it runs "
+        "operator by operator. "
         f"Please report this if plain Inductor compiles it: {record.backward_error}",
     )
 

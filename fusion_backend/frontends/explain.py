@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_backend.compat.torch import many_recompiles
@@ -39,12 +41,12 @@ def run(
 
 
 def explain(
-    model,
-    *inputs,
-    options: dict | None = None,
+    model: Any,
+    *inputs: Any,
+    options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
-    kwargs: dict | None = None,
-    **keywords,
+    kwargs: dict[str, Any] | None = None,
+    **keywords: Any,
 ) -> reporting.Report:
     """Run `model(*inputs, **keywords)` once, eagerly, and report every site: fused or not, and why.
 

@@ -6,6 +6,8 @@ regions (no_grad, autocast) are submodules. Each is matched by itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -26,7 +28,7 @@ from fusion_backend.reporting import report as reporting
 from fusion_backend.rewrite.writer import copied, put
 
 
-def fuse(program: ExportedProgram, **options) -> ExportedProgram:
+def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     """A new exported program with `torch.ops.fusion.*` at the accepted sites; the given one is not
     changed.
 

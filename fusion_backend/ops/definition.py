@@ -102,7 +102,7 @@ class Definition:
         return "" if answer is None or type(answer) is Reject else repr(answer), "None"
 
     def answer(self, question: str, *given: Any) -> Any:
-        """`ask` for the pass: whatever goes wrong refuses the site, with a warning to the author."""
+        """`ask` for the pass: whatever goes wrong refuses the site, and warns the author."""
         # not for whoever only defines patterns: it imports Dynamo
         from fusion_backend.reporting.faults import refusal
 

@@ -94,9 +94,7 @@ class Operator:
         )
 
     def flatten(self, arguments: dict[str, object]) -> list:
-        """Arguments of the reference -> arguments of the operator. Works on tensors, fakes and graph nodes
-        alike.
-        """
+        """Arguments of the reference -> arguments of the operator: tensors, fakes or nodes."""
         out = []
         for p in self.op.params:
             value = arguments[p.name]
@@ -226,7 +224,8 @@ class Operator:
         out = out if isinstance(out, tuple) else (out,)
         if len(out) != len(self.tensors):
             raise PatternError(
-                f"{self.op.where}: the backward returns {len(out)} gradients, not {len(self.tensors)}"
+                f"{self.op.where}: the backward returns {len(out)} gradients, not "
+                f"{len(self.tensors)}"
             )
         return out
 

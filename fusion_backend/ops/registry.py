@@ -99,7 +99,7 @@ def registered(definition: Definition) -> bool:
 
 @contextlib.contextmanager
 def clashes_left_out():
-    """Inside, a definition whose name is taken is left out, with a warning, and its file goes on."""
+    """Inside, a definition whose name is taken is left out, with a warning; its file goes on."""
     token = LEAVES_CLASHES_OUT.set(True)
     try:
         yield

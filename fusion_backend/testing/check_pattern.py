@@ -38,8 +38,8 @@ EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
 def check_pattern(
     pattern: Definition, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
 ) -> Proof:
-    """Check what can be checked of a pattern, a rule or an op on this machine. Returns the sentences of what was
-    checked, and of what was not run and why.
+    """Check what can be checked of a pattern, a rule or an op on this machine. Returns the
+    sentences of what was checked, and of what was not run and why.
 
     dtypes: those in which the kernel is compared, each where the guard takes it.
     device: that of the kernel's arguments; by default CUDA where there is one. On "cpu" kernels run

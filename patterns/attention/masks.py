@@ -89,7 +89,9 @@ def visible_by(
             return None
     if "keep" in masks:
         how = hiding(fill) if len(masks) == 1 else None
-    else:  # a number beside which every score is lost: all keys of such a row weigh the same, and keep their gradient
+    else:
+        # A number beside which every score is lost: all keys of such a row weigh the same, and
+        # keep their gradient.
         number, *others = {mask.fill for mask in masks.values()}
         lost = not others and number is not None and -math.inf < number <= -1e30 and not training
         how = ("fill", number) if lost else None

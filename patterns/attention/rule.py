@@ -196,7 +196,8 @@ def reject_strides(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
             and statically_known_true(t.shape[-1] != 1)
         ):
             return Reject(
-                f"the numbers of one head of {name} are {t.stride(-1)} apart: SDPA has no fused kernel for that"
+                f"the numbers of one head of {name} are {t.stride(-1)} apart: SDPA has no fused "
+                "kernel for that"
             )
 
 
@@ -208,7 +209,8 @@ def reject_grouped(q: Tensor) -> Reject | None:
         q.dtype == torch.float32 or not isinstance(q.shape[-1], int) or q.shape[-1] > 256
     ):
         return Reject(
-            "the kernels of SDPA that take grouped heads take fp16 and bf16, and heads of 256 at most"
+            "the kernels of SDPA that take grouped heads take fp16 and bf16, and heads of 256 at "
+            "most"
         )
 
 

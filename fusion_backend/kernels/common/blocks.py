@@ -4,11 +4,13 @@ its memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 
-def blocks_of(size, block: int):
+def blocks_of(size: Any, block: int) -> tuple[tuple[Any], Any]:
     """The grid, and how many of all elements the last program has: their number may take more than
     the 32 bits that Inductor passes to kernels.
     """

@@ -5,6 +5,7 @@ symbolic sizes.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from fusion_backend.reporting.reject import Reject
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def number(value):
+def number(value: Any) -> Any:
     """A symbolic size that can only be one number, as that number (a weight's shape has fixed it);
     else as it is.
     """
@@ -24,7 +25,7 @@ def number(value):
     return value if known is None else known
 
 
-def dynamic(value) -> bool:
+def dynamic(value: Any) -> bool:
     """Is this size or scalar symbolic, so that a kernel cannot be compiled for its value?"""
     return isinstance(number(value), (torch.SymInt, torch.SymFloat))
 
@@ -40,7 +41,7 @@ def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
             return Reject(f"{leader} is {want} and {name} is {dtype}")
 
 
-def reject_dynamic(**scalars) -> Reject | None:
+def reject_dynamic(**scalars: Any) -> Reject | None:
     """Refuse symbolic scalars: Inductor would hand them to a kernel as integers."""
     for name, value in scalars.items():
         if dynamic(value):

@@ -128,7 +128,11 @@ class Recall:
 
 
 def recall(
-    pattern: Pattern, kinds=None, count: int = 40, misses: int | None = None, seed: int = 0
+    pattern: Pattern,
+    kinds: tuple[str, ...] | None = None,
+    count: int = 40,
+    misses: int | None = None,
+    seed: int = 0,
 ) -> Recall:
     """Generate `count` spellings and `misses` near misses of a pattern, and check each.
 
