@@ -225,22 +225,43 @@ def subexpressions(roots) -> set[Expr]:
     return found
 
 
-def traced(pattern: Definition, fn: Callable, kinds, probe: float):
+def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: float):
+    """The roots of a function's expressions, in one form and with one probe, and how many operators
+    they have; None where the function cannot be traced. Raises PatternError where what it computes
+    cannot be a template.
+    """
     fake_mode = FakeTensorMode()
-
-    def make(*shape):
-        return torch.empty(*shape, dtype=torch.float32, device="cpu")
-
     with fake_mode:
-        args = with_kinds(pattern, kinds, example_inputs(pattern, make), probe)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    names = [p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"]
+        args = with_kinds(pattern, kinds, example_inputs(pattern, empty), probe)
     note_dtypes(pattern, args)
-    scalars = {
-        p.name: a
-        for p, kind, a in zip(pattern.params, kinds, args, strict=True)
-        if kind == "scalar"
-    }
+    gm = graph_of(pattern, fn, args, fake_mode)
+    if gm is None:
+        return None
+    functionalize_locals(View(gm, gm.graph, {}, {}, {}, set(), {}, {}))
+    by_name = list(zip((p.name for p in pattern.params), kinds, args, strict=True))
+    scalars = {name: a for name, kind, a in by_name if kind == "scalar"}
+    canon = Canon(lambda number: scalar_named(scalars, number))
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    names = [name for name, kind, _ in by_name if kind == "tensor"]
+    for name, n in zip(names, placeholders, strict=True):
+        canon.variable(n, name)
+    canon.run(gm.graph)
+    if canon.faults:
+        raise PatternError(f"{pattern.where}: {next(iter(canon.faults.values()))}")
+    outs = results_of(pattern, gm.graph)
+    check_operators(pattern, gm.graph, kinds)
+    pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
+    roots = tuple(canon.of[o] for o in outs)
+    return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
+
+
+def empty(*shape) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.float32, device="cpu")
+
+
+def graph_of(pattern: Definition, fn: Callable, args: list, fake_mode):
+    """The ATen graph of a function; None, the reason in the pattern's memo, where it raises."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
     def call(*given):
         rest = iter(given)
@@ -248,26 +269,18 @@ def traced(pattern: Definition, fn: Callable, kinds, probe: float):
 
     try:
         with torch.no_grad():
-            gm = trace(call, tensors, fake_mode)
+            return trace(call, tensors, fake_mode)
     except Exception as error:  # whatever a user's function raises; told with the pattern's name
         name = type(error).__name__
-        why = (
-            "it reads the value of a tensor, to branch on it say: "
-            if "DataDependent" in name
-            else ""
-        )
+        branches = "DataDependent" in name
+        why = "it reads the value of a tensor, to branch on it say: " if branches else ""
         pattern.memo["trace_error"] = f"{why}{name}: {error}"
         return None
-    view = View(gm, gm.graph, {}, {}, {}, set(), {}, {})
-    functionalize_locals(view)
-    canon = Canon(lambda number: scalar_named(scalars, number))
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for name, n in zip(names, placeholders, strict=True):
-        canon.variable(n, name)
-    canon.run(gm.graph)
-    if canon.faults:
-        raise PatternError(f"{pattern.where}: {next(iter(canon.faults.values()))}")
-    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+
+
+def results_of(pattern: Definition, graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that a traced function returns, as many as its annotation says."""
+    (output,) = [n for n in graph.nodes if n.op == "output"]
     outs = pytree.tree_leaves(output.args[0])
     if not outs or not all(isinstance(o, torch.fx.Node) and o.op == "call_function" for o in outs):
         raise PatternError(
@@ -278,13 +291,18 @@ def traced(pattern: Definition, fn: Callable, kinds, probe: float):
             f"{pattern.where}: it returns {len(outs)} tensors, its annotation says "
             f"{pattern.outputs}"
         )
-    ours = next((n for n in gm.graph.nodes if getattr(n.target, "namespace", "") == "fusion"), None)
+    return outs
+
+
+def check_operators(pattern: Definition, graph: torch.fx.Graph, kinds: tuple[str, ...]) -> None:
+    """No operator of ours, and no random numbers but those of dropout, which are noted."""
+    ours = next((n for n in graph.nodes if getattr(n.target, "namespace", "") == "fusion"), None)
     if ours is not None:
         raise PatternError(
             f"{pattern.where}: it calls {ours.target}, which is what patterns are replaced with "
             "and never found in a graph: write out what that computes"
         )
-    random = [n for n in gm.graph.nodes if is_lowered(n) and unrepeatable(n)]
+    random = [n for n in graph.nodes if is_lowered(n) and unrepeatable(n)]
     if random:
         pattern.memo.setdefault("random", set()).add(kinds)
     for n in random:
@@ -293,9 +311,6 @@ def traced(pattern: Definition, fn: Callable, kinds, probe: float):
                 f"{pattern.where}: {n.target} cannot be in a pattern: only dropout may draw random "
                 "numbers"
             )
-    pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
-    roots = tuple(canon.of[o] for o in outs)
-    return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
 
 
 def note_dtypes(pattern: Definition, args: list) -> None:
