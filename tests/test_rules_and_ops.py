@@ -49,6 +49,25 @@ def test_an_op_is_called_without_any_matching():
         op(x)
 
 
+def test_an_op_may_get_another_kernel_after_it_was_called():
+    """A notebook's cell with the kernel is run again: the operator gets the new schema."""
+    op = swish_op()
+    x = torch.randn(3, 5, requires_grad=True)
+    before = op(x, 1.5)
+
+    @op.kernel(saves=("gate",))
+    def _(x, beta, save):
+        return x * torch.sigmoid(beta * x), torch.sigmoid(beta * x)
+
+    @op.saved
+    def _(x, beta):
+        return torch.sigmoid(beta * x)
+
+    assert not hasattr(torch.ops.fusion, "swish_op"), "the old one has another schema"
+    torch.testing.assert_close(op(x, 1.5), before)
+    assert len(torch.ops.fusion.swish_op(x, 1.5)) == 2
+
+
 def test_an_op_with_dropout_draws_a_seed():
     @Op
     def dropped(x: Tensor, p: float) -> Tensor:

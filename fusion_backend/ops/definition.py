@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusion_backend.ops import checks
+from fusion_backend.ops.registry import retire
 from fusion_backend.reporting.reject import PatternError, Reject
 from fusion_backend.reporting.report import warn_once
 
@@ -52,6 +53,13 @@ class Definition:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} at {self.file}:{self.line}>"
 
+    def changed(self) -> None:
+        """A function was defined: nothing that was derived from the others holds any more, its
+        operator included, whose schema may be another.
+        """
+        retire(self)
+        self.memo.clear()
+
     def forget(self) -> None:
         """What was traced no longer holds. The operator stays: it runs the functions themselves."""
         for name in self.memo.keys() - {"operator"}:
@@ -77,7 +85,7 @@ class Definition:
         def keep(fn: Callable) -> Callable:
             checks.takes_cases(fn, cases or ({},), self.where)
             self.inputs_fn, self.cases = fn, cases or ({},)
-            self.memo.clear()
+            self.changed()
             return fn
 
         return keep

@@ -106,7 +106,7 @@ class Op(Definition):
                 f"{self.where}: the seeded reference at {line_of(fn)} comes before kernel and saved"
             )
         self.seeded_fn = fn
-        self.memo.clear()
+        self.changed()
         return fn
 
     def guard(self, fn: Callable) -> Callable:
@@ -136,7 +136,7 @@ class Op(Definition):
         saves = checks.new_names(saves, self.params, self.where)
         extra = (*self.seed_arguments, "save") if saves else self.seed_arguments
         self.kernel_fn, self.saves = self.takes(fn, "kernel", extra, extra), saves
-        self.memo.clear()
+        self.changed()
         return fn
 
     def saved(self, fn: Callable) -> Callable:
@@ -144,7 +144,7 @@ class Op(Definition):
         backward not.
         """
         self.saved_fn = self.takes(fn, "saved", self.seed_arguments, self.seed_arguments)
-        self.memo.clear()
+        self.changed()
         return fn
 
     def backward(
@@ -176,5 +176,5 @@ class Op(Definition):
             same or {}, self.params, self.outputs, self.where
         )
         self.backward_fn, self.backward_plain, self.backward_result = fn, plain, result
-        self.memo.clear()
+        self.changed()
         return fn

@@ -120,7 +120,7 @@ class Rule(Definition):
         names = [p.name for p in self.params]
         same_arguments(fn, "spelling", names, self.where)
         self.spellings.append(fn)
-        self.memo.clear()
+        self.changed()
         return fn
 
     def near_miss(self, fn: Callable) -> Callable:
