@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 
 import torch
@@ -45,9 +46,12 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(config, items):
     if not selection.FULL:
-        rest = [item for item in items if "full" in item.keywords]
-        config.hook.pytest_deselected(items=rest)
-        items[:] = [item for item in items if "full" not in item.keywords]
+        left = [item for item in items if "full" not in item.keywords]
+        names = [(item.location[0], getattr(item, "originalname", item.name)) for item in left]
+        left = list(itertools.compress(left, selection.sampled(names)))
+        taken = {*left}
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = left
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -11,6 +11,38 @@ import pytest
 
 FULL = False  # set by conftest.py from the option
 
+# Files of many cases that are alike: by default every k-th case of each test function runs, the
+# first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
+# against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
+SAMPLED = {
+    "tests/test_attention_forms.py": 2,
+    "tests/test_attention_models.py": 3,
+    "tests/test_benchmarks.py": 2,
+    "tests/test_channel_kernels.py": 3,
+    "tests/test_depth.py": 3,
+    "tests/test_dropout.py": 2,
+    "tests/test_flash.py": 3,
+    "tests/test_flash_dropout.py": 3,
+    "tests/test_flash_shapes.py": 3,
+    "tests/test_kernels.py": 3,
+    "tests/test_linear_cross_entropy.py": 3,
+    "tests/test_recognition.py": 3,
+    "tests/test_relative_bias.py": 3,
+    "tests/test_row_kernels.py": 3,
+    "tests/test_scale.py": 3,
+    "tests/test_spellings.py": 3,
+}
+
+
+def sampled(names: list[tuple[str, str]]) -> list[bool]:
+    """Which tests, each a file and a function of it, run by default."""
+    seen: dict[tuple[str, str], int] = {}
+    kept = []
+    for file, function in names:
+        seen[file, function] = seen.get((file, function), -1) + 1
+        kept.append(seen[file, function] % SAMPLED.get(file, 1) == 0)
+    return kept
+
 
 def covering(*dimensions, strength: int = 2) -> list[tuple]:
     """Combinations in which every `strength` values of as many dimensions occur together.

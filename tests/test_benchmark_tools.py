@@ -216,6 +216,7 @@ def test_this_tree_against_its_commit(tmp_path, capsys):
     assert "base-tree" not in trees
 
 
+@pytest.mark.full
 def test_a_base_in_an_older_layout(tmp_path):
     """A revision from before fusion_backend was divided into packages."""
     revision = "8cccfab3153c"

@@ -22,6 +22,8 @@ from fusion_backend.testing import (
     with_kernels,
 )
 
+from . import selection
+
 pytestmark = pytest.mark.usefixtures("scalar_code")
 ALL = {p.name: p for p in patterns()}
 DECLINED = {"relative_bias"}  # of an index that is an input nothing is known
@@ -75,7 +77,9 @@ def split(args):
 
 @every
 def test_pattern_keeps_the_contract(pattern):
-    proof = check_pattern(pattern)
+    # the files of the kernels run fp16, and --full does here
+    dtypes = (torch.float32, torch.bfloat16, *((torch.float16,) if selection.FULL else ()))
+    proof = check_pattern(pattern, dtypes)
     begins = [line.partition(":")[0].partition(" at line ")[0] for line in proof.checked]
     assert (
         begins.count("spelling") == len(pattern.spellings) - 1 and begins.count("near miss") >= 1
@@ -112,11 +116,16 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
         assert close(got, p, w) == ""
 
 
+GENERATED = {"layer_norm", "softmax", "attention", "gated_linear", "quantize_int8"}
+
+
 @every_undrawn
-def test_compiled_agrees(pattern):
-    """Through Inductor, with the inlined reference. Its other forms go the same way, and compiling
-    is slow.
+def test_compiled_agrees(pattern, request):
+    """Compiled, with the inlined reference; through Inductor to its own code for a pattern of each
+    kind, and for all of them with --full.
     """
+    if pattern.name not in GENERATED:
+        request.getfixturevalue("eager_kernels")
     args = arguments(pattern, written(pattern)[0], torch.float32)
     tensors, call = split(args)
     compiled = torch.compile(

@@ -521,5 +521,6 @@ def test_every_kernel_compiles_without_a_gpu(tmp_path):
     assert {"flash_kernel", "norm_backward_shared_kernel"} < {row["kernel"] for row in run.rows[1:]}
 
 
+@pytest.mark.full
 def test_torch_sees_what_every_kernel_writes():
     compile_kernels("--mutations")

@@ -1,6 +1,7 @@
 """What a covering selection covers, and what the shortcuts of the tests leave as it is."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch._inductor.compile_fx as compile_fx
 import torch.nn.functional as F
 
 from .eager_kernels import eager_kernels
-from .selection import covering, product
+from .selection import SAMPLED, covering, product, sampled
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 3), (7, 3, 3), (6, 2, 5, 3), (2, 2, 2, 2, 2)])
@@ -58,3 +59,10 @@ def test_eager_kernels_end_where_inductor_begins(monkeypatch):
     torch.compiler.reset()
     with pytest.raises(Exception, match="Inductor generates code"):
         torch.compile(lambda x: F.layer_norm(x, (8,)).sin(), backend="inductor")(x)
+
+
+def test_of_a_file_of_many_cases_every_third_runs():
+    file, other = "tests/test_flash.py", "tests/test_backend.py"
+    names = [(file, "a")] * 4 + [(file, "b")] + [(other, "a")] * 2
+    assert sampled(names) == [True, False, False, True, True, True, True]
+    assert all((Path(__file__).parent.parent / path).exists() for path in SAMPLED)

@@ -166,7 +166,7 @@ CASES = [
     # one number a row: the partitioner keeps (y, mean, rstd) where plain Inductor keeps (y - mean,
     # rstd)
     case(MaskedSelect, rows(8, 8), 2, dynamo=SIZES, slack=32),
-    case(MaskedRows, rows(8, 9), 2, dynamo=SIZES, generated=True),
+    case(MaskedRows, rows(8, 9), 2, dynamo=SIZES),
 ]
 
 

@@ -172,7 +172,7 @@ CASES = [
     case(grad_inside, fused=NO_GATE),
     case(jvp_inside, gate_inputs_no_grad, fused=NO_GATE, train=False),
     case(per_sample_grad, fused=NO_GATE),
-    case(conditional, fused=ONE_GATE, generated=True),
+    case(conditional, fused=ONE_GATE),
     # Inductor (2.11 to 2.15) reuses buffers that nested regions still read: its own gradients are
     # wrong without this
     case(

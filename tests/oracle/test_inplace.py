@@ -269,7 +269,7 @@ VIEWED = (
 )
 
 CASES = [
-    case(together(FRESH), name="fresh_locals", generated=True),
+    case(together(FRESH), name="fresh_locals"),
     case(together(VIEWED), name="views_of_locals"),
     case(requires_grad_inside),
     case(seed_function, gate_inputs_no_grad, name="seed_inference", train=False, fused=ONE_GATE),

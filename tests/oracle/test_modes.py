@@ -117,7 +117,7 @@ def around(name, fn, context, **kw):
 NO_INFERENCE = "AOTAutograd refuses it before torch 2.13" if TORCH < (2, 13) else ""
 
 CASES = [
-    case(autocast_inside, fused=ONE_GATE, generated=True),
+    case(autocast_inside, fused=ONE_GATE),
     case(autocast_and_back, fused={"gated_linear": 2, "layer_norm": 2}),
     case(half_in_autocast),
     # bf16 operator by operator is what eager computes: it has no error to compare ours with
@@ -127,13 +127,13 @@ CASES = [
     around("autocast", add_mul_promoted, bf16),
     around("autocast", autocast_and_back, bf16, fused={"gated_linear": 2, "layer_norm": 2}),
     around("autocast_off", autocast_inside, no_cast, fused=ONE_GATE),
-    case(no_grad_inside, fused=ONE_GATE, generated=True),
+    case(no_grad_inside, fused=ONE_GATE),
     case(no_grad_half, fused=NO_GATE, same_saved=False),
     case(no_grad_function, fused=ONE_GATE),
     case(grad_inside_no_grad, fused=ONE_GATE),
     case(inference_inside, exact="eager", generated=True),
     case(inference_and_gate, exact="eager", fused=ONE_GATE, skip=NO_INFERENCE),
-    case(sdpa_math, fused=ONE_GATE, generated=True),
+    case(sdpa_math, fused=ONE_GATE),
     case(detach_inside, fused=ONE_GATE),
     case(detached_half, fused=NO_GATE),
     around("no_grad", gate, torch.no_grad, train=False, fused=ONE_GATE),
