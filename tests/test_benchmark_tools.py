@@ -186,6 +186,7 @@ def test_bounds_widen_with_the_scatter():
     assert low < 0.9 and high > 1.2
 
 
+@pytest.mark.full
 def test_this_tree_against_its_commit(tmp_path, capsys):
     root = Path(sides.ROOT)
     if subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True).returncode:

@@ -14,6 +14,8 @@ from fusion_backend.frontends.explain import Collector
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import collect
 
+from .selection import only_full
+
 aten = torch.ops.aten
 
 
@@ -25,7 +27,7 @@ def cast(q: torch.Tensor) -> torch.Tensor:
     return torch.square((q * 0.5).float())
 
 
-@pytest.fixture(params=[as_it_is, cast], ids=lambda fn: fn.__name__)
+@pytest.fixture(params=[only_full(as_it_is), cast], ids=lambda fn: fn.__name__)
 def of_integers(request):
     pattern = Pattern(request.param)
     pattern.inputs()(lambda tensor: (torch.ones(4, 4, dtype=torch.int8),))

@@ -102,9 +102,9 @@ FEWER = {
     "t5": ["training-dynamic"],
     "vit": ["training"],
 }
-# Of `--full`: gpt2 has the inference, bert the sizes, and llama and vit the training.
+# Of `--full`: gpt2 has the inference, bert the sizes, and llama the training.
 REST = {("llama", "inference"), ("qwen3", "training"), ("qwen3", "training-dynamic")}
-REST |= {("gpt2", "training"), ("t5", "training-dynamic")}
+REST |= {("gpt2", "training"), ("t5", "training-dynamic"), ("vit", "training")}
 CASES = [
     (only_full if (name, way) in REST else pytest.param)(name, *WAYS[way], id=f"{name}-{way}")
     for name in MODELS

@@ -209,6 +209,7 @@ def test_a_wheel_works_beside_a_folder_named_patterns(installed, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_an_editable_install_works_beside_a_folder_named_patterns(source, tmp_path):
     python = environment(tmp_path / "venv")
     install(python, "-e", str(source))

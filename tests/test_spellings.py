@@ -141,10 +141,12 @@ def generated():
     }
 
 
+@pytest.mark.full
 def test_every_pattern_has_forty(generated):
     assert {name: len(made) for name, (made, _) in generated.items()} == dict.fromkeys(ALL, 40)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds, place", [(SAME, 0), (WRONG, 1)], ids=["spellings", "near misses"])
 def test_every_kind_occurs(generated, kinds, place):
     words = [

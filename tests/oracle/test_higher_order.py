@@ -179,7 +179,6 @@ CASES = [
         nested_region,
         fused={"gated_linear": SOME, "layer_norm": 1},
         config={"allow_buffer_reuse": False},
-        generated=True,
     ),
     case(flex, qkv_bias, exact="eager", config={"cpp.simdlen": None}, train=False),
     case(flex_causal, qkv, exact="eager", config={"cpp.simdlen": None}, train=False),
