@@ -15,20 +15,21 @@ FULL = False  # set by conftest.py from the option
 # first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
 # against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
 SAMPLED = {
+    "tests/test_attention.py": 2,
     "tests/test_attention_forms.py": 2,
-    "tests/test_attention_models.py": 3,
+    "tests/test_attention_models.py": 5,
     "tests/test_benchmarks.py": 2,
     "tests/test_channel_kernels.py": 3,
     "tests/test_depth.py": 3,
     "tests/test_dropout.py": 2,
-    "tests/test_flash.py": 3,
+    "tests/test_flash.py": 5,
     "tests/test_flash_dropout.py": 3,
     "tests/test_flash_shapes.py": 3,
     "tests/test_kernels.py": 3,
     "tests/test_linear_cross_entropy.py": 3,
-    "tests/test_recognition.py": 3,
-    "tests/test_relative_bias.py": 3,
-    "tests/test_row_kernels.py": 3,
+    "tests/test_recognition.py": 6,
+    "tests/test_relative_bias.py": 5,
+    "tests/test_row_kernels.py": 5,
     "tests/test_scale.py": 3,
     "tests/test_spellings.py": 3,
 }

@@ -90,6 +90,7 @@ def test_the_users_model_in_its_forms(own, monkeypatch):
     assert own_model.own("mine:build", INFER, CPU, None)().shape == (4, 16)
 
 
+@pytest.mark.full
 def test_own_model_end_to_end(own, tmp_path, capsys, monkeypatch):
     """Inductor and fusion for real: compiled cold and warm, timed, traced, kept."""
     # saves a compilation of each

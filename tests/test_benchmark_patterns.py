@@ -172,6 +172,7 @@ def test_candidates_are_timed_by_one_process_at_a_time(tmp_path, monkeypatch):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free again
 
 
+@pytest.mark.full
 def test_work_compiled_ahead_is_found_in_the_cache(bench):
     work = Work("add_mul", dict(size=2000 + os.getpid()), F32)  # in no cache yet
     assert compiling.compile_ahead([(work, ["inductor"]), (work, ["nothing"])], jobs=3) == [

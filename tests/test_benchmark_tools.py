@@ -256,6 +256,7 @@ def test_a_revision_that_is_none(capsys):
     assert "no revision no-such-revision" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_kernels_of_the_demo_agree():
     """Each with its gradient, in the interpreter, in a process of its own, as the demo
     starts it.

@@ -127,6 +127,7 @@ def test_beside_larger_patterns():
     assert_fuses(geglu, x, pattern="gelu", count=0)
 
 
+@pytest.mark.full
 def test_the_input_is_all_that_is_kept():
     """As with plain Inductor: what backward needs it computes from x."""
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)

@@ -51,6 +51,7 @@ def run(folder, **environment):
     return int(count), rest
 
 
+@pytest.mark.full
 def test_a_second_process_reads_the_templates(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE.replace("FUNCTION", "tanh"))
     traced, first = run(tmp_path)

@@ -55,6 +55,7 @@ def test_trial(outcomes, case):
     assert not outcomes[case], outcomes[case]
 
 
+@pytest.mark.full
 def test_trial_cost_prints_every_kernel(tmp_path):
     text = printed(
         tmp_path,
