@@ -30,9 +30,14 @@ class Dump:
         self.folder = folder
 
     def put(self, name: str, text: Callable[[], str]) -> None:
-        trace_artifact(f"fusion_{name}", text)
-        if self.folder is not None:
-            (self.folder / f"{name}.txt").write_text(text())
+        """Write one text. Whatever fails there costs a warning, not the fusion."""
+        try:
+            trace_artifact(f"fusion_{name}", text)
+            if self.folder is not None:
+                (self.folder / f"{name}.txt").write_text(text())
+        except Exception as error:
+            told = f"fusion: {name} is not dumped: {type(error).__name__}: {error}"
+            warn_once(f"dump {name}", told)
 
     def view(self, top: Scope) -> None:
         self.put("1_view", lambda: of_scopes(top, lambda s: view_text(s.view)))
@@ -91,9 +96,7 @@ def of_scopes(top: Scope, text: Callable[[Scope], str]) -> str:
 def kind_of(value) -> str:
     """`float32[2, 8]` of a fake tensor; what is no tensor by its type."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(map(str, value.shape))}".replace(
-            "'", ""
-        )
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(kind_of, value))})"
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""The passes, in order: capture, analyse, match, decide, rewrite.
+"""The passes, in order: capture, analyse, match, decide, write.
 
 Each is a function of the scopes that the passes before it have filled in. The Dynamo entry, the
 torch.export entry and `explain` run the same ones. What each has made can be printed:
@@ -46,7 +46,7 @@ class Scope:
     matches: list[Match] = dataclasses.field(default_factory=list)
     gate: Gate | None = None  # made by decide, as are the decisions
     decisions: list[Decision] = dataclasses.field(default_factory=list)
-    result: fx.GraphModule | None = None  # made by rewrite
+    result: fx.GraphModule | None = None  # made by write
 
     def scopes(self) -> Iterator[Scope]:
         """The bodies first, then this one."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from fusion_backend import explain
+from fusion_backend import dump, explain
 
 FILES = ["1_view", "2_canonical", "3_candidates", "4_decisions", "5_rewritten"]
 
@@ -57,13 +57,26 @@ def test_an_exported_program_is_dumped(tmp_path):
 
     program = torch.export.export(Norm(), (torch.randn(4, 8), torch.randn(8)))
     fusion_backend.fuse(program, gate="always", dump=str(tmp_path))
-    assert "layer_norm" in (tmp_path / "graph_0" / "4_decisions.txt").read_text()
+    texts = {p.stem: p.read_text() for p in sorted(tmp_path.glob("graph_0/*.txt"))}
+    assert [*texts] == FILES and "fusion.layer_norm.default(" in texts["5_rewritten"]
+    assert "aten.layer_norm.default(" in texts["1_view"]
 
 
 def test_a_directory_that_cannot_be_written_to_costs_a_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="nothing is written to fusion.dump"):
         assert dumped(tmp_path / "file") == {}
+
+
+def test_a_text_that_fails_costs_a_warning(tmp_path, monkeypatch):
+    def boom(scope):
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(dump, "candidates_text", boom)
+    with pytest.warns(RuntimeWarning, match="3_candidates is not dumped: ZeroDivisionError: boom"):
+        texts = dumped(tmp_path)
+    assert [*texts] == [name for name in FILES if name != "3_candidates"]
+    assert "fusion.layer_norm.default(" in texts["5_rewritten"]
 
 
 def test_the_directory_is_checked_and_is_no_part_of_a_cache_key():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fusion_backend
 from fusion_backend import Op, Pattern, PatternError, Reject, Replacement, Rule, analysis, explain
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.ops.registry import FUSION_RULES, OPS, unregister
@@ -153,6 +154,56 @@ def test_a_tensor_that_the_replacement_made_is_refused():
         report = explain(lambda x: torch.sin(x).tanh(), torch.randn(4))
     (site,) = [s for s in report.sites if s.pattern == "lonely"]
     assert not site.fused
+
+
+def refused(replacement) -> str:
+    """Why a rule with this replacement leaves its site."""
+
+    @Rule
+    def lonely(x: Tensor) -> Tensor:
+        return torch.sin(x).tanh()
+
+    lonely.replacement(replacement)
+    with pytest.warns(RuntimeWarning, match="its replacement at line .* returned a Replacement"):
+        report = explain(
+            lambda x: torch.sin(x).tanh(), torch.randn(4), options={"fusion.gate": "always"}
+        )
+    (site,) = [s for s in report.sites if s.pattern == "lonely"]
+    assert not site.fused and not report.graphs[0].error
+    unregister("lonely")
+    fusion_backend.reset()  # it would not be told again
+    return site.reason
+
+
+def test_a_call_that_no_graph_can_hold_is_refused():
+    op, cat, zeros = swish_op(), torch.ops.aten.cat.default, torch.ops.aten.zeros.default
+    wrong_name = refused(lambda x: Replacement(op, (x,), {"betaa": 1.0}))
+    assert "(0, betaa) for swish_op(x, beta)" in wrong_name
+    assert "swish_op(x, beta)" in refused(lambda x: Replacement(op, (x, 1.0, 2.0)))
+    assert "in a list or by keyword" in refused(lambda x: Replacement(cat, ([x, x],)))
+    assert "by keyword" in refused(lambda x: Replacement(op, (), {"x": x, "beta": 1.0}))
+    assert "without a tensor" in refused(lambda x: Replacement(zeros, ([4],)))
+
+
+def test_keywords_reach_the_guard_in_the_order_of_the_reference():
+    @Op
+    def scaled(x: Tensor, low: float, high: float) -> Tensor:
+        return x * low + high
+
+    seen = []
+
+    @scaled.guard
+    def _(x, low, high):
+        seen.append((low, high))
+        return Reject("asked")
+
+    @Rule
+    def lonely(x: Tensor) -> Tensor:
+        return torch.sin(x).tanh()
+
+    lonely.replacement(lambda x: Replacement(scaled, (x,), {"high": 2.0, "low": 1.0}))
+    explain(lambda x: torch.sin(x).tanh(), torch.randn(4), options={"fusion.gate": "always"})
+    assert seen == [(1.0, 2.0)]
 
 
 def test_an_analysis_of_a_users_own():

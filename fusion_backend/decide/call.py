@@ -100,6 +100,13 @@ def values_of(answer: Replacement) -> tuple[list, dict]:
     return [fake_seed(like) if a is SEED else value_of(a) for a in answer.args], answer.kwargs
 
 
+def by_name(op: Op, args, kwargs) -> dict:
+    """The arguments of an op by their names, in the order of its reference."""
+    names = [p.name for p in op.params]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return {name: given[name] for name in names}
+
+
 def call_of_op(op: Op, arguments: dict, values: dict, named, decision: dict) -> Call:
     """The call of an op of ours, run on fakes. `arguments` and `values` by name; `decision` is what
     the gate chose.

@@ -17,6 +17,7 @@ from fusion_backend.capture.aliases import storages
 from fusion_backend.compat.torch import inductor_config, storage_id
 from fusion_backend.decide.call import (
     Call,
+    by_name,
     call_of_op,
     call_of_torch,
     differs,
@@ -170,8 +171,8 @@ class Gate:
         if not cuda and not (in_torch and self.options.gate == "always"):
             why = "it has been timed on CUDA only" if in_torch else "the kernel needs CUDA tensors"
             return Reject(why)
-        args, kwargs = values_of(answer)
-        return self.not_worthwhile(match, op, [*args, *kwargs.values()], training)
+        values = by_name(op, *values_of(answer))
+        return self.not_worthwhile(match, op, [*values.values()], training)
 
     def own_op_refused(self, match: Match, op: Op) -> Reject | None:
         if op.kernel_fn is None:
@@ -239,10 +240,8 @@ class Gate:
         forward = forward or ("kernel" if op.kernel_fn else "reference")
         backward = self.backward_provider(op, cuda) if training else None
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
-        names = [p.name for p in op.params]
-        args, kwargs = values_of(answer)
-        values = dict(zip(names, args, strict=False)) | kwargs
-        arguments = dict(zip(names, answer.args, strict=False)) | dict(answer.kwargs)
+        values = by_name(op, *values_of(answer))
+        arguments = by_name(op, answer.args, answer.kwargs)
         decision = Decision(match, True, answer.why, forward, backward)
         try:
             decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen)

@@ -72,15 +72,17 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     }
     region = {n: key for n in nodes if n.op == "call_function"}
     view = View(gm, gm.graph, {}, {}, region, trains, {}, {})
-    top = Scope(view, {})
+    top = Scope(view, {}, result=gm)
     with dump.into(options.dump) as dumped:
+        dumped.view(top)
         run(top, options, record, usable(patterns()), dumped)
-    replaced: dict[fx.Node, fx.Node] = {}
-    for d in top.decisions:
-        if d.fused:
-            write(gm.graph, d, replaced)
-    gm.graph.lint()
-    gm.recompile()
+        replaced: dict[fx.Node, fx.Node] = {}
+        for d in top.decisions:
+            if d.fused:
+                write(gm.graph, d, replaced)
+        gm.graph.lint()
+        gm.recompile()
+        dumped.result(top)
 
 
 def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:

@@ -49,12 +49,12 @@ def load() -> None:
 def usable(known: list[Rule]) -> list[Rule]:
     """Those that can be traced; a broken one costs a warning, not the model."""
     good = []
-    for p in known:
-        try:
-            with refusals_unlogged():
+    with refusals_unlogged():
+        for p in known:
+            try:
                 renew(p)
                 templates(p)
-            good.append(p)
-        except PatternError as error:
-            reporting.warn_once(f"pattern {p.name}", f"fusion: {error}; it is left out")
+                good.append(p)
+            except PatternError as error:
+                reporting.warn_once(f"pattern {p.name}", f"fusion: {error}; it is left out")
     return good

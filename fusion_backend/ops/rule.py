@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor, fx
+
 from fusion_backend.ops import checks
 from fusion_backend.ops.checks import same_arguments, taking
 from fusion_backend.ops.definition import Definition
@@ -66,6 +68,24 @@ def analysis(fn: Callable) -> Callable:
     return fn
 
 
+def wrong_replacement(answer: Replacement) -> str:
+    """Why a call with these arguments cannot be written into a graph; empty where it can."""
+    op, args, kwargs = answer.op, answer.args, answer.kwargs
+    if isinstance(op, Op):
+        names = [p.name for p in op.params]
+        if len(args) > len(names) or {*names[len(args) :]} != {*kwargs}:
+            given = ", ".join([*map(repr, range(len(args))), *kwargs])
+            return f"a Replacement with ({given}) for {op.name}({', '.join(names)})"
+    elif not callable(op):
+        return f"a Replacement by {op!r}"
+    lists = [v for a in args if isinstance(a, (tuple, list)) for v in a]
+    if any(isinstance(v, (Tensor, fx.Node)) for v in (*kwargs.values(), *lists)):
+        return "a Replacement with a tensor in a list or by keyword"
+    if not any(isinstance(a, (Tensor, fx.Node)) for a in args):
+        return "a Replacement without a tensor"
+    return ""
+
+
 class Rule(Definition):
     """A subgraph to find, and what replaces it. A decorator of the reference, which is traced.
 
@@ -106,12 +126,7 @@ class Rule(Definition):
             return "", right
         if not isinstance(answer, Replacement):
             return repr(answer), right
-        op = answer.op
-        wanted = len(op.params) if isinstance(op, Op) else None
-        if wanted is not None and len(answer.args) + len(answer.kwargs) != wanted:
-            given = len(answer.args) + len(answer.kwargs)
-            return f"a Replacement with {given} arguments for the {wanted} of {op.name}", right
-        return "" if callable(op) else f"a Replacement by {op!r}", right
+        return wrong_replacement(answer), right
 
     def spelling(self, fn: Callable) -> Callable:
         """Another way of writing the same function, with the same arguments; check_pattern proves
