@@ -139,7 +139,7 @@ def test_what_is_no_answer_is_an_error(what):
     given = range(3 + extra.count(","))
     half = BackwardOnly("no")
     call, typo = (
-        Replacement(ADD, (1, 2), {}, "better"),
+        Replacement(ADD, (torch.ones(2), 2), {}, "better"),
         Replacement(pattern, (1, 2), {}, "of three"),
     )
     right = {"guard": [None], "worthwhile": [None, half], "replacement": [call]}[what] + [
