@@ -17,7 +17,9 @@ from torch import fx
 from fusion_backend.compat.torch import trace_artifact
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.expr import Expr
-from fusion_backend.reporting.report import GraphRecord, location, warn_once
+from fusion_backend.reporting.places import location
+from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.report import warn_once
 
 if TYPE_CHECKING:
     from fusion_backend.pipeline import Scope

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from fusion_backend import dump
@@ -21,12 +22,19 @@ from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision, Gate
-from fusion_backend.decide.record import best_answers, near_misses, note_faults, site
+from fusion_backend.decide.record import (
+    best_answers,
+    count_operators,
+    mark_alternatives,
+    near_misses,
+    note_faults,
+    site,
+)
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.writer import rewrite
 
 
@@ -89,8 +97,11 @@ def decide(top: Scope, options: Options) -> None:
 def note(top: Scope, record: GraphRecord) -> None:
     """Decisions, near misses and faults -> the rows of the report."""
     for scope in top.scopes():
-        record.sites += [site(d, scope.path) for d in scope.decisions]
-        record.misses += near_misses(scope.matcher, scope.gate)
+        mark_alternatives(scope.decisions, scope.gate)
+        record.sites += [site(d, scope.facts.order, scope.path) for d in scope.decisions]
+        record.misses += near_misses(scope.matcher, scope.gate, scope.decisions)
+        record.training |= bool(scope.view.requires_grad) and torch.is_grad_enabled()
+        count_operators(record, scope.view.graph)
         record.copied |= {n.name: why for n, why in scope.view.copied.items()}
         note_faults(record, scope.canon, scope.matcher)
         for name, count in scope.matcher.counts.items():

@@ -24,7 +24,7 @@ DROPPED, WINDOW = (
 )
 PADDED, WRITTEN = (
     "its mask stays: padding from attention_mask",
-    "it is written as this call already",
+    "the code calls scaled_dot_product_attention itself",
 )
 BIAS, NOTHING = "its mask stays: a", "nothing is masked, proven at "
 CAUSAL_STAYS = "its mask stays: causal, proven from "

@@ -11,7 +11,8 @@ import fusion_backend
 from fusion_backend import Pattern, testing
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.ops.registry import unregister
-from fusion_backend.reporting.report import Report, Site, report
+from fusion_backend.reporting.records import Site
+from fusion_backend.reporting.report import Report, report
 from fusion_backend.testing.spelling.recall import recall
 
 CONSTANTS = {"FACTOR", "ULPS"}

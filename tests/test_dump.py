@@ -35,7 +35,7 @@ def test_every_pass_is_written(tmp_path):
     assert "= rsqrt(#" in texts["2_canonical"] and "layer_norm is #" in texts["2_canonical"]
     assert "layer_norm(x=" in texts["3_candidates"] and "near miss" in texts["3_candidates"]
     decisions = texts["4_decisions"]
-    assert "fusion.rms_norm.default, forward reference, backward vjp: forward inlined" in decisions
+    assert "fusion.rms_norm.default, forward reference, backward vjp" in decisions
     assert f"{__file__}:" in decisions, "the user's line"
     rows = {line.split()[0]: line.split() for line in decisions.splitlines() if line}
     assert rows["rule"][1:] == ["tried", "matched", "fused", "ms"]

@@ -21,7 +21,7 @@ from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.options import Options
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.testing import fused_nodes, graph_text
 
 import fusion_backend.decide.gate, fusion_backend.ops.operator

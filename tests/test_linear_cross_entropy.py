@@ -244,7 +244,7 @@ import fusion_backend.decide.gate, fusion_backend.ops.operator
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.options import Options
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 fusion_backend.decide.gate.on_gpu = fusion_backend.ops.operator.on_gpu = lambda t: True
 patterns()
 

@@ -16,7 +16,7 @@ from fusion_backend import explain
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import parse
 from fusion_backend.pipeline import fuse_graph
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.testing import fused_nodes
 
 # Milliseconds for reading and matching a node: about four times what an idle machine takes

@@ -31,7 +31,7 @@ from fusion_backend.kernels.common.launch import TRIAL, trial
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from fusion_backend.compat.triton import forget_compiled
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
-from fusion_backend.reporting.report import GraphRecord
+from fusion_backend.reporting.records import GraphRecord
 
 
 class Compiled:

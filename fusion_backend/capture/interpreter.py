@@ -219,8 +219,7 @@ class CaptureInterpreter(fx.Interpreter):
         for new in new_nodes:
             self.owner[new] = n
             self.region[new] = region
-            if "stack_trace" in n.meta:
-                new.meta["stack_trace"] = n.meta["stack_trace"]
+            new.meta |= {k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta}
 
 
 def check_agreement(n: fx.Node, out, last: fx.Node) -> None:

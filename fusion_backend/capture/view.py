@@ -53,6 +53,13 @@ def is_lowered(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
+def name_of(n: fx.Node) -> str:
+    """The operator's name, "aten::mul"; of anything else the target's."""
+    return (
+        schema_of(n.target).name if is_lowered(n) else getattr(n.target, "__name__", str(n.target))
+    )
+
+
 def is_mutation(node: fx.Node) -> bool:
     """Is the node an operator whose schema says that it writes to an argument?"""
     return is_lowered(node) and schema_of(node.target).is_mutable

@@ -258,6 +258,22 @@ def reset_cudagraphs() -> None:
         reset_cudagraph_trees()
 
 
+def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """The user's file:line at which Dynamo ended a graph early, and the cause, in one sentence;
+    None where the graph ends with the function.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    lines = [line.strip() for line in str(reason.reason).splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if "Explanation: " in line]
+    cause = [*explained, *lines, "Dynamo gives no cause"][0]
+    if cause.startswith("generic_jump"):
+        cause = "the code branches on the value of a tensor"
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return f"{frame.filename}:{frame.lineno}" if frame else "an unknown line", cause
+
+
 def many_recompiles():
     """Inside, Dynamo has practically no recompile limit. It counts compilations by code object, so
     that explaining one model often would exceed the limit.

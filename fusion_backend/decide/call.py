@@ -63,7 +63,8 @@ def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | 
         return Reject(f"another definition has the name of {answer.op.name}, which it would call")
     answer = dataclasses.replace(answer, args=tuple(on_graph(a, match) for a in answer.args))
     if already(match, answer, facts.canon):
-        return Reject("it is written as this call already")
+        name = schema_of(answer.op).name.removeprefix("aten::")
+        return Reject(f"the code calls {name} itself")
     found = [a for a in answer.args if isinstance(a, fx.Node)]
     found = [n for n in found if n not in match.tensors.values()]
     if any(s in facts.writers for n in found for s in storages(n)):

@@ -33,12 +33,23 @@ from fusion_backend.decide.neighbours import Neighbours
 from fusion_backend.ir.argument_views import geometry, original
 from fusion_backend.ir.expr import FREE
 from fusion_backend.kernels.common.launch import on_gpu, trial
+from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.operator import fake_seed, operator_of
 from fusion_backend.ops.rule import SEED, Replacement
 from fusion_backend.options import Options
 from fusion_backend.reporting.faults import of_kernel, refusal
+from fusion_backend.reporting.records import (
+    COVERED,
+    FAILED,
+    ILLEGAL,
+    NO_GPU,
+    NO_KERNEL,
+    SWITCHED_OFF,
+    UNPROFITABLE,
+    UNSUPPORTED,
+)
 from fusion_backend.reporting.reject import BackwardOnly, Reject
 
 
@@ -55,7 +66,8 @@ class Decision:
     backward: str | None = None
     call: Call | None = None  # what is written at the site
     bytes_saved: int | None = None
-    covered: bool = False  # by a larger site that is fused
+    cause: str | None = None  # of a refusal: one of the words of reporting/records.py
+    alternative: bool = False  # another refused site has some of its nodes, and is counted
     # a fault of ours or of the pattern's author, told to the user as a warning
     failure: str | None = None
 
@@ -86,17 +98,18 @@ class Gate:
             return self.decided(match)
         except Exception as error:
             reason, fault = refusal(error, "deciding it")
-            return Decision(match, False, reason, failure=fault)
+            return Decision(match, False, reason, cause=FAILED, failure=fault)
 
     def decided(self, match: Match) -> Decision | None:
         if any(r in self.claimed and self.claimed[r].pattern is match.pattern for r in match.roots):
             return None
         covered = self.overlap(match)
         if covered:
-            return Decision(match, False, covered, covered=True)
-        reason = self.unwanted(match) or self.legality.refusal(match)
-        if reason:
-            return Decision(match, False, reason)
+            return Decision(match, False, covered, cause=COVERED)
+        if reason := self.unwanted(match):
+            return Decision(match, False, reason, cause=SWITCHED_OFF)
+        if reason := self.legality.refusal(match):
+            return Decision(match, False, reason, cause=ILLEGAL)
         decision = self.provide(match, self.facts.training(match))
         decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
@@ -136,9 +149,9 @@ class Gate:
         """The replacement's decision; where that is refused, the rule's own op may be inlined."""
         rule, cuda = match.pattern, all(on_gpu(original(a)) for a in match.tensors.values())
         answer = replacement_of(match, self.facts, training)
-        refused = answer
+        refused, cause = answer, UNSUPPORTED
         if isinstance(answer, Replacement):
-            refused = self.refused(match, answer, training, cuda)
+            refused, cause = self.refused(match, answer, training, cuda)
             if refused is None and not isinstance(answer.op, Op):
                 return self.library_call(match, answer, training)
             if refused is None:
@@ -147,36 +160,37 @@ class Gate:
         if isinstance(answer, Replacement) and answer.op is not rule:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
-            return Decision(match, False, said)
+            return Decision(match, False, said, cause=cause)
         own = Replacement(rule, tuple(match.arguments[p.name] for p in rule.params))
-        why = f"forward inlined: {said}"
-        return self.op_call(match, dataclasses.replace(own, why=why), training, cuda, "reference")
+        return self.op_call(match, dataclasses.replace(own, why=said), training, cuda, "reference")
 
     def refused(
         self, match: Match, answer: Replacement, training: bool, cuda: bool
-    ) -> Reject | None:
-        """Why an op of ours does not take the site; a torch operator takes any."""
+    ) -> tuple[Reject | None, str | None]:
+        """Why an op of ours does not take the site, and the cause; a torch operator takes any."""
         op = answer.op
         if not isinstance(op, Op):
-            return None
-        own = op is match.pattern
-        refused = (
-            self.own_op_refused(match, op)
-            if own
-            else self.other_op_refused(match, answer, training)
-        )
+            return None, None
+        if op is match.pattern:
+            if op.kernel_fn is None:
+                return Reject("no kernel yet"), NO_KERNEL
+            refused = self.random_refused(match, op)
+        else:
+            refused = self.other_op_refused(match, answer, training)
         if refused is not None:
-            return refused
+            return refused, UNSUPPORTED
         in_torch = op.kernel_fn is None  # a formula or a gradient, for Inductor to compile
         if not cuda and not (in_torch and self.options.gate == "always"):
             why = "it has been timed on CUDA only" if in_torch else "the kernel needs CUDA tensors"
-            return Reject(why)
-        values = by_name(op, *values_of(answer))
-        return self.not_worthwhile(match, op, [*values.values()], training)
+            return Reject(why), NO_GPU
+        values = [*by_name(op, *values_of(answer)).values()]
+        if (refused := op.answer("guard", *values)) is not None:
+            return refused, UNSUPPORTED
+        if self.options.gate == "always":
+            return None, None
+        return self.not_worthwhile(match, op, values, training), UNPROFITABLE
 
-    def own_op_refused(self, match: Match, op: Op) -> Reject | None:
-        if op.kernel_fn is None:
-            return Reject("no kernel yet")
+    def random_refused(self, match: Match, op: Op) -> Reject | None:
         if draws_random_numbers(match) and op.seeded_fn is None:
             return Reject("it draws random numbers and has no seeded reference")
         return None
@@ -191,10 +205,7 @@ class Gate:
         return None
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
-        """What the guard says, and, where the user leaves it to us, the measurements."""
-        refused = op.answer("guard", *values)
-        if refused is not None or self.options.gate == "always":
-            return refused
+        """What the measurements say, of the op and of what stands around it."""
         around = Neighbours(match)
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
@@ -226,9 +237,8 @@ class Gate:
         try:
             call = call_of_torch(answer)
         except Exception as error:
-            return Decision(
-                match, False, f"{answer.op} refuses it: {type(error).__name__}: {error}"
-            )
+            told = f"{answer.op} refuses it: {type(error).__name__}: {error}"
+            return Decision(match, False, told, cause=UNSUPPORTED)
         backward = "autograd" if training else None
         return self.checked(Decision(match, True, answer.why, "library", backward, call))
 
@@ -246,7 +256,8 @@ class Gate:
         try:
             decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen)
         except Exception as error:
-            return Decision(match, False, of_kernel(error), failure=of_kernel(error))
+            told = of_kernel(error)
+            return Decision(match, False, told, cause=FAILED, failure=told)
         return self.checked(decision, strides=op is match.pattern)
 
     def tried_out(self, op: Op, arguments: dict, values: dict, named, chosen: dict) -> Call:
@@ -261,7 +272,8 @@ class Gate:
                 )
             return written(op, arguments, named, chosen, known)
         call = call_of_op(op, arguments, values, named, chosen)
-        if torch.cuda.is_available() and "kernel" in (chosen["forward"], chosen["backward"]):
+        kernel = "kernel" in (chosen["forward"], chosen["backward"])
+        if kernel and torch.cuda.is_available() and TARGET.get() is None:
             self.compile_kernels(op, values, call, chosen)
         given = {storage_id(v) for v in values.values() if isinstance(v, torch.Tensor)}
         if not any(storage_id(out) in given for out in call.values):
@@ -286,7 +298,7 @@ class Gate:
         match, call = decision.match, decision.call
         wrong = differs(call, match, strides)
         if wrong:
-            return Decision(match, False, wrong)
+            return Decision(match, False, wrong, cause=UNSUPPORTED)
         if not strides:
             call.contiguous = needs_copy(match.roots[0], call.values[0], self.facts.writers)
         return decision

@@ -8,14 +8,14 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.aliases import storages
-from fusion_backend.capture.view import is_lowered
+from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import FakeTensor, statically_known_true
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import Viewed, original
 from fusion_backend.ir.expr import FREE, LIKE, peel
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.op import Op
-from fusion_backend.reporting.report import location
+from fusion_backend.reporting.places import location
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
@@ -59,10 +59,10 @@ class Legality:
                     and (u.users or u.target is not operator.getitem)
                     and not reads_only_kind(u, n)
                 ):
-                    return f"{n.name} inside it is used elsewhere too, at {location(u)}"
+                    return f"{result(n)} inside it is used elsewhere too, at {location(u)}"
             for m in self.canon.of[n].nodes:
                 if m not in inside and m.users and not inside.issuperset(m.users):
-                    return f"{n.name} inside it is used elsewhere too, at {location(m)}"
+                    return f"{result(n)} inside it is used elsewhere too, at {location(m)}"
         first_root = min(self.order[r] for r in match.roots)
         for a in arguments:
             if self.order[a] > first_root:
@@ -133,6 +133,11 @@ def not_supported(match: Match) -> str:
     if len(devices) > 1:
         return f"arguments on {' and '.join(sorted(map(str, devices)))}"
     return ""
+
+
+def result(n: fx.Node) -> str:
+    """What a node computes, in words."""
+    return f"the result of {name_of(n).removeprefix('aten::')}"
 
 
 def reads_only_kind(user: fx.Node, n: fx.Node) -> bool:

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import embedded, is_lowered
+from fusion_backend.capture.view import embedded, is_lowered, name_of
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import in_library, peel
 from fusion_backend.match.matcher import Match
+from fusion_backend.reporting.places import location
 from fusion_backend.reporting.reject import BackwardOnly, Reject
-from fusion_backend.reporting.report import location
 
 NEARBY = 32  # operators to look at, on each side
 LIBRARY = {
@@ -38,11 +38,6 @@ REDUCTIONS = """
     layer_norm native_layer_norm group_norm native_group_norm instance_norm rms_norm
 """
 REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
-
-
-def name_of(n: fx.Node) -> str:
-    """The operator's name, "aten::mul"; of anything else the target's."""
-    return schema_of(n.target).name if is_lowered(n) else str(n.target)
 
 
 def names(nodes: Iterable[fx.Node]) -> list[str]:

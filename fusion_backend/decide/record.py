@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import operator
+
+from torch import fx
+
+from fusion_backend.capture.view import name_of
 from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.expr import FREE
 from fusion_backend.match.matcher import Matcher, Mismatch
-from fusion_backend.reporting.report import GraphRecord, Miss, Site, location, warn_once
+from fusion_backend.ops.op import Op
+from fusion_backend.reporting.places import location, module_of
+from fusion_backend.reporting.records import (
+    COVERED,
+    FAILED,
+    ILLEGAL,
+    NO_GPU,
+    NO_KERNEL,
+    SWITCHED_OFF,
+    UNPROFITABLE,
+    UNSUPPORTED,
+    GraphRecord,
+    Miss,
+    Site,
+)
+from fusion_backend.reporting.report import warn_once
+
+# Which of several sites that overlap is told: the first of these causes, None being fused.
+RANKS = (
+    None, COVERED, NO_GPU, UNPROFITABLE, UNSUPPORTED, FAILED, SWITCHED_OFF, ILLEGAL, NO_KERNEL
+)  # fmt: skip
 
 
 def best_answers(decisions: list[Decision]) -> list[Decision]:
@@ -20,7 +46,27 @@ def best_answers(decisions: list[Decision]) -> list[Decision]:
     return list(best.values())
 
 
-def site(d: Decision, path: str = "") -> Site:
+def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
+    """Of refused sites that share an operator with a fused one, or with each other, one is counted:
+    what has a kernel before what has none, and else in the order of the decisions.
+    """
+    taken: set[fx.Node] = set()
+    for d in sorted(decisions, key=lambda d: RANKS.index(cause_of(d))):
+        computed = gate.legality.computed(d.match)
+        costly = {n for n in computed if gate.canon.of[n].op not in FREE}
+        own = costly.union(d.match.roots)
+        d.alternative = bool(own & taken) and not d.fused and d.cause != COVERED
+        taken |= own
+
+
+def cause_of(d: Decision) -> str | None:
+    """Why it is not fused. Of a pattern without a kernel that is the cause, whatever else is."""
+    rule = d.match.pattern
+    kernel = rule.replacement_fn or not isinstance(rule, Op) or rule.kernel_fn
+    return d.cause if d.fused or kernel or d.cause in (COVERED, SWITCHED_OFF) else NO_KERNEL
+
+
+def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
     """A row for one decision. `path` leads to a body: bodies of a graph share names of nodes."""
     m = d.match
     if d.failure:
@@ -28,13 +74,24 @@ def site(d: Decision, path: str = "") -> Site:
         warn_once(f"kernel {m.pattern.name}", told)
     nodes = tuple(path + n.name for n in (*m.interior, *m.roots))
     decided = (d.fused, d.reason, d.forward, d.backward, d.bytes_saved)
-    return Site(m.pattern.name, location(m.roots[0]), *decided, nodes, d.covered)
+    return Site(
+        m.pattern.name,
+        location(m.roots[0]),
+        *decided,
+        nodes,
+        covered=d.cause == COVERED,
+        module=module_of(m.roots[0]),
+        cause=cause_of(d),
+        alternative=d.alternative,
+        position=order[m.roots[0]],
+    )
 
 
-def near_misses(matcher: Matcher, gate: Gate) -> list[Miss]:
+def near_misses(matcher: Matcher, gate: Gate, decisions: list[Decision]) -> list[Miss]:
     """The best partial match of a rule on each source line, at least half of it, outside of what
     was fused.
     """
+    inside = {n for d in decisions for n in (*d.match.interior, *d.match.roots)}
     best: dict[tuple[str, str], Mismatch] = {}
     for m in matcher.misses.values():
         key = (m.pattern.name, location(m.root))
@@ -43,9 +100,25 @@ def near_misses(matcher: Matcher, gate: Gate) -> list[Miss]:
         if key not in best or m.rank > best[key].rank:
             best[key] = m
     return [
-        Miss(name, where, m.matched, m.size, f"{m.reason} at {location(m.node)}")
+        Miss(
+            name,
+            where,
+            m.matched,
+            m.size,
+            f"{m.reason} at {location(m.node)}",
+            module_of(m.root),
+            inside=m.root in inside,
+        )
         for (name, where), m in best.items()
     ]
+
+
+def count_operators(record: GraphRecord, graph: fx.Graph) -> None:
+    """Add the operators of a view to those of its graph."""
+    for n in graph.nodes:
+        if n.op == "call_function" and n.target is not operator.getitem:
+            name = name_of(n).removeprefix("aten::")
+            record.operators[name] = record.operators.get(name, 0) + 1
 
 
 def note_faults(record: GraphRecord, canon: Canon, matcher: Matcher) -> None:

@@ -8,6 +8,7 @@ from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
+    graph_break,
     inductor,
     inductor_config,
     reset_cudagraphs,
@@ -16,6 +17,7 @@ from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting import report as reporting
+from fusion_backend.reporting.records import FAILED, GraphRecord
 
 
 class FusionBackend:
@@ -37,7 +39,7 @@ class FusionBackend:
         plain = inductor(mode, theirs)  # the user's own mistakes are told before we start
         if DISABLED.get():
             return plain(gm, example_inputs)
-        record = reporting.GraphRecord(len(gm.graph.nodes))
+        record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         reporting.add(record)
         try:
             return self.compile(gm, example_inputs, mode, ours, theirs, record)
@@ -89,19 +91,15 @@ class FusionBackend:
         reset_cudagraphs()
 
 
-def give_up(record: reporting.GraphRecord, error: Exception) -> None:
+def give_up(record: GraphRecord, error: Exception) -> None:
     """Nothing of the graph is fused, because of this error."""
     record.error = summary(error)
     for s in record.sites:
-        s.fused, s.reason, s.forward, s.backward = (
-            False,
-            f"the whole graph fell back: {record.error}",
-            None,
-            None,
-        )
+        s.fused, s.forward, s.backward = False, None, None
+        s.reason, s.cause = f"the whole graph fell back: {record.error}", FAILED
 
 
-def backward_failed(record: reporting.GraphRecord, error: Exception) -> None:
+def backward_failed(record: GraphRecord, error: Exception) -> None:
     """Inductor compiles a backward when it first runs: the forward has run by then, and the graph
     cannot go back.
     """

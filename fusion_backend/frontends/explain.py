@@ -6,30 +6,37 @@ from typing import Any
 
 import torch
 
-from fusion_backend.compat.torch import many_recompiles
+from fusion_backend.compat.torch import graph_break, inductor, many_recompiles
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
+from fusion_backend.kernels.common.target import GPU, as_on, gpu
 from fusion_backend.options import parse
 from fusion_backend.pipeline import fuse_graph
-from fusion_backend.reporting import report as reporting
+from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.report import Report
 
 
 class Collector:
-    """A backend that runs the pass, keeps what came out and runs the graph eagerly."""
+    """A backend that runs the pass, keeps what came out and runs the graph eagerly: as rewritten,
+    or, where another GPU is asked about, as it was.
+    """
 
-    def __init__(self, options: dict | None):
-        self.options, _ = parse(options, [p.name for p in patterns()])
-        self.report = reporting.Report()
+    def __init__(self, options: dict | None, target: GPU | None = None):
+        self.options, theirs = parse(options, [p.name for p in patterns()])
+        inductor(None, theirs)  # refuses what torch.compile would refuse
+        self.target = target
+        self.report = Report(target=target and target.name)
         self.graphs: list[torch.fx.GraphModule] = []
         self.sources: list[torch.fx.GraphModule] = []
 
     def __call__(self, gm, example_inputs):
-        record = reporting.GraphRecord(len(gm.graph.nodes))
+        record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         self.report.graphs.append(record)
-        new, _ = fuse_graph(gm, self.options, record, usable(patterns()))
+        with as_on(self.target):
+            new, _ = fuse_graph(gm, self.options, record, usable(patterns()))
         self.sources.append(gm)
         self.graphs.append(new)
-        return new.forward
+        return (gm if self.target else new).forward
 
 
 def run(
@@ -45,16 +52,21 @@ def explain(
     *inputs: Any,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
+    target: str | None = None,
     kwargs: dict[str, Any] | None = None,
     **keywords: Any,
-) -> reporting.Report:
+) -> Report:
     """Run `model(*inputs, **keywords)` once, eagerly, and report every site: fused or not, and why.
 
-    options: the `fusion.*` options of torch.compile; dynamic: as torch.compile takes it; kwargs:
-    the model's own keywords of these three names, `kwargs={"dynamic": True}`.
+    options: those of torch.compile, such as `fusion.gate`; dynamic: as torch.compile takes it.
+    target: decide as on one of these GPUs, "H200", "H100", "A100", ..., which need not be there:
+    the model runs where it is, and its tensors are taken for tensors on that GPU. kwargs: the
+    model's own keywords of these four names, `kwargs={"dynamic": True}`.
 
     Call it as the model will be called: under torch.no_grad() for inference, under autocast if you
-    train so. Print the result, or take its `.to_json()`. Raises what the model raises.
+    train so. Print the result, or take its `text(verbose=True)`, `to_json()` or `to_html()`. Raises
+    what the model raises, ValueError for an unknown target or option of ours, and RuntimeError for
+    an unknown option of Inductor's.
 
     Afterwards everything is as it was: tensors that are written to (inputs, buffers, running
     statistics, globals), gradients, the random state of torch and Python, and the attributes,
@@ -63,6 +75,9 @@ def explain(
     global name it assigns, a file, a print), nor that a tensor with a history of its own that is
     written to in place has this in its history.
     """
-    collector = Collector(options)
+    collector = Collector(options, gpu(target) if target is not None else None)
+    if isinstance(model, torch.nn.Module):
+        named = model.named_modules()
+        collector.report.modules = {name: type(m).__name__ for name, m in named}
     run(model, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)
     return collector.report

@@ -25,6 +25,7 @@ from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import Options, parse
 from fusion_backend.pipeline import Scope, run
 from fusion_backend.reporting import report as reporting
+from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.writer import copied, put
 
 
@@ -36,7 +37,7 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     `fusion_backend.report()`. Raises ValueError for an unknown option.
     """
     ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
-    record = reporting.GraphRecord(len(program.graph.nodes))
+    record = GraphRecord(len(program.graph.nodes))
     reporting.add(record)
     root = copied(program.graph_module)
     mode = fake_mode_of(root)

@@ -41,7 +41,7 @@ from fusion_backend.masks.terms import (
     variables,
 )
 from fusion_backend.masks.values import CAP, Values
-from fusion_backend.reporting.report import location
+from fusion_backend.reporting.places import location
 
 # What may hide parts of a bias: the condition, if any, the value where it holds, and the other.
 CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}

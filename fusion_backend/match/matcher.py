@@ -26,7 +26,7 @@ from fusion_backend.match.templates import Template, templates
 from fusion_backend.match.unify import Bound, Unifier
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.faults import refusal
-from fusion_backend.reporting.report import RuleCount
+from fusion_backend.reporting.records import RuleCount
 
 # nodes to look at for each operator of a template, for a result that is not inside another
 NEAR = 50

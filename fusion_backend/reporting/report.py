@@ -7,16 +7,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
 
-from torch import fx
+from fusion_backend.reporting.html import fragment, page
+from fusion_backend.reporting.records import GraphRecord, Miss, Site
+from fusion_backend.reporting.text import headline, terminal_width, text_of, with_counts
 
-FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-INSIDE_TORCH = re.compile(r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)")
 # How many graphs the report of a process has at most; a training script with changing shapes makes
 # new ones for days.
 MAX_GRAPHS = 500
@@ -25,107 +23,14 @@ MAX_WARNINGS = 1000  # that are remembered, so that none is given twice
 LOG_VARIABLE = "FUSION_LOG"
 
 
-@dataclasses.dataclass
-class Site:
-    """A part of a graph that a pattern matches, and the decision about it.
-
-    pattern: its name. where: the user's file:line. fused, reason: the decision, and a sentence that
-    gives its reason. forward, backward: the providers of a fused site, such as "kernel",
-    "reference", "library", "formula" or "vjp". bytes_saved: memory traffic that the kernel avoids,
-    where the pattern can say. nodes: names of the nodes in the view. covered: a larger site that is
-    fused has these nodes, so that this one is not counted.
-
-        print([site.reason for site in fusion_backend.report().sites if not site.fused])
-    """
-
-    pattern: str
-    where: str
-    fused: bool
-    reason: str
-    forward: str | None = None
-    backward: str | None = None
-    bytes_saved: int | None = None
-    nodes: tuple[str, ...] = ()
-    covered: bool = False
-
-    def __str__(self) -> str:
-        if self.fused:
-            how = f"forward {self.forward}" + (
-                f", backward {self.backward}" if self.backward else ""
-            )
-            saved = f", saves {readable(self.bytes_saved)}" if self.bytes_saved else ""
-            why = f" ({self.reason})" if self.reason else ""
-            return f"fused      {self.pattern:14} {self.where}  {how}{saved}{why}"
-        return f"not fused  {self.pattern:14} {self.where}  {self.reason}"
-
-
-@dataclasses.dataclass
-class Miss:
-    """A part of a graph that a pattern nearly matches: `matched` of its `size` operators."""
-
-    pattern: str
-    where: str
-    matched: int
-    size: int
-    reason: str
-
-    def __str__(self) -> str:
-        how_far = f"{self.matched} of {self.size} operators matched, then {self.reason}"
-        return f"near miss  {self.pattern:14} {self.where}  {how_far}"
-
-
-@dataclasses.dataclass(frozen=True)
-class RuleCount:
-    """How often a rule was tried at a node of a graph, how often it matched, and the seconds that
-    took.
-    """
-
-    tried: int = 0
-    matched: int = 0
-    seconds: float = 0.0
-
-    def plus(self, other: RuleCount) -> RuleCount:
-        seconds = self.seconds + other.seconds
-        return RuleCount(self.tried + other.tried, self.matched + other.matched, seconds)
-
-
-@dataclasses.dataclass(eq=False)  # two graphs may have equal records
-class GraphRecord:
-    """One graph of Dynamo's: the seconds that its passes took, its sites and near misses.
-
-    error: why the graph went to Inductor unchanged. backward_error: why its backward runs operator
-    by operator. copied: each node that the view copies verbatim, and why. faults: exceptions in our
-    rules and in patterns, each of which costs one site.
-    """
-
-    nodes: int
-    capture_s: float = 0.0
-    match_s: float = 0.0
-    rewrite_s: float = 0.0
-    error: str | None = None
-    backward_error: str | None = None
-    copied: dict[str, str] = dataclasses.field(default_factory=dict)
-    sites: list[Site] = dataclasses.field(default_factory=list)
-    misses: list[Miss] = dataclasses.field(default_factory=list)
-    faults: list[str] = dataclasses.field(default_factory=list)
-    rules: dict[str, RuleCount] = dataclasses.field(default_factory=dict, repr=False)
-
-    def rules_table(self) -> str:
-        """A line a rule: tried, matched, fused, milliseconds; the dearest first."""
-        fused = [s.pattern for s in self.sites if s.fused]
-        lines = ["rule                      tried  matched  fused       ms"]
-        for name, c in sorted(self.rules.items(), key=lambda item: -item[1].seconds):
-            row = f"{name:24} {c.tried:6} {c.matched:8} {fused.count(name):6}"
-            lines.append(f"{row} {c.seconds * 1e3:8.2f}")
-        return "\n".join(lines) + "\n"
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Report:
     """What the pass did to the newest 500 graphs of a process, or to all graphs of one `explain`.
 
-    `sites`, `fused` and `misses` go through all graphs; `str` gives lines of text and `to_json` the
-    same as JSON. dropped: how many older graphs were removed.
+    `sites`, `fused` and `misses` go through all graphs. `print(report)` shows one screen, `text`
+    all there is, `to_json` the same as JSON and `to_html` as a page with the model's tree. dropped:
+    how many older graphs were removed. target: the GPU that `explain` was asked about, instead of
+    the one that is there. modules: the paths and classes of the model that was explained.
 
         report = fusion_backend.explain(model, x)
         print([(site.where, site.reason) for site in report.sites])
@@ -133,6 +38,8 @@ class Report:
 
     graphs: list[GraphRecord] = dataclasses.field(default_factory=list)
     dropped: int = 0
+    target: str | None = None
+    modules: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def sites(self) -> list[Site]:
@@ -147,36 +54,31 @@ class Report:
         return [s for s in self.sites if s.fused]
 
     def to_json(self) -> str:
-        """The graphs with all fields of GraphRecord, Site and Miss."""
+        """All fields, with those of GraphRecord, Site and Miss."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
+    def to_html(self) -> str:
+        """One self-contained page: the text of the report, and the model's modules as a tree, with
+        what was decided at each.
+        """
+        return page(self)
+
+    def text(self, verbose: bool = False, width: int | None = None) -> str:
+        """What was fused, what was not and why, grouped by pattern and place.
+
+        verbose: also the sites that overlap others, all near misses, and no grouping of layers.
+        width: of a line, in characters; that of the terminal by default, 60 to 100.
+        """
+        return text_of(self, verbose, width or terminal_width())
+
     def __str__(self) -> str:
-        graphs = f"{len(self.graphs)} graph{'' if len(self.graphs) == 1 else 's'}"
-        counted = sum(not s.covered for s in self.sites)
-        lines = [f"fusion: {len(self.fused)} of {counted} recognised sites fused in {graphs}"]
-        lines += [
-            f"  {line}{f'  ×{n}' if n > 1 else ''}"
-            for line, n in with_counts([*self.sites, *self.misses])
-        ]
-        lines += [f"  failed     {fault}" for g in self.graphs for fault in g.faults]
-        for i, g in enumerate(self.graphs):
-            if g.error:
-                lines.append(f"  graph {i} went to Inductor as it was: {g.error}")
-            if g.backward_error:
-                lines.append(
-                    f"  graph {i} runs its backward operator by operator: {g.backward_error}"
-                )
-        if self.dropped:
-            lines.append(f"  {self.dropped} older graphs were dropped from the report")
-        return "\n".join(lines)
+        return self.text()
 
+    def __repr__(self) -> str:
+        return f"<{headline(self)}; print it to see them>"
 
-def with_counts(entries: Iterable[Site | Miss]) -> list[tuple[str, int]]:
-    """Each distinct line with its number, in order of first appearance."""
-    counts: dict[str, int] = {}
-    for e in entries:
-        counts[str(e)] = counts.get(str(e), 0) + 1
-    return list(counts.items())
+    def _repr_html_(self) -> str:  # Jupyter shows it
+        return fragment(self)
 
 
 REPORT = Report()
@@ -216,22 +118,6 @@ def take_back(record: GraphRecord) -> None:
     with LOCK:
         if record in REPORT.graphs:
             REPORT.graphs.remove(record)
-
-
-def readable(n: float) -> str:
-    """A number of bytes with its unit."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return ""
-
-
-def location(node: fx.Node) -> str:
-    """The user's file:line that a node comes from: the innermost frame outside torch."""
-    frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [f for f in frames if not INSIDE_TORCH.search(f[0])] or frames
-    return f"{users[-1][0]}:{users[-1][1]}" if users else f"node {node.name}"
 
 
 def log_level() -> int:

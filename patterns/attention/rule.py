@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.inputs import dynamic, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.launch import on_gpu
 
 
 @Pattern
@@ -182,7 +183,7 @@ def reject_sdpa(q: Tensor, k: Tensor, v: Tensor, heads: str, scale, p) -> Reject
     )
     if refused is None and heads == "grouped":
         refused = reject_grouped(q)
-    if refused is None and p and not q.is_cuda:
+    if refused is None and p and not on_gpu(q):
         return Reject("with dropout SDPA has no fused kernel on CPU")
     return refused
 
@@ -191,7 +192,7 @@ def reject_strides(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
     """On CUDA SDPA falls to its formula, in fp32, where the last stride is not 1."""
     for name, t in dict(q=q, k=k, v=v).items():
         if (
-            t.is_cuda
+            on_gpu(t)
             and statically_known_true(t.stride(-1) != 1)
             and statically_known_true(t.shape[-1] != 1)
         ):
@@ -205,7 +206,7 @@ def reject_grouped(q: Tensor) -> Reject | None:
     """On CUDA only flash attention and cuDNN take fewer heads of k and v; the others would repeat
     them in memory.
     """
-    if q.is_cuda and (
+    if on_gpu(q) and (
         q.dtype == torch.float32 or not isinstance(q.shape[-1], int) or q.shape[-1] > 256
     ):
         return Reject(

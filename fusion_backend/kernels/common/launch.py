@@ -15,6 +15,7 @@ from torch.library import wrap_triton
 
 from fusion_backend.compat.inductor import ANALYSED
 from fusion_backend.compat.triton import InterpretedFunction
+from fusion_backend.kernels.common.target import TARGET
 
 # Takes a launch in place of the GPU: the kernel, the grid, the arguments, the options.
 Record = Callable[[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -27,8 +28,8 @@ def interpreting() -> bool:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Can a compiled kernel read it?"""
-    return tensor.is_cuda
+    """Can a compiled kernel read it, here or on the GPU that decisions are made for?"""
+    return tensor.is_cuda or TARGET.get() is not None
 
 
 def interpreted(kernel: object) -> bool:

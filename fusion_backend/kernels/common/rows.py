@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from fusion_backend.kernels.common.inputs import dynamic, number
+from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.common.tuned import TABLE
 from fusion_backend.reporting.reject import Reject
 
@@ -117,9 +118,12 @@ class Broadcast:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; of an H200 for tensors without data, so that what it would run can be compiled
-    without one.
+    """Of the GPU that decisions are made for. Tensors without data are taken to be on an H200, so
+    that what it would run can be compiled without one.
     """
+    target = TARGET.get()
+    if target is not None:
+        return target.multiprocessors
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 132 if device.type == "meta" else 4

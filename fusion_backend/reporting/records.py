@@ -1,0 +1,157 @@
+"""What the pass did to one graph, as data: its sites, its near misses, its counts and times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fusion_backend.reporting.places import short
+
+# Why a site is not fused.
+COVERED = "covered"  # by a larger site that is fused
+SWITCHED_OFF = "switched off"  # by an option, or by what Inductor is asked for
+ILLEGAL = "illegal"  # the graph may not be changed there
+UNSUPPORTED = "unsupported"  # the rule, or the guard of its op, refuses these inputs
+UNPROFITABLE = "unprofitable"  # the gate: it was slower there, or has not been measured
+NO_KERNEL = "no kernel"  # the pattern is recognised, and has no kernel yet
+NO_GPU = "no GPU"
+FAILED = "failed"  # an exception in our code or the pattern's
+
+# Who computes a fused site: what its providers are called in a text.
+FORWARD = {
+    "kernel": "forward kernel",
+    "reference": "forward by Inductor",
+    "library": "a call of PyTorch's own operator",
+}
+BACKWARD = {
+    "kernel": "backward kernel",
+    "formula": "backward formula, compiled by Inductor",
+    "vjp": "backward by Inductor",
+    "autograd": "backward by PyTorch",
+}
+
+
+@dataclasses.dataclass
+class Site:
+    """A part of a graph that a pattern matches, and the decision about it.
+
+    pattern: its name. where: the user's file:line, or the module where the code is torch's own.
+    fused, reason: the decision, and a sentence that gives its reason. forward, backward: the
+    providers of a fused site, such as "kernel", "reference", "library", "formula" or "vjp".
+    bytes_saved: the size of the values inside it, which eager writes to memory and reads again.
+    nodes: names of the nodes in the view. covered: a larger site that is fused has these nodes, so
+    that this one is not counted. module: the path of the module that computes it, "layers.0.norm1".
+    cause: of a site that is not fused, one of the words at the top of
+    fusion_backend/reporting/records.py. alternative: another site has some of these nodes and is
+    counted instead. position: of its first result among the nodes of the view.
+
+        print([site.reason for site in fusion_backend.report().sites if not site.fused])
+    """
+
+    pattern: str
+    where: str
+    fused: bool
+    reason: str
+    forward: str | None = None
+    backward: str | None = None
+    bytes_saved: int | None = None
+    nodes: tuple[str, ...] = ()
+    covered: bool = False
+    module: str = ""
+    cause: str | None = None
+    alternative: bool = False
+    position: int = 0
+
+    @property
+    def counted(self) -> bool:
+        """Is it one of the sites that a report counts, of which no two share an operator?"""
+        return not self.covered and not self.alternative
+
+    @property
+    def how(self) -> str:
+        """Of a fused site: who computes it, and why."""
+        how = FORWARD.get(self.forward or "", f"forward: {self.forward}")
+        if self.backward:
+            how += f", {BACKWARD.get(self.backward, f'backward: {self.backward}')}"
+        return how + (f" ({self.reason})" if self.reason else "")
+
+    def __str__(self) -> str:
+        told, rest = ("fused", self.how) if self.fused else ("not fused", self.reason)
+        where = self.where if self.module in ("", self.where) else f"{self.module}, {self.where}"
+        return short(f"{told:10} {self.pattern:14} {where}  {rest}")
+
+
+@dataclasses.dataclass
+class Miss:
+    """A part of a graph that a pattern nearly matches: `matched` of its `size` operators. inside:
+    another pattern is recognised there.
+    """
+
+    pattern: str
+    where: str
+    matched: int
+    size: int
+    reason: str
+    module: str = ""
+    inside: bool = False
+
+    @property
+    def how_far(self) -> str:
+        return f"{self.matched} of {self.size} operators matched, then {self.reason}"
+
+    def __str__(self) -> str:
+        return short(f"near miss  {self.pattern:14} {self.where}  {self.how_far}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleCount:
+    """How often a rule was tried at a node of a graph, how often it matched, and the seconds that
+    took.
+    """
+
+    tried: int = 0
+    matched: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: RuleCount) -> RuleCount:
+        seconds = self.seconds + other.seconds
+        return RuleCount(self.tried + other.tried, self.matched + other.matched, seconds)
+
+
+@dataclasses.dataclass(eq=False)  # two graphs may have equal records
+class GraphRecord:
+    """One graph of Dynamo's: the seconds that its passes took, its sites and near misses.
+
+    training: it computes gradients. error: why the graph went to Inductor unchanged.
+    backward_error: why its backward runs operator by operator. copied: each node that the view
+    copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
+    one site. operators: the names of its operators, with how many there are of each. broken: the
+    user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
+    """
+
+    nodes: int
+    capture_s: float = 0.0
+    match_s: float = 0.0
+    rewrite_s: float = 0.0
+    error: str | None = None
+    backward_error: str | None = None
+    copied: dict[str, str] = dataclasses.field(default_factory=dict)
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    misses: list[Miss] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    rules: dict[str, RuleCount] = dataclasses.field(default_factory=dict, repr=False)
+    training: bool = False
+    operators: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    broken: tuple[str, str] | None = None
+
+    def __repr__(self) -> str:
+        fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)
+        return f"<GraphRecord: {self.nodes} nodes, {fused} of {counted} sites fused>"
+
+    def rules_table(self) -> str:
+        """A line a rule: tried, matched, fused, milliseconds; the dearest first."""
+        fused = [s.pattern for s in self.sites if s.fused]
+        lines = ["rule                      tried  matched  fused       ms"]
+        for name, c in sorted(self.rules.items(), key=lambda item: -item[1].seconds):
+            row = f"{name:24} {c.tried:6} {c.matched:8} {fused.count(name):6}"
+            lines.append(f"{row} {c.seconds * 1e3:8.2f}")
+        return "\n".join(lines) + "\n"

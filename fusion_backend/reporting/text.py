@@ -1,0 +1,232 @@
+"""A report as text: what was gained first, then what was left and why, on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from fusion_backend.reporting.places import folded, short
+from fusion_backend.reporting.records import (
+    NO_GPU,
+    NO_KERNEL,
+    UNPROFITABLE,
+    GraphRecord,
+    Miss,
+    Site,
+)
+
+if TYPE_CHECKING:
+    from fusion_backend.reporting.report import Report
+
+WIDEST, NARROWEST = 100, 60
+MOST_MODULES = 3  # that are named in an entry
+MOST_MISSES = 5
+MOST_OPERATORS = 8
+# Operators of torch that stand for a whole block: nothing inside them can be recognised.
+WHOLE_BLOCKS = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+FASTPATH = (
+    "PyTorch runs its own fused operator for a whole block here. "
+    "torch.backends.mha.set_fastpath_enabled(False) writes the block out, so that its parts can be "
+    "fused."
+)
+NEEDS_GPU = 'There is no CUDA GPU here. explain(model, ..., target="H200") shows what one would do.'
+MEASURED = "H200"  # the GPU that the gate's measurements were made on
+ALWAYS = (
+    'options={"fusion.gate": "always"} fuses also what does not pay, wherever a kernel can run.'
+)
+
+
+def terminal_width() -> int:
+    """The columns of the terminal, 60 to 100; 100 where the output goes elsewhere."""
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
+
+
+def headline(report: Report) -> str:
+    """How many sites are fused, of how many, in how many graphs."""
+    graphs = numbered(len(report.graphs), "graph")
+    counted = sum(s.counted for s in report.sites)
+    kind = "training" if any(g.training for g in report.graphs) else "inference"
+    parts = [f"{len(report.fused)} of {counted} recognised sites fused in {graphs}"]
+    parts += [kind] if report.graphs else []
+    parts += [f"as on an {report.target}"] if report.target else []
+    return f"fusion: {', '.join(parts)}"
+
+
+def text_of(report: Report, verbose: bool, width: int) -> str:
+    """All sections that are not empty. See `Report.text`."""
+    counted = [s for s in in_order(report) if s.counted or verbose]
+    refused = [s for s in counted if not s.fused]
+    needs_gpu = [s for s in refused if s.cause == NO_GPU]
+    without_kernel = [s for s in refused if s.cause == NO_KERNEL]
+    left = [s for s in refused if s.cause not in (NO_GPU, NO_KERNEL) or verbose]
+    parts = [wrapped(headline(report), width)]
+    named = Layout(width, max((len(s.pattern) for s in counted), default=0), verbose)
+    parts += section("fused", [s for s in counted if s.fused], named)
+    parts += section("not fused", left, named)
+    if not verbose:
+        parts += section("needs a GPU", needs_gpu, named, reasons=False)
+        parts += [listed("no kernel yet", without_kernel, width)] if without_kernel else []
+    parts += near_misses(report.misses, width, verbose)
+    parts += graph_breaks(report.graphs, width)
+    parts += failures(report, width)
+    parts += [["", *lines] for lines in hints(report, refused, width, verbose)]
+    return "\n".join(line for part in parts for line in part)
+
+
+def in_order(report: Report) -> list[Site]:
+    """The sites of all graphs, as the code has them."""
+    return [s for g in report.graphs for s in sorted(g.sites, key=lambda s: s.position)]
+
+
+class Layout(NamedTuple):
+    """width of a line, width of the column of names, and whether every site has its own entry."""
+
+    width: int
+    margin: int
+    verbose: bool
+
+
+@dataclasses.dataclass
+class Entry:
+    """Sites of one pattern with one decision, on one line of source."""
+
+    pattern: str
+    where: str
+    told: str
+    sites: list[Site]
+
+    def lines(self, layout: Layout, reason: bool) -> list[str]:
+        number = f"×{len(self.sites)}" if len(self.sites) > 1 else ""
+        head = f"  {self.pattern:{layout.margin}}  {number:>4}  "
+        by_module = all(s.where == s.module for s in self.sites)
+        place, told = "" if by_module else self.where, self.told if reason else ""
+        second = f"{place}: {told}" if place and told else place or told
+        texts = [t for t in (named_modules(self.sites), second) if t]
+        rows = [row for t in texts for row in wrapped(t, layout.width - len(head))]
+        return [head + rows[0], *(" " * len(head) + row for row in rows[1:])]
+
+
+def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True) -> list[list[str]]:
+    """A title, and an entry for the sites that are alike but for the number of their layer."""
+    if not sites:
+        return []
+    found: dict[tuple, Entry] = {}
+    for s in sites:
+        told = s.how if s.fused else s.reason
+        where, told = short(s.where), short(told)
+        key = (
+            (s.pattern, where, told, s.module) if layout.verbose else alike(s.pattern, where, told)
+        )
+        entry = found.setdefault(key, Entry(s.pattern, where, told, []))
+        entry.sites.append(s)
+        if (where, told) != (entry.where, entry.told):
+            entry.where, entry.told = folded(where), folded(told)
+    return [["", title], *(e.lines(layout, reasons) for e in found.values())]
+
+
+def alike(*texts: str) -> tuple:
+    return tuple(folded(t) for t in texts)
+
+
+def named_modules(sites: list[Site]) -> str:
+    """The modules of an entry, those of layers as one, and how many more there are."""
+    names = list(dict.fromkeys(s.module for s in sites if s.module))
+    if len(names) > 1:
+        names = list(dict.fromkeys("*" if n.isdigit() else folded(n) for n in names))
+    names = [f"module {name}" if name.isdigit() or name == "*" else name for name in names]
+    more = f" and {len(names) - MOST_MODULES} more" if len(names) > MOST_MODULES else ""
+    return ", ".join(names[:MOST_MODULES]) + more
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters; a longer word, such as a path, loses its beginning."""
+    words = [w if len(w) <= width else "…" + w[1 - width :] for w in text.split(" ")]
+    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+
+
+def listed(title: str, sites: list[Site], width: int) -> list[str]:
+    counts = Counter(s.pattern for s in sites)
+    text = ", ".join(f"{name}{f' ×{n}' if n > 1 else ''}" for name, n in counts.items())
+    return ["", title, *("  " + row for row in wrapped(text, width - 2))]
+
+
+def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]]:
+    """Code that is almost a pattern, and not part of another; in `verbose` all that was tried."""
+    shown = misses if verbose else [m for m in misses if almost(m)][:MOST_MISSES]
+    lines = []
+    for m in shown:
+        place = f"{short(m.where)}: {m.pattern}, {short(m.how_far)}"
+        lines += hanging(place, width)
+    return [["", "almost a pattern", *lines]] if lines else []
+
+
+def almost(m: Miss) -> bool:
+    return not m.inside and m.matched >= 3 and m.size - m.matched <= 1
+
+
+def hanging(text: str, width: int) -> list[str]:
+    rows = wrapped(text, width - 6)
+    return [f"  {rows[0]}", *(f"      {row}" for row in rows[1:])]
+
+
+def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    """Where Dynamo ended a graph early, and why: no pattern is found across."""
+    places = Counter(g.broken for g in graphs if g.broken)
+    lines: list[str] = []
+    for (where, why), n in places.items():
+        lines += hanging(f"{short(where)}: {why}{f' (×{n})' if n > 1 else ''}", width)
+    title = "graph breaks, which no pattern can cross"
+    return [["", title, *lines]] if lines else []
+
+
+def failures(report: Report, width: int) -> list[list[str]]:
+    """What went wrong in our code or in a pattern's, graph by graph."""
+    told = [fault for g in report.graphs for fault in g.faults]
+    for i, g in enumerate(report.graphs):
+        if g.error:
+            told.append(f"graph {i} went to Inductor as it was: {g.error}")
+        if g.backward_error:
+            told.append(f"graph {i} runs its backward operator by operator: {g.backward_error}")
+    lines = [row for text in told for row in hanging(short(text), width)]
+    return [["", "failed", *lines]] if lines else []
+
+
+def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Iterable[list[str]]:
+    """What the user can do, each hint a paragraph."""
+    operators = sum((Counter(g.operators) for g in report.graphs), Counter())
+    if WHOLE_BLOCKS & {*operators}:
+        yield wrapped(FASTPATH, width)
+    elif report.graphs and not report.sites:
+        most = ", ".join(f"{name} ×{n}" for name, n in operators.most_common(MOST_OPERATORS))
+        yield wrapped(f"No pattern was recognised. The operators are {most or 'none'}.", width)
+    if not report.graphs:
+        told = "No graph was compiled. Where a model has run, TORCH_LOGS=graph_breaks says why."
+        yield wrapped(told, width)
+    if any(s.cause == NO_GPU for s in refused):
+        yield wrapped(NEEDS_GPU, width)
+    if any(s.cause == UNPROFITABLE for s in refused):
+        yield wrapped(ALWAYS, width)
+    if report.target and MEASURED not in report.target:
+        told = f"The gate was measured on an {MEASURED}; on an {report.target} it is a guess."
+        yield wrapped(told, width)
+    if report.dropped:
+        yield [f"{report.dropped} older graphs were dropped from the report"]
+    hidden = sum(not s.counted for s in report.sites)
+    missed = sum(not almost(m) for m in report.misses)
+    more = [numbered(hidden, "overlapping site")] if hidden else []
+    more += [f"{numbered(missed, 'place')} where a pattern matches in part"] if missed else []
+    if more and not verbose:
+        yield wrapped(f"text(verbose=True) adds {' and '.join(more)}.", width)
+
+
+def numbered(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def with_counts(entries: Iterable[Site | Miss]) -> list[tuple[str, int]]:
+    """Each distinct line with its number, in order of first appearance."""
+    return list(Counter(str(e) for e in entries).items())
