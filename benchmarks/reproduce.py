@@ -1,14 +1,14 @@
-"""Measure again what the README quotes, and print its ratios next to the new ones.
+"""Measure again what docs/performance.md quotes, and print its ratios next to the new ones.
 
     python -m benchmarks.reproduce --out DIR                    # at most 10 minutes on an H200
     python -m benchmarks.reproduce --out DIR --minutes 5        # fewer of the rows
     python -m benchmarks.reproduce --out DIR --part patterns    # one of the two parts
     python -m benchmarks.reproduce --out DIR --part models
 
-This runs benchmarks.patterns on the rows that the README quotes and then on as many others as there
+This runs benchmarks.patterns on the rows that the page quotes and then on as many others as there
 is time for, and benchmarks.models on the models that it quotes. Each has a process of its own and
 its share of the time; --part runs one alone, where a command may not take longer. DIR gets
-patterns.json, models.json and a page of each. At the end come the README's ratios and the new ones,
+patterns.json, models.json and a page of each. At the end come the page's ratios and the new ones,
 which differ from one machine to another. Exit status: the largest of the commands'; 130 after
 Ctrl-C.
 """
@@ -28,7 +28,7 @@ from benchmarks.pages.quoted import ROOT
 from benchmarks.pages.reproduced import ratio_lines
 from benchmarks.records.runs import Run
 
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "performance.md"
 # figures of the page, and share of the time
 PARTS = {"patterns": ("rows", 0.25), "models": ("models", 0.75)}
 OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "none"]}
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
         status = 130
     if there := [str(file) for file in files.values() if file.exists()]:
         run(["benchmarks.page", *there])  # without matplotlib it has tables only, and says so
-    print(f"\n{'ratio to plain Inductor':68}{'README':>8}{'here':>8}")
+    print(f"\n{'ratio to plain Inductor':68}{'page':>8}{'here':>8}")
     if not torch.cuda.is_available():
         print("Without a GPU the sizes are tiny: these are no ratios to compare.")
     for part, file in files.items():

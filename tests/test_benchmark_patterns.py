@@ -197,10 +197,10 @@ def test_a_run_in_parts(tmp_path, capsys):
 
 
 def test_quoted_rows_come_first_and_others_are_counted():
-    args, _ = patterns.arguments(["--quoted", str(ROOT / "README.md"), "--minutes", "10"])
+    args, _ = patterns.arguments(["--quoted", str(ROOT / "docs" / "performance.md"), "--minutes", "10"])
     plan, quoted = (
         planning.planned(args, on_gpu=True),
-        quoted_names(ROOT / "README.md", "rows"),
+        quoted_names(ROOT / "docs" / "performance.md", "rows"),
     )
     assert {work.name for work, _ in plan[: len(quoted)]} == set(quoted) and len(plan) == len(WORK)
     assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))

@@ -11,7 +11,7 @@ from tests.test_benchmark_pages import model_run, pattern_run, spread
 
 @pytest.fixture
 def page(tmp_path):
-    """A README of committed results, and a folder for new ones."""
+    """A page of committed results, and a folder for new ones."""
     pattern_run().save(tmp_path / "p.json")
     model_run().save(tmp_path / "m.json")
     text = ""
@@ -20,8 +20,8 @@ def page(tmp_path):
         "models m.json: plain_llama train",
     ):
         text += f"<!-- figures: {asked} -->\n<!-- end of figures -->\n"
-    (tmp_path / "README.md").write_text(text)
-    return tmp_path / "README.md"
+    (tmp_path / "performance.md").write_text(text)
+    return tmp_path / "performance.md"
 
 
 def test_what_a_page_quotes(page):
