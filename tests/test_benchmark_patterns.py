@@ -197,7 +197,9 @@ def test_a_run_in_parts(tmp_path, capsys):
 
 
 def test_quoted_rows_come_first_and_others_are_counted():
-    args, _ = patterns.arguments(["--quoted", str(ROOT / "docs" / "performance.md"), "--minutes", "10"])
+    args, _ = patterns.arguments(
+        ["--quoted", str(ROOT / "docs" / "performance.md"), "--minutes", "10"]
+    )
     plan, quoted = (
         planning.planned(args, on_gpu=True),
         quoted_names(ROOT / "docs" / "performance.md", "rows"),

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +207,18 @@ def test_paths_are_shortened_and_numbers_of_layers_folded(monkeypatch, tmp_path)
     assert folded("timed at 0.98 of torch 2.11, at layers.3.norm") == (
         "timed at 0.98 of torch 2.11, at layers.*.norm"
     )
+
+
+def test_the_sample_of_the_readme_is_what_is_printed():
+    """On the meta device: a model of any size needs no memory."""
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(1024, 16, 4096, activation="gelu", batch_first=True)
+        model = nn.TransformerEncoder(layer, 12).bfloat16()
+        report = explain(model, torch.empty(32, 512, 1024, dtype=torch.bfloat16), target="H200")
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    (sample,) = re.findall(r"^```\n(fusion: .+?)```$", page, re.M | re.S)
+    printed = report.text(width=100).replace(", as on an NVIDIA H200", "")
+    assert printed.startswith(sample)
 
 
 def test_a_process_without_graphs_says_so():

@@ -9,7 +9,7 @@ from torch import fx
 from fusion_backend.capture.view import name_of
 from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ir.expr import FREE
+from fusion_backend.ir.expr import FREE, peel
 from fusion_backend.match.matcher import Matcher, Mismatch
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location, module_of
@@ -107,7 +107,7 @@ def near_misses(matcher: Matcher, gate: Gate, decisions: list[Decision]) -> list
             m.size,
             f"{m.reason} at {location(m.node)}",
             module_of(m.root),
-            inside=m.root in inside,
+            inside=m.root in inside or not inside.isdisjoint(peel(gate.canon.of[m.root]).nodes),
         )
         for (name, where), m in best.items()
     ]

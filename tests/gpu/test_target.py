@@ -19,9 +19,9 @@ pytestmark = [
 ]
 
 
-def decided(run, mode: str, target: str | None) -> list[tuple]:
+def decided(model, inputs: tuple, mode: str, target: str | None) -> list[tuple]:
     with torch.set_grad_enabled(mode == TRAIN):
-        report = explain(run, target=target)
+        report = explain(model, *inputs, target=target)
     assert not any(g.error or g.faults for g in report.graphs), str(report)
     return [
         (s.pattern, s.module, s.fused, s.forward, s.backward, s.cause, s.reason)
@@ -36,16 +36,15 @@ def test_models_at_their_size(name, mode):
     size = dataclasses.replace(ENTRIES[name].full, layers=2, batch=2)
     here = build(name, mode, size, "sdpa", torch.device("cuda"), torch.bfloat16)
     there = build(name, mode, size, "sdpa", torch.device("meta"), torch.bfloat16)
-    found = decided(here, mode, None)
+    found = decided(here, (), mode, None)
     assert any(fused for _, _, fused, *_ in found)
-    assert decided(there, mode, "H200") == found
+    assert decided(there, (), mode, "H200") == found
 
 
 @pytest.mark.parametrize("name", [n for n in INFERENCE if "batch_norm" not in n])
 def test_single_sites(name):
     model, inputs, *_ = INFERENCE[name]()
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    there = decided(lambda: model(*inputs), INFER, "H200")
-    model.cuda()
+    there = decided(model, inputs, INFER, "H200")
     moved = tuple(t.cuda() for t in inputs)
-    assert decided(lambda: model(*moved), INFER, None) == there
+    assert decided(model.cuda(), moved, INFER, None) == there

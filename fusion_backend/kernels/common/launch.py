@@ -43,9 +43,11 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> No
 
     Under torch.compile the launch becomes a node that Inductor calls from its own wrapper. In the
     interpreter, which torch refuses to wrap, and in a trial, which compiles and does not run, the
-    kernel is called directly.
+    kernel is called directly. While decisions are made for another GPU, nothing is launched.
     """
     trial = TRIAL.get()
+    if TARGET.get() is not None:  # decisions for a GPU that is not here: results are fakes
+        return
     if trial is not None:
         trial(kernel, grid, args, options)
     elif interpreted(kernel):
