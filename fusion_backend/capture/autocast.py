@@ -67,8 +67,7 @@ def write_casts(
             cast = view.graph.call_function(aten.to.dtype, (leaves[i], dtype))
             with values[i].fake_mode, torch.no_grad():
                 cast.meta["val"] = values[i].to(dtype)
-            carried = ("stack_trace", "nn_module_stack")
-            cast.meta |= {k: n.meta[k] for k in carried if k in n.meta}
+            cast.meta["stack_trace"] = n.meta.get("stack_trace")
             view.owner[cast], view.region[cast] = view.owner[n], view.region[n]
             if leaves[i] in view.requires_grad:
                 view.requires_grad.add(cast)

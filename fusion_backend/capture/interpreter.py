@@ -219,7 +219,8 @@ class CaptureInterpreter(fx.Interpreter):
         for new in new_nodes:
             self.owner[new] = n
             self.region[new] = region
-            new.meta |= {k: n.meta[k] for k in ("stack_trace", "nn_module_stack") if k in n.meta}
+            if "stack_trace" in n.meta:
+                new.meta["stack_trace"] = n.meta["stack_trace"]
 
 
 def check_agreement(n: fx.Node, out, last: fx.Node) -> None:
