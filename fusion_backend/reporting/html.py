@@ -91,16 +91,19 @@ def tree(report: Report) -> Module:
 
 
 def drawn(module: Module) -> str:
-    """A module that has sites can be opened; where something is fused it is open at first."""
+    """A module that has sites can be opened. It is open at first where something is fused, but for
+    the layers after the first.
+    """
     sites = list(module.every_site())
     kind = f' <span class="class">{escape(module.kind)}</span>' if module.kind else ""
     name = f"{escape(module.name)}{kind}"
     if not sites:
         return f'<div class="site none">{name}</div>'
     fused = sum(s.fused for s in sites)
+    shown = " open" if fused and not (module.name.isdigit() and module.name != "0") else ""
     inside = "".join(map(row, module.sites)) + "".join(map(drawn, module.inside.values()))
     return (
-        f"<details{' open' if fused else ''}><summary>{name} "
+        f"<details{shown}><summary>{name} "
         f'<span class="n">{fused} of {len(sites)} fused</span></summary>{inside}</details>'
     )
 
