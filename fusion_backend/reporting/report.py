@@ -11,9 +11,7 @@ import sys
 import threading
 import warnings
 
-from fusion_backend.reporting.html import fragment, page
 from fusion_backend.reporting.records import GraphRecord, Miss, Site
-from fusion_backend.reporting.text import headline, terminal_width, text_of, with_counts
 
 # How many graphs the report of a process has at most; a training script with changing shapes makes
 # new ones for days.
@@ -61,6 +59,8 @@ class Report:
         """One self-contained page: the text of the report, and the model's modules as a tree, with
         what was decided at each.
         """
+        from fusion_backend.reporting.html import page  # not before a report is shown
+
         return page(self)
 
     def text(self, verbose: bool = False, width: int | None = None) -> str:
@@ -69,15 +69,21 @@ class Report:
         verbose: also the sites that overlap others, all near misses, and no grouping of layers.
         width: of a line, in characters; that of the terminal by default, 60 to 100.
         """
+        from fusion_backend.reporting.text import terminal_width, text_of
+
         return text_of(self, verbose, width or terminal_width())
 
     def __str__(self) -> str:
         return self.text()
 
     def __repr__(self) -> str:
+        from fusion_backend.reporting.text import headline
+
         return f"<{headline(self)}; print it to see them>"
 
     def _repr_html_(self) -> str:  # Jupyter shows it
+        from fusion_backend.reporting.html import fragment
+
         return fragment(self)
 
 
@@ -129,6 +135,8 @@ def log(record: GraphRecord) -> None:
     """Print the sites of a graph to standard error, as far as FUSION_LOG asks for it."""
     if log_level() < 1:
         return
+    from fusion_backend.reporting.text import with_counts
+
     shown = [*record.sites, *(record.misses if log_level() > 1 else ())]
     for line, n in with_counts(shown):
         print(f"[fusion] {line}{f'  ×{n}' if n > 1 else ''}", file=sys.stderr)
