@@ -52,7 +52,9 @@ def arguments(argv: list[str] | None, prog: str) -> argparse.Namespace:
 
 def add_models(add) -> None:
     add("--model", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(ENTRIES)}")
-    own = "your own: path/to/file.py:build or package.module:build, returning (model, inputs[, loss])"
+    own = (
+        "your own: path/to/file.py:build or package.module:build, returning (model, inputs[, loss])"
+    )
     add("--module", nargs="+", default=[], metavar="SPEC", help=own)
     add("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
     add("--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives")

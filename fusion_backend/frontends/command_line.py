@@ -19,7 +19,9 @@ COMMANDS = {
     "catalogue": "print docs/catalogue.md, which lists all patterns",
     "bench": "time your model, or others, under eager, plain Inductor and this backend",
 }
-STATUS = "exit status: 0; 1 when something failed; 2 when it was asked for wrongly; 130 after Ctrl-C"
+STATUS = (
+    "exit status: 0; 1 when something failed; 2 when it was asked for wrongly; 130 after Ctrl-C"
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -188,7 +188,7 @@ def in_words(returned: object) -> str:
 
 
 def place_of(build: Callable) -> str:
-    """" (file:line)" of a function."""
+    """ " (file:line)" of a function."""
     code = getattr(build, "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 

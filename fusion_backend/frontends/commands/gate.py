@@ -14,10 +14,10 @@ from fusion_backend.frontends.loading import patterns
 from fusion_backend.ops.rule import Rule
 
 DESCRIPTION = """What the default gate (fusion.gate=auto) does with each pattern. The functions of
-the pattern that the gate asks (replacement, guard, worthwhile) are asked here about the example
-inputs of the pattern, as if on an H200, in a graph of nothing else. Other sizes, and operators next
-to the site, may change the answer: `fusion explain` gives it for your model. `fusion gate show` adds
-the reasons, the sizes, and the timings of the repository."""
+the pattern that the gate asks (replacement, guard, worthwhile) are asked here about the pattern's
+example inputs, without its optional arguments, as if on an H200 and in a graph of nothing else.
+Other sizes and arguments, and operators next to the site, may change the answer: `fusion explain`
+gives it for your model. `fusion gate show` adds the reasons, and the timings of the repository."""
 ROOT = Path(__file__).parents[3]
 COLUMNS = [(dtype, training) for dtype in DTYPES for training in (False, True)]
 SHORT = {
@@ -32,6 +32,13 @@ NEXT_TO = {
     "reduction": "Next to operators that Inductor fuses it with, the forward is left to Inductor.",
     "recomputed": "Next to operators that Inductor fuses it with, it is left to Inductor.",
 }
+
+
+LEGEND = (
+    "fused: forward, and in training backward; backward: that alone; Inductor: left to it; "
+    "depends: on the graph.",
+    "`fusion gate show PATTERN` has the reasons.",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +64,7 @@ def table(rules: list[Rule]) -> str:
         said = {(a.dtype, a.training): SHORT[a.fused] for a in answers(rule) if a.case == case}
         cells = "".join(f"{said.get(column, '-'):12}" for column in COLUMNS)
         lines.append(f"{rule.name:24}{cells}{sizes(case)}{evidence(rule)}")
+    lines += ["", *LEGEND]
     return "\n".join(lines)
 
 
@@ -82,10 +90,9 @@ def section(rule: Rule) -> str:
         lines.append("  It has not been timed.")
     else:
         lines.append(f"  Timed, as plain Inductor's time / ours ({about()}):")
-        lines += [
-            f"    {row.ratio:6.2f}  {row.work}{f'  (not fused: {row.declined})' * bool(row.declined)}"
-            for row in rows
-        ]
+        for row in rows:
+            declined = f"  (left to Inductor: {row.declined})" if row.declined else ""
+            lines.append(f"    {row.ratio:6.2f}  {row.work}{declined}")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_backend.decide.call import by_name
-from fusion_backend.match.templates import backward_of, example_inputs
+from fusion_backend.match.templates import backward_of, example_inputs, templates
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.rule import SEED, Replacement, Rule
 from fusion_backend.reporting.reject import BackwardOnly, Reject
@@ -68,9 +68,17 @@ def replacement_of(rule: Rule, case: dict, dtype: torch.dtype, training: bool) -
         return torch.empty(shape, dtype=dtype, device="meta")
 
     args = example_inputs(rule, tensor, case or None)
+    if bare(rule):
+        args = [None if p.optional else a for p, a in zip(rule.params, args, strict=True)]
     if rule.replacement_fn is None:
         return Replacement(rule, tuple(args))
     return rule.ask("replacement", *args, {}, training)
+
+
+def bare(rule: Rule) -> bool:
+    """Does the pattern exist without all of its optional arguments (bias, mask, scale)?"""
+    missing = [p.optional for p in rule.params]
+    return any([kind == "none" for kind in t.kinds] == missing for t in templates(rule))
 
 
 def value_of(argument: Any) -> Any:

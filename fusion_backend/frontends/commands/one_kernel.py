@@ -58,7 +58,9 @@ def compile_for_sm_90() -> None:
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
     constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
     signature = {
-        name: "constexpr" if name in constants else TYPES.get(getattr(given[name], "dtype", 0), "i32")
+        name: "constexpr"
+        if name in constants
+        else TYPES.get(getattr(given[name], "dtype", 0), "i32")
         for name in kernel.arg_names
     }
     source = ASTSource(kernel, signature, constexprs=constants)
