@@ -42,7 +42,8 @@ def plain_function(fn, what: str) -> types.FunctionType:
     """Code to trace, with arguments that have names; anything else is refused."""
     if not isinstance(fn, types.FunctionType):
         kind = "a class" if isinstance(fn, type) else f"of type {type(fn).__name__}"
-        name = getattr(fn, "__name__", None) or repr(fn).partition("\n")[0]
+        shown = repr(fn) if len(repr(fn).splitlines()) == 1 else "what is decorated"
+        name = getattr(fn, "__name__", None) or shown
         hint = "; decorate a function of tensors that computes what it computes"
         raise PatternError(
             f"{what} must be a plain function, written with def; {name} is {kind}{location(fn)}"
