@@ -29,8 +29,10 @@ from benchmarks.records.runs import Run, installed, machine
 from benchmarks.subjects.model_zoo import ENTRIES
 from benchmarks.subjects.subject import INFER, MODES
 
+COMMAND = "python -m benchmarks.models"
 
-def arguments(argv: list[str] | None, prog: str) -> argparse.Namespace:
+
+def arguments(argv: list[str] | None, prog: str = COMMAND) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=__doc__,
@@ -100,14 +102,14 @@ def add_files(add) -> None:
     add("--add", action="store_true", help=parts)
 
 
-def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.models") -> int:
+def main(argv: list[str] | None = None, prog: str = COMMAND) -> int:
     begun = time.monotonic()
     args = arguments(argv, prog)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = machine(device, "benchmarks.models") | dict(transformers=installed("transformers"))
     run, status = Run("models", about), Status()
     if argv is not None:
-        run.about["command"] = " ".join(["python -m benchmarks.models", *argv])
+        run.about["command"] = " ".join([COMMAND, *argv])
     try:
         if args.add:
             run.go_on_from(args.out)
