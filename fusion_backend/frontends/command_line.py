@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ["bench"]:  # which parses its own arguments
             return module_of("bench").run(argv[1:])
         arguments = parser_for(argv).parse_args(argv)
-        return module_of(arguments.command).run(arguments)
+        status = module_of(arguments.command).run(arguments)
+        sys.stdout.flush()  # here, where a reader that has left is no error
+        return status
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
