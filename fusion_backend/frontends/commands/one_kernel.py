@@ -16,7 +16,6 @@ from fusion_backend.ops.registry import OPS
 
 NAME = "add_mul"  # (x + y) · z, elementwise
 SIZE = 5000  # three blocks, of which one is not full
-TYPES = {torch.float32: "*fp32"}
 
 
 def compiled_and_compared() -> str:
@@ -56,12 +55,11 @@ def compile_for_sm_90() -> None:
         OPS[NAME].kernel_fn(x, x, x)
     ((kernel, _, args, options),) = launches
     given = dict(zip(kernel.arg_names, args, strict=False)) | options
-    constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else TYPES.get(getattr(given[name], "dtype", 0), "i32")
-        for name in kernel.arg_names
-    }
+    signature, constants = {}, {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            signature[p.name], constants[i,] = "constexpr", given[p.name]
+        else:
+            signature[p.name] = "*fp32" if isinstance(given[p.name], torch.Tensor) else "i32"
     source = ASTSource(kernel, signature, constexprs=constants)
     triton.compile(source, target=SM_90, options={"num_warps": options["num_warps"]})
