@@ -29,10 +29,12 @@ from benchmarks.records.runs import Run, installed, machine
 from benchmarks.subjects.model_zoo import ENTRIES
 from benchmarks.subjects.subject import INFER, MODES
 
+COMMAND = "python -m benchmarks.models"
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+
+def arguments(argv: list[str] | None, prog: str = COMMAND) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.models",
+        prog=prog,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,8 +54,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def add_models(add) -> None:
     add("--model", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(ENTRIES)}")
-    own = "your own models; subjects/own_model.py says what a build function returns"
-    add("--module", nargs="+", default=[], metavar="MODULE:BUILD", help=own)
+    own = (
+        "your own: path/to/file.py:build or package.module:build, returning (model, inputs[, loss])"
+    )
+    add("--module", nargs="+", default=[], metavar="SPEC", help=own)
     add("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
     add("--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives")
     mode = "decode: one token, with seq - 1 tokens in the cache"
@@ -98,14 +102,14 @@ def add_files(add) -> None:
     add("--add", action="store_true", help=parts)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = COMMAND) -> int:
     begun = time.monotonic()
-    args = arguments(argv)
+    args = arguments(argv, prog)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = machine(device, "benchmarks.models") | dict(transformers=installed("transformers"))
     run, status = Run("models", about), Status()
     if argv is not None:
-        run.about["command"] = " ".join(["python -m benchmarks.models", *argv])
+        run.about["command"] = " ".join([COMMAND, *argv])
     try:
         if args.add:
             run.go_on_from(args.out)

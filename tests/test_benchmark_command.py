@@ -68,7 +68,11 @@ def own(tmp_path):
         ("{1}/syntax.py:build", INFER, "importing .*syntax.py raised SyntaxError"),
         ("{0}:missing", INFER, "has no function missing"),
         ("{0}:raises", INFER, r"raised ZeroDivisionError: division by zero \(.*mine.py:\d+\)"),
-        ("{0}:nothing", INFER, r"returned NoneType; it must return \(model, inputs\) or"),
+        (
+            "{0}:nothing",
+            INFER,
+            r"returned NoneType \(.*mine.py:\d+\); it must return \(model, inputs\) or",
+        ),
         ("{0}:function", INFER, "a model of type .*, not an nn.Module"),
         ("{0}:wrong_loss", INFER, "a loss of type int"),
         ("{0}:wrong_inputs", INFER, "inputs of type str"),

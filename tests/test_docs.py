@@ -45,11 +45,12 @@ NOT_RUN = {
     ("README.md", "sh"): 2,
     ("benchmark-your-model.md", "sh"): 3,
     ("benchmarks.md", "sh"): 1,
+    ("command-line.md", "sh"): 4,
     ("contributing.md", "sh"): 3,
     ("performance.md", "sh"): 1,
 }
 # Drawings, printed output and paths: nothing that could be run.
-SHOWN = {"README.md": 1, "architecture.md": 1, "benchmark-your-model.md": 1}
+SHOWN = {"README.md": 1, "architecture.md": 1, "benchmark-your-model.md": 1, "command-line.md": 4}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, explain
@@ -133,3 +134,19 @@ def test_a_pattern_that_cannot_be_is_told_so(kind, scratch):
         PatternError, match=re.escape(f"pattern broken ({__file__}:") + r"\d+\): .*" + why
     ):
         check_pattern(broken)
+
+
+def test_of_two_readings_the_one_that_nothing_else_reads_is_taken():
+    """Either dropout could be the pattern's; the first is also used by what comes before."""
+
+    def model(x, w, v, b):
+        a = F.dropout(x, 0.1)
+        c = F.dropout(F.linear(a, v), 0.1)
+        return F.layer_norm(c + a, (8,), w, b)
+
+    only = {"fusion.gate": "always", "fusion.only": "dropout_add_layer_norm"}
+    args = torch.randn(4, 8), torch.randn(8), torch.randn(8, 8), torch.randn(8)
+    args = [a.requires_grad_() for a in args]
+    report = explain(model, *args, options=only)
+    (site,) = [s for s in report.sites if s.pattern == "dropout_add_layer_norm"]
+    assert site.fused, site.reason

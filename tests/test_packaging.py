@@ -2,6 +2,7 @@
 user works.
 """
 
+import email
 import os
 import shutil
 import subprocess
@@ -36,6 +37,44 @@ USER_SCRIPT = """
     assert [site.pattern for site in report.sites if site.fused] == ["add_mul"], report
     print(fusion_backend.__file__)
     print(sys.modules["fusion_backend.patterns"].__file__)
+"""
+
+# All commands in one process.
+COMMANDS_SCRIPT = """
+    import contextlib, io, json, sys
+    import torch
+    import fusion_backend
+    from fusion_backend.frontends.command_line import main
+    from fusion_backend.frontends.loading import patterns
+    from fusion_backend.ops.registry import unregister
+
+    assert "benchmarks" not in sys.modules and CHECKOUT not in sys.path
+    everything = {p.name for p in patterns()}
+    for name in everything - {"add_mul", "layer_norm"}:  # all are loaded, tracing them takes time
+        unregister(name)
+
+    def run(*argv):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main([*argv])
+        return status, out.getvalue(), err.getvalue()
+
+    site = fusion_backend.explain(
+        lambda x, y: (x + y) * 0.5, *torch.ones(2, 4), options={"fusion.gate": "always"}
+    ).fused[0]
+    assert site.pattern == "add_mul", site
+    status, out, err = run("doctor", "--json")
+    found = {c["name"]: c for c in json.loads(out)["checks"]}
+    assert status == 0 and json.loads(out)["ready"], out
+    assert found["fusion"]["found"] == fusion_backend.__version__
+    assert "compiled for" in found["kernel"]["found"], found["kernel"]
+    status, out, err = run("catalogue")
+    assert status == 0 and "| [layer_norm](#layer_norm) |" in out, out[:2000]
+    status, out, err = run("gate", "show", "layer_norm")
+    assert status == 0 and "which is not installed here" in out, out
+    status, out, err = run("bench", "--model", "plain_vit")
+    assert status == 2 and "clone the repository" in err, err
+    print(fusion_backend.__file__)
 """
 
 THEIR_PATTERN = '''
@@ -173,6 +212,23 @@ def test_the_wheel_has_one_top_level_package(wheel):
     assert "fusion_backend/py.typed" in names
 
 
+def test_what_a_package_index_shows(wheel):
+    """The licence and the addresses are not in the repository, so none is claimed."""
+    (name,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
+    about = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    classifiers = about.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers
+    assert "Programming Language :: Python :: 3.11" in classifiers
+    assert about["Requires-Python"] == ">=3.11" and about["Summary"] and about.get_payload()
+    assert set(about.get_all("Provides-Extra")) == {"test", "bench", "dev"}
+    core = {r for r in about.get_all("Requires-Dist") if "extra" not in r}
+    assert core == {"torch>=2.11", "triton>=3.6"}
+    licences = [ROOT / name for name in ("LICENSE", "LICENSE.txt", "COPYING")]
+    assert any(map(Path.exists, licences)) or not [
+        key for key in about if key.startswith("License")
+    ]
+
+
 def test_public_names():
     """What `dir` shows is there, and no more than the names that are documented."""
     assert sorted(dir(fusion_backend)) == sorted([*fusion_backend.__all__, "__version__"])
@@ -207,6 +263,15 @@ def test_a_wheel_works_beside_a_folder_named_patterns(installed, tmp_path):
         package.startswith(str(Path(installed).parents[1]))
         and Path(patterns) == Path(package).parent / "patterns" / "__init__.py"
     )
+
+
+def test_the_commands_of_a_wheel(installed, tmp_path):
+    """Without the checkout: no benchmarks, no results, and a kernel that is really compiled."""
+    script = f"CHECKOUT = {str(ROOT)!r}\n{textwrap.dedent(COMMANDS_SCRIPT)}"
+    (package,) = run_script(installed, tmp_path, script, TRITON_INTERPRET="0")
+    assert package.startswith(str(Path(installed).parents[1]))
+    command = Path(installed).parent / "fusion"  # the console script
+    assert "from fusion_backend.frontends.command_line import main" in command.read_text()
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ from benchmarks.records.runs import Run
 from benchmarks.subjects import own_model
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from benchmarks.subjects.subject import INFER, TRAIN, Problem, Subject
+from fusion_backend.frontends.own_model import where
 
 EXACT = {"fp32": torch.float32, "fp64": torch.float64, "none": None}
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,7 +144,7 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
     try:
         return measure(subject, contenders(gate, args.max_autotune), plan, row, device, say)
     except Exception as error:
-        row.notes.append(f"stopped: {own_model.where(error)}")
+        row.notes.append(f"stopped: {where(error)}")
         return row
 
 

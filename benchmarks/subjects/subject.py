@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from benchmarks.subjects.plain_models import Size
 from fusion_backend.compat.torch import pytree
+from fusion_backend.frontends.own_model import ModelError
 
 INFER, TRAIN, DECODE = MODES = ("infer", "train", "decode")
-
-
-class Problem(Exception):
-    """Something about a model that the user has to put right, in a sentence."""
+Problem = ModelError  # something about a model that the user has to put right, in a sentence
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ regions (no_grad, autocast) are submodules. Each is matched by itself.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     changed.
 
     options: only, skip, limit, gate, as in torch.compile's `fusion.*`. The sites are added to
-    `fusion_backend.report()`. Raises ValueError for an unknown option.
+    `fusion_backend.report()`. Raises TypeError for a module or function that is not exported, and
+    ValueError for an unknown option.
     """
+    check(program, options)
     ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [p.name for p in patterns()])
     record = GraphRecord(len(program.graph.nodes))
     reporting.add(record)
@@ -55,6 +58,22 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
         constants=program.constants,
         verifiers=program.verifiers,
     )
+
+
+def check(program: Any, options: dict[str, Any]) -> None:
+    """What `fuse` was given is a program, and options that have a meaning here."""
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(
+            f"fuse takes a torch.export.ExportedProgram, not {type(program).__name__}: call "
+            "torch.export.export(model, inputs) first, or compile the model with "
+            'torch.compile(model, backend="fusion")'
+        )
+    valid = [f.name for f in dataclasses.fields(Options)]
+    if unknown := [name for name in options if name not in valid]:
+        raise ValueError(
+            f"fuse has no option {unknown[0]}; it has {', '.join(valid)}. It compiles nothing: "
+            "options of Inductor go to whatever compiles the program that it returns"
+        )
 
 
 def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> None:

@@ -30,6 +30,7 @@ from fusion_backend.reporting.records import RuleCount
 
 # nodes to look at for each operator of a template, for a result that is not inside another
 NEAR = 50
+MOST_READINGS = 4  # of a template at a node that are looked at for one that nothing outside reads
 
 
 class Matcher:
@@ -121,19 +122,36 @@ class Matcher:
         where, reason = n, ""
         roots: list = [None] * len(t.roots)
         roots[t.start] = n
+        reading, seen = None, set()
         for first in unifier.unify(root, e, {}):
             for found_roots, env in self.other_roots(t, unifier, roots, first):
+                key = frozenset((k, v.expr) for k, v in env.items() if isinstance(v, Bound))
+                if key in seen:
+                    continue
+                seen.add(key)
                 found = self.complete(t, found_roots, env)
                 if isinstance(found, Match):
-                    return found
+                    reading = reading or found
+                    if self.private(found) or len(seen) == MOST_READINGS:
+                        return found if self.private(found) else reading
+                    continue
                 where, reason = found
                 unifier.best = (t.size, None, reason)
+        if reading is not None:
+            return reading
         deepest, there, why = unifier.best
         if unifier.exhausted:
             self.note(t, n, max(deepest, 0), there, unifier.exhausted, where, gave_up=True)
         elif reason or 2 * deepest >= t.size >= 3:
             self.note(t, n, deepest, there, why or reason, where)
         return None
+
+    def private(self, match: Match) -> bool:
+        """Does nothing outside read what is computed inside? Of the two ways to read
+        dropout(a) + dropout(b), say, only one may be.
+        """
+        inside = {*match.interior, *match.roots}
+        return all(inside.issuperset(n.users) for n in match.interior)
 
     def note(
         self,

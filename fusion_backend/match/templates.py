@@ -25,6 +25,7 @@ from fusion_backend.ir.expr import LEAVES, Expr
 from fusion_backend.ir.rules import version
 from fusion_backend.match.prefilter import Skeleton, make_room, skeleton_of
 from fusion_backend.match.root_index import needs
+from fusion_backend.ops import checks
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.rule import Rule
@@ -146,7 +147,10 @@ def example_inputs(pattern: Definition, make: Callable, case: dict | None = None
             for p in pattern.params
         ]
     else:
-        made = list(pattern.inputs_fn(make, **(pattern.cases[0] if case is None else case)))
+        made = checks.is_tuple(
+            pattern.inputs_fn(make, **(pattern.cases[0] if case is None else case)),
+            f"{pattern.where}: the inputs at {checks.line_of(pattern.inputs_fn)}",
+        )
     if len(made) != len(pattern.params):
         raise PatternError(
             f"{pattern.where}: inputs gives {len(made)} values for {len(pattern.params)} arguments"

@@ -42,9 +42,12 @@ def plain_function(fn, what: str) -> types.FunctionType:
     """Code to trace, with arguments that have names; anything else is refused."""
     if not isinstance(fn, types.FunctionType):
         kind = "a class" if isinstance(fn, type) else f"of type {type(fn).__name__}"
-        name = getattr(fn, "__name__", None) or repr(fn)
+        shown = repr(fn) if len(repr(fn).splitlines()) == 1 else "what is decorated"
+        name = getattr(fn, "__name__", None) or shown
+        hint = "; decorate a function of tensors that computes what it computes"
         raise PatternError(
             f"{what} must be a plain function, written with def; {name} is {kind}{location(fn)}"
+            f"{hint if isinstance(fn, type) else ''}"
         )
     return fn
 
@@ -224,6 +227,26 @@ def takes_cases(fn: Callable, cases: Sequence[dict], where: str) -> None:
             raise PatternError(
                 f"{where}: the inputs at {line_of(fn)} do not take {case!r}: {error}"
             ) from None
+
+
+def are_cases(cases: Sequence, where: str) -> None:
+    """Is each a dict? The function itself is given in their place where the call is forgotten."""
+    if wrong := [case for case in cases if not isinstance(case, dict)]:
+        raise PatternError(
+            f"{where}: inputs takes a dict of sizes for each example, inputs(dict(n=8)), or none, "
+            f"inputs(), and then the function; not {wrong[0]!r}"
+        )
+
+
+def is_tuple(made, what: str) -> list:
+    """The arguments that the example inputs gave. One tensor is a tuple of its rows to Python, and
+    as many arguments as it has rows."""
+    if not isinstance(made, (tuple, list)):
+        raise PatternError(
+            f"{what} returned {type(made).__name__}, not a tuple of arguments; a single argument "
+            "needs a comma, `return (tensor(4, 8),)`"
+        )
+    return list(made)
 
 
 def line_of(fn: Callable) -> str:

@@ -37,7 +37,9 @@ class Definition:
         self.file, self.line = code.co_filename, code.co_firstlineno
         self.where = f"{self.kind} {self.name} ({self.file}:{self.line})"
         if not self.name.isidentifier():
-            raise PatternError(f"{self.where}: {self.name} cannot be the name of an operator")
+            raise PatternError(
+                f"{self.where}: {self.name} cannot be the name of an operator; write it with def"
+            )
         self.params = checks.params_of(reference, self.where)
         self.outputs = checks.outputs_of(reference, self.where)
         self.doc = inspect.getdoc(reference) or inspect.getdoc(inspect.getmodule(reference)) or ""
@@ -81,6 +83,8 @@ class Definition:
 
         `tensor(*shape)` makes a random floating tensor; the caller decides dtype and device.
         """
+
+        checks.are_cases(cases, self.where)
 
         def keep(fn: Callable) -> Callable:
             checks.takes_cases(fn, cases or ({},), self.where)
