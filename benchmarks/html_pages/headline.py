@@ -74,7 +74,9 @@ def patterns(run: Run) -> Headline:
         f"forward and backward together. Each was compiled alone and timed on {where(run)}.",
     ]
     if left:
-        sentences.append(f"At {left} sites the gate left the work to Inductor; they count as fast.")
+        sentences.append(
+            f"At {left} sites the gate left the work to Inductor; they count among those that are as fast."
+        )
     if missing := len(run.rows) - len(ratios):
         sentences.append(
             f"{missing} more {'site is' if missing == 1 else 'sites are'} not counted, because a "
@@ -107,7 +109,8 @@ def models(run: Run) -> Headline:
             f"Plain Inductor is itself slower than eager in {names}: read both ratios there."
         )
     sentences.append(
-        f"A ratio is one wall time of a step divided by another, measured on {where(run)}."
+        "A ratio is the wall time of a step with plain Inductor, or with eager, divided by the one "
+        f"with fusion; measured on {where(run)}."
     )
     shown = figures(run.rows, ("inductor", "eager", AUTOTUNE))
     return Headline(f"Models: {mean:.2f} times plain Inductor on {machine(run)}", sentences, shown)

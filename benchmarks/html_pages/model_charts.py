@@ -12,6 +12,7 @@ from benchmarks.pages.model_figures import model_name
 from benchmarks.records.rows import ModelRow
 from benchmarks.records.runs import Run
 
+FAR = 0.25, 4.0  # memory, plain Inductor = 1: what is further away is a word at the axis' end
 WHO = {"inductor": "plain Inductor", "fusion": "fusion"}
 
 
@@ -107,23 +108,41 @@ def memory(run: Run) -> str:
     rows = [row for row in run.rows if all((c := row.of(w)) and c.peak_bytes for w in WHO)]
     if not rows:
         return ""
-    lanes, found = [], [1.0]
-    for row in rows:
-        base, marks = row.of("inductor").peak_bytes, []
-        for who, shape in (("eager", "square"), ("inductor", "circle"), ("fusion", "circle")):
-            if not (row.of(who) and row.of(who).peak_bytes):
-                continue
-            peak = row.of(who).peak_bytes
-            found.append(peak / base)
-            words = f"{units.size(peak)}, {units.times(peak / base)}"
-            tip = f"{lane_name(row)}, {TITLES.get(who, who)}: {words}"
-            marks.append(Mark(shape, who, peak / base, tip=tip))
-        figures = [units.size(row.of(who).peak_bytes) for who in WHO]
-        lanes.append(Lane(lane_name(row), marks, figures))
-    axis = Axis(min(found) * 0.95, max(found) * 1.05, units.tick, line=1.0)
+    found = [peak(row, "fusion") for row in rows] + [r for r in map(eager_peak, rows) if r]
+    found = [ratio for ratio in found if FAR[0] <= ratio <= FAR[1]]
+    axis = Axis(min(1.0, *found) * 0.95, max(1.0, *found) * 1.05, units.tick, line=1.0)
+    lanes = [memory_lane(axis, row) for row in rows]
     legend = (
         key("square", "eager", "eager")
         + key("circle", "inductor", "plain Inductor")
         + key("circle", "fusion", "fusion")
     )
     return chart(axis, lanes, ["Inductor", "fusion"], legend, height=22)
+
+
+def peak(row: ModelRow, who: str) -> float:
+    """Plain Inductor = 1."""
+    return row.of(who).peak_bytes / row.of("inductor").peak_bytes
+
+
+def eager_peak(row: ModelRow) -> float | None:
+    eager = row.of("eager")
+    return peak(row, "eager") if eager and eager.peak_bytes else None
+
+
+def memory_lane(axis: Axis, row: ModelRow) -> Lane:
+    marks = []
+    for who, shape in (("eager", "square"), ("inductor", "circle"), ("fusion", "circle")):
+        if who == "eager" and not eager_peak(row):
+            continue
+        ratio, words = peak(row, who), TITLES.get(who, who)
+        tip = f"{lane_name(row)}, {words}: {units.size(row.of(who).peak_bytes)}"
+        if ratio < axis.low:
+            text = f"← {words} {units.times(ratio)}"
+            marks.append(Mark("text", who, axis.low, tip=text, anchor="start"))
+        elif ratio > axis.high:
+            text = f"{words} {units.times(ratio)} →"
+            marks.append(Mark("text", who, axis.high, tip=text, anchor="end"))
+        else:
+            marks.append(Mark(shape, who, ratio, tip=f"{tip}, {units.times(ratio)}"))
+    return Lane(lane_name(row), marks, [units.size(row.of(who).peak_bytes) for who in WHO])

@@ -26,9 +26,7 @@ def block_sizes(rows: list[BlockRow]) -> str:
     lanes for eager and plain Inductor above them.
     """
     rates = [row.rate_bytes for row in rows]
-    axis = Axis(
-        min(rates) * 0.93, max(rates) * 1.07, lambda x: units.round_number(units.bandwidth(x))
-    )
+    axis = Axis(min(rates) * 0.93, max(rates) * 1.07, round_bandwidth, gap=17)
     lanes = [
         Lane(
             TITLES.get(row.who, row.who),
@@ -86,6 +84,10 @@ def tip(row: BlockRow) -> str:
     return f"{what}: {units.bandwidth(row.rate_bytes)}{time}{chosen}"
 
 
+def round_bandwidth(rate: float) -> str:
+    return units.round_number(units.bandwidth(rate))
+
+
 def block_charts(run: Run) -> str:
     parts = []
     for work, rows in works(run).items():
@@ -99,7 +101,7 @@ def compared(run: Run) -> str:
     if not rows:
         return ""
     low, high = min(1.0, *(r.low for r in rows)), max(1.0, *(r.high for r in rows))
-    axis = Axis(low * 0.98, high * 1.02, units.tick, line=1.0)
+    axis = Axis(low * 0.98, high * 1.02, units.tick, line=1.0, gap=14)
     lanes = []
     for row in sorted(rows, key=lambda row: -row.ratio):
         css = row.verdict if row.verdict in ("faster", "slower") else "same"

@@ -172,7 +172,7 @@ def memory(run: Run) -> str:
         if bytes_of(row, "inductor", kind) and bytes_of(row, "fusion", kind)
     }
     low, high = max(LEAST, min(1.0, *found.values())), max(1.0, *found.values())
-    axis = Axis(low * 0.95, high * 1.05, units.tick, line=1.0)
+    axis = Axis(low * 0.95, high * 1.05, units.tick, line=1.0, gap=14)
     lanes = []
     for row in rows:
         marks, figures = [], []

@@ -32,7 +32,7 @@ WORDS = {"faster": "faster", "same": "as fast", "slower": "slower", "": "not com
 def result(row: Row | ModelRow) -> Cell:
     found = verdict(row)
     if isinstance(row, Row) and found and declined(row):
-        return Cell("as fast: left to Inductor", css="same")
+        return Cell("as fast (declined)", css="same")
     if not found:
         bad = next((one for one in row.contenders if one.status != OK), None)
         return Cell(
