@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 
 from benchmarks.html_pages import units
-from benchmarks.html_pages.other_charts import works
+from benchmarks.html_pages.other_charts import warps, works
 from benchmarks.measure import timing
 from benchmarks.pages.markdown import AUTOTUNE, TITLES, counted, verdict
 from benchmarks.pages.model_figures import model_name
@@ -75,7 +75,8 @@ def patterns(run: Run) -> Headline:
     ]
     if left:
         sentences.append(
-            f"At {left} sites the gate left the work to Inductor; they count among those that are as fast."
+            f"At {left} sites the gate left the work to Inductor; they are among those that are as "
+            "fast."
         )
     if missing := len(run.rows) - len(ratios):
         sentences.append(
@@ -117,7 +118,7 @@ def models(run: Run) -> Headline:
 
 
 def block_size(run: Run) -> Headline:
-    sentences, shown = [], []
+    sentences, shown, reached = [], [], []
     for work, rows in works(run).items():
         kernel = [row for row in rows if row.who == "kernel"]
         best = max(kernel, key=lambda row: row.rate_bytes)
@@ -125,11 +126,12 @@ def block_size(run: Run) -> Headline:
         others = {row.who: units.bandwidth(row.rate_bytes) for row in rows if row.who != "kernel"}
         text = (
             f"{work}: the best of {len(kernel)} configurations, BLOCK {best.block:,} with "
-            f"{best.warps} warps, moves {units.bandwidth(best.rate_bytes)}"
+            f"{warps(best.warps)}, moves {units.bandwidth(best.rate_bytes)}"
         )
         if taken:
+            reached.append(taken.rate_bytes / best.rate_bytes)
             text += (
-                f"; what the launcher takes, BLOCK {taken.block:,} with {taken.warps} warps, "
+                f"; what the launcher takes, BLOCK {taken.block:,} with {warps(taken.warps)}, "
                 f"moves {units.bandwidth(taken.rate_bytes)}, "
                 f"{units.share(taken.rate_bytes / best.rate_bytes)} of that"
             )
@@ -145,9 +147,14 @@ def block_size(run: Run) -> Headline:
         "A figure is the bytes that the work must move divided by the GPU time of the kernel, on "
         f"{where(run)}; more is better."
     )
-    return Headline(
-        f"Block sizes on {machine(run)}", sentences, shown if len(works(run)) == 1 else []
-    )
+    if not works(run):
+        return Headline(f"Block sizes on {machine(run)}", ["No configuration was timed."])
+    least, alone = min(reached, default=None), len(works(run)) == 1
+    title = f"Block sizes on {machine(run)}"
+    if least is not None:
+        found = f"{units.share(least)} of the best{'' if alone else ' or more'}"
+        title = f"Block sizes: the launcher's choice reaches {found} on {machine(run)}"
+    return Headline(title, sentences, shown if alone else [])
 
 
 def compare(run: Run) -> Headline:

@@ -49,8 +49,10 @@ class Axis:
             steps = [s * step for s in (1, 0.5, 0.25, 0.2) if self.high / (s * step) <= 8]
             return [i * steps[-1] for i in range(int(self.high / steps[-1]) + 1)]
         decades = range(math.floor(math.log10(self.low)), top + 1)
+        near = [1 + i / n for n in (10, 20, 50, 100) for i in range(-n // 4, n // 4 + 1)]
         rounds = ((1,), (2, 5), (3, 1.5, 7), (1.2, 4, 8, 9, 6), (1.1, 1.3, 1.7))
-        return [float(f"{n}e{d}") for group in rounds for d in decades for n in group]
+        found = [float(f"{n}e{d}") for group in rounds for d in decades for n in group]
+        return found + near * (self.high < 1.25 * self.low)
 
 
 @dataclasses.dataclass(frozen=True)

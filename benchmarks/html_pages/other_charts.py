@@ -21,6 +21,10 @@ def works(run: Run) -> dict[str, list[BlockRow]]:
     return {w: rows for w, rows in found.items() if any(row.who == "kernel" for row in rows)}
 
 
+def warps(count: int) -> str:
+    return f"{count} warp{'s' * (count != 1)}"
+
+
 def block_sizes(rows: list[BlockRow]) -> str:
     """GB/s of one piece of work: a lane for each block size, a mark for each number of warps, and
     lanes for eager and plain Inductor above them.
@@ -41,7 +45,7 @@ def block_sizes(rows: list[BlockRow]) -> str:
         mine = [row for row in kernel if row.block == block]
         marks = [
             Mark("circle", "chosen" if row.chosen else "fusion", row.rate_bytes, tip=tip(row))
-            for row in mine
+            for row in sorted(mine, key=lambda row: row.chosen)  # the last is on top
         ]
         best = max(row.rate_bytes for row in mine)
         lanes.append(Lane(f"BLOCK {block:,}", marks, [units.bandwidth(best)]))
@@ -57,12 +61,12 @@ def block_sizes(rows: list[BlockRow]) -> str:
 def block_grid(rows: list[BlockRow]) -> str:
     """The same as a table: a line for each block size, a column for each number of warps."""
     kernel = {(row.block, row.warps): row for row in rows if row.who == "kernel"}
-    warps, blocks = (sorted({k[i] for k in kernel}) for i in (1, 0))
+    columns, blocks = (sorted({k[i] for k in kernel}) for i in (1, 0))
     most = max(row.rate_bytes for row in rows)
-    lines = ["<tr><th>BLOCK</th>" + "".join(f"<th>{w} warps</th>" for w in warps) + "</tr>"]
+    lines = ["<tr><th>BLOCK</th>" + "".join(f"<th>{warps(w)}</th>" for w in columns) + "</tr>"]
     for block in blocks:
         cells = []
-        for warp in warps:
+        for warp in columns:
             row = kernel.get((block, warp))
             if row is None:
                 cells.append("<td></td>")
@@ -78,7 +82,7 @@ def block_grid(rows: list[BlockRow]) -> str:
 
 
 def tip(row: BlockRow) -> str:
-    what = f"BLOCK {row.block:,}, {row.warps} warps" if row.block else TITLES.get(row.who, row.who)
+    what = f"BLOCK {row.block:,}, {warps(row.warps)}" if row.block else TITLES.get(row.who, row.who)
     time = f", {units.time(row.kernel.median)}" if row.kernel else ""
     chosen = ", what the launcher takes" if row.chosen else ""
     return f"{what}: {units.bandwidth(row.rate_bytes)}{time}{chosen}"

@@ -35,7 +35,7 @@ function sortable(holder) {
   const input = document.createElement("input"), count = document.createElement("output");
   search.className = "search";
   input.type = "search";
-  input.placeholder = "such as: softmax train";
+  input.placeholder = "any words, in any order";
   label.append("Search ", input);
   search.append(label, count);
   holder.prepend(search);

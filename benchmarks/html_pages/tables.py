@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from benchmarks.html_pages import units
+from benchmarks.pages.markdown import TITLES
 from benchmarks.records.rows import OK, Spread
 
 
@@ -107,9 +108,9 @@ def plain(value: float) -> str:
 
 
 def unlike(dicts: list[dict]) -> list[str]:
-    """The keys that any of them has a value for."""
+    """The keys that any of them has a value for, without a status that is ok everywhere."""
     keys = dict.fromkeys(key for row in dicts for key in row)
-    return [key for key in keys if any(row.get(key) not in (None, "", False) for row in dicts)]
+    return [key for key in keys if any(row.get(key) not in (None, "", False, OK) for row in dicts)]
 
 
 FORMS = {
@@ -154,7 +155,9 @@ def plain_table(name: str, rows: list) -> str:
             return FORMS[key](value)
         if isinstance(value, int):
             return Cell(f"{value:,}", value)
-        return Cell(units.digits(value), value) if isinstance(value, float) else Cell(str(value))
+        if isinstance(value, float):
+            return Cell(units.digits(value), value)
+        return Cell(TITLES.get(value, value) if key == "who" else str(value))
 
     lines = [[cell(key, row.get(key)) for key in keys] for row in dicts]
     return table(name, [HEADS.get(key, key.replace("_", " ")) for key in keys], lines)

@@ -12,7 +12,8 @@ def digits(value: float, count: int = 3) -> str:
     """1,480; 14.8; 0.0148: at least `count` digits that count, whole numbers in full."""
     if not value or not math.isfinite(value):
         return f"{value:.0f}"
-    decimals = max(0, count - 1 - math.floor(math.log10(abs(value))))
+    exponent = int(f"{value:.{count - 1}e}".split("e")[1])  # of the rounded value
+    decimals = max(0, count - 1 - exponent)
     return f"{value:,.{min(decimals, 12)}f}"
 
 
