@@ -100,14 +100,15 @@ def in_frames(pages: dict[str, str], tmp_path) -> dict[str, list[dict]]:
     return json.loads(html.unescape(found[1]))
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def test_pages_in_a_browser(tmp_path):
+    """All in one test, which starts the browser once: each process of pytest would start its own."""
     committed = {path.stem: path.read_text() for path in sorted(RESULTS.glob("*.html"))}
-    made = {
-        make.__name__: document.page(make())
-        for make in (pattern_run, model_run, block_run, compare_run)
-    }
-    return in_frames(committed | made, tmp_path_factory.mktemp("browser"))
+    makers = (pattern_run, model_run, block_run, compare_run)
+    made = {make.__name__: document.page(make()) for make in makers}
+    measured = in_frames(committed | made, tmp_path)
+    assert len(measured) == len(committed) + len(makers)
+    for check in (fit, plain_numbers, sorting, searching, sticky_and_hints):
+        check(measured)
 
 
 def both(measured):
@@ -116,7 +117,7 @@ def both(measured):
         yield from ((name, width, found) for width, found in zip(WIDTHS, pair, strict=True))
 
 
-def test_pages_fit_the_window(measured):
+def fit(measured):
     """Never sideways as a whole: what is too wide scrolls in its own box."""
     for name, width, found in both(measured):
         assert found["room"] == width or found["room"] == width - 15, (name, found["room"])
@@ -124,7 +125,8 @@ def test_pages_fit_the_window(measured):
         assert not found["outside"], (name, width, found["outside"][:3])
 
 
-def test_no_number_has_an_exponent(measured):
+def plain_numbers(measured):
+    """None has an exponent."""
     for name, width, found in both(measured):
         assert not EXPONENT.findall(found["text"]), (name, width, EXPONENT.search(found["text"])[0])
 
@@ -134,7 +136,8 @@ def number(text: str) -> float | None:
     return float(found[0].replace(",", "")) if found else None
 
 
-def test_tables_sort_by_a_click_on_a_header(measured):
+def sorting(measured):
+    """By a click on a header, and the other way round by a second one."""
     for name, width, found in both(measured):
         (first, down), (second, up) = found["first"], found["second"]
         values = [number(text) for text in down if text]
@@ -147,7 +150,8 @@ def test_tables_sort_by_a_click_on_a_header(measured):
         assert up[len(values) :] == [""] * (len(up) - len(values)), (name, width)  # empty ones last
 
 
-def test_tables_are_searched(measured):
+def searching(measured):
+    """Rows with all of the words are left, and their number is said."""
     for name, width, found in both(measured):
         if "searched" not in found:
             assert len(found["before"]) < 6, name
@@ -162,7 +166,8 @@ def test_tables_are_searched(measured):
     assert 1 <= len(some["searched"][0]) < 20
 
 
-def test_the_first_column_stays_and_marks_have_hints(measured):
+def sticky_and_hints(measured):
+    """The first column stays in sight, and a mark shows its hint."""
     for name, width, found in both(measured):
         assert abs(found["sticky"] - 1) < 2, (name, width, found["sticky"])  # the box's border
         asked, shown = found["hint"]

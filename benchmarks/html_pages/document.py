@@ -101,7 +101,7 @@ TABLES: dict[str, list[Section]] = {
     "patterns": [
         (
             "Sites",
-            "One line for each site. Times are medians of GPU time.",
+            "One line for each site. Times are medians of GPU time. An empty cell: not measured.",
             lambda run: pattern_table(run.rows),
         ),
         (

@@ -29,24 +29,27 @@ def compiled_ahead(found: dict) -> str:
 def noise(found: dict) -> str:
     return (
         f"the same code timed twice differs by {found['median']:.1%} (median) and by "
-        f"{found['max']:.1%} at most, in {found['rows']} rows of "
-        f"{units.time(LONG_MS)} and more, or in all where none is"
+        f"{found['max']:.1%} at most, in {found['rows']} rows: those whose kernels take at least "
+        f"{units.round_number(units.time(LONG_MS))}, or all where none does"
     )
 
 
 FORMS = {
     "gpu": ("GPU", str),
     "gpu_memory": ("memory of the GPU", units.size),
-    "copy_bytes_s": ("copy, measured in this run", units.bandwidth),
-    "matrix_flops_s": ("bf16 matrix product, measured in this run", units.speed),
+    "multiprocessors": ("multiprocessors", str),
     "torch": ("PyTorch", str),
     "triton": ("Triton", str),
+    "transformers": ("transformers", str),
     "cuda": ("CUDA", str),
     "python": ("Python", str),
+    "date": ("date", str),
+    "copy_bytes_s": ("copy, measured in this run", units.bandwidth),
+    "matrix_flops_s": ("bf16 matrix product, measured in this run", units.speed),
     "noise": ("noise", noise),
     "rounds": ("rounds, in the last command", str),
-    "seconds": ("the last command took", lambda value: f"{value:,} s"),
     "compiled_ahead": ("work of the last command", compiled_ahead),
+    "seconds": ("the last command took", lambda value: f"{value:,} s"),
     "revision": ("revision", None),
     "revision_note": ("about the revision", str),
 }
@@ -59,7 +62,8 @@ def revisions(text: str) -> str:
 def origin(run: Run) -> str:
     """A folded section: what the run says about itself, and every command."""
     lines = []
-    for key, value in run.about.items():
+    for key in dict.fromkeys([*FORMS, *run.about]):
+        value = run.about.get(key)
         if key == "command" or value in (None, {}, ""):
             continue
         name, form = FORMS.get(key, (key.replace("_", " "), str))

@@ -201,4 +201,5 @@ def memory(run: Run) -> str:
 
 
 def titled(name: str) -> str:
-    return TITLES.get(name, "fusion, forced" if name == FORCED else name)
+    more = {FORCED: "fusion, forced", "inductor-again": "plain Inductor again"}
+    return TITLES.get(name, more.get(name, name))

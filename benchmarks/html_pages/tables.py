@@ -22,6 +22,7 @@ class Cell:
 
 
 EMPTY = Cell("")
+WIDEST = 24.0  # em, of the first column
 PLAIN = re.compile(r"[\d,]+(\.\d+)?")  # what page.js reads as a number by itself
 
 
@@ -88,7 +89,9 @@ def table(name: str, heads: list[str], lines: Iterable[list[Cell | str]], words:
         "<tr>" + "".join(map(td, row, left, range(len(row)))) + "</tr>" for row in rows
     )
     inner = f"<table><thead><tr>{top}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
-    return f'<div class="sortable" data-name="{html.escape(name)}">{region(name, inner)}</div>'
+    wide = min(WIDEST, 0.55 * max((len(row[0].text) for row in rows), default=0) + 1.5)
+    marks = f'data-name="{html.escape(name)}" style="--first: {wide:.0f}em"'
+    return f'<div class="sortable" {marks}>{region(name, inner)}</div>'
 
 
 def td(cell: Cell, left: bool, index: int) -> str:
