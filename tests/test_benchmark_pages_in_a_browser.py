@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.html_pages import document
+from benchmarks.records.runs import Run
 from tests.test_benchmark_pages import EXPONENT, block_run, compare_run, model_run, pattern_run
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -101,12 +102,11 @@ def in_frames(pages: dict[str, str], tmp_path) -> dict[str, list[dict]]:
 
 
 def test_pages_in_a_browser(tmp_path):
-    """All in one test, which starts the browser once: each process of pytest would start its own."""
-    committed = {path.stem: path.read_text() for path in sorted(RESULTS.glob("*.html"))}
-    makers = (pattern_run, model_run, block_run, compare_run)
-    made = {make.__name__: document.page(make()) for make in makers}
-    measured = in_frames(committed | made, tmp_path)
-    assert len(measured) == len(committed) + len(makers)
+    """One test, which starts the browser once: each process of pytest would start its own."""
+    runs = {p.stem: Run.load(p.with_suffix(".json")) for p in sorted(RESULTS.glob("*.html"))}
+    runs |= {make.__name__: make() for make in (pattern_run, model_run, block_run, compare_run)}
+    measured = in_frames({name: document.page(run) for name, run in runs.items()}, tmp_path)
+    assert measured.keys() == runs.keys()
     for check in (fit, plain_numbers, sorting, searching, sticky_and_hints):
         check(measured)
 
