@@ -9,9 +9,11 @@ import pytest
 
 from benchmarks import page
 from benchmarks.html_pages import document, headline
+from benchmarks.html_pages.run_tables import pattern_table
 from benchmarks.pages.model_text import text
 from benchmarks.records.rows import (
     FAILED,
+    WRONG,
     BlockRow,
     CompareRow,
     Contender,
@@ -264,6 +266,19 @@ def test_what_a_headline_says():
     assert "Against eager it is faster in 2 of 2" in found.sentences[1]
     found = headline.headline(block_run())
     assert "the best of 6 configurations, BLOCK 1,024 with 4 warps" in found.sentences[0]
+
+
+def test_a_wrong_contender_is_compared_with_nothing():
+    """Its times are shown, and no ratio; the headline says whose result is wrong."""
+    run = pattern_run()
+    run.rows = [run.rows[3], run.rows[5]]  # softmax
+    run.rows[0].of("inductor").status = WRONG
+    said = " ".join(headline.headline(run).sentences)
+    assert "At 1 of 1 sites" in said
+    assert "1 more site is not counted, because plain Inductor's result is wrong there" in said
+    first, second = re.findall(r"<tr><th scope=\"row\".*?</tr>", pattern_table(run.rows))
+    assert "not compared: plain Inductor wrong" in first and "1.45×" not in first
+    assert "1.45×" in second
 
 
 def test_plain_inductor_behind_eager_is_named():

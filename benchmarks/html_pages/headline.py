@@ -11,6 +11,7 @@ from benchmarks.measure import timing
 from benchmarks.pages.markdown import AUTOTUNE, TITLES, counted, verdict
 from benchmarks.pages.model_figures import model_name
 from benchmarks.pages.pattern_figures import declined
+from benchmarks.records.rows import WRONG
 from benchmarks.records.runs import Run
 
 SAME = f"within {timing.SMALLEST:.0%} or the noise"
@@ -78,10 +79,13 @@ def patterns(run: Run) -> Headline:
             f"At {left} sites the gate left the work to Inductor; they are among those that are as "
             "fast."
         )
-    if missing := len(run.rows) - len(ratios):
+    if missing := [row for row in run.rows if not verdict(row)]:
+        whose = "a result is wrong, failed or missing"
+        if all((one := row.of("inductor")) and one.status == WRONG for row in missing):
+            whose = "plain Inductor's result is wrong"
         sentences.append(
-            f"{missing} more {'site is' if missing == 1 else 'sites are'} not counted, because a "
-            "result was wrong, failed or is missing there; the table names each."
+            f"{len(missing)} more {'site is' if len(missing) == 1 else 'sites are'} not counted, "
+            f"because {whose} there; the table names each."
         )
     shown = figures(run.rows, ("inductor", AUTOTUNE, "eager"))
     return Headline(f"Kernels: {mean:.2f} times plain Inductor on {machine(run)}", sentences, shown)

@@ -61,9 +61,9 @@ def pattern_table(rows: list[Row]) -> str:
             [
                 row.name,
                 result(row),
-                ratio(row.ratio(who)),
+                ratio(row.ratio(who) if verdict(row, who) else None),
                 *(micro(c.kernel if (c := row.of(name)) else None) for name in (who, *others)),
-                ratio(row.ratio(who, AUTOTUNE)),
+                ratio(row.ratio(who, AUTOTUNE) if verdict(row, who, AUTOTUNE) else None),
                 share(row.floor_ms / one.kernel.median if one and one.kernel else None),
                 number(row.noise, f"{row.noise:.1%}" if row.noise is not None else ""),
                 size(row.bytes or None),
@@ -128,8 +128,10 @@ def model_table(rows: list[ModelRow]) -> str:
             [
                 row.title,
                 result(row),
-                ratio(row.ratio("fusion")),
-                ratio(row.ratio("fusion", "eager")),
+                *(
+                    ratio(row.ratio("fusion", to) if verdict(row, to=to) else None)
+                    for to in ("inductor", "eager")
+                ),
                 *(milli(c.step.median if (c := row.of(w)) and c.step else None) for w in whos),
                 number(row.noise, f"{row.noise:.1%}" if row.noise is not None else ""),
                 *(size((c := row.of(w)) and c.peak_bytes) for w in ("inductor", "fusion")),
