@@ -53,6 +53,7 @@ check: $(VENV)/.check
 docs: $(VENV)/.bench
 	$(PY) -m fusion_backend catalogue > docs/catalogue.md
 	$(PY) -m benchmarks.readme
+	$(PY) -m benchmarks.page $(patsubst %.html,%.json,$(wildcard benchmarks/results/*.html))
 
 clean:
 	rm -rf .venv .venv-* $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,10 +1,9 @@
-"""One self-contained HTML page of a run: the machine, the pictures, the tables.
+"""One self-contained HTML page of a run: what was found, charts, tables, and how it was measured.
 
-    python -m benchmarks.page RESULTS.json ... [--out PAGE.html] [--png DIR]
+    python -m benchmarks.page RESULTS.json ... [--out PAGE.html]
 
-Without --out each page is written next to its JSON. Without matplotlib the page has only the
-tables, and says so; the exit status is then 1. A file that holds no run is passed over; the exit
-status is then 2.
+Without --out each page is written next to its JSON. A file that holds no run is passed over; the
+exit status is then 2.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.pages.drawing import NoMatplotlib
-from benchmarks.pages.html_page import page
-from benchmarks.pages.plots import plots
+from benchmarks.html_pages.document import page
 from benchmarks.records.runs import Run
 
 
@@ -29,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="PAGE.html", help="where there is one results file"
     )
-    parser.add_argument("--png", type=Path, metavar="DIR", help="write the pictures there, too")
     args = parser.parse_args(argv)
     if args.out and len(args.results) > 1:
         parser.error("--out is for a single results file")
@@ -41,18 +37,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"benchmarks.page: {path}: {error}", file=sys.stderr)
             status = 2
             continue
-        pictures, remark = [], ""
-        try:
-            pictures = plots(run)
-        except NoMatplotlib as error:
-            remark, status = str(error), status or 1
-            print(f"benchmarks.page: {error}; the page has tables only", file=sys.stderr)
         out = args.out or path.with_suffix(".html")
-        out.write_text(page(run, pictures, remark))
+        out.write_text(page(run), encoding="utf-8")
         print(out)
-        for name, _, data in pictures if args.png else ():
-            args.png.mkdir(parents=True, exist_ok=True)
-            (args.png / f"{path.stem}-{name}.png").write_bytes(data)
     return status
 
 

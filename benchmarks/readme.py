@@ -1,4 +1,5 @@
-"""The figures in README.md and docs/, written from the committed results.
+"""The figures in README.md and docs/, and the images in docs/images/, written from the committed
+results.
 
     python -m benchmarks.readme           # write them
     python -m benchmarks.readme --check   # exit status 1 where a page and its results differ
@@ -35,6 +36,7 @@ import difflib
 import sys
 from pathlib import Path
 
+from benchmarks.html_pages.models_image import IMAGES
 from benchmarks.pages.markdown import Wrong
 from benchmarks.pages.quoted import ROOT, pages, written
 
@@ -69,6 +71,27 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
             print("\n".join([*lines, "run `python -m benchmarks.readme`"]))
         else:
             page.write_text(after)
+            print(f"wrote {name}")
+    try:
+        return max(status, images(root, args.check))
+    except (OSError, ValueError, Wrong) as error:
+        print(f"docs/images: {error}", file=sys.stderr)
+        return 2
+
+
+def images(root: Path, check: bool) -> int:
+    """Write the images, or with `check` say which differ: 1 where one does."""
+    status = 0
+    for name, draw in IMAGES.items():
+        path, after = root / name, draw(root)
+        if after is None or path.exists() and path.read_text() == after:
+            continue
+        if check:
+            status = 1
+            print(f"{name} differs from its results: run `python -m benchmarks.readme`")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(after)
             print(f"wrote {name}")
     return status
 

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     except KeyboardInterrupt:
         status = 130
     if there := [str(file) for file in files.values() if file.exists()]:
-        run(["benchmarks.page", *there])  # without matplotlib it has tables only, and says so
+        run(["benchmarks.page", *there])
     print(f"\n{'ratio to plain Inductor':68}{'page':>8}{'here':>8}")
     if not torch.cuda.is_available():
         print("Without a GPU the sizes are tiny: these are no ratios to compare.")

@@ -325,7 +325,7 @@ def test_committed_pages_are_small():
     pages = list((ROOT / "benchmarks" / "results").glob("*.html"))
     assert pages
     for path in pages:
-        assert path.stat().st_size < PAGE_BYTES, f"{path.name}: PNGs that are too large?"
+        assert path.stat().st_size < PAGE_BYTES, f"{path.name} is too large"
         assert path.with_suffix(".json").exists(), f"{path.name} has no results"
 
 

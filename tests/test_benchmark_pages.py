@@ -1,18 +1,19 @@
-"""Pictures and pages of a run."""
+"""The page of a run, and the image of README.md."""
 
 import html.parser
-import random
 import re
-import sys
+import statistics
+from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import page
-from benchmarks.pages import html_page, pattern_plots, plots
+from benchmarks.html_pages import document, headline
+from benchmarks.html_pages.run_tables import pattern_table
 from benchmarks.pages.model_text import text
 from benchmarks.records.rows import (
     FAILED,
+    WRONG,
     BlockRow,
     CompareRow,
     Contender,
@@ -24,8 +25,7 @@ from benchmarks.records.rows import (
 )
 from benchmarks.records.runs import Run
 
-PNG = b"\x89PNG\r\n\x1a\n"
-CPU = torch.device("cpu")
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def spread(ms) -> Spread:
@@ -166,81 +166,146 @@ def compare_run() -> Run:
 
 
 RUNS = [pattern_run, model_run, block_run, compare_run]
-PICTURES = {
-    "patterns": ["roofline", "speed-up", "memory"],
-    "models": ["steps", "shares", "memory"],
-    "block_size": ["block-0"],
-    "compare": [],
+CHARTS = {
+    "patterns": ["Speed by pattern", "Against max-autotune", "How close to the floor", "Memory"],
+    "models": ["Speed of a step", "Where the time goes", "Memory"],
+    "block_size": ["Bandwidth by configuration"],
+    "compare": ["New revision against the base"],
 }
+TABLES = {
+    "patterns": ["Sites", "Contenders"],
+    "models": ["Models", "Contenders", "Sites and kernels"],
+}
+EXPONENT = re.compile(r"\b\d+(\.\d+)?e[+-]?\d{1,2}\b", re.IGNORECASE)
 
 
-class Balanced(html.parser.HTMLParser):
-    """Every tag is closed, and nothing is fetched."""
+class Reader(html.parser.HTMLParser):
+    """A page as a test sees it: tags that are closed, nothing that is fetched, the headings, which
+    of them are folded, and the text.
+    """
 
-    def __init__(self):
+    def __init__(self, page: str):
         super().__init__()
-        self.open, self.images = [], 0
+        self.open, self.heads, self.folded, self.text, self.charts = [], [], [], [], 0
+        self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        for key in ("src", "href"):
-            assert attrs.get(key, "data:image/png;base64,").startswith("data:image/png;base64,"), (
-                attrs
-            )
-        self.images += tag == "img"
-        if tag not in ("meta", "img"):
+        assert not {"src", "href", "srcset", "data"} & {name for name, _ in attrs}, attrs
+        assert tag not in ("link", "img", "object"), tag
+        self.charts += dict(attrs).get("role") == "img"
+        if tag not in ("meta", "input"):
             self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2", "summary"):
+            self.heads.append(data)
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+            if "details" in self.open:
+                self.folded.append(data)
+
 
 @pytest.mark.parametrize("make", RUNS)
-def test_page(make, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_page(make, tmp_path):
+    """The result, then charts, then tables, then where it comes from."""
     run, path = make(), tmp_path / "run.json"
     run.save(path)
-    assert page.main([str(path), "--png", str(tmp_path / "png")]) == 0
+    assert page.main([str(path)]) == 0
     written = (tmp_path / "run.html").read_text()
-    reader = Balanced()
-    reader.feed(written)
-    wanted = PICTURES[run.kind]
-    assert reader.open == [] and reader.images == len(wanted)
-    pictures = sorted((tmp_path / "png").glob("*")) if wanted else []
-    assert sorted(p.name for p in pictures) == sorted(f"run-{name}.png" for name in wanted)
-    assert all(p.read_bytes().startswith(PNG) and len(p.read_bytes()) > 5000 for p in pictures)
+    reader = Reader(written)
+    assert reader.open == [] and reader.charts
+    first, *heads = reader.heads
+    assert "NVIDIA H200" in first
+    wanted = [*CHARTS[run.kind], *TABLES.get(run.kind, ["Table"])]
+    assert [head for head in heads if head in wanted] == wanted
+    assert heads[-1].startswith("Where these figures come from")
     for row in run.rows:
         name = row.title if run.kind == "models" else getattr(row, "name", None) or row.work
         assert name in written
-    assert "NVIDIA H200" in written and "4.30 TB/s" in written and "median 0.3%" in written
+    assert not EXPONENT.search(" ".join(reader.text))
     assert "out of memory <7" not in written  # escaped
 
 
-def test_what_a_page_says(tmp_path):
-    pattern = html_page.page(pattern_run(), [])
-    assert (
-        "out of memory &lt;7 GB&gt;" in pattern
-        and "declined: Inductor&#x27;s kernel is as fast" in pattern
+@pytest.mark.parametrize("make", RUNS)
+def test_where_it_comes_from_is_folded(make):
+    run = make()
+    run.about["command"] = "python -m benchmarks.x --a; python -m benchmarks.y"
+    run.about["compiled_ahead"] = dict(done=36, failed=0, late=2, processes=14, seconds=22.9)
+    reader = Reader(document.page(run))
+    shown = " ".join(reader.text)
+    for words in (
+        "python -m benchmarks.x --a",
+        "python -m benchmarks.y",
+        "36 compiled ahead of time, none failed, 2 late; 14 processes, 22.9 s",
+        "4.30 TB/s",
+        "differs by 0.3% (median)",
+        "3.6.0",
+    ):
+        assert any(words in part for part in reader.folded), words
+    assert "{" not in shown and "copy_bytes" not in shown
+
+
+def test_what_a_headline_says():
+    found = headline.headline(pattern_run())
+    assert "At 9 of 11 sites" in found.sentences[0] and "at 1 as fast" in found.sentences[0]
+    assert "at 1 slower" in found.sentences[0] and "1 more site is not counted" in " ".join(
+        found.sentences
     )
-    model = html_page.page(model_run(), [])
+    number = float(re.search(r"geometric mean of the ratios is ([\d.]+)×", found.sentences[0])[1])
+    assert found.title == f"Kernels: {number:.2f} times plain Inductor on one NVIDIA H200"
+    ratios = [1.6 / 1.1] * 9 + [1.6 / 1.1, 1 / 1.5]  # one of them declined
+    assert number == pytest.approx(statistics.geometric_mean(ratios), abs=0.006)
+    found = headline.headline(model_run())
+    assert "In 1 of 1 runs" in found.sentences[0] and "is 1.25×" in found.sentences[0]
+    assert "Against eager it is faster in 2 of 2" in found.sentences[1]
+    found = headline.headline(block_run())
+    assert "the best of 6 configurations, BLOCK 1,024 with 4 warps" in found.sentences[0]
+
+
+def test_a_wrong_contender_is_compared_with_nothing():
+    """Its times are shown, and no ratio; the headline says whose result is wrong."""
+    run = pattern_run()
+    run.rows = [run.rows[3], run.rows[5]]  # softmax
+    run.rows[0].of("inductor").status = WRONG
+    said = " ".join(headline.headline(run).sentences)
+    assert "At 1 of 1 sites" in said
+    assert "1 more site is not counted, because plain Inductor's result is wrong there" in said
+    first, second = re.findall(r"<tr><th scope=\"row\".*?</tr>", pattern_table(run.rows))
+    assert "not compared: plain Inductor wrong" in first and "1.45×" not in first
+    assert "1.45×" in second
+
+
+def test_plain_inductor_behind_eager_is_named():
+    run = model_run()
+    run.rows[0].of("eager").step = spread(15.0)
+    assert "slower than eager in plain_llama train" in " ".join(headline.headline(run).sentences)
+
+
+def test_what_a_page_says():
+    pattern = document.page(pattern_run())
+    assert "failed: out of memory &lt;7 GB&gt;" in pattern
+    assert "declined: Inductor&#x27;s kernel is as fast" in pattern
+    model = document.page(model_run())
     assert (
         "not fused: 3 rotary: no kernel yet" in model
         and "nvjet&lt;a&gt;" in model
         and "needs transformers" in model
     )
-    assert "Measured on a CPU" in html_page.page(Run("compare", dict(gpu=None)), [])
+    assert "Measured on a CPU" in document.page(Run("compare", dict(gpu=None)))
+    stopped = document.page(Run("compare", dict(gpu="H200", stopped="time is up")))
+    assert "The run stopped before its end: time is up." in stopped
 
 
-def test_a_page_without_matplotlib(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "run.json"
-    pattern_run().save(path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert page.main([str(path)]) == 1
-    assert "plots need matplotlib" in capsys.readouterr().err
-    written = path.with_suffix(".html").read_text()
-    assert (
-        "plots need matplotlib" in written and "<img" not in written and "softmax bf16" in written
-    )
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.stem)
+def test_committed_pages_are_current(path):
+    made = document.page(Run.load(path.with_suffix(".json")))
+    assert path.read_text(encoding="utf-8") == made, "run `make docs`"
 
 
 def test_files_that_hold_no_run(tmp_path, capsys):
@@ -255,25 +320,17 @@ def test_files_that_hold_no_run(tmp_path, capsys):
         page.main(["a.json", "b.json", "--out", "c.html"])
 
 
-def test_a_run_without_data_has_no_pictures():
-    pytest.importorskip("matplotlib")
+def test_a_run_without_data_has_no_charts():
     row = Row("a", "a", {}, "f32", False, False, 0, 0, 0.0, 0.0, [], note="failed")
     for run in (
-        Run("patterns", {}, [row]),
-        Run("models", {}, [ModelRow("m", "infer", "", {}, None, [])]),
-        Run("block_size", {}, [BlockRow("w", "kernel", 1, 1, None, None)]),
+        Run("patterns", dict(ABOUT), [row]),
+        Run("models", dict(ABOUT), [ModelRow("m", "infer", "", {}, None, [])]),
+        Run("block_size", dict(ABOUT), [BlockRow("w", "kernel", 1, 1, None, None)]),
+        Run("compare", dict(ABOUT), [CompareRow("w", "new")]),
     ):
-        assert plots.plots(run) == []
-
-
-def test_labels_are_spread_apart():
-    rng = random.Random(0)
-    for _ in range(50):
-        places = sorted(rng.uniform(0, 10) ** 2 / 10 for _ in range(rng.randint(1, 20)))
-        moved = pattern_plots.spread_apart(places, 0.4, 0, 10)
-        assert all(b - a > 0.4 - 1e-9 for a, b in zip(moved, moved[1:], strict=False)), moved
-        assert max(moved) <= 10 and min(moved) >= 0, moved
-    assert pattern_plots.spread_apart([1, 5, 9], 0.4, 0, 10) == [1, 5, 9]
+        reader = Reader(document.page(run))
+        assert not reader.charts and not set(reader.heads) & set(CHARTS[run.kind])
+        assert "<table>" in document.page(run)
 
 
 def test_model_table_as_text():

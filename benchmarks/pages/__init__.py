@@ -1,4 +1,4 @@
 """Comes in: runs, as their files hold them.
-Goes out: text for the terminal, Markdown for README.md and docs/, HTML pages and pictures.
+Goes out: text for the terminal, Markdown for README.md and docs/.
 May import: records, measure.
 """
