@@ -47,6 +47,12 @@ def run(
         torch.compile(model, backend=collector, dynamic=dynamic)(*inputs, **keywords)
 
 
+def classes_of(model: Any) -> dict[str, str]:
+    """The path and the class of each module inside a model; of another callable nothing."""
+    named = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    return {name: type(module).__name__ for name, module in named}
+
+
 def explain(
     model: Any,
     *inputs: Any,
@@ -76,8 +82,6 @@ def explain(
     written to in place has this in its history.
     """
     collector = Collector(options, gpu(target) if target is not None else None)
-    if isinstance(model, torch.nn.Module):
-        named = model.named_modules()
-        collector.report.modules = {name: type(m).__name__ for name, m in named}
+    collector.report.modules = classes_of(model)
     run(model, inputs, {**keywords, **(kwargs or {})}, collector, dynamic)
     return collector.report

@@ -51,21 +51,13 @@ class OwnModel:
     loss: Callable | None
 
     def step(self, train: bool) -> Callable:
-        """The forward to compile, of the model's own arguments; in training with the loss.
-
-        Its code has the place of build(), so that operators that no line of the user's calls, such
-        as those of an nn.Sequential, are reported there and not in a line of ours.
+        """What to compile, a function of the model's own arguments: the model, and in training its
+        loss.
         """
-        model, result = self.model, (self.loss or loss_of) if train else None
-        plain = lambda *args, **kwargs: model(*args, **kwargs)  # noqa: E731
-        with_loss = lambda *args, **kwargs: result(model(*args, **kwargs))  # noqa: E731
-        step = with_loss if train else plain
-        if isinstance(self.build, types.FunctionType):
-            place = self.build.__code__
-            step.__code__ = step.__code__.replace(
-                co_filename=place.co_filename, co_firstlineno=place.co_firstlineno
-            )
-        return step
+        if not train:
+            return self.model
+        model, loss = self.model, self.loss or loss_of
+        return lambda *args, **kwargs: loss(model(*args, **kwargs))
 
     def check_trainable(self) -> None:
         """Raises ModelError where there is no parameter to differentiate."""
@@ -134,14 +126,17 @@ def functions_of(module: types.ModuleType) -> str:
     return f"; it has {', '.join(own)}" if own else ""
 
 
-def where(error: BaseException) -> str:
-    """An exception with the line that raised it: the innermost of the user's, or the innermost."""
+def where(error: BaseException, build: Callable | None = None) -> str:
+    """An exception with the line that raised it: the innermost of the user's; where none is, the
+    line of `build`, or the innermost.
+    """
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if not f.filename.startswith(OTHERS)]
-    place = "".join(f" ({f.filename}:{f.lineno})" for f in (mine or frames)[-1:])
+    own = place_of(build) if build and not mine else ""
+    place = own or "".join(f" ({f.filename}:{f.lineno})" for f in (mine or frames)[-1:])
     return f"{type(error).__name__}: {first}{place}"
 
 

@@ -8,7 +8,10 @@ import re
 from torch import fx
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-INSIDE_TORCH = re.compile(r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)")
+# Code that is not the user's: torch's, and the training step that `fusion explain` wraps.
+INSIDE = re.compile(
+    r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)|fusion_backend[/\\]frontends[/\\]"
+)
 # Dynamo's name of a module begins with the variable that it was found in: L['self'].layers.0.norm
 VARIABLE = re.compile(r"^[LG]\['(\w+)'\]\.?")
 ITSELF = {"self", "fn", "model", "mod", "module"}  # what a compiled module is called there
@@ -22,7 +25,7 @@ def location(node: fx.Node) -> str:
     Code of torch itself, such as that of nn.Sequential, is named by its module.
     """
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [f for f in frames if not INSIDE_TORCH.search(f[0])]
+    users = [f for f in frames if not INSIDE.search(f[0])]
     if users:
         return f"{users[-1][0]}:{users[-1][1]}"
     return module_of(node) or (f"{frames[-1][0]}:{frames[-1][1]}" if frames else node.name)

@@ -21,7 +21,6 @@ from fusion_backend.frontends.loading import patterns
 from fusion_backend.match.templates import backward_of, templates
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.reject import PatternError
-from fusion_backend.reporting.report import readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,3 +168,12 @@ def pattern(rule: Rule) -> Check:
     except PatternError as error:
         return Check(f"pattern {rule.name}", str(error), False, "correct its definition")
     return Check(f"pattern {rule.name}", state)
+
+
+def readable(n: float) -> str:
+    """A number of bytes with its unit."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return ""

@@ -11,10 +11,11 @@ import torch
 
 from fusion_backend.compat.torch import refusals_unlogged
 from fusion_backend.frontends.commands.failure import Failure
-from fusion_backend.frontends.explain import explain
+from fusion_backend.frontends.explain import classes_of, explain
 from fusion_backend.frontends.own_model import ModelError, OwnModel, built, where
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.ir import counts
+from fusion_backend.kernels.common.target import GPUS
 from fusion_backend.options import GATES
 from fusion_backend.reporting.report import Report
 
@@ -35,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gate", default="auto", choices=GATES, help=gate)
     add("--dtype", choices=DTYPES, help="cast model and inputs; default: as build() makes them")
     add("--dynamic", action="store_true", help="sizes vary, as torch.compile(dynamic=True) has it")
-    target = "decide as on this GPU, such as H200, whatever this machine has"
-    add("--target", metavar="GPU", help=target)
+    target = "decide as on this GPU, whatever this machine has"
+    add("--target", choices=GPUS, help=target)
+    meta = "build on the meta device: no weights and no memory, for any size; needs --target"
+    add("--meta", action="store_true", help=meta)
     add("--verbose", action="store_true", help="near misses and everything else that is known")
     add("--rules", action="store_true", help="also how often each rule was tried, and for how long")
     add("--json", action="store_true", help="the report as JSON")
@@ -46,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.html and not arguments.html.parent.is_dir():
         raise Failure(f"--html: there is no folder {arguments.html.parent}", 2)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.meta and not arguments.target:
+        raise Failure("--meta needs --target: no GPU is asked about", 2)
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("meta" if arguments.meta else usual)
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     try:
         made = built(arguments.spec, device, dtype)
@@ -71,22 +77,25 @@ def explained(made: OwnModel, arguments: argparse.Namespace) -> Report:
     step, quiet = made.step(arguments.train), refusals_unlogged
     if arguments.traceback:
         quiet = contextlib.nullcontext
-    how = {"target": arguments.target} if arguments.target else {}
     try:
         with torch.set_grad_enabled(arguments.train), quiet():
-            return explain(
+            report = explain(
                 step,
                 *made.args,
                 kwargs=made.kwargs,
                 options={"fusion.gate": arguments.gate},
                 dynamic=True if arguments.dynamic else None,
-                **how,
+                target=arguments.target,
             )
     except Exception as error:
         own = eager_error(made, arguments.train)
         if own is not None:
-            raise Failure(f"{made.name} run on its inputs raised {where(own)}", 1) from own
+            raise Failure(
+                f"{made.name} run on its inputs raised {where(own, made.build)}", 1
+            ) from own
         raise Failure(f"{made.name} runs, explaining it raised {where(error)}", 1) from error
+    report.modules = classes_of(made.model)  # also where the loss is explained with it
+    return report
 
 
 def eager_error(made: OwnModel, train: bool) -> Exception | None:
