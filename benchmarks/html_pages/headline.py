@@ -72,7 +72,8 @@ def patterns(run: Run) -> Headline:
         "A ratio is plain Inductor's GPU time divided by fusion's: at 2× fusion takes half the "
         "time.",
         "A site is one pattern in one size and dtype, in inference or, where it says train, "
-        f"forward and backward together. Each was compiled alone and timed on {where(run)}.",
+        f"forward and backward together. Each was compiled alone and timed on {where(run)}. The "
+        "sizes are the project's choice; at other sizes and next to other code a ratio may differ.",
     ]
     if left:
         sentences.append(
