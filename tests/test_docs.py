@@ -8,7 +8,6 @@ A ```text block is what the block of code before it prints. It may leave lines o
 """
 
 import ast
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -30,6 +29,7 @@ from fusion_backend.frontends.catalogue import catalogue
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.frontends.loading import patterns
 
+from .doc_blocks import BLOCK, assert_printed, blocks, placed, to_run
 from .doc_tables import HELPERS, PAGE, with_tables
 
 ROOT = Path(__file__).parent.parent
@@ -40,11 +40,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
     *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "catalogue.md"),
 ]
-BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^>]+) -->\n\n?)?"
-    r"^```(?P<kind>.*)\n(?P<text>(?:(?!```).*\n)*)```$",
-    re.MULTILINE,
-)
 NOT_RUN = {
     ("README.md", "sh"): 3,
     ("benchmark-your-model.md", "sh"): 3,
@@ -53,36 +48,6 @@ NOT_RUN = {
 }
 # Drawings, printed output and paths: nothing that could be run.
 SHOWN = {"README.md": 0, "architecture.md": 1, "benchmark-your-model.md": 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A fenced block: the line of its fence, its language, its text, and why it is not run."""
-
-    line: int
-    kind: str
-    text: str
-    why: str | None
-
-
-def blocks(page: Path, *kinds: str) -> list[Block]:
-    """The blocks of a page, those of some languages alone; every fence must be understood."""
-    text = page.read_text()
-    found = [
-        Block(text[: m.start("kind")].count("\n") + 1, m["kind"], m["text"], m["why"])
-        for m in BLOCK.finditer(text)
-    ]
-    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.M)), (
-        f"{page.name}: a block that is not closed"
-    )
-    assert text.count("<!-- not run") == sum(b.why is not None for b in found), (
-        f"{page.name}: a comment that belongs to no block"
-    )
-    return [b for b in found if not kinds or b.kind in kinds]
-
-
-def to_run(page: Path, kind: str) -> list[Block]:
-    return [b for b in blocks(page, kind) if b.why is None]
 
 
 WITH_PYTHON = [page for page in PAGES if to_run(page, "python")]
@@ -131,52 +96,6 @@ def write_files(page: Path, folder: Path) -> None:
     for block in blocks(page, "python"):
         if file := re.match(r"# (\w+\.py)\n", block.text):
             (folder / file[1]).write_text(block.text)
-
-
-def shown(page: Path, kind: str) -> dict[int, str]:
-    """What the page says that its blocks of a language print, by the line of the block."""
-    found, before = {}, None
-    for block in blocks(page):
-        if block.kind == "text" and before.kind == kind:
-            found[before.line] = block.text
-        before = block if block.kind != "text" else before
-    return found
-
-
-def placed(printed: str, page: Path) -> str:
-    """With places as a reader has them: the line in the block, in a file of the block's name."""
-
-    def of_line(number: int) -> tuple[str, int]:
-        block = [b for b in blocks(page, "python") if b.line < number][-1]
-        named = re.match(r"# (\w+\.py)\n", block.text)
-        return named[1] if named else "mine.py", number - block.line
-
-    def place(found) -> str:
-        name, line = of_line(int(found[1]))
-        return f"{name}:{line}"
-
-    printed = re.sub(r"[\w./-]*page_\w+\.py:(\d+)", place, printed)
-    return re.sub(r"at line (\d+)", lambda m: f"at line {of_line(int(m[1]))[1]}", printed)
-
-
-def plainly(line: str) -> str:
-    """Without times and columns."""
-    return " ".join(re.sub(r"\d+\.\d\d\b", "TIME", line).split())
-
-
-def assert_printed(page: Path, block: Block, printed: str) -> None:
-    """What the page says that a block prints is there. With EXPECTTEST_ACCEPT=1 the page is made to
-    say it, from the first line that it shows of it, where it leaves nothing out.
-    """
-    said = shown(page, block.kind).get(block.line, "")
-    lines = [*map(plainly, printed.splitlines())]
-    missing = [x for x in said.splitlines() if x != "..." and plainly(x) not in lines]
-    if missing and os.environ.get("EXPECTTEST_ACCEPT") and "..." not in said.splitlines():
-        first = said.partition(":")[0]
-        now = printed[printed.index(first) :].strip() + "\n"
-        page.write_text(page.read_text().replace(f"```text\n{said}```", f"```text\n{now}```", 1))
-    else:
-        assert not missing, f"{page.name}:{block.line}: {missing}\nnot in\n{printed}"
 
 
 # Each block of these pages is a program of its own.
