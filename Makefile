@@ -52,6 +52,7 @@ check: $(VENV)/.check
 
 docs: $(VENV)/.bench
 	$(PY) -m fusion_backend catalogue > docs/catalogue.md
+	$(PY) -m tests.doc_tables
 	$(PY) -m benchmarks.readme
 	$(PY) -m benchmarks.page $(patsubst %.html,%.json,$(wildcard benchmarks/results/*.html))
 

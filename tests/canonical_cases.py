@@ -155,6 +155,20 @@ SAME = {
         lambda x: x.clamp_max(1).clamp_min(-1),
         lambda x: torch.minimum(x.clamp_min(-1), torch.ones_like(x)),
     ),
+    "relu6": ((M,), F.relu6, torch.nn.ReLU6(), lambda x: x.clamp(0, 6)),
+    "hardsigmoid": (
+        (M,),
+        F.hardsigmoid,
+        lambda x: F.relu6(x + 3) / 6,
+        lambda x: torch.clamp(3 + x, 0, 6).div(6.0),
+    ),
+    "hardswish": (
+        (M,),
+        F.hardswish,
+        torch.nn.Hardswish(),
+        lambda x: x * F.relu6(x + 3) / 6,
+        lambda x: (x + 3).clamp_min(0).clamp_max(6) * x / 6,
+    ),
     "abs and round": (
         (M,),
         lambda x: torch.abs(x).round(),
@@ -448,6 +462,15 @@ OTHER = {
         F.silu,
         lambda x: 0.5 * x * (1 + torch.erf(x)),
         lambda x: 0.5 * x * (2 + torch.erf(x / 2**0.5)),
+    ),
+    "hardswish and its neighbours": (
+        (R,),
+        F.hardswish,
+        F.hardsigmoid,
+        F.silu,
+        lambda x: x * F.relu6(x + 2) / 6,
+        lambda x: x * F.relu6(x + 3) / 5,
+        lambda x: x * (x + 3).clamp(0, 5) / 6,
     ),
     "softplus and its neighbours": (
         (R,),

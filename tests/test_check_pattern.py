@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import launch
+from fusion_backend.kernels import launch, reject_layouts, reject_rows
 from fusion_backend.ops.registry import unregister
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import check_pattern
@@ -64,7 +64,7 @@ def sound(**functions) -> Pattern:
     add(scaled.inputs(dict(n=300), dict(n=1 << 20)), "inputs", lambda tensor, n: (tensor(n), 0.7))
     add(scaled.spelling, "spelling", spelling)
     add(scaled.near_miss, "near_miss", lambda x, s: torch.sin(x) if s is None else torch.sin(x) * s)
-    add(scaled.guard, "guard", lambda x, s: None)
+    add(scaled.guard, "guard", lambda x, s: reject_layouts(x=x))
     add(scaled.worthwhile, "worthwhile", lambda x, s, training: Reject("not timed"))
     add(
         scaled.kernel(saves=("slope",)), "kernel", lambda x, s, save: scaled_by(forward(x, save), s)
@@ -84,6 +84,7 @@ def test_all_functions_of_a_sound_pattern_are_checked():
     assert {line.split(" at ")[0].split(":")[0] for line in proof.checked} == {
         "inputs", "reference", "rewritten graph", "spelling", "near miss", "guard", "worthwhile",
         "kernel, without gradients", "kernel, with gradients", "backward (kernel), forward inlined",
+        "kernel on other strides",
         "opcheck of fusion.scaled.default and fusion.scaled_backward.default",
     }  # fmt: skip
     assert (
@@ -91,6 +92,41 @@ def test_all_functions_of_a_sound_pattern_are_checked():
         in proof.checked
     )
     assert str(proof).startswith("scaled: checked\n  inputs: 2 cases\n")
+
+
+def test_the_kernel_runs_on_other_strides():
+    """Refused by the guard, or compared: a kernel that walks through memory is wrong there."""
+    (said,) = [line for line in check_pattern(sound(), FP32).checked if "strides" in line]
+    assert said == "kernel on other strides: the guard refuses elements two apart"
+    with pytest.raises(AssertionError, match="with gradients, on elements two apart, for .*error"):
+        check_pattern(sound(guard=lambda x, s: None), FP32)
+
+
+@pytest.mark.parametrize("like", ["the copy", "x"])
+def test_a_result_with_the_strides_of_what_was_copied(like):
+    """The kernel reads a contiguous copy: a result with the strides of x has its rows mixed up."""
+
+    @Pattern
+    def scaled(x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    @scaled.guard
+    def _(x):
+        return reject_rows(x)
+
+    @scaled.kernel
+    def _(x):
+        copy = x.contiguous()
+        out, n = torch.empty_like(x if like == "x" else copy), x.numel()
+        launch(tanh_kernel, (triton.cdiv(n, 128),), copy, out, out, n, SAVE=False, BLOCK=128)
+        return out
+
+    scaled.inputs(dict())(lambda tensor: (tensor(2, 3, 20),))
+    if like == "x":
+        with pytest.raises(AssertionError, match="on leading dimensions swapped, for .*error"):
+            check_pattern(scaled, FP32)
+    else:
+        assert "leading dimensions swapped" in str(check_pattern(scaled, FP32))
 
 
 ARGUMENTS = {

@@ -3,10 +3,11 @@
 A block that is not run has a comment above it that says why, and is counted here:
 
     <!-- not run: it needs a GPU and ten minutes -->
+
+A ```text block is what the block of code before it prints. It may leave lines out.
 """
 
 import ast
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -28,6 +29,9 @@ from fusion_backend.frontends.catalogue import catalogue
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.frontends.loading import patterns
 
+from .doc_blocks import BLOCK, assert_printed, blocks, placed, to_run
+from .doc_tables import HELPERS, PAGE, with_tables
+
 ROOT = Path(__file__).parent.parent
 builtin_compile = compile
 BUILT_IN = ROOT / "patterns"
@@ -36,11 +40,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
     *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "catalogue.md"),
 ]
-BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^>]+) -->\n\n?)?"
-    r"^```(?P<kind>.*)\n(?P<text>(?:(?!```).*\n)*)```$",
-    re.MULTILINE,
-)
 NOT_RUN = {
     ("README.md", "sh"): 2,
     ("benchmark-your-model.md", "sh"): 3,
@@ -51,36 +50,6 @@ NOT_RUN = {
 }
 # Drawings, printed output and paths: nothing that could be run.
 SHOWN = {"README.md": 1, "architecture.md": 1, "benchmark-your-model.md": 1, "command-line.md": 4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A fenced block: the line of its fence, its language, its text, and why it is not run."""
-
-    line: int
-    kind: str
-    text: str
-    why: str | None
-
-
-def blocks(page: Path, *kinds: str) -> list[Block]:
-    """The blocks of a page, those of some languages alone; every fence must be understood."""
-    text = page.read_text()
-    found = [
-        Block(text[: m.start("kind")].count("\n") + 1, m["kind"], m["text"], m["why"])
-        for m in BLOCK.finditer(text)
-    ]
-    assert 2 * len(found) == len(re.findall(r"^ *```", text, re.M)), (
-        f"{page.name}: a block that is not closed"
-    )
-    assert text.count("<!-- not run") == sum(b.why is not None for b in found), (
-        f"{page.name}: a comment that belongs to no block"
-    )
-    return [b for b in found if not kinds or b.kind in kinds]
-
-
-def to_run(page: Path, kind: str) -> list[Block]:
-    return [b for b in blocks(page, kind) if b.why is None]
 
 
 WITH_PYTHON = [page for page in PAGES if to_run(page, "python")]
@@ -116,7 +85,7 @@ def test_every_block_of_code_is_run_or_counted():
     """No block escapes under another language or an unnoticed comment."""
     found = {page: blocks(page) for page in PAGES}
     kinds = Counter((page.name, b.kind) for page in PAGES for b in found[page] if b.why is None)
-    assert {kind for _, kind in kinds} <= {"python", "sh", "toml", ""}
+    assert {kind for _, kind in kinds} <= {"python", "sh", "toml", "text", ""}
     assert Counter(page for page, kind in kinds.elements() if not kind) == Counter(SHOWN)
     left_out = Counter((page.name, b.kind) for page in PAGES for b in found[page] if b.why)
     assert left_out == Counter(NOT_RUN)
@@ -131,10 +100,14 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / file[1]).write_text(block.text)
 
 
+# Each block of these pages is a program of its own.
+OF_PROGRAMS = {"cookbook.md"}
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_the_python_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
+def test_the_python_of_a_page_runs(page, scratch, tmp_path, monkeypatch, capsys):
     """All blocks of a page in one namespace, in order, at their lines. Inductor is left out, the
-    pass is not.
+    pass is not. What the page says that they print is printed.
     """
     real = torch.compile
 
@@ -148,7 +121,13 @@ def test_the_python_of_a_page_runs(page, scratch, tmp_path, monkeypatch):
         lines += [""] * (block.line - len(lines)) + block.text.splitlines()
     source = tmp_path / f"page_{page.stem.replace('-', '_')}.py"
     source.write_text("\n".join(lines))  # Triton reads the source of a kernel from its file
-    exec(builtin_compile(source.read_text(), str(source), "exec"), {"__name__": page.stem})
+    namespace = {"__name__": page.stem}
+    for block in to_run(page, "python"):
+        if page.name in OF_PROGRAMS:
+            namespace = {"__name__": page.stem}
+        code = "\n" * block.line + block.text
+        exec(builtin_compile(code, str(source), "exec"), namespace)
+        assert_printed(page, block, placed(capsys.readouterr().out, page))
 
 
 @pytest.mark.parametrize("page", WITH_SHELL, ids=name)
@@ -168,6 +147,7 @@ def test_the_commands_of_a_page_run(page, tmp_path):
         )
         where = f"{page.name}:{block.line}"
         assert done.returncode == 0, f"{where}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert_printed(page, block, re.sub(r"[\w./-]*/(\w+\.py)", r"\1", done.stdout))
 
 
 def test_the_settings_of_a_page_are_read():
@@ -182,8 +162,12 @@ def test_the_settings_of_a_page_are_read():
 
 
 def test_a_whole_pattern_fits_in_sixty_lines():
-    """The first block of docs/write-a-pattern.md is a pattern with all that one needs."""
-    (first, *_) = blocks(ROOT / "docs" / "write-a-pattern.md", "python")
+    """The file in docs/write-a-pattern.md is a pattern with all that one needs; the first block
+    defines one in six lines.
+    """
+    found = blocks(ROOT / "docs" / "write-a-pattern.md", "python")
+    assert len([line for line in found[0].text.splitlines() if line]) <= 6
+    (first,) = [b for b in found if b.text.startswith("# scaled_tanh.py")]
     assert len(first.text.splitlines()) < 60
     for part in (
         "@Pattern",
@@ -195,7 +179,21 @@ def test_a_whole_pattern_fits_in_sixty_lines():
         ".inputs",
     ):
         assert part in first.text
-    assert first.text.rstrip().endswith("print(check_pattern(scaled_tanh))")
+    last = first.text.splitlines()[-1]
+    assert last.startswith("print(check_pattern(scaled_tanh, dtypes=")
+
+
+def test_the_cookbook_has_five_patterns_that_are_not_built_in():
+    """Each a file of its own with its proof, and short."""
+    found = blocks(ROOT / "docs" / "cookbook.md", "python")
+    assert len(found) == 5
+    built_in = {p.stem for p in BUILT_IN.glob("*.py")}
+    for block in found:
+        file, *lines = block.text.splitlines()
+        pattern = re.fullmatch(r"# (\w+)\.py", file)[1]
+        assert len(lines) < 60 and pattern not in built_in
+        assert f"print(check_pattern({pattern}))" in lines
+        assert f"@{pattern}.near_miss" in lines and f"@{pattern}.inputs" in block.text
 
 
 # What a page may import of ours: the names of these are for users.
@@ -213,7 +211,7 @@ def names_imported(code: str) -> dict[str, set[str]]:
     return {m: names for m, names in found.items() if m.split(".")[0] == "fusion_backend"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/write-a-pattern.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/write-a-pattern.md", "docs/cookbook.md"])
 def test_a_page_for_users_imports_public_names_alone(page):
     seen = set()
     for block in blocks(ROOT / page, "python"):
@@ -222,19 +220,17 @@ def test_a_page_for_users_imports_public_names_alone(page):
             public = importlib.import_module(module).__all__
             assert names <= set(public), f"{page}:{block.line}: {names - set(public)} of {module}"
             seen.add(module)
-    assert page == "README.md" or seen == PUBLIC
+    assert page != "docs/write-a-pattern.md" or seen == PUBLIC
 
 
-@pytest.mark.parametrize("name", fusion_backend.kernels.__all__)
-def test_a_public_name_of_the_kernels_says_what_it_is(name):
-    """In a docstring of its own, and in the table of docs/write-a-pattern.md."""
-    what = getattr(fusion_backend.kernels, name)
-    assert (getattr(what, "fn", what).__doc__ or "").strip()
-    page = (ROOT / "docs" / "write-a-pattern.md").read_text()
-    table = [line for line in page.splitlines() if line.startswith("| `launch`")]
-    assert len(table) == 1, "the table of names begins with `launch`"
-    rows = page[page.index(table[0]) :].split("\n\n")[0]
-    assert f"`{name}`" in rows
+def test_the_tables_of_helpers_and_operators_are_current():
+    """docs/write-a-pattern.md: every public name of fusion_backend.kernels with its signature and
+    the first sentence of its docstring, and every operator with a canonical rule.
+    """
+    assert sorted(n for names in HELPERS.values() for n in names) == fusion_backend.kernels.__all__
+    text = PAGE.read_text()
+    assert text == with_tables(text), "run `python -m tests.doc_tables`"
+    assert "| `launch(kernel: Any, grid" in text and " `hardswish` " in text
 
 
 def test_the_package_is_cheap_to_import():

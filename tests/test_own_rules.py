@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, PatternError
 from fusion_backend.cache.disk import file_of
 from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.ir import Builder, Call, Expr, composite, counts, reset_counts, rule
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ir.rules import COMPOSITES, RULES
+from fusion_backend.ir.rules import COMPOSITES, RULES, TABLES
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.match.templates import templates
 from fusion_backend.ops.registry import unregister
@@ -147,3 +147,67 @@ def test_a_rule_applies_where_the_operator_has_its_arguments(tables):
     plans = [[r.where for r, _ in RULES.plan(getattr(overloads, o))] for o in ("default", "other")]
     assert plans == [[], [f"{of_two.__module__}.{of_two.__qualname__}"]]
     assert [r.built_in for r, _ in RULES.plan(overloads.dim)] == [True]
+
+
+def takes_x(c, call, x: Expr): ...
+
+
+def takes_a_matrix(c, call, self: Expr, mat1: Expr): ...
+
+
+def takes_mat3(c, call, self: Expr, mat3: Expr | None = None): ...
+
+
+def takes_min_and_dim(c, call, min: Expr, dim: int): ...
+
+
+@pytest.mark.parametrize(
+    "subject, function, words",
+    [
+        ("aten::silu", takes_x, "aten::silu has no argument x; it takes (self)"),
+        ("aten::add", takes_a_matrix, "aten::add has no argument mat1; it takes (self, other, al"),
+        ("aten::addmm", takes_mat3, "aten::addmm has no argument mat3; it takes (self, mat1, mat2"),
+        ("aten::sillu", takes_x, "torch has no operator aten::sillu"),
+        ("silu", takes_x, "'silu' is no operator; write \"aten::silu\""),
+        ("fusion_tests::swish", takes_min_and_dim, "has no argument min; it takes (x, beta)"),
+    ],
+)
+def test_a_rule_that_can_never_be_asked_is_refused(tables, subject, function, words):
+    with pytest.raises(PatternError) as error:
+        rule(subject)(function)
+    line = function.__code__.co_firstlineno
+    assert str(error.value).startswith(f"rule {function.__name__} ({__file__}:{line}): ")
+    assert words in str(error.value)
+
+
+def test_no_overload_has_all_arguments_of_a_rule(tables):
+    """aten::max has `other` in one overload, and `dim` in another."""
+
+    def of_both(c, call, self: Expr, other: Expr, dim: int): ...
+
+    with pytest.raises(PatternError, match=r"no overload of aten::max has all of \(self, other, d"):
+        rule("aten::max")(of_both)
+
+
+def test_a_composite_is_not_about_an_operator_of_torch(tables):
+    with pytest.raises(PatternError, match='canonical operator, "div" say'):
+        composite("aten::div")(lambda c, x, y, shape: None)
+
+
+def test_an_operator_that_is_defined_after_its_rule(tables):
+    """The names are compared when a graph first has the operator."""
+    rule("fusion_tests::defined_later")(takes_min_and_dim)
+
+    @torch.library.custom_op("fusion_tests::defined_later", mutates_args=())
+    def defined_later(x: Tensor) -> Tensor:
+        return x.clone()
+
+    with pytest.warns(RuntimeWarning, match="has no argument min; it takes .x.; it is never asked"):
+        RULES.plan(torch.ops.fusion_tests.defined_later.default)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda t: t.name)
+def test_each_rule_of_ours_can_be_asked(table):
+    assert table
+    wrong = [r.wrong(bool(table.context)) for rules in table.values() for r in rules]
+    assert not any(wrong), wrong

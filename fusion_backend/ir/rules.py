@@ -18,6 +18,7 @@ from types import UnionType
 from torch import fx
 
 from fusion_backend.compat.torch import OpOverload, schema_of
+from fusion_backend.ir.argument_names import wrong_names, wrong_subject
 from fusion_backend.ir.expr import Expr
 from fusion_backend.ir.schema_args import (
     Argument,
@@ -26,6 +27,8 @@ from fusion_backend.ir.schema_args import (
     known_value,
     operator_name,
 )
+from fusion_backend.reporting.reject import PatternError
+from fusion_backend.reporting.report import warn_once
 
 PACKAGE = __name__.partition(".")[0]
 UNREADABLE = NotImplemented  # what a reader of arguments says; None is an argument that is missing
@@ -60,6 +63,16 @@ class Rule:
     @property
     def where(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
+
+    def wrong(self, of_operators: bool) -> str:
+        """Why the rule can never be asked, with its name and line; empty where it can be, or where
+        the operator is not defined yet. Raises nothing.
+        """
+        why = wrong_subject(self.subject, of_operators)
+        why = why or (wrong_names(self.subject, self.parameters) if of_operators else "")
+        code = inspect.unwrap(self.function).__code__
+        where = f"rule {self.function.__name__} ({code.co_filename}:{code.co_firstlineno})"
+        return why and f"{where}: {why}"
 
     @property
     def built_in(self) -> bool:
@@ -105,12 +118,15 @@ class Table(UserDict[str, tuple[Rule, ...]]):
 
     def register(self, *subjects: str) -> Callable:
         """Decorator: add a rule. A function of the same name in the same module is replaced, as
-        when a cell is run again.
+        when a cell is run again. Raises PatternError where no operator of the name has the
+        arguments that the function names: it would never be asked.
         """
 
         def add(function: Callable) -> Callable:
             for subject in subjects:
                 new = Rule(subject, function, self.context)
+                if not new.built_in and (why := new.wrong(bool(self.context))):
+                    raise PatternError(why)
                 others = [r for r in self.get(subject, ()) if r.where != new.where]
                 theirs = [r for r in others if not r.built_in]
                 ours = [r for r in others if r.built_in]
@@ -133,7 +149,10 @@ class Table(UserDict[str, tuple[Rule, ...]]):
         found = self.plans.get(op)
         if found is None:
             rules = self.get(schema_of(op).name) or self.get(operator_name(op), ())
-            planned = ((r, self.reading(r, op)) for r in rules)
+            planned = [(r, self.reading(r, op)) for r in rules]
+            for r in (r for r, how in planned if how is None and not r.built_in):
+                if why := r.wrong(bool(self.context)):  # the operator was defined after its rule
+                    warn_once(why, f"fusion: {why}; it is never asked")
             found = self.plans[op] = [(r, how) for r, how in planned if how is not None]
         return found
 

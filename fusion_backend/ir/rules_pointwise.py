@@ -163,6 +163,25 @@ def hardtanh(c: Builder, call: Call, self: Expr, min_val: Expr, max_val: Expr):
     return c.clamp(self, min_val, max_val, call.shape)
 
 
+@rule("aten::relu6")
+def relu6(c: Builder, call: Call, self: Expr):
+    return c.clamp(self, c.const(0.0), c.const(6.0), call.shape)
+
+
+@rule("aten::hardsigmoid")
+def hardsigmoid(c: Builder, call: Call, self: Expr):
+    """relu6(x + 3) / 6"""
+    shifted = c.add(self, c.const(3.0), call.shape)
+    return c.div(relu6(c, call, shifted), c.const(6.0), call.shape)
+
+
+@rule("aten::hardswish")
+def hardswish(c: Builder, call: Call, self: Expr):
+    """x · relu6(x + 3) / 6"""
+    bent = relu6(c, call, c.add(self, c.const(3.0), call.shape))
+    return c.div(c.mul(self, bent, call.shape), c.const(6.0), call.shape)
+
+
 # Choice by a mask: where(not m, x, y) is where(m, y, x).
 
 

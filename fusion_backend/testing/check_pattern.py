@@ -49,7 +49,7 @@ def check_pattern(
     - Every spelling agrees with it in fp64, value and gradient, and is recognised.
     - Every near miss differs from it and is left alone.
     - Guard and worthwhile answer None or Reject.
-    - The kernel agrees with the reference, with gradients and without.
+    - The kernel agrees with the reference, with gradients and without, and on other strides.
     - The operators pass torch.library.opcheck.
 
     Raises PatternError where the definition is wrong and AssertionError where a result is; either

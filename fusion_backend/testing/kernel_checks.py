@@ -22,6 +22,7 @@ from fusion_backend.testing.compare import (
     unfused,
     value_and_gradients,
 )
+from fusion_backend.testing.other_strides import check_strides
 from fusion_backend.testing.proof import Proof, in_forms, watched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +68,7 @@ def check_kernels(pattern: Op, supported: list, dtypes: tuple, device: str, proo
                 compared[words][dtype] = forms
             report_refused(refused, supported, dtype, proof)
         report_compared(compared, supported, proof)
+        check_other_strides(pattern, compared, dtypes, device, calls, proof)
         ran = [(k, d) for forms in compared.values() for d in forms for k in forms[d]]
         kinds, dtype = ran[0] if ran else (opcheck_form(pattern, supported), dtypes[0])
         kernel = bool(ran) and any(d["forward"] == "kernel" for d in decisions.values())
@@ -84,6 +86,22 @@ def runnable(pattern: Op, device: str, proof: Proof) -> dict[str, dict]:
         decisions.pop(words)
         proof.not_run.append(f"{words}: no CUDA device and TRITON_INTERPRET is not set")
     return decisions
+
+
+def check_other_strides(pattern: Op, compared: dict, dtypes: tuple, device: str, calls, proof):
+    """In the first form and dtype, with gradients if there are any."""
+    decisions = decisions_of(pattern)
+    ran = [words for words in compared if decisions[words]["forward"] == "kernel"]
+    forms = compared[ran[-1]].get(dtypes[0]) if ran else None
+    if not forms:
+        return
+    kinds, decision = forms[0], decisions[ran[-1]]
+
+    def run(layout: str, *given) -> None:
+        what = f"{ran[-1]}, on {layout}, for {kinds} in {dtypes[0]}"
+        compare(pattern, what, decision, *given, calls)
+
+    check_strides(pattern, kinds, dtypes[0], device, run, proof)
 
 
 def is_due(pattern: Op, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 
 def blocks_of(size: Any, block: int) -> tuple[tuple[Any], Any]:
-    """The grid, and how many of all elements the last program has: their number may take more than
-    the 32 bits that Inductor passes to kernels.
+    """The grid of an elementwise kernel over `size` elements, and how many of them its last program
+    has. The number of all may take more than the 32 bits that Inductor passes to kernels.
     """
     programs = (size + block - 1) // block
     return (programs,), size - (programs - 1) * block
@@ -20,6 +20,8 @@ def blocks_of(size: Any, block: int) -> tuple[tuple[Any], Any]:
 
 @triton.jit
 def block_of(last, BLOCK: tl.constexpr):
-    """The first element of this program, and how many it has."""
+    """In a kernel: the first element of this program, and how many it has; `last` is the number
+    from `blocks_of`.
+    """
     ends = tl.program_id(0) == tl.num_programs(0) - 1
     return tl.program_id(0).to(tl.int64) * BLOCK, tl.where(ends, last, BLOCK)

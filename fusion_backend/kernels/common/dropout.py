@@ -35,12 +35,16 @@ class Dropout(NamedTuple):
 
 
 def threshold(p: float) -> int:
-    """Words below it are dropped."""
+    """The THRESHOLD of `dropout_factors` for a share p of dropped elements: random words below it
+    are dropped.
+    """
     return min(round(p * 2**32), WORD)
 
 
 def scale(p: float) -> float:
-    """What survivors are multiplied with: nothing is left of them where p = 1."""
+    """The SCALE of `dropout_factors`, what survivors are multiplied with: 1 / (1 - p), or 0 where
+    p is 1.
+    """
     return 1 / (1 - p) if p < 1 else 0.0
 
 
@@ -53,8 +57,8 @@ def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, dict]:
 
 @triton.jit
 def dropout_factors(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
-    """0 or SCALE for four elements a counter: from `[..., k]`, `[..., 4 k]`. One Philox call serves
-    all four.
+    """In a kernel: 0 or SCALE for each of `[..., 4 k]` elements, from `[..., k]` counters. One
+    Philox call serves the four elements of a counter.
     """
     a, b, c, d = tl.randint4x(seed, counter, ROUNDS)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.uint32, bitcast=True)
@@ -100,8 +104,9 @@ def tiles_kept(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 
 def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Dropout of x `[..., n]` in plain torch, with the mask of the kernels; computed in fp32, or
-    fp64 for fp64.
+    """Dropout of x `[..., n]` in plain torch, with the mask that kernels make of this seed.
+
+    Computed in fp32, or in fp64 for fp64.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * kept(seed, x.shape, p) * scale(p)).to(x.dtype)

@@ -18,8 +18,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def number(value: Any) -> Any:
-    """A symbolic size that can only be one number, as that number (a weight's shape has fixed it);
-    else as it is.
+    """A size that is symbolic but can only be one number, as that number; any other as it is.
+
+    A weight's shape has fixed it, say.
     """
     known = value.node.maybe_as_int() if isinstance(value, torch.SymInt) else None
     return value if known is None else known
@@ -31,7 +32,7 @@ def dynamic(value: Any) -> bool:
 
 
 def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
-    """Refuse dtypes the kernels do not compute in, and inputs whose dtypes differ."""
+    """Refuse other dtypes than fp32, bf16 and fp16, and tensors whose dtypes differ."""
     named = {name: t.dtype for name, t in tensors.items() if isinstance(t, Tensor)}
     leader, want = next(iter(named.items()))
     if want not in DTYPES:
@@ -63,8 +64,8 @@ def memory(t: Tensor) -> str:
 
 
 def reject_layouts(**tensors: Tensor | float) -> Reject | None:
-    """Refuse tensors that an elementwise kernel cannot walk through in the order of
-    their memory.
+    """Refuse tensors that an elementwise kernel cannot walk through in the order of their memory:
+    those that are not dense, or differ in shape or strides. Numbers pass.
     """
     named = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
     first, x = next(iter(named.items()))
@@ -88,12 +89,13 @@ def dense(x: Tensor, order) -> bool:
 
 
 def in_layout(out: Tensor, t: Tensor) -> Tensor:
-    """The tensor with the shape and strides of `out`: itself, or a copy."""
+    """t with the shape and strides of `out`: itself, or a copy."""
     return t if same_layout(t, out) else torch.empty_like(out, dtype=t.dtype).copy_(t)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """`[..., n]` seen as rows of n: the tensor, the number of rows and their distance in memory.
+    """A tensor `[..., n]` seen as rows of n: the tensor, the number of rows and their distance in
+    memory.
 
     Columns are one element apart. Rows may be padded, but their distance is a number, so that a
     kernel can be compiled for it: only then does Triton know how wide its loads may be. The tensor
@@ -124,5 +126,5 @@ def rows_as_in(out: Tensor, x: Tensor) -> tuple[Tensor, int, int]:
 
 
 def maybe_rows(x: Tensor | None) -> tuple:
-    """The same of what may be missing."""
+    """`as_rows` of a tensor that may be missing; of None it is (None, 0, 0)."""
     return (None, 0, 0) if x is None else as_rows(x)

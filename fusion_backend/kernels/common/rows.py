@@ -33,9 +33,10 @@ class Config(NamedTuple):
 
 
 def row_config(n: int, itemsize: int) -> tuple[int, int, int]:
-    """BLOCK, rows a program and warps for rows of n: 16 elements a thread, but at least four warps.
+    """For rows of n elements: BLOCK, how many rows a program takes, and its warps.
 
-    A BLOCK shorter than the row: the row does not fit in registers, the program walks through it.
+    16 elements a thread, but at least four warps. A BLOCK shorter than the row: the row does not
+    fit in registers, the program walks through it.
     """
     block = triton.next_power_of_2(n)
     if n * itemsize > MAX_HELD:
@@ -52,7 +53,9 @@ def tuned(kernel: str, rows, n: int, itemsize: int, rule: tuple) -> Config:
 
 
 def reject_rows(x: Tensor) -> Reject | None:
-    """Refuse rows that are dynamic, too long, or not dense."""
+    """Refuse rows whose length is dynamic or more than 131072, or whose elements are not adjacent
+    in memory.
+    """
     if x.dim() == 0:
         return Reject("x is a single number")
     n = number(x.shape[-1])
@@ -73,7 +76,7 @@ def reject_shapes(**tensors: Tensor) -> Reject | None:
 
 
 def reject_vectors(**vectors: Tensor | None) -> Reject | None:
-    """Refuse weights and biases that are not dense vectors."""
+    """Refuse weights and biases that are not dense vectors; None passes."""
     for name, t in vectors.items():
         if t is not None and (t.dim() != 1 or dynamic(t.stride(0)) or t.stride(0) != 1):
             return Reject(
