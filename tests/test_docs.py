@@ -116,6 +116,7 @@ def test_the_python_of_a_page_runs(page, scratch, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     lines = []
     for block in to_run(page, "python"):
         lines += [""] * (block.line - len(lines)) + block.text.splitlines()
@@ -136,6 +137,7 @@ def test_the_commands_of_a_page_run(page, tmp_path):
     write_files(page, tmp_path)
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = os.environ | {"PATH": os.pathsep.join(folders), "PYTHONPATH": str(ROOT)}
+    environment["COLUMNS"] = "100"
     for block in to_run(page, "sh"):
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.text],

@@ -51,7 +51,7 @@ def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
     what has a kernel before what has none, and else in the order of the decisions.
     """
     taken: set[fx.Node] = set()
-    for d in sorted(decisions, key=lambda d: RANKS.index(cause_of(d))):
+    for d in sorted(decisions, key=rank):
         computed = gate.legality.computed(d.match)
         costly = {n for n in computed if gate.canon.of[n].op not in FREE}
         own = costly.union(d.match.roots)
@@ -59,11 +59,11 @@ def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
         taken |= own
 
 
-def cause_of(d: Decision) -> str | None:
-    """Why it is not fused. Of a pattern without a kernel that is the cause, whatever else is."""
+def rank(d: Decision) -> int:
     rule = d.match.pattern
     kernel = rule.replacement_fn or not isinstance(rule, Op) or rule.kernel_fn
-    return d.cause if d.fused or kernel or d.cause in (COVERED, SWITCHED_OFF) else NO_KERNEL
+    cause = d.cause if d.fused or kernel or d.cause == COVERED else NO_KERNEL
+    return RANKS.index(cause)
 
 
 def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
@@ -81,7 +81,7 @@ def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
         nodes,
         covered=d.cause == COVERED,
         module=module_of(m.roots[0]),
-        cause=cause_of(d),
+        cause=d.cause,
         alternative=d.alternative,
         position=order[m.roots[0]],
     )

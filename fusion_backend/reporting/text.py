@@ -69,7 +69,7 @@ def text_of(report: Report, verbose: bool, width: int) -> str:
     parts += section("not fused", left, named)
     if not verbose:
         parts += section("needs a GPU", needs_gpu, named, reasons=False)
-        parts += [listed("no kernel yet", without_kernel, width)] if without_kernel else []
+        parts += section("no kernel yet", without_kernel, named, reasons=False)
     parts += near_misses(report.misses, width, verbose)
     parts += graph_breaks(report.graphs, width)
     parts += failures(report, width)
@@ -148,12 +148,6 @@ def wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
 
 
-def listed(title: str, sites: list[Site], width: int) -> list[str]:
-    counts = Counter(s.pattern for s in sites)
-    text = ", ".join(f"{name}{f' ×{n}' if n > 1 else ''}" for name, n in counts.items())
-    return ["", title, *("  " + row for row in wrapped(text, width - 2))]
-
-
 def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]]:
     """Code that is almost a pattern, and not part of another; in `verbose` all that was tried."""
     shown = misses if verbose else [m for m in misses if almost(m)][:MOST_MISSES]
@@ -165,7 +159,7 @@ def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]
 
 
 def almost(m: Miss) -> bool:
-    return not m.inside and m.matched >= 3 and m.size - m.matched <= 1
+    return not m.inside and m.matched >= 2 and m.size - m.matched <= 1
 
 
 def hanging(text: str, width: int) -> list[str]:
@@ -200,7 +194,7 @@ def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Ite
     operators = sum((Counter(g.operators) for g in report.graphs), Counter())
     if WHOLE_BLOCKS & {*operators}:
         yield wrapped(FASTPATH, width)
-    elif report.graphs and not report.sites:
+    elif report.graphs and not report.sites and not any(map(almost, report.misses)):
         most = ", ".join(f"{name} ×{n}" for name, n in operators.most_common(MOST_OPERATORS))
         yield wrapped(f"No pattern was recognised. The operators are {most or 'none'}.", width)
     if not report.graphs:
