@@ -50,8 +50,8 @@ def short(text: str) -> str:
     """
     here = os.getcwd().rstrip("/\\") + os.sep
 
-    def shortened(found: re.Match) -> str:
-        path = INSTALLED.sub("", found["path"])
+    def shortened(found: re.Match[str]) -> str:
+        path: str = INSTALLED.sub("", found["path"])
         return path.removeprefix(here)
 
     return PATH.sub(shortened, text)
@@ -60,7 +60,7 @@ def short(text: str) -> str:
 def folded(text: str) -> str:
     """A text with "*" for the numbers in paths of modules: layers.*.norm1."""
 
-    def without_numbers(found: re.Match) -> str:
+    def without_numbers(found: re.Match[str]) -> str:
         parts = found[0].split(".")
         if all(part[0].isdigit() for part in parts):  # a number, such as 0.98
             return found[0]

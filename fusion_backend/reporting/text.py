@@ -114,7 +114,7 @@ def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True)
     """A title, and an entry for the sites that are alike but for the number of their layer."""
     if not sites:
         return []
-    found: dict[tuple, Entry] = {}
+    found: dict[tuple[str, ...], Entry] = {}
     for s in sites:
         told = s.how if s.fused else s.reason
         where, told = short(s.where), short(told)
@@ -128,7 +128,7 @@ def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True)
     return [["", title], *(e.lines(layout, reasons) for e in found.values())]
 
 
-def alike(*texts: str) -> tuple:
+def alike(*texts: str) -> tuple[str, ...]:
     return tuple(folded(t) for t in texts)
 
 
