@@ -2,7 +2,9 @@
 by rank.
 """
 
+import os
 import socket
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +46,10 @@ def ranks(tmp_path_factory):
     backends = list(dict.fromkeys(("eager", "inductor", BACKEND)))
     generated = jobs_to_run() if selection.FULL else []
     given = free_port(), jobs_to_run(), backends, str(folder), generated
-    mp.spawn(jobs.work, given, nprocs=jobs.WORLD)
+    with mock.patch.dict(os.environ):
+        # Where the tests before have left the patterns traced; the jobs use no cache of Inductor.
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        mp.spawn(jobs.work, given, nprocs=jobs.WORLD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(jobs.WORLD)]
 
 
