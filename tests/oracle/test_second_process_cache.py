@@ -35,10 +35,16 @@ def _(saved, grad):
 """
 
 SCRIPT = """
-import json, sys
+import importlib.machinery, importlib.util, json, sys, types
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+# of the built-in patterns those that fit: each new cache directory has all of them traced
+rooms = types.ModuleType("fusion_backend.patterns")
+rooms.__path__ = importlib.util.find_spec(rooms.__name__).submodule_search_locations
+rooms.__spec__ = importlib.machinery.ModuleSpec(rooms.__name__, None, is_package=True)
+sys.modules[rooms.__name__] = rooms
+import fusion_backend.patterns.add_mul, fusion_backend.patterns.layer_norm
 import user_pattern
 import fusion_backend
 
