@@ -35,18 +35,34 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     selection.FULL = config.getoption("--full")
+    if not selection.FULL:
+        no_vectors()
+
+
+def no_vectors():
+    """Inductor's C++ has no vectors, here and in what tests start. What it makes of them is its
+    own; and for every new cache directory it compiles a program for each set of instructions, to
+    see which ones work: 7 s of CPU time.
+    """
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+    torch._inductor.config.cpp.vec_isa_ok = False
 
 
 def pytest_collection_finish():
     """What PyTorch and the modules of tests hold is not looked through at every collection of
-    garbage.
+    garbage, and there are fewer of those.
     """
     gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_collection_modifyitems(config, items):
     if not selection.FULL:
-        left = [item for item in items if "full" not in item.keywords]
+        left = [
+            item
+            for item in items
+            if "full" not in item.keywords and not selection.left_out(item.nodeid)
+        ]
         names = [(item.location[0], getattr(item, "originalname", item.name)) for item in left]
         left = list(itertools.compress(left, selection.sampled(names)))
         taken = {*left}

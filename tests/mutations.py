@@ -2,9 +2,9 @@
 [NAME ...]`.
 
 A mutation replaces one piece of text, which must stand exactly once in its file, in a copy of the
-repository, and runs the named tests there. It is caught where a test fails; a test that errors
-before it starts catches nothing. Run the command after a change to the pass or to these tests: it
-is no part of the suite.
+repository, and runs the named tests there, in the default selection. It is caught where a test
+fails; a test that errors before it starts catches nothing. Run the command after a change to the
+pass or to these tests: it is no part of the suite.
 """
 
 from __future__ import annotations
@@ -113,19 +113,19 @@ MUTATIONS = {
         "fusion_backend/decide/legality.py",
         "        if v.dtype not in FLOATS if exact is None else v.dtype != exact:\n",
         "        if False:\n",
-        "tests/test_every_pattern.py",
+        "tests/test_every_pattern.py::test_refused_tensors_fall_through",
     ),
     "gate: the strides of the result are not compared": Mutation(
         "fusion_backend/decide/call.py",
         "        if not laid_out_as(out, want) and (strides or not want.is_contiguous()):\n",
         "        if False:\n",
-        "tests/test_every_pattern.py",
+        "tests/test_every_pattern.py::test_permuted_and_expanded_inputs",
     ),
     "rewrite: two results of an op change places": Mutation(
         "fusion_backend/rewrite/writer.py",
         "        return self.new, dict(zip(roots, results, strict=True))\n",
         "        return self.new, dict(zip(roots, results[::-1], strict=True))\n",
-        "tests/test_every_pattern.py",
+        "tests/test_every_pattern.py::test_rewritten_graph_with_kernels_agrees",
     ),
     "rewrite: older names of a converted in-place chain keep the old value": Mutation(
         "fusion_backend/rewrite/writer.py",
@@ -184,7 +184,7 @@ MUTATIONS = {
         "strict=True)]\n"
         "            inputs[-1:] = [draw(i.device) if self.op.seed_arguments else i for i in "
         "inputs[-1:]]\n",
-        "tests/test_dropout.py",
+        "tests/test_dropout.py::test_compiled_value_and_gradients",
     ),
     "masks: every mask counts as square": Mutation(
         "fusion_backend/masks/analysis.py",
@@ -196,7 +196,7 @@ MUTATIONS = {
         "fusion_backend/cache/identity.py",
         "repr((sources, [f.digest for f in prints], decisions))",
         "repr((sources, decisions))",
-        "tests/oracle/test_second_process_cache.py",
+        "tests/oracle/test_second_process_cache.py::test_edited_backward",
     ),
 }
 

@@ -15,24 +15,59 @@ FULL = False  # set by conftest.py from the option
 # first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
 # against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
 SAMPLED = {
-    "tests/test_attention.py": 2,
-    "tests/test_attention_forms.py": 2,
-    "tests/test_attention_models.py": 5,
+    "tests/test_attention.py": 3,
+    "tests/test_attention_forms.py": 4,
+    "tests/test_attention_models.py": 9,
+    "tests/test_benchmark_models.py": 2,
     "tests/test_benchmarks.py": 2,
-    "tests/test_channel_kernels.py": 3,
-    "tests/test_depth.py": 3,
-    "tests/test_dropout.py": 2,
-    "tests/test_flash.py": 5,
-    "tests/test_flash_dropout.py": 3,
-    "tests/test_flash_shapes.py": 3,
+    "tests/test_channel_kernels.py": 5,
+    "tests/test_check_pattern.py": 2,
+    "tests/test_depth.py": 5,
+    "tests/test_dropout.py": 3,
+    "tests/test_flash.py": 8,
+    "tests/test_flash_dropout.py": 5,
+    "tests/test_flash_shapes.py": 6,
     "tests/test_kernels.py": 3,
-    "tests/test_linear_cross_entropy.py": 3,
-    "tests/test_recognition.py": 6,
-    "tests/test_relative_bias.py": 5,
-    "tests/test_row_kernels.py": 5,
-    "tests/test_scale.py": 3,
-    "tests/test_spellings.py": 3,
+    "tests/test_linear_cross_entropy.py": 6,
+    "tests/test_patch_embedding.py": 2,
+    "tests/test_recognition.py": 9,
+    "tests/test_relative_bias.py": 8,
+    "tests/test_row_kernels.py": 8,
+    "tests/test_scale.py": 5,
+    "tests/test_spellings.py": 5,
 }
+
+# Dear tests that are left to --full, each with what runs by default instead. A name without
+# brackets is all cases of a function.
+LEFT_OUT = {
+    "tests/oracle/test_distributed.py::test_two_processes[dtensor]": "[fsdp2], which has DTensors",
+    "tests/oracle/test_distributed.py::test_two_processes[fsdp2_by_layer]": "[fsdp2] and [ddp]",
+    "tests/oracle/test_distributed.py::test_two_processes[tensor_parallel]": "[fsdp2]",
+    "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
+    "the key in test_fingerprint.py",
+    "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
+    "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
+    "test_the_python_of_a_page_runs",
+    "tests/test_edited_helpers.py::test_after_an_edit_nothing_is_taken_from_the_caches": "the key "
+    "in test_fingerprint.py, the processes in oracle/test_second_process_cache.py",
+    "tests/test_edited_helpers.py::test_what_was_loaded_is_what_runs": "the same",
+    "tests/test_edited_helpers.py::test_without_an_edit_everything_is": "the same",
+    "tests/test_masks_around_bodies.py::test_through_inductor": "test_a_mask_from_around_the_body",
+    "tests/test_models.py::test_every_layer_norm_is_found[gpt2]": "test_model[gpt2-inference]",
+    "tests/test_models.py::test_every_layer_norm_is_found[llama]": "test_recognition.py",
+    "tests/test_models.py::test_every_layer_norm_is_found[qwen3]": "test_recognition.py",
+    "tests/test_models.py::test_every_layer_norm_is_found[vit]": "test_recognition.py",
+    "tests/test_process_state.py::test_four_threads_that_compile_first_at_once": "the other tests "
+    "of threads in the file",
+    "tests/test_relative_bias.py::test_a_deep_chain": "test_scale.py and test_depth.py",
+    "tests/test_relative_bias.py::test_compiled_by_inductor": "test_t5, and the pattern in "
+    "test_every_pattern.py::test_compiled_agrees",
+    "tests/test_scale.py::test_one_tensor_written_to_again_and_again": "test_deep_chains",
+}
+
+
+def left_out(node: str) -> bool:
+    return not {node, node.partition("[")[0]}.isdisjoint(LEFT_OUT)
 
 
 def sampled(names: list[tuple[str, str]]) -> list[bool]:
@@ -48,22 +83,39 @@ def sampled(names: list[tuple[str, str]]) -> list[bool]:
 def covering(*dimensions, strength: int = 2) -> list[tuple]:
     """Combinations in which every `strength` values of as many dimensions occur together.
 
-    Greedy and without chance: of the product, in its order, always the first combination that has
-    most of what is missing.
+    Of the product, in its order.
     """
     product = list(itertools.product(*map(range, map(len, dimensions))))
-    axes = list(itertools.combinations(range(len(dimensions)), min(strength, len(dimensions))))
+    found = covering_some(product, strength)
+    return [tuple(d[i] for d, i in zip(dimensions, c, strict=True)) for c in found]
+
+
+def covering_some(combinations: list[tuple], strength: int = 2) -> list[tuple]:
+    """Of combinations of values that have a hash, in their order, enough to hold every `strength`
+    values that stand together in one of them.
+
+    Greedy and without chance: always the first combination that has most of what is missing.
+    """
+    width = len(combinations[0]) if combinations else 0
+    axes = list(itertools.combinations(range(width), min(strength, width)))
 
     def parts(combination):
         return {(axis, tuple(combination[i] for i in axis)) for axis in axes}
 
-    missing = set().union(*map(parts, product))
-    found = []
+    missing = set().union(*map(parts, combinations))
+    found = set()
     while missing:
-        best = max(product, key=lambda c: len(parts(c) & missing))
+        best = max(combinations, key=lambda c: len(parts(c) & missing))
         missing -= parts(best)
-        found.append(best)
-    return [tuple(d[i] for d, i in zip(dimensions, c, strict=True)) for c in sorted(found)]
+        found.add(best)
+    return [c for c in combinations if c in found]
+
+
+def forms_by_default(forms: list[tuple]) -> list[tuple]:
+    """Of the forms of a pattern, those that run by default: the first, and enough for every two
+    kinds of arguments that go together.
+    """
+    return forms if FULL else covering_some(forms)
 
 
 def only_full(*values, **how):

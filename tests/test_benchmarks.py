@@ -258,11 +258,23 @@ def test_scattered_times_prove_nothing():
 # Contenders
 
 
-def tampered(kind):
+class CountingClock(Clock):
+    """A call takes 1 ms, and one that says `slow` three: whatever else the machine does."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.slow = False
+
+    def __call__(self, call):
+        self.slow = False
+        call()
+        return 3.0 if self.slow else 1.0
+
+
+def tampered(kind, clock):
     def make(reference):
         def fn(*args):
-            if kind == "slow":
-                time.sleep(0.002)
+            clock.slow |= kind == "slow"
             if kind == "raising":
                 raise RuntimeError("broken\non purpose")
             return reference(*args) * (1.001 if kind == "wrong" else 1.0)
@@ -272,9 +284,11 @@ def tampered(kind):
     return make
 
 
-def test_the_harness_checks_itself(bench):
-    makers = EAGER | {kind: tampered(kind) for kind in ("wrong", "slow", "raising")}
-    found = measure(ADD_MUL, bench, makers)
+def test_the_harness_checks_itself(bench, monkeypatch):
+    monkeypatch.setattr(timing, "CALLS", (3, 3))
+    clock = CountingClock()
+    makers = EAGER | {kind: tampered(kind, clock) for kind in ("wrong", "slow", "raising")}
+    found = measure(ADD_MUL, bench._replace(clock=clock), makers)
     assert [c.status for c in found.contenders] == [OK, OK, WRONG, OK, FAILED, OK]
     assert found.of("slow").verdict == "slower" and found.ratio("slow") < 0.5
     assert found.of("raising").note == "RuntimeError: broken" and found.of("raising").kernel is None

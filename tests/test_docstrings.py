@@ -18,7 +18,7 @@ from fusion_backend.testing.spelling.recall import recall
 CONSTANTS = {"FACTOR", "ULPS"}
 RESULTS = {"Proof"}  # what check_pattern returns
 SHOWN = [getattr(testing, name) for name in testing.__all__ if name not in CONSTANTS | RESULTS]
-SHOWN += [recall, Report, Site, report]
+SHOWN = list(dict.fromkeys([*SHOWN, recall, Report, Site, report]))
 
 
 def example_of(shown) -> str:

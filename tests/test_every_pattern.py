@@ -1,5 +1,7 @@
 """The contract that every registered pattern keeps: nothing here knows any of them by name."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from fusion_backend.testing import (
 
 from . import selection
 
+proof_module = importlib.import_module("fusion_backend.testing.check_pattern")  # a function's name
 pytestmark = pytest.mark.usefixtures("scalar_code")
 ALL = {p.name: p for p in patterns()}
 DECLINED = {"relative_bias"}  # of an index that is an input nothing is known
@@ -37,17 +40,38 @@ def written(pattern):
     return [kinds for kinds in supported if kinds not in random]
 
 
+@pytest.fixture
+def forms_by_default(monkeypatch):
+    """check_pattern looks at a covering selection of a pattern's forms, with --full at all."""
+    every_form = proof_module.forms
+
+    def chosen(pattern):
+        return selection.forms_by_default(supported_forms(pattern))
+
+    def chosen_and_refused(pattern):
+        left_out = {*supported_forms(pattern)}.difference(chosen(pattern))
+        return [kinds for kinds in every_form(pattern) if kinds not in left_out]
+
+    monkeypatch.setattr(proof_module, "supported_forms", chosen)
+    monkeypatch.setattr(proof_module, "forms", chosen_and_refused)
+
+
 WRITTEN = {p.name: p for p in ALL.values() if written(p)}
 every_written = pytest.mark.parametrize("pattern", WRITTEN.values(), ids=WRITTEN)
 
 
 def forms(patterns):
-    """All forms that a kernel has to get right; one where the reference stands in for it."""
-    return [
-        pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}")
-        for p in patterns
-        for kinds in written(p)[: None if p.kernel_fn else 1]
-    ]
+    """All forms that a kernel has to get right, a covering selection of them by default; one where
+    the reference stands in for it.
+    """
+    found = []
+    for p in patterns:
+        of_kernel = written(p)[: None if p.kernel_fn else 1]
+        chosen = selection.covering_some(of_kernel)
+        for kinds in of_kernel:
+            marks = () if kinds in chosen else pytest.mark.full
+            found.append(pytest.param(p, kinds, id=f"{p.name}-{'-'.join(kinds)}", marks=marks))
+    return found
 
 
 every_form = pytest.mark.parametrize("pattern, kinds", forms(WRITTEN.values()))
@@ -76,6 +100,7 @@ def split(args):
 
 
 @every
+@pytest.mark.usefixtures("forms_by_default")
 def test_pattern_keeps_the_contract(pattern):
     # the files of the kernels run fp16, and --full does here
     dtypes = (torch.float32, torch.bfloat16, *((torch.float16,) if selection.FULL else ()))
@@ -223,7 +248,7 @@ def test_stacked_inputs(pattern):
             return a
         return torch.stack([a, a.flip(0), a.flip(-1)]).detach().requires_grad_(a.requires_grad)
 
-    for kinds in supported_forms(pattern):
+    for kinds in selection.forms_by_default(supported_forms(pattern)):
         changed = [stacked(a) for a in arguments(pattern, kinds, torch.float32)]
         want = unfused_if_possible(pattern, changed)
         if want is None:

@@ -8,8 +8,18 @@ import torch
 import torch._inductor.compile_fx as compile_fx
 import torch.nn.functional as F
 
+from . import selection
 from .eager_kernels import eager_kernels
-from .selection import SAMPLED, covering, product, sampled
+from .selection import (
+    LEFT_OUT,
+    SAMPLED,
+    covering,
+    covering_some,
+    forms_by_default,
+    left_out,
+    product,
+    sampled,
+)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 3), (7, 3, 3), (6, 2, 5, 3), (2, 2, 2, 2, 2)])
@@ -59,6 +69,35 @@ def test_eager_kernels_end_where_inductor_begins(monkeypatch):
     torch.compiler.reset()
     with pytest.raises(Exception, match="Inductor generates code"):
         torch.compile(lambda x: F.layer_norm(x, (8,)).sin(), backend="inductor")(x)
+
+
+def test_of_combinations_that_exist_every_pair_is_covered():
+    """Of a pattern's forms: where an argument is missing, so are others."""
+    forms = [f for f in itertools.product("ab", "cd", "ef", "gh") if f[0] == "a" or f[1] == "c"]
+    found = covering_some(forms)
+    assert found[0] == forms[0] and found == [f for f in forms if f in found]
+    assert len(found) < len(forms) / 2
+    for some in itertools.combinations(range(4), 2):
+        of = [{tuple(f[axis] for axis in some) for f in fs} for fs in (forms, found)]
+        assert of[0] == of[1]
+    assert covering_some([]) == [] and covering_some([("a",)]) == [("a",)]
+
+
+def test_all_forms_run_in_full(monkeypatch):
+    forms = list(itertools.product("ab", "cd", "ef"))
+    assert len(forms_by_default(forms)) == 4
+    monkeypatch.setattr(selection, "FULL", True)
+    assert forms_by_default(forms) == forms
+
+
+def test_what_is_left_out_is_there():
+    """A test of that name, and its case among what the file names; and why it may be left out."""
+    for node, instead in LEFT_OUT.items():
+        file, _, rest = node.partition("::")
+        function, _, case = rest.partition("[")
+        text = (Path(__file__).parent.parent / file).read_text()
+        assert f"def {function}(" in text and case.removesuffix("]") in text, node
+        assert instead and left_out(node) and left_out(f"{node}[x]") == (not case)
 
 
 def test_of_a_file_of_many_cases_every_third_runs():

@@ -124,7 +124,8 @@ def case(build, inputs, calls, name=None, fused=BOTH, **kw):
 ALL = {"dynamic": True}
 SHAPES = ((2, 7, 16), (3, 9, 16), (2, 32, 16))
 CASES = [
-    case(Block, rows(8, 9, 1), 3, "dynamic", compile=ALL, generated=True),
+    case(Block, rows(8, 9), 2, "dynamic", compile=ALL, generated=True),
+    case(Block, rows(8, 9, 1), 3, "dynamic_to_one", compile=ALL),
     case(Block, rows(8, 9, 10, 1), 4, "automatic"),
     case(Block, rows(8, 9), 2, "mark_dynamic", before=mark(0)),
     case(
@@ -159,7 +160,6 @@ CASES = [
         2,
         fused={"layer_norm": SOME},
         dynamo=SIZES,
-        generated=True,
     ),
     case(ItemFloat, counted((8, 2.5), (8, 3.5)), 2, dynamo=SIZES),
     case(Nonzero, rows(8, 8), 2, dynamo=SIZES),
