@@ -388,3 +388,16 @@ def test_a_global_that_is_bound_again_counts():
     found = collect(lambda x: torch.tanh(x * 3.0), torch.ones(3))
     assert len(found.report.fused) == 1 and templates(notebook["mine"])
     torch.testing.assert_close(found.graphs[0](torch.ones(3))[0], torch.tanh(torch.full((3,), 3.0)))
+
+
+def test_a_definition_with_other_arguments_is_called_with_its_own():
+    """torch remembers the arguments of an operator by its name."""
+    x = torch.randn(3)
+    torch.library.opcheck(operator_of(define()).overload, (x, x, 2.0), test_utils="test_schema")
+    unregister("mine")
+
+    @Pattern
+    def mine(x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    torch.library.opcheck(operator_of(mine).overload, (x,), test_utils="test_schema")

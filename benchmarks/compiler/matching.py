@@ -54,7 +54,7 @@ def matched(view, canon, known):
 def decisions(view, canon, options, matcher, found) -> int:
     gate = Gate(Facts(view, canon, options.exact_masks, {}), options)
     decided = gate.decide_all(found)
-    near_misses(matcher, gate)
+    near_misses(matcher, gate, decided)
     return len(decided)
 
 

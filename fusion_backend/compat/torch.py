@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, statically_known_true
+from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE as SIGNATURES
 from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -198,6 +199,14 @@ def sym_key(value):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
         else value
     )
+
+
+def new_op(name: str, fn: Callable):
+    """`fn` as the operator `namespace::name`, in place of one of that name. torch remembers the
+    arguments of an operator by its name, and would call the new one with those of the old.
+    """
+    SIGNATURES.pop((name, ""), None)
+    return triton_op(name, fn, mutates_args=())
 
 
 def remove_op(call) -> None:

@@ -16,7 +16,7 @@ import types
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.torch import plain_tensors, remove_op, triton_op
+from fusion_backend.compat.torch import new_op, plain_tensors, remove_op
 from fusion_backend.kernels.common.launch import interpreting, on_gpu
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
@@ -46,16 +46,12 @@ class Operator:
         # what runs where the kernel does not
         self.reference = op.seeded_fn or op.reference
         self.results = op.outputs + len(op.saves)
-        self.call = triton_op(
-            f"fusion::{op.name}", signed(self.forward, self.schema()), mutates_args=()
-        )
+        self.call = new_op(f"fusion::{op.name}", signed(self.forward, self.schema()))
         self.call.register_autograd(self.gradient, setup_context=self.keep)
         self.backward_call = None
         if op.backward_fn is not None and not op.backward_plain:
             name = f"fusion::{op.name}_backward"
-            self.backward_call = triton_op(
-                name, signed(self.backward, self.backward_schema()), mutates_args=()
-            )
+            self.backward_call = new_op(name, signed(self.backward, self.backward_schema()))
 
     def remove(self) -> None:
         """Take the operators out of torch: the op's name may come to mean something else."""
