@@ -89,7 +89,7 @@ def decide(top: Scope, options: Options) -> None:
     """Matches and facts -> decisions. `fusion.limit` counts the sites of all scopes."""
     fused = 0
     for scope in top.scopes():
-        scope.gate = Gate(scope.facts, options)
+        scope.gate = Gate(scope.facts, options, scope.matcher.other_readings)
         scope.decisions = best_answers(scope.gate.decide_all(scope.matches, fused))
         fused += sum(d.fused for d in scope.decisions)
 

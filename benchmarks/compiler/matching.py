@@ -52,7 +52,7 @@ def matched(view, canon, known):
 
 
 def decisions(view, canon, options, matcher, found) -> int:
-    gate = Gate(Facts(view, canon, options.exact_masks, {}), options)
+    gate = Gate(Facts(view, canon, options.exact_masks, {}), options, matcher.other_readings)
     decided = gate.decide_all(found)
     near_misses(matcher, gate, decided)
     return len(decided)

@@ -9,6 +9,7 @@ inlined for Inductor, or a library call.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
@@ -73,9 +74,17 @@ class Decision:
 
 
 class Gate:
-    """Decides the sites of one graph, in the order in which it is asked."""
+    """Decides the sites of one graph, in the order in which it is asked. `other_readings` is the
+    matcher's.
+    """
 
-    def __init__(self, facts: Facts, options: Options):
+    def __init__(
+        self,
+        facts: Facts,
+        options: Options,
+        other_readings: Callable[[Match], Iterable[Match]] = lambda match: (),
+    ):
+        self.other_readings = other_readings
         self.facts, self.canon, self.options = facts, facts.canon, options
         self.legality = Legality(facts)
         self.trials = Trials()
@@ -109,7 +118,10 @@ class Gate:
         if reason := self.unwanted(match):
             return Decision(match, False, reason, cause=SWITCHED_OFF)
         if reason := self.legality.refusal(match):
-            return Decision(match, False, reason, cause=ILLEGAL)
+            other = self.legal_reading(match)
+            if other is None:
+                return Decision(match, False, reason, cause=ILLEGAL)
+            match = other
         decision = self.provide(match, self.facts.training(match))
         decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
@@ -119,6 +131,16 @@ class Gate:
             computed = self.legality.computed(match)
             self.claimed |= dict.fromkeys((*match.roots, *again, *computed), match)
         return decision
+
+    def legal_reading(self, match: Match) -> Match | None:
+        """What else the pattern can stand for there and may replace. A pattern without a kernel is
+        not worth the search.
+        """
+        rule = match.pattern
+        if isinstance(rule, Op) and rule.kernel_fn is None and rule.replacement_fn is None:
+            return None
+        others = self.other_readings(match)
+        return next((other for other in others if not self.legality.refusal(other)), None)
 
     # Does the user want it?
 

@@ -30,7 +30,7 @@ from fusion_backend.reporting.records import RuleCount
 
 # nodes to look at for each operator of a template, for a result that is not inside another
 NEAR = 50
-MOST_READINGS = 4  # of a template at a node that are looked at for one that nothing outside reads
+MOST_READINGS = 4  # of a template at a node, for where the first may not be replaced
 
 
 class Matcher:
@@ -122,23 +122,13 @@ class Matcher:
         where, reason = n, ""
         roots: list = [None] * len(t.roots)
         roots[t.start] = n
-        reading, seen = None, set()
         for first in unifier.unify(root, e, {}):
             for found_roots, env in self.other_roots(t, unifier, roots, first):
-                key = frozenset((k, v.expr) for k, v in env.items() if isinstance(v, Bound))
-                if key in seen:
-                    continue
-                seen.add(key)
                 found = self.complete(t, found_roots, env)
                 if isinstance(found, Match):
-                    reading = reading or found
-                    if self.private(found) or len(seen) == MOST_READINGS:
-                        return found if self.private(found) else reading
-                    continue
+                    return found
                 where, reason = found
                 unifier.best = (t.size, None, reason)
-        if reading is not None:
-            return reading
         deepest, there, why = unifier.best
         if unifier.exhausted:
             self.note(t, n, max(deepest, 0), there, unifier.exhausted, where, gave_up=True)
@@ -146,12 +136,25 @@ class Matcher:
             self.note(t, n, deepest, there, why or reason, where)
         return None
 
-    def private(self, match: Match) -> bool:
-        """Does nothing outside read what is computed inside? Of the two ways to read
-        dropout(a) + dropout(b), say, only one may be.
+    def other_readings(self, match: Match) -> Iterator[Match]:
+        """What else the template of a match can stand for at its node, for where that one may not
+        be replaced: either operand of dropout(a) + dropout(b), say.
         """
-        inside = {*match.interior, *match.roots}
-        return all(inside.issuperset(n.users) for n in match.interior)
+        t, start = match.template, match.template.start
+        roots: list = [None] * len(t.roots)
+        roots[start] = match.roots[start]
+        unifier = Unifier(t, self.fitting)
+        seen = {frozenset(match.tensors.items())}
+        for first in unifier.unify(t.roots[start], self.canon.of[roots[start]], {}):
+            for found_roots, env in self.other_roots(t, unifier, roots, first):
+                found = self.complete(t, found_roots, env)
+                key = frozenset(found.tensors.items()) if isinstance(found, Match) else None
+                if key is None or key in seen:
+                    continue
+                yield found
+                seen.add(key)
+                if len(seen) > MOST_READINGS:
+                    return
 
     def note(
         self,
