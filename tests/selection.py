@@ -27,13 +27,17 @@ SAMPLED = {
     "tests/test_flash.py": 8,
     "tests/test_flash_dropout.py": 5,
     "tests/test_flash_shapes.py": 6,
+    "tests/test_elementwise_kernels.py": 3,
     "tests/test_kernels.py": 3,
     "tests/test_linear_cross_entropy.py": 6,
+    "tests/test_norm_kernels.py": 8,
     "tests/test_patch_embedding.py": 2,
+    "tests/test_product_kernels.py": 3,
+    "tests/test_quantize_kernels.py": 3,
     "tests/test_recognition.py": 9,
     "tests/test_relative_bias.py": 8,
-    "tests/test_row_kernels.py": 8,
     "tests/test_scale.py": 5,
+    "tests/test_softmax_kernels.py": 8,
     "tests/test_spellings.py": 5,
 }
 

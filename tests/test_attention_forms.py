@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import fusion_backend.decide.gate
 from fusion_backend.testing import collect, fused_nodes
+from tests.kernel_checks import DEVICE, distance, randn
 from tests.test_flash import gradients
-from tests.test_kernels import DEVICE, distance, randn
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empties"),

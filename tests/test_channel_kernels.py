@@ -18,9 +18,8 @@ from fusion_backend.kernels.norm import group_norm_backward as groups_backward
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
+from tests.kernel_checks import FLOATS, check, distance, randn, runs_kernels, symbolic
 from tests.selection import product
-from tests.test_kernels import FLOATS, distance, randn, runs_kernels, symbolic
-from tests.test_row_kernels import check
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 LAST = torch.channels_last

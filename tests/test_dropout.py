@@ -22,7 +22,7 @@ from fusion_backend.kernels.common.dropout import dropout_factors, dropped, kept
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import collect, fused_nodes, in_fp64, value_and_gradients
-from tests.test_kernels import DEVICE, randn, runs_kernels
+from tests.kernel_checks import DEVICE, randn, runs_kernels
 
 patterns()
 NAMES = ["dropout_add", "dropout_add_layer_norm"]

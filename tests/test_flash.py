@@ -16,8 +16,8 @@ from fusion_backend.kernels.attention.forward import Masking
 from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import collect, fused_nodes
+from tests.kernel_checks import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 from tests.selection import only_full, product
-from tests.test_kernels import CLOSE, DEVICE, FLOATS, distance, exact, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts

@@ -17,8 +17,8 @@ from fusion_backend.kernels.common.dropout import Dropout, tile_survives, tiles_
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import OPS
 from fusion_backend.testing import collect, fused_nodes
+from tests.kernel_checks import DEVICE, randn, runs_kernels
 from tests.test_flash import SMALL, qkv
-from tests.test_kernels import DEVICE, randn, runs_kernels
 
 
 def seed(number: int) -> torch.Tensor:

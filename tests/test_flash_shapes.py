@@ -13,8 +13,8 @@ from fusion_backend.kernels.attention import backward as flash_backward
 from fusion_backend.kernels.attention import forward as flash
 from fusion_backend.kernels.attention.forward import Masking
 from fusion_backend.ops.operator import operator_of
+from tests.kernel_checks import DEVICE, randn, runs_kernels
 from tests.test_flash import SMALL, check, dropout, masks, qkv
-from tests.test_kernels import DEVICE, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 ALL = dict(q=True, k=True, v=True, bias=True)

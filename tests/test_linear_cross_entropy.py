@@ -17,8 +17,7 @@ from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
-from tests.test_kernels import CLOSE, FLOATS, distance, randn, runs_kernels
-from tests.test_row_kernels import check
+from tests.kernel_checks import CLOSE, FLOATS, check, distance, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 NAME = "linear_cross_entropy"

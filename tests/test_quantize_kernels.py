@@ -1,0 +1,172 @@
+"""Kernels that quantise, by tensor and by token: the integers of eager code."""
+
+import math
+
+import pytest
+import torch
+
+from fusion_backend.kernels.quantize import quantize
+from fusion_backend.ops.registry import FUSION_RULES
+from tests.kernel_checks import DEVICE, FLOATS, PART, SHAPES, exact, randn, runs_kernels
+from tests.selection import product
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+
+
+def eager_int8(x, scale, zero_point):
+    return FUSION_RULES["quantize_int8"].reference(x, scale, zero_point)
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "scale, zero_point", [(0.05, 3.0), (0.05, None), (1 / 3, 0.5), (0.1, -128.0), (1e-3, 0.0)]
+)
+def test_quantize_gives_eagers_integers(scale, zero_point):
+    x = torch.cat([randn(20_000) * 8 * scale, randn(20_000) * 100 * scale])
+    ties = (torch.arange(-300, 300, device=DEVICE) + 0.5) * scale
+    x = torch.cat([x, ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1)])
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, scale, zero_point)
+    assert got.dtype == torch.int8 and torch.equal(got, eager_int8(x, scale, zero_point))
+
+
+@runs_kernels
+def test_quantize_divides_as_torch_does_on_cuda():
+    """By the reciprocal of the number as it was written: 1 / fp32(1e-3) would be 999.99994."""
+    from fusion_backend.patterns.quantize_int8 import reciprocal
+
+    found = [reciprocal(scale) for scale in (1e-3, 0.0625, 0.0, -0.0, 1e-40)]
+    assert found == [1000.0, 16.0, math.inf, -math.inf, math.inf]
+
+
+def test_quantize_rounds_half_to_even():
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, -128.5, -129.5], device=DEVICE)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 1.0, None)
+    assert got.tolist() == [0, 2, 2, 0, -2, -2, 126, 127, -128, -128]
+
+
+@runs_kernels
+def test_quantize_of_what_is_no_number():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 0.0], device=DEVICE)
+    for scale in (1.0, 1e-38, 1e30):
+        got = FUSION_RULES["quantize_int8"].kernel_fn(x, scale, 2.0)
+        assert torch.equal(got, eager_int8(x, scale, 2.0)), scale
+    assert FUSION_RULES["quantize_int8"].kernel_fn(x, 1.0, None).tolist() == [
+        0,
+        127,
+        -128,
+        127,
+        -128,
+        0,
+    ]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quantize_of_half_precision_computes_in_fp32(dtype):
+    x = randn(3, 1003, dtype=dtype)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 0.05, 3.0)
+    assert torch.equal(got, eager_int8(x.float(), 0.05, 3.0))
+
+
+def test_quantize_is_taken_of_large_tensors_in_bf16():
+    worthwhile = FUSION_RULES["quantize_int8"].worthwhile_fn
+    large = torch.empty(64_000_000, dtype=torch.bfloat16, device="meta")
+    assert (
+        worthwhile(large, 0.05, None, False) is None and worthwhile(large, 0.05, 3.0, True) is None
+    )
+    for x in (large.float(), large.half(), large[1:]):
+        assert "alone" in worthwhile(x, 0.05, None, False).reason
+
+
+@runs_kernels
+def test_quantize_layouts():
+    x = randn(3, 4, 5).permute(2, 0, 1)
+    got = FUSION_RULES["quantize_int8"].kernel_fn(x, 0.05, None)
+    assert got.stride() == x.stride() and torch.equal(got, eager_int8(x, 0.05, None))
+    assert FUSION_RULES["quantize_int8"].kernel_fn(x[:0], 0.05, None).shape == (0, 3, 4)
+
+
+@runs_kernels
+@product(shape=[*SHAPES, (0, 8)], eps=[None, 1e-5, 0.05], dtype=FLOATS)
+def test_quantize_per_token(shape, eps, dtype):
+    """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
+    x = randn(*shape, dtype=dtype) * 3
+    for config in (None, PART):
+        kernel = FUSION_RULES["quantize_per_token"].kernel_fn
+        if config is not None and shape[-1] > config[0]:
+            kernel = lambda *args: quantize.forward(args[0], None, None, None, args[1], PART)  # noqa: E731
+        q, scale = kernel(x, eps)
+        want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps)
+        assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
+        torch.testing.assert_close(
+            scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0
+        )
+        if dtype != torch.float32:
+            want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
+        assert torch.equal(q, want)
+
+
+@runs_kernels
+@product(
+    shape=[(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)],
+    scaled=[(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)],
+    dtype=FLOATS,
+)
+def test_rms_norm_quantize(shape, scaled, dtype):
+    """Scale within its dtype; the integers of that scale, but where the quotient is half way
+    between two.
+    """
+    weight, offset, eps = scaled
+    x = (
+        (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2]
+        if len(shape) == 2
+        else randn(*shape, dtype=dtype)
+    )
+    w = randn(shape[-1], dtype=dtype) if weight else None
+    args = x, w, offset, 1e-6
+    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps) is None
+    y = FUSION_RULES["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
+    for config in (None, PART) if shape[-1] > PART[0] else (None,):
+        q, scale = quantize.forward(*args, eps, config)
+        assert (q.dtype, q.shape, scale.dtype, scale.shape) == (
+            torch.int8,
+            x.shape,
+            dtype,
+            (*x.shape[:-1], 1),
+        )
+        want = (y.abs().amax(-1, keepdim=True) / 127).clamp(min=eps or 0)
+        torch.testing.assert_close(
+            scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0
+        )
+        quotients = (y / scale.double()).clamp(max=127)
+        assert ((q - quotients).abs() <= 0.5 + 1e-4).all()
+
+
+@runs_kernels
+def test_rms_norm_quantize_of_nan_infinity_and_zero():
+    x = randn(5, 40)
+    x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
+    args = x, None, None, 1e-6, None
+    q, scale = FUSION_RULES["rms_norm_quantize"].kernel_fn(*args)
+    want, exactly = FUSION_RULES["rms_norm_quantize"].reference(*args)
+    torch.testing.assert_close(scale, exactly, equal_nan=True)
+    assert not q[1:4].any() and not want[1:4].any()
+    assert (q[[0, 4]] - want[[0, 4]]).abs().max() <= 1 and q[0].any()
+
+
+@runs_kernels
+def test_quantize_per_token_of_tiny_numbers():
+    for power in (-20, -60, -100, -120):
+        x = randn(4, 60) * 2.0**power
+        got = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
+        for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(x, None), strict=True):
+            assert torch.equal(g, w)
+
+
+@runs_kernels
+def test_quantize_per_token_of_nan_and_zero():
+    x = randn(3, 40)
+    x[1, 3], x[2] = math.nan, 0.0
+    q, scale = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
+    torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
+    assert not q[1:].any()
