@@ -133,11 +133,12 @@ class Gate:
         return decision
 
     def legal_reading(self, match: Match) -> Match | None:
-        """What else the pattern can stand for there and may replace. A pattern without a kernel is
-        not worth the search.
+        """What else the pattern can stand for there and may replace. A pattern without a kernel,
+        or of two operators, is not worth the search.
         """
         rule = match.pattern
-        if isinstance(rule, Op) and rule.kernel_fn is None and rule.replacement_fn is None:
+        kernel = not isinstance(rule, Op) or rule.kernel_fn or rule.replacement_fn
+        if not kernel or match.template.size <= 2:
             return None
         others = self.other_readings(match)
         return next((other for other in others if not self.legality.refusal(other)), None)
