@@ -138,7 +138,7 @@ def test_training_is_explained_with_the_loss_and_gradients(mine, capsys):
     assert "softmax" not in plain and {s["backward"] for s in plain.values()} == {None}
     assert "softmax" in train and None not in {s["backward"] for s in train.values()}
     # operators of an nn.Sequential have the place of their module
-    assert {s["where"] for s in plain.values()} <= {"0", "1", "2"}
+    assert {s["where"] for s in plain.values()} <= {"module 0", "module 1", "module 2"}
 
 
 def test_a_loss_that_is_left_out_is_mentioned(mine, capsys):

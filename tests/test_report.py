@@ -112,7 +112,7 @@ def test_each_norm_counts_once():
 
 def test_code_of_torch_is_named_by_its_module():
     report = explain(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), torch.randn(8, 64))
-    assert [s.where for s in report.sites if s.pattern == "layer_norm"] == ["1"]
+    assert [s.where for s in report.sites if s.pattern == "layer_norm"] == ["module 1"]
     assert "module 1" in str(report) and "node layer_norm" not in report.text(verbose=True)
 
 

@@ -111,7 +111,7 @@ def drawn(module: Module) -> str:
 def row(s: Site) -> str:
     told = s.how if s.fused else s.reason
     shade = "yes" if s.fused else "none" if s.cause == NO_KERNEL else "no"
-    where = "" if s.where == s.module else f' <span class="where">{escape(short(s.where))}</span>'
+    where = "" if s.by_module else f' <span class="where">{escape(short(s.where))}</span>'
     mark = "fused" if s.fused else "not fused"
     return (
         f'<div class="site {shade}"><b>{mark}: {escape(s.pattern)}</b>{where} '

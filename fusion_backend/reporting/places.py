@@ -28,7 +28,14 @@ def location(node: fx.Node) -> str:
     users = [f for f in frames if not INSIDE.search(f[0])]
     if users:
         return f"{users[-1][0]}:{users[-1][1]}"
-    return module_of(node) or (f"{frames[-1][0]}:{frames[-1][1]}" if frames else node.name)
+    if module := module_of(node):
+        return named(module)
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else node.name
+
+
+def named(module: str) -> str:
+    """A path of a module in a sentence: a number alone would not be understood."""
+    return f"module {module}" if module.isdigit() or module == "*" else module
 
 
 def module_of(node: fx.Node) -> str:

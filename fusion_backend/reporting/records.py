@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fusion_backend.reporting.places import short
+from fusion_backend.reporting.places import named, short
 
 # Why a site is not fused.
 COVERED = "covered"  # by a larger site that is fused
@@ -67,6 +67,11 @@ class Site:
         return not self.covered and not self.alternative
 
     @property
+    def by_module(self) -> bool:
+        """Is `where` the module, for want of a line of the user's?"""
+        return self.where == named(self.module)
+
+    @property
     def how(self) -> str:
         """Of a fused site: who computes it, and why."""
         how = FORWARD.get(self.forward or "", f"forward: {self.forward}")
@@ -76,7 +81,8 @@ class Site:
 
     def __str__(self) -> str:
         told, rest = ("fused", self.how) if self.fused else ("not fused", self.reason)
-        where = self.where if self.module in ("", self.where) else f"{self.module}, {self.where}"
+        alone = not self.module or self.by_module
+        where = self.where if alone else f"{self.module}, {self.where}"
         return short(f"{told:10} {self.pattern:14} {where}  {rest}")
 
 

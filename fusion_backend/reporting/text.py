@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from fusion_backend.reporting.places import folded, short
+from fusion_backend.reporting.places import folded, named, short
 from fusion_backend.reporting.records import (
     NO_GPU,
     NO_KERNEL,
@@ -64,12 +64,12 @@ def text_of(report: Report, verbose: bool, width: int) -> str:
     without_kernel = [s for s in refused if s.cause == NO_KERNEL]
     left = [s for s in refused if s.cause not in (NO_GPU, NO_KERNEL) or verbose]
     parts = [wrapped(headline(report), width)]
-    named = Layout(width, max((len(s.pattern) for s in counted), default=0), verbose)
-    parts += section("fused", [s for s in counted if s.fused], named)
-    parts += section("not fused", left, named)
+    layout = Layout(width, max((len(s.pattern) for s in counted), default=0), verbose)
+    parts += section("fused", [s for s in counted if s.fused], layout)
+    parts += section("not fused", left, layout)
     if not verbose:
-        parts += section("needs a GPU", needs_gpu, named, reasons=False)
-        parts += section("no kernel yet", without_kernel, named, reasons=False)
+        parts += section("needs a GPU", needs_gpu, layout, reasons=False)
+        parts += section("no kernel yet", without_kernel, layout, reasons=False)
     parts += near_misses(report.misses, width, verbose)
     parts += graph_breaks(report.graphs, width)
     parts += failures(report, width)
@@ -102,7 +102,7 @@ class Entry:
     def lines(self, layout: Layout, reason: bool) -> list[str]:
         number = f"×{len(self.sites)}" if len(self.sites) > 1 else ""
         head = f"  {self.pattern:{layout.margin}}  {number:>4}  "
-        by_module = all(s.where == s.module for s in self.sites)
+        by_module = all(s.by_module for s in self.sites)
         place, told = "" if by_module else self.where, self.told if reason else ""
         second = f"{place}: {told}" if place and told else place or told
         texts = [t for t in (named_modules(self.sites), second) if t]
@@ -137,7 +137,7 @@ def named_modules(sites: list[Site]) -> str:
     names = list(dict.fromkeys(s.module for s in sites if s.module))
     if len(names) > 1:
         names = list(dict.fromkeys("*" if n.isdigit() else folded(n) for n in names))
-    names = [f"module {name}" if name.isdigit() or name == "*" else name for name in names]
+    names = list(map(named, names))
     more = f" and {len(names) - MOST_MODULES} more" if len(names) > MOST_MODULES else ""
     return ", ".join(names[:MOST_MODULES]) + more
 
@@ -159,7 +159,7 @@ def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]
 
 
 def almost(m: Miss) -> bool:
-    return not m.inside and m.matched >= 2 and m.size - m.matched <= 1
+    return not m.inside and m.size >= 3 and m.size - m.matched <= 1
 
 
 def hanging(text: str, width: int) -> list[str]:
