@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern, Reject
+from fusion_backend import Pattern
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,
@@ -51,22 +51,15 @@ def _(x, residual, weight, offset, eps):
     )
 
 
-@add_rms_norm.neighbours
-def _(around, training):
-    if not training and 1 in around.unread:
-        return Reject(
-            "nobody reads the sum, which the kernel writes: timed at 0.96 of Inductor on an H200"
-        )
-
-
 @add_rms_norm.worthwhile
 def _(x, residual, weight, offset, eps, training):
     return small_in_fp32(x, training) or not_forward(x, residual=True)
 
 
 @add_rms_norm.kernel(saves=("rstd",))
-def _(x, residual, weight, offset, eps, save):
-    y, h, _, rstd = forward(x, residual, Norm(weight, None, offset, eps, False), save)
+def _(x, residual, weight, offset, eps, save, read):
+    norm = Norm(weight, None, offset, eps, False)
+    y, h, _, rstd = forward(x, residual, norm, save, read=read)
     return y, h, rstd
 
 

@@ -54,7 +54,7 @@ def check_value(name: str, *args, factor: float = 1):
     """The kernel's first result against the fp64 reference."""
     pattern = FUSION_RULES[name]
     assert not isinstance(pattern.guard_fn(*args), Reject)
-    out = pattern.kernel_fn(*args, *([False] if pattern.saves else []))
+    out = pattern.launched(args, save=False)
     out = out[0] if pattern.saves else out
     want = pattern.reference(*map(exact, args))
     assert_close(out, want, args[0].dtype, factor)
@@ -82,7 +82,7 @@ def check_gradient(name: str, *args, needs=None, factor: float = 4, dy=None) -> 
             wanted, torch.autograd.grad(want, [leaves[k] for k in wanted], dy.double()), strict=True
         )
     )
-    out, *saves = pattern.kernel_fn(*args, True)
+    out, *saves = pattern.launched(args, save=True)
     plain = pattern.saved_fn(*args)
     plain = plain if isinstance(plain, tuple) else (plain,)
     for kept, other in zip(saves, plain, strict=True):
@@ -125,7 +125,9 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     save = [True] if pattern.saves else []
     seed = dict.fromkeys(pattern.seed_arguments, SEED)
     reference = lambda *args: (pattern.seeded_fn or pattern.reference)(*args, *seed.values())  # noqa: E731
-    got = many(pattern.kernel_fn(*args, *seed.values(), *save) if kernel is None else kernel(*args))
+    got = many(
+        pattern.launched((*args, *seed.values()), bool(save)) if kernel is None else kernel(*args)
+    )
     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
     tensors = [p.name for p in pattern.params if p.tensor]
     floats = [k for k in tensors if inputs[k] is not None and inputs[k].is_floating_point()]

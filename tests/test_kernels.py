@@ -45,7 +45,7 @@ def test_guards_and_launchers_leave_symbolic_sizes_alone():
                 pattern.worthwhile_fn(*args, True)
             with trial(lambda kernel, grid, values, options, grids=grids: grids.append(grid)):
                 seed = {k: x.new_empty(1, dtype=torch.int64) for k in pattern.seed_arguments}
-                out = pattern.kernel_fn(*args, *seed.values(), *([True] if pattern.saves else []))
+                out = pattern.launched((*args, *seed.values()), save=True)
                 out = out if isinstance(out, tuple) else (out,)
                 outs = out[: pattern.outputs]
                 if pattern.backward_fn:

@@ -235,7 +235,7 @@ def test_add_rms_norm_computes_only_wanted_gradients(needs):
     pattern = FUSION_RULES["add_rms_norm"]
     # the op asks for x in its place
     wanted = {"x": needs[0] in ("x", "residual"), "weight": "weight" in needs}
-    y, h, rstd = pattern.kernel_fn(x, r, w, None, 1e-5, True)
+    y, h, rstd = pattern.launched((x, r, w, None, 1e-5), save=True)
     saved = SimpleNamespace(
         x=x, residual=r, weight=w, offset=None, eps=1e-5, rstd=rstd, result=(y, h), needs=wanted
     )

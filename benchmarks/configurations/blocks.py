@@ -36,7 +36,7 @@ ROWWISE = {  # where a launcher asks for BLOCK, rows a program, warps and maybe 
 def forward(work: Work, args: list) -> object:
     """The pattern's own launcher."""
     pattern = FUSION_RULES[work.pattern]
-    return pattern.kernel_fn(*args, *([False] if pattern.saves else []))
+    return pattern.launched(args, save=False)
 
 
 def elementwise(work: Work, args: list) -> tuple[Blocked, tuple[int, int]]:

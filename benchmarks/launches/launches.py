@@ -136,7 +136,7 @@ def launches(
     }
     seen.extend(a for a in (*args, *seeds.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
-        results = pattern.kernel_fn(*args, *seeds.values(), *([backward] if pattern.saves else []))
+        results = pattern.launched((*args, *seeds.values()), save=backward)
         if backward:
             results = results if isinstance(results, tuple) else (results,)
             saved = saved_of(pattern, args, seeds, results)

@@ -273,6 +273,9 @@ class Gate:
         forward = forward or ("kernel" if op.kernel_fn else "reference")
         backward = self.backward_provider(op, cuda) if training else None
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
+        unread = Neighbours(match).unread if op.skips and op is match.pattern else ()
+        if unread and forward == "kernel" and not training:  # in training backward reads them
+            chosen["unread"] = " ".join(map(str, unread))
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
         decision = Decision(match, True, answer.why, forward, backward)
@@ -310,7 +313,8 @@ class Gate:
             seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
             flat = operator.flatten(values | seeds)
             if chosen["forward"] == "kernel":
-                operator.forward(*flat, forward="kernel", backward="vjp", save=chosen["save"])
+                only = {k: chosen[k] for k in ("save", "unread") if k in chosen}
+                operator.forward(*flat, forward="kernel", backward="vjp", **only)
             if chosen["backward"] == "kernel":
                 results, saved = call.values[: op.outputs], call.values[op.outputs :]
                 kept = call.values if op.backward_result else saved

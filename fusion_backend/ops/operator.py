@@ -22,7 +22,8 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
-DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
+# unread: the numbers of the results that nobody reads, "1" or "0 2"
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": ""}
 # The seed of an op with random numbers: drawn by an operator of the graph that AOTAutograd and
 # Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
 # alike where a checkpoint recomputes.
@@ -113,11 +114,12 @@ class Operator:
 
     # What the operators do.
 
-    def forward(self, *flat, forward="kernel", backward="kernel", save=True):
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True, unread=""):
         op, args = self.op, self.unflatten(flat)
         with without_autocast():
             if forward == "kernel" and self.kernel_takes(args):
-                out = op.kernel_fn(*args, save) if op.saves else op.kernel_fn(*args)
+                left_out = {int(i) for i in unread.split()}
+                out = op.launched(args, save, [i not in left_out for i in range(op.outputs)])
                 out = out if isinstance(out, tuple) else (out,)
             else:
                 out = self.reference(*args)

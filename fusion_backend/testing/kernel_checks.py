@@ -170,6 +170,7 @@ def compare_in_forms(pattern, supported, decisions, dtype, device, calls) -> tup
             compare(pattern, what, decision, args, plain, exact, calls)
         if pattern.kernel_fn is not None and not compared and dtype == torch.float32:
             check_on_fakes(pattern, kinds, args)
+            check_unread(pattern, kinds, args)
         compared.append(kinds)
     return compared, refused
 
@@ -282,10 +283,9 @@ def check_on_fakes(pattern: Op, kinds: tuple, args: list) -> None:
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in flat]
     for save in (False, True) if pattern.saves else (False,):
-        extra = (save,) if pattern.saves else ()
-        real = tensors(pattern.kernel_fn(*operator_of(pattern).unflatten(flat), *extra))
+        real = tensors(pattern.launched(operator_of(pattern).unflatten(flat), save))
         with mode, trial(unless_fake):
-            fake = tensors(pattern.kernel_fn(*operator_of(pattern).unflatten(fakes), *extra))
+            fake = tensors(pattern.launched(operator_of(pattern).unflatten(fakes), save))
         for i, (r, f) in enumerate(zip(real, fake, strict=True)):
             have, want = ((t.shape, t.stride(), t.dtype) for t in (f, r))
             if have != want:
@@ -293,6 +293,23 @@ def check_on_fakes(pattern: Op, kinds: tuple, args: list) -> None:
                     f"{pattern.where}: result {i} of the kernel for {kinds} is {have} on fake "
                     f"tensors, "
                     f"{want} on real ones"
+                )
+
+
+def check_unread(pattern: Op, kinds: tuple, args: list) -> None:
+    """A result that nobody reads is left out, and the others are what they are otherwise."""
+    if not pattern.skips:
+        return
+    given = operator_of(pattern).unflatten(flat_arguments(pattern, detached(args)))
+    everything = tensors(pattern.launched(given, save=False))[: pattern.outputs]
+    for i in range(pattern.outputs):
+        read = [k != i for k in range(pattern.outputs)]
+        found = tensors(pattern.launched(given, False, read))[: pattern.outputs]
+        for k, (want, have) in enumerate(zip(everything, found, strict=True)):
+            if k != i and not torch.equal(want, have):
+                raise AssertionError(
+                    f"{pattern.where}: result {k} of the kernel for {kinds} is another one where "
+                    f"nobody reads result {i}"
                 )
 
 
