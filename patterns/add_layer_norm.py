@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import BackwardOnly, Pattern
+from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,
@@ -48,6 +48,15 @@ def _(x, residual, weight, bias, eps):
         or reject_dtypes(x=x, residual=residual, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )
+
+
+@add_layer_norm.neighbours
+def _(around, training):
+    if not training and 1 in around.unread:
+        return Reject(
+            "nobody reads the sum: the kernel leaves it out, and is then 0.98 (fp32) to 1.17 times "
+            "as fast as Inductor's on an H200"
+        )
 
 
 @add_layer_norm.worthwhile

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,
@@ -49,6 +49,15 @@ def _(x, residual, weight, offset, eps):
         or reject_dtypes(x=x, residual=residual, weight=weight)
         or reject_dynamic(offset=offset, eps=eps)
     )
+
+
+@add_rms_norm.neighbours
+def _(around, training):
+    if not training and 1 in around.unread:
+        return Reject(
+            "nobody reads the sum: the kernel leaves it out, and Inductor's is as fast (0.98 to "
+            "1.00 on an H200)"
+        )
 
 
 @add_rms_norm.worthwhile

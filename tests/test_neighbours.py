@@ -98,9 +98,16 @@ rms = lambda h, w: F.rms_norm(h, (4096,), w)
 for name, norm in (("add_layer_norm", layer), ("add_rms_norm", rms)):
     alone = lambda x, r, w: norm(x + r, w)
     both = lambda x, r, w: (lambda h: (norm(h, w), h))(x + r)
+    left(name, "nobody reads the sum", alone, x, x, w)
+    taken(name, both, x, x, w)
+    for fn in (alone, both):  # backward reads it
+        taken(name, fn, x, x, w, grad=True)
+    sites = run(alone, x, x, w)[2].sites
+    # nor is the norm of the sum, which Inductor makes one with it
+    assert not any(s.fused for s in sites), str(sites)
+    # where it is taken all the same, the kernel does not write the sum
     for fn, grad, unread in ((alone, False, "1"), (both, False, None), (alone, True, None)):
-        taken(name, fn, x, x, w, grad=grad)
-        (node,) = fused_nodes(run(fn, x, x, w, grad=grad)[1])
+        (node,) = fused_nodes(run(fn, x, x, w, grad=grad, gate="always")[1])
         assert node.kwargs.get("unread") == unread, (name, grad, node.kwargs)
 """,
     "rows of softmax that no program holds": """
