@@ -265,6 +265,12 @@ def test_paths_are_shortened_and_numbers_of_layers_folded(monkeypatch, tmp_path)
     )
 
 
+def test_a_path_that_sites_share_is_shown_as_it_is():
+    where, reasons = "/v1.2/model.py:3", [f"it is read at {i}.norm" for i in range(2)]
+    text = str(Report([GraphRecord(1, sites=[Site("gelu", where, False, r) for r in reasons])]))
+    assert f"×2  {where}: it is read at *.norm" in text
+
+
 def test_the_sample_of_the_readme_is_what_is_printed():
     """On the meta device: a model of any size needs no memory."""
     with torch.device("meta"):

@@ -124,8 +124,8 @@ def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True)
         )
         entry = found.setdefault(key, Entry(s.pattern, where, told, []))
         entry.sites.append(s)
-        if (where, told) != (entry.where, entry.told):
-            entry.where, entry.told = folded(where), folded(told)
+        entry.where = where if where == entry.where else folded(where)
+        entry.told = told if told == entry.told else folded(told)
     return [["", title], *(e.lines(layout, reasons) for e in found.values())]
 
 
