@@ -265,6 +265,11 @@ def test_paths_are_shortened_and_numbers_of_layers_folded(monkeypatch, tmp_path)
     )
 
 
+def test_of_a_graph_that_was_not_matched_nothing_is_said_about_patterns():
+    text = str(Report([GraphRecord(3, error="RuntimeError: boom")]))
+    assert "went to Inductor as it was" in text and "recognised. The operators" not in text
+
+
 def test_a_path_that_sites_share_is_shown_as_it_is():
     where, reasons = "/v1.2/model.py:3", [f"it is read at {i}.norm" for i in range(2)]
     text = str(Report([GraphRecord(1, sites=[Site("gelu", where, False, r) for r in reasons])]))

@@ -198,9 +198,9 @@ def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Ite
     operators = sum((Counter(g.operators) for g in report.graphs), Counter())
     if WHOLE_BLOCKS & {*operators}:
         yield wrapped(FASTPATH, width)
-    elif report.graphs and not report.sites and not any(map(almost, report.misses)):
+    elif operators and not report.sites and not any(map(almost, report.misses)):
         most = ", ".join(f"{name} ×{n}" for name, n in operators.most_common(MOST_OPERATORS))
-        yield wrapped(f"No pattern was recognised. The operators are {most or 'none'}.", width)
+        yield wrapped(f"No pattern was recognised. The operators are {most}.", width)
     if not report.graphs:
         told = "No graph was compiled. Where a model has run, TORCH_LOGS=graph_breaks says why."
         yield wrapped(told, width)
