@@ -34,7 +34,7 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
-from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.records import GraphRecord, RuleCount
 from fusion_backend.rewrite.writer import rewrite
 
 
@@ -95,17 +95,19 @@ def decide(top: Scope, options: Options) -> None:
 
 
 def note(top: Scope, record: GraphRecord) -> None:
-    """Decisions, near misses and faults -> the rows of the report."""
+    """Decisions, near misses and faults -> the rows of the report. Its dicts are replaced, for
+    another thread may be reading them.
+    """
     for scope in top.scopes():
         mark_alternatives(scope.decisions, scope.gate)
         record.sites += [site(d, scope.facts.order, scope.path) for d in scope.decisions]
         record.misses += near_misses(scope.matcher, scope.gate, scope.decisions)
         record.training |= bool(scope.view.requires_grad) and torch.is_grad_enabled()
         count_operators(record, scope.view.graph)
-        record.copied |= {n.name: why for n, why in scope.view.copied.items()}
+        record.copied = record.copied | {n.name: why for n, why in scope.view.copied.items()}
         note_faults(record, scope.canon, scope.matcher)
-        for name, count in scope.matcher.counts.items():
-            record.rules[name] = record.rules[name].plus(count) if name in record.rules else count
+        rules, new = record.rules, scope.matcher.counts
+        record.rules = rules | {k: c.plus(rules.get(k, RuleCount())) for k, c in new.items()}
 
 
 def write(top: Scope) -> None:

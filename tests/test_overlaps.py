@@ -150,3 +150,28 @@ def test_of_two_readings_the_one_that_nothing_else_reads_is_taken():
     report = explain(model, *args, options=only)
     (site,) = [s for s in report.sites if s.pattern == "dropout_add_layer_norm"]
     assert site.fused, site.reason
+
+
+def test_another_reading_keeps_out_of_what_is_fused(scratch):
+    """`upper` can be read with either operand: of one a value is used elsewhere too, and the other
+    is part of `lower`, which is fused.
+    """
+
+    @Pattern
+    def upper(x: Tensor, y: Tensor) -> Tensor:
+        return (torch.cos(x).sin() + y).exp()
+
+    @Pattern
+    def lower(x: Tensor) -> Tensor:
+        return torch.tan(x).cos().sin().tanh().cos().sin()
+
+    upper.kernel(lambda x, y: (x.cos().sin() + y).exp())
+
+    def model(a, b):
+        v = b.tan().cos().sin().tanh().cos().sin()
+        u = a.cos().sin()
+        return (u + v).exp(), u
+
+    sites = told(model, *torch.randn(2, 4))
+    assert sites["lower"][0]
+    assert not sites["upper"][0] and "used elsewhere too" in sites["upper"][1]

@@ -180,6 +180,13 @@ def test_a_rule_that_can_never_be_asked_is_refused(tables, subject, function, wo
     assert words in str(error.value)
 
 
+def test_a_rule_that_is_refused_is_not_added_in_part(tables):
+    before = RULES["aten::silu"]
+    with pytest.raises(PatternError, match="no operator aten::sillu"):
+        rule("aten::silu", "aten::sillu")(lambda c, call, self: None)
+    assert RULES["aten::silu"] == before
+
+
 def test_no_overload_has_all_arguments_of_a_rule(tables):
     """aten::max has `other` in one overload, and `dim` in another."""
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fusion_backend
-from fusion_backend import explain
+from fusion_backend import Pattern, explain
 from fusion_backend.compat.torch import graph_break
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.places import folded, short
 from fusion_backend.reporting.records import NO_GPU, GraphRecord, Miss, Site
 from fusion_backend.reporting.report import Report
@@ -58,6 +61,17 @@ def test_no_line_is_wider_than_asked_for(width):
         for verbose in (False, True):
             lines = report.text(verbose, width).splitlines()
             assert max(map(len, lines)) <= width, max(lines, key=len)
+
+
+@pytest.mark.parametrize("width", [1, 60, 100])
+def test_long_names_and_missing_words_are_no_errors(width):
+    long = Site("name" * 30, "/a/b.py:3", False, "the guard refuses it")
+    nowhere = [Site("softmax", "", False, reason, cause=NO_GPU) for reason in ("", "a reason")]
+    for verbose in (False, True):
+        text = Report([GraphRecord(1, sites=[long])]).text(verbose, width)
+        assert "guard" in text and long.pattern in text
+        report = Report([GraphRecord(1, sites=nowhere, faults=[""])])
+        assert "softmax" in report.text(verbose, width)
 
 
 def test_the_width_is_the_terminals_up_to_100(monkeypatch):
@@ -108,6 +122,43 @@ def test_each_norm_counts_once():
     assert len(report.sites) > 1 and sum(s.counted for s in report.sites) == 1
     assert "0 of 1 recognised sites" in str(report)
     assert "norm_linear" not in str(report) and "norm_linear" in report.text(verbose=True)
+
+
+def test_a_site_that_is_not_counted_hides_no_other(scratch):
+    """`lower` overlaps `upper`, which is fused, and so does not count; `last` overlaps `lower`."""
+
+    @Pattern
+    def upper(x: Tensor) -> Tensor:
+        return torch.tan(x).cos().sin().exp()
+
+    @Pattern
+    def lower(x: Tensor) -> Tensor:
+        return x.exp().tanh().sinh()
+
+    @Pattern
+    def last(x: Tensor) -> Tensor:
+        return x.sinh().cosh()
+
+    options = {"fusion.gate": "always", "fusion.skip": "last"}
+    chain = explain(
+        lambda x: x.tan().cos().sin().exp().tanh().sinh().cosh(), torch.randn(4), options=options
+    )
+    assert [s.pattern for s in chain.sites if s.counted] == ["upper", "last"]
+    assert "switched off by fusion.skip" in str(chain)
+
+
+def test_a_report_can_be_read_while_its_graph_is_compiled():
+    """Dicts that another thread may be going through are not changed."""
+    record, read = GraphRecord(1), {}
+
+    def backend(gm, example_inputs):
+        read.update(copied=record.copied, rules=record.rules, operators=record.operators)
+        fuse_graph(gm, Options(), record, usable(patterns()))
+        return gm.forward
+
+    torch.compile(lambda x, y: (x + y) * y, backend=backend)(*torch.randn(2, 4))
+    assert record.rules and record.operators == {"add": 1, "mul": 1}
+    assert read == {"copied": {}, "rules": {}, "operators": {}}
 
 
 def test_code_of_torch_is_named_by_its_module():
@@ -212,6 +263,17 @@ def test_paths_are_shortened_and_numbers_of_layers_folded(monkeypatch, tmp_path)
     assert folded("timed at 0.98 of torch 2.11, at layers.3.norm") == (
         "timed at 0.98 of torch 2.11, at layers.*.norm"
     )
+
+
+def test_of_a_graph_that_was_not_matched_nothing_is_said_about_patterns():
+    text = str(Report([GraphRecord(3, error="RuntimeError: boom")]))
+    assert "went to Inductor as it was" in text and "recognised. The operators" not in text
+
+
+def test_a_path_that_sites_share_is_shown_as_it_is():
+    where, reasons = "/v1.2/model.py:3", [f"it is read at {i}.norm" for i in range(2)]
+    text = str(Report([GraphRecord(1, sites=[Site("gelu", where, False, r) for r in reasons])]))
+    assert f"×2  {where}: it is read at *.norm" in text
 
 
 def test_the_sample_of_the_readme_is_what_is_printed():

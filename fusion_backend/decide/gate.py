@@ -107,7 +107,8 @@ class Gate:
             return self.decided(match)
         except Exception as error:
             reason, fault = refusal(error, "deciding it")
-            return Decision(match, False, reason, cause=FAILED, failure=fault)
+            cause = FAILED if fault else UNSUPPORTED
+            return Decision(match, False, reason, cause=cause, failure=fault)
 
     def decided(self, match: Match) -> Decision | None:
         if any(r in self.claimed and self.claimed[r].pattern is match.pattern for r in match.roots):
@@ -133,14 +134,14 @@ class Gate:
         return decision
 
     def legal_reading(self, match: Match) -> Match | None:
-        """What else the pattern can stand for there and may replace. A pattern without a kernel,
-        or of two operators, is not worth the search.
+        """What else the pattern can stand for there and may replace, outside of what is fused. A
+        pattern without a kernel, or of two operators, is not worth the search.
         """
         rule = match.pattern
         kernel = not isinstance(rule, Op) or rule.kernel_fn or rule.replacement_fn
         if not kernel or match.template.size <= 2:
             return None
-        others = self.other_readings(match)
+        others = (o for o in self.other_readings(match) if not self.overlap(o))
         return next((other for other in others if not self.legality.refusal(other)), None)
 
     # Does the user want it?

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 
 from torch import fx
 
@@ -48,15 +49,19 @@ def best_answers(decisions: list[Decision]) -> list[Decision]:
 
 def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
     """Of refused sites that share an operator with a fused one, or with each other, one is counted:
-    what has a kernel before what has none, and else in the order of the decisions.
+    what has a kernel before what has none, and else in the order of the decisions. A site that is
+    not counted itself hides no other.
     """
     taken: set[fx.Node] = set()
     for d in sorted(decisions, key=rank):
         computed = gate.legality.computed(d.match)
         costly = {n for n in computed if gate.canon.of[n].op not in FREE}
         own = costly.union(d.match.roots)
-        d.alternative = bool(own & taken) and not d.fused and d.cause != COVERED
-        taken |= own
+        if d.cause == COVERED:
+            continue
+        d.alternative = bool(own & taken) and not d.fused
+        if not d.alternative:
+            taken |= own
 
 
 def rank(d: Decision) -> int:
@@ -115,10 +120,11 @@ def near_misses(matcher: Matcher, gate: Gate, decisions: list[Decision]) -> list
 
 def count_operators(record: GraphRecord, graph: fx.Graph) -> None:
     """Add the operators of a view to those of its graph."""
-    for n in graph.nodes:
-        if n.op == "call_function" and n.target is not operator.getitem:
-            name = name_of(n).removeprefix("aten::")
-            record.operators[name] = record.operators.get(name, 0) + 1
+    called = (
+        n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    )
+    names = Counter(name_of(n).removeprefix("aten::") for n in called)
+    record.operators = dict(Counter(record.operators) + names)
 
 
 def note_faults(record: GraphRecord, canon: Canon, matcher: Matcher) -> None:

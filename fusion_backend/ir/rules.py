@@ -118,15 +118,16 @@ class Table(UserDict[str, tuple[Rule, ...]]):
 
     def register(self, *subjects: str) -> Callable:
         """Decorator: add a rule. A function of the same name in the same module is replaced, as
-        when a cell is run again. Raises PatternError where no operator of the name has the
-        arguments that the function names: it would never be asked.
+        when a cell is run again. Raises PatternError, and adds nothing, where the operator has no
+        argument of a name that the function gives: it would never be asked, or never be given it.
         """
 
         def add(function: Callable) -> Callable:
-            for subject in subjects:
-                new = Rule(subject, function, self.context)
+            added = [Rule(subject, function, self.context) for subject in subjects]
+            for new in added:
                 if not new.built_in and (why := new.wrong(bool(self.context))):
                     raise PatternError(why)
+            for subject, new in zip(subjects, added, strict=True):
                 others = [r for r in self.get(subject, ()) if r.where != new.where]
                 theirs = [r for r in others if not r.built_in]
                 ours = [r for r in others if r.built_in]

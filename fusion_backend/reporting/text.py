@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fusion_backend.reporting.report import Report
 
 WIDEST, NARROWEST = 100, 60
+LEAST = 20  # characters of a text, whatever stands beside it
 MOST_MODULES = 3  # that are named in an entry
 MOST_MISSES = 5
 MOST_OPERATORS = 8
@@ -107,7 +108,7 @@ class Entry:
         second = f"{place}: {told}" if place and told else place or told
         texts = [t for t in (named_modules(self.sites), second) if t]
         rows = [row for t in texts for row in wrapped(t, layout.width - len(head))]
-        return [head + rows[0], *(" " * len(head) + row for row in rows[1:])]
+        return [head + "".join(rows[:1]), *(" " * len(head) + row for row in rows[1:])]
 
 
 def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True) -> list[list[str]]:
@@ -123,8 +124,8 @@ def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True)
         )
         entry = found.setdefault(key, Entry(s.pattern, where, told, []))
         entry.sites.append(s)
-        if (where, told) != (entry.where, entry.told):
-            entry.where, entry.told = folded(where), folded(told)
+        entry.where = where if where == entry.where else folded(where)
+        entry.told = told if told == entry.told else folded(told)
     return [["", title], *(e.lines(layout, reasons) for e in found.values())]
 
 
@@ -143,7 +144,10 @@ def named_modules(sites: list[Site]) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters; a longer word, such as a path, loses its beginning."""
+    """Lines of at most `width` characters, or 20 where that is fewer; a longer word, such as a
+    path, loses its beginning.
+    """
+    width = max(width, LEAST)
     words = [w if len(w) <= width else "…" + w[1 - width :] for w in text.split(" ")]
     return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
 
@@ -164,7 +168,7 @@ def almost(m: Miss) -> bool:
 
 def hanging(text: str, width: int) -> list[str]:
     rows = wrapped(text, width - 6)
-    return [f"  {rows[0]}", *(f"      {row}" for row in rows[1:])]
+    return [f"  {''.join(rows[:1])}", *(f"      {row}" for row in rows[1:])]
 
 
 def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
@@ -194,9 +198,9 @@ def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Ite
     operators = sum((Counter(g.operators) for g in report.graphs), Counter())
     if WHOLE_BLOCKS & {*operators}:
         yield wrapped(FASTPATH, width)
-    elif report.graphs and not report.sites and not any(map(almost, report.misses)):
+    elif operators and not report.sites and not any(map(almost, report.misses)):
         most = ", ".join(f"{name} ×{n}" for name, n in operators.most_common(MOST_OPERATORS))
-        yield wrapped(f"No pattern was recognised. The operators are {most or 'none'}.", width)
+        yield wrapped(f"No pattern was recognised. The operators are {most}.", width)
     if not report.graphs:
         told = "No graph was compiled. Where a model has run, TORCH_LOGS=graph_breaks says why."
         yield wrapped(told, width)

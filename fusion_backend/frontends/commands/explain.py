@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         told = "explained in inference, without the loss; --train explains the training step"
         print(f"fusion explain: {told}", file=sys.stderr)
     if arguments.html:
-        arguments.html.write_text(report.to_html())
+        arguments.html.write_text(report.to_html(), encoding="utf-8")
     print(report.to_json() if arguments.json else report.text(verbose=arguments.verbose))
     if arguments.rules:
         print(rules_table(report), file=sys.stderr if arguments.json else sys.stdout)
