@@ -105,6 +105,25 @@ def site_of(fn, *inputs, **kwargs):
     return site, collector.graphs[0]
 
 
+@pytest.mark.parametrize("made", ["once", "in each layer"])
+def test_layers_share_the_complement_of_a_mask(made):
+    """`~mask` of every layer is one value, which none of them needs in the end."""
+
+    def layer(q, mask):
+        scores = q @ q.transpose(-2, -1) / 4
+        mask = torch.ones(8, 8, dtype=torch.bool).tril() if mask is None else mask
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ q
+
+    def model(q):
+        mask = torch.ones(8, 8, dtype=torch.bool).tril() if made == "once" else None
+        return layer(layer(layer(q, mask), mask), mask)
+
+    report = collect(model, torch.randn(2, 3, 8, 16), options={"fusion.gate": "auto"}).report
+    found = [s for s in report.sites if s.pattern == "attention" and s.counted]
+    assert [s.fused for s in found] == [True] * 3, str(report)
+    assert all("causal" in s.reason for s in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CAUSAL_FORMS)
 def test_a_causal_mask_is_dropped(name, dtype):

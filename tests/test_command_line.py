@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusion_backend import Pattern
 from fusion_backend.frontends import command_line
 from fusion_backend.frontends.command_line import main
 from fusion_backend.frontends.commands import bench, checks, one_kernel
@@ -149,22 +150,15 @@ def test_a_loss_that_is_left_out_is_mentioned(mine, capsys):
 def test_options_reach_explain_and_the_report(mine, capsys, monkeypatch):
     given = {}
 
-    class Known:
-        def text(self, verbose=False, width=None):
-            return f"text {verbose}"
-
-        def to_html(self):
-            return "<html>"
-
     def explain(step, *inputs, **how):
         given.update(how, grad=torch.is_grad_enabled(), dtype=inputs[0].dtype)
-        return Known()
+        return Report()
 
     monkeypatch.setattr(command, "explain", explain)
     options = "--target H200 --dynamic --dtype bf16 --gate never --verbose --html page.html"
     assert main(["explain", "mine.py:a_tensor", *options.split()]) == 0
-    assert capsys.readouterr().out == "text True\n"
-    assert (mine / "page.html").read_text() == "<html>"
+    assert "No graph was compiled" in capsys.readouterr().out
+    assert (mine / "page.html").read_text().startswith("<!doctype html>")
     assert given == dict(
         kwargs={},
         options={"fusion.gate": "never"},
@@ -175,6 +169,19 @@ def test_options_reach_explain_and_the_report(mine, capsys, monkeypatch):
     )
     assert main(["explain", "mine.py:a_tensor", "--html", "no_folder/page.html"]) == 2
     assert "--html: there is no folder no_folder" in capsys.readouterr().err
+
+
+def test_what_a_user_can_do_is_told_in_the_words_of_the_shell(mine, capsys):
+    assert main(["explain", "mine.py:build"]) == 0
+    out = capsys.readouterr().out
+    assert "--target H200 shows" in out and "explain(" not in out and "text(" not in out
+
+
+def test_a_build_takes_no_arguments(mine, capsys):
+    (mine / "more.py").write_text("def build(n):\n    return n\n")
+    assert main(["explain", "more.py:build"]) == 2
+    said = f"more.py:build takes arguments ({mine}/more.py:1); it must take none"
+    assert said in capsys.readouterr().err
 
 
 def test_a_target_and_the_meta_device(mine, capsys):
@@ -335,3 +342,14 @@ def test_the_commands_are_described_where_they_are_listed():
     commands = {p.stem for p in folder.glob("*.py") if "\ndef run(" in p.read_text()}
     assert commands - {"one_kernel"} == set(command_line.COMMANDS)
     assert isinstance(command_line.parser_for([]), argparse.ArgumentParser)
+
+
+def test_the_gate_leaves_elementwise_training_to_inductor(scratch):
+    @Pattern(inductor="pointwise")
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * 0.5
+
+    halved.kernel(lambda x: x)
+    told = "in training Inductor fuses it too, and chooses what to save"
+    assert answer(halved, {}, torch.float32, True) == ("", told)
+    assert answer(halved, {}, torch.float32, False)[0] == "forward"

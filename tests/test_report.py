@@ -167,6 +167,23 @@ def test_code_of_torch_is_named_by_its_module():
     assert "module 1" in str(report) and "node layer_norm" not in report.text(verbose=True)
 
 
+class Named(nn.Module):
+    def __init__(this):
+        super().__init__()
+        this.norm, this.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+    def forward(this, x):
+        return F.silu(this.norm(x))
+
+
+def test_a_site_has_the_module_of_its_operators():
+    """The last one, an activation, may belong to the model itself; whatever that calls itself."""
+    report = explain(nn.Sequential(Named()), torch.randn(2, 8, 6, 6))
+    assert [s.module for s in report.sites if s.counted] == ["0"], report.sites
+    report = explain(Named(), torch.randn(2, 8, 6, 6))
+    assert [s.module for s in report.sites if s.counted] == ["norm"], report.sites
+
+
 def test_near_misses_are_shown_where_nothing_else_is_found():
     report = explain(nn.LayerNorm(64), torch.randn(8, 64))
     assert any(m.pattern == "dropout_add_layer_norm" for m in report.misses)

@@ -86,3 +86,8 @@ def test_a_scalar_must_reach_the_graph_as_it_is(scratch):
 
     with pytest.raises(PatternError, match="a scalar is computed with before it reaches the graph"):
         templates(of_a_sine)
+
+
+def test_a_pattern_that_there_is_not_is_no_pattern_that_is_not_found():
+    with pytest.raises(ValueError, match="there is no pattern 'soft_gat'; known patterns are "):
+        assert_fuses(torch.sin, torch.ones(2), pattern="soft_gat", count=0)

@@ -279,6 +279,8 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
     cause = [*explained, *lines, "Dynamo gives no cause"][0]
     if cause.startswith("generic_jump"):
         cause = "the code branches on the value of a tensor"
+    elif cause == "step_unsupported":
+        cause = "Dynamo cannot trace the code there; TORCH_LOGS=graph_breaks says why"
     frame = reason.user_stack[-1] if reason.user_stack else None
     return f"{frame.filename}:{frame.lineno}" if frame else "an unknown line", cause
 

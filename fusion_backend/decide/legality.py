@@ -32,7 +32,8 @@ class Legality:
 
     def computed(self, match: Match) -> list[fx.Node]:
         """What is computed inside; an argument, whatever it is cast to, or a result again, after a
-        dropout in evaluation, say, is not.
+        dropout in evaluation, say, is not. Nor is the complement of a mask, which several layers
+        may share: the replacement reads the mask, if it reads any.
         """
         of = self.canon.of
         given = {
@@ -40,7 +41,9 @@ class Legality:
         }
         again = {id(of[r]) for r in match.roots}
         return [
-            n for n in match.interior if id(of[n]) not in again and id(peel(of[n])) not in given
+            n
+            for n in match.interior
+            if id(of[n]) not in again and id(peel(of[n])) not in given and of[n].op != "not"
         ]
 
     def not_movable(self, match: Match) -> str:

@@ -39,6 +39,8 @@ REDUCTIONS = """
 """
 REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
 
+FUSES_GRADIENT = Reject("in training Inductor fuses it too, and chooses what to save")
+
 
 def names(nodes: Iterable[fx.Node]) -> list[str]:
     """Each once, without "aten::"."""
@@ -129,7 +131,7 @@ class Neighbours:
         (`inductor` is what it makes of the op), it moves more bytes.
         """
         if training and inductor == "pointwise":
-            return Reject("in training Inductor fuses it too, and chooses what to save")
+            return FUSES_GRADIENT
         refusal = BackwardOnly if inductor == "reduction" else Reject
         for n in (*self.arguments, *(u for r in self.roots for u in self.users(r))):
             if not is_lowered(n) or in_library(peel(canon.of[n]).op) or canon.of[n].op == "input":

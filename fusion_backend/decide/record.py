@@ -85,7 +85,7 @@ def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
         *decided,
         nodes,
         covered=d.cause == COVERED,
-        module=module_of(m.roots[0]),
+        module=next(filter(None, map(module_of, (*m.roots, *reversed(m.interior)))), ""),
         cause=d.cause,
         alternative=d.alternative,
         position=order[m.roots[0]],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -146,6 +147,12 @@ def built(spec: str, device: torch.device, dtype: torch.dtype | None = None) -> 
     raises, and for one that returns something else.
     """
     build = load(spec)
+    try:
+        inspect.signature(build).bind()
+    except TypeError:
+        raise ModelError(f"{spec} takes arguments{place_of(build)}; it must take none") from None
+    except ValueError:  # a callable without a signature, which is called as it is
+        pass
     name = short(spec)
     torch.manual_seed(0)
     try:

@@ -12,9 +12,9 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 INSIDE = re.compile(
     r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)|fusion_backend[/\\]frontends[/\\]"
 )
-# Dynamo's name of a module begins with the variable that it was found in: L['self'].layers.0.norm
-VARIABLE = re.compile(r"^[LG]\['(\w+)'\]\.?")
-ITSELF = {"self", "fn", "model", "mod", "module"}  # what a compiled module is called there
+# Dynamo's name of a module begins with the variable that it was found in: L['self'].layers.0.norm,
+# where a local variable is the model, whatever its name, and a global one is named.
+VARIABLE = re.compile(r"^(?P<kind>[LG])\['(?P<name>\w+)'\]\.?")
 PATH = re.compile(r"(?P<path>(?:/|[A-Za-z]:\\)[^\s:\"']+\.py)(?=:\d+)")
 INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
 DOTTED = re.compile(r"\b\w+(?:\.\w+)+\b")
@@ -48,7 +48,7 @@ def module_of(node: fx.Node) -> str:
     if variable is None:
         return path
     rest = path[variable.end() :]
-    return rest if variable[1] in ITSELF else f"{variable[1]}.{rest}".rstrip(".")
+    return rest if variable["kind"] == "L" else f"{variable['name']}.{rest}".rstrip(".")
 
 
 def short(text: str) -> str:

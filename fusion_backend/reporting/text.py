@@ -34,11 +34,7 @@ FASTPATH = (
     "torch.backends.mha.set_fastpath_enabled(False) writes the block out, so that its parts can be "
     "fused."
 )
-NEEDS_GPU = 'There is no CUDA GPU here. explain(model, ..., target="H200") shows what one would do.'
 MEASURED = "H200"  # the GPU that the gate's measurements were made on
-ALWAYS = (
-    'options={"fusion.gate": "always"} fuses also what does not pay, wherever a kernel can run.'
-)
 
 
 def terminal_width() -> int:
@@ -57,7 +53,19 @@ def headline(report: Report) -> str:
     return f"fusion: {', '.join(parts)}"
 
 
-def text_of(report: Report, verbose: bool, width: int) -> str:
+class Hints(NamedTuple):
+    """What a user is told to write: in Python, or on a command line."""
+
+    target: str = 'explain(model, ..., target="H200")'
+    always: str = 'options={"fusion.gate": "always"}'
+    verbose: str = "text(verbose=True)"
+
+
+IN_PYTHON = Hints()
+IN_SHELL = Hints("--target H200", "--gate always", "--verbose")
+
+
+def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON) -> str:
     """All sections that are not empty. See `Report.text`."""
     counted = [s for s in in_order(report) if s.counted or verbose]
     refused = [s for s in counted if not s.fused]
@@ -74,7 +82,7 @@ def text_of(report: Report, verbose: bool, width: int) -> str:
     parts += near_misses(report.misses, width, verbose)
     parts += graph_breaks(report.graphs, width)
     parts += failures(report, width)
-    parts += [["", *lines] for lines in hints(report, refused, width, verbose)]
+    parts += [["", *lines] for lines in hints(report, refused, width, verbose, words)]
     return "\n".join(line for part in parts for line in part)
 
 
@@ -193,7 +201,9 @@ def failures(report: Report, width: int) -> list[list[str]]:
     return [["", "failed", *lines]] if lines else []
 
 
-def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Iterable[list[str]]:
+def hints(
+    report: Report, refused: list[Site], width: int, verbose: bool, words: Hints
+) -> Iterable[list[str]]:
     """What the user can do, each hint a paragraph."""
     operators = sum((Counter(g.operators) for g in report.graphs), Counter())
     if WHOLE_BLOCKS & {*operators}:
@@ -205,9 +215,10 @@ def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Ite
         told = "No graph was compiled. Where a model has run, TORCH_LOGS=graph_breaks says why."
         yield wrapped(told, width)
     if any(s.cause == NO_GPU for s in refused):
-        yield wrapped(NEEDS_GPU, width)
+        yield wrapped(f"There is no CUDA GPU here. {words.target} shows what one would do.", width)
     if any(s.cause == UNPROFITABLE for s in refused):
-        yield wrapped(ALWAYS, width)
+        told = "fuses also what does not pay, wherever a kernel can run."
+        yield wrapped(f"{words.always} {told}", width)
     if report.target and MEASURED not in report.target:
         told = f"The gate was measured on an {MEASURED}; on an {report.target} it is a guess."
         yield wrapped(told, width)
@@ -218,7 +229,7 @@ def hints(report: Report, refused: list[Site], width: int, verbose: bool) -> Ite
     more = [numbered(hidden, "overlapping site")] if hidden else []
     more += [f"{numbered(missed, 'place')} where a pattern matches in part"] if missed else []
     if more and not verbose:
-        yield wrapped(f"text(verbose=True) adds {' and '.join(more)}.", width)
+        yield wrapped(f"{words.verbose} adds {' and '.join(more)}.", width)
 
 
 def numbered(n: int, what: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fusion_backend.frontends.explain import Collector, run
+from fusion_backend.frontends.loading import patterns
 from fusion_backend.reporting.report import Report
 
 
@@ -56,10 +57,14 @@ def assert_fuses(
     """Assert that exactly `count` sites of `pattern` fuse in `fn(*inputs)`. Returns the report.
 
     pattern: its name; kwargs: those of `collect`. Raises AssertionError, with the report, for any
-    other count, and where the pass did not run on the function.
+    other count, and where the pass did not run on the function; ValueError where there is no such
+    pattern.
 
         assert_fuses(lambda x, w: F.rms_norm(x, w.shape, w), x, w, pattern="rms_norm")
     """
+    known = [p.name for p in patterns()]
+    if pattern not in known:
+        raise ValueError(f"there is no pattern {pattern!r}; known patterns are {', '.join(known)}")
     report = collect(fn, *inputs, **kwargs).report
     errors = [g.error for g in report.graphs if g.error]
     if errors or not report.graphs:  # a count of 0 says nothing where the pass did not run

@@ -18,6 +18,7 @@ from fusion_backend.ir import counts
 from fusion_backend.kernels.common.target import GPUS
 from fusion_backend.options import GATES
 from fusion_backend.reporting.report import Report
+from fusion_backend.reporting.text import IN_SHELL, terminal_width, text_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DESCRIPTION = """Run your model once, without compiling it, and say what would be fused in it, what
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"fusion explain: {told}", file=sys.stderr)
     if arguments.html:
         arguments.html.write_text(report.to_html(), encoding="utf-8")
-    print(report.to_json() if arguments.json else report.text(verbose=arguments.verbose))
+    as_text = text_of(report, arguments.verbose, terminal_width(), IN_SHELL)
+    print(report.to_json() if arguments.json else as_text)
     if arguments.rules:
         print(rules_table(report), file=sys.stderr if arguments.json else sys.stdout)
     return 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_backend.decide.call import by_name
+from fusion_backend.decide.neighbours import FUSES_GRADIENT
 from fusion_backend.match.templates import backward_of, example_inputs, templates
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.rule import SEED, Replacement, Rule
@@ -53,6 +54,8 @@ def answer(rule: Rule, case: dict, dtype: torch.dtype, training: bool) -> tuple[
     if op is rule and op.kernel_fn is None:
         return "", "no kernel yet"
     values = [*by_name(op, map(value_of, replacement.args), replacement.kwargs).values()]
+    if training and op.inductor == "pointwise":
+        return "", FUSES_GRADIENT.reason
     refused = op.ask("guard", *values) or op.ask("worthwhile", *values, training)
     if refused is None:
         return whole, replacement.why
