@@ -9,6 +9,7 @@ from torch import fx
 
 from fusion_backend.frontends.explain import Collector, run
 from fusion_backend.frontends.loading import patterns
+from fusion_backend.ops.registry import OPS
 from fusion_backend.reporting.report import Report
 
 
@@ -63,7 +64,7 @@ def assert_fuses(
         assert_fuses(lambda x, w: F.rms_norm(x, w.shape, w), x, w, pattern="rms_norm")
     """
     known = [p.name for p in patterns()]
-    if pattern not in known:
+    if pattern not in {*known, *OPS}:
         raise ValueError(f"there is no pattern {pattern!r}; known patterns are {', '.join(known)}")
     report = collect(fn, *inputs, **kwargs).report
     errors = [g.error for g in report.graphs if g.error]

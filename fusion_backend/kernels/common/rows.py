@@ -15,7 +15,7 @@ from fusion_backend.kernels.common.tuned import TABLE
 from fusion_backend.reporting.reject import Reject
 
 RESULTS = "benchmarks/results"
-UNMEASURED = Reject("sizes like these have not been timed; fusion.gate=always takes it")
+UNMEASURED = Reject("its kernel has not been timed at such sizes; fusion.gate=always takes it")
 FEW = 1024  # rows that leave a GPU waiting for one read after another
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one program
