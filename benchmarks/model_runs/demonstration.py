@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +23,6 @@ from benchmarks.measure.wall_time import interleaved
 from benchmarks.subjects import demo_models
 from benchmarks.subjects.demo_models import SENTENCES
 
-REPORT_LINES = 16
 WITHOUT_GPU = """\
 Triton kernels need a GPU. On this CPU every match is rewritten all the same (fusion.gate=always),
 with the pattern's plain torch code in the kernel's place: the whole pipeline runs; expect no
@@ -90,23 +89,6 @@ def exact(subject):
     )
 
 
-def short(text: str, lines: int = REPORT_LINES) -> str:
-    """The summary of a report and its first lines, fused sites before the others; paths without
-    site-packages.
-    """
-    text = re.sub(r"\S+/site-packages/", "", text).replace(f"{Path.cwd()}/", "")
-    first, *rows = text.splitlines()
-    order = ("fused", "not fused", "near miss")
-    rows.sort(
-        key=lambda row: next(
-            (i for i, word in enumerate(order) if row.strip().startswith(word)), -1
-        )
-    )
-    if len(rows) >= lines:
-        rows[lines - 2 :] = [f"  ... and {len(rows) - lines + 2} lines more"]
-    return "\n".join(f"  {row}" for row in (first, *rows))
-
-
 def errors(models: dict, subject) -> dict[str, dict[str, float]]:
     """The distance of every model's result (and gradients) from fp64, and of the backend's from
     eager's.
@@ -168,7 +150,7 @@ def study(subject, options: dict, also=lambda models, subject: True) -> dict:
         for name in ("fusion", "inductor"):
             with progress(f"compiling for {kind} with backend={name!r}"):
                 step(compiled[name], subject)
-    print(short(str(fusion_backend.report())))
+    print(textwrap.indent(fusion_backend.report().text(width=98), "  "))
     found = errors(compiled, subject)
     show(found, "error against fp64", ".1e")
     measured = times(compiled, subject)
