@@ -164,7 +164,12 @@ def study(subject, options: dict, also=lambda models, subject: True) -> dict:
     sites = fusion_backend.report().sites
     fused = sum(site.fused for site in sites)
     return dict(
-        title=subject.title, sites=len(sites), fused=fused, errors=found, steps=measured, ok=ok
+        title=subject.title,
+        sites=sum(site.counted for site in sites),
+        fused=fused,
+        errors=found,
+        steps=measured,
+        ok=ok,
     )
 
 
