@@ -40,7 +40,7 @@ environment: $(VENV)/.test
 gpu:
 	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
 	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu -q || status=1; \
+	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu --full -q || status=1; \
 	$(GPU_PYTHON) -m benchmarks.reproduce $(BENCH) --out $(OUT) || status=1; exit $$status
 
 # Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
