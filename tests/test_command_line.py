@@ -177,6 +177,29 @@ def test_what_a_user_can_do_is_told_in_the_words_of_the_shell(mine, capsys):
     assert "--target H200 shows" in out and "explain(" not in out and "text(" not in out
 
 
+def test_a_tensor_that_is_not_on_the_meta_device(mine, capsys):
+    (mine / "cached.py").write_text(
+        textwrap.dedent("""
+            import torch
+
+            class Cached(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.kept = [torch.ones(2, device="cpu")]
+
+                def forward(self, x):
+                    return x * self.kept[0]
+
+            def build():
+                return Cached(), torch.ones(2)
+        """)
+    )
+    assert main(["explain", "cached.py:build", "--target", "H200", "--meta"]) == 1
+    err = capsys.readouterr().err
+    assert "cached.py:10" in err and "use_cache=False" in err and err.count("\n") == 1
+    assert main(["explain", "cached.py:build", "--target", "H200"]) == 0
+
+
 def test_a_build_takes_no_arguments(mine, capsys):
     (mine / "more.py").write_text("def build(n):\n    return n\n")
     assert main(["explain", "more.py:build"]) == 2

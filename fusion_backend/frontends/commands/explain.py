@@ -27,6 +27,11 @@ inputs, loss); inputs are a tensor, a tuple or list of positional arguments, or 
 arguments. The model is explained as it runs under torch.no_grad(), in the mode in which build()
 leaves it; with --train as it trains, the loss included."""
 
+META = (
+    "; with --meta, every tensor that the model makes or holds must be on the meta device: give "
+    "generating models of transformers use_cache=False"
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -90,12 +95,12 @@ def explained(made: OwnModel, arguments: argparse.Namespace) -> Report:
                 target=arguments.target,
             )
     except Exception as error:
-        own = eager_error(made, arguments.train)
+        own, hint = eager_error(made, arguments.train), META if arguments.meta else ""
         if own is not None:
-            raise Failure(
-                f"{made.name} run on its inputs raised {where(own, made.build)}", 1
-            ) from own
-        raise Failure(f"{made.name} runs, explaining it raised {where(error)}", 1) from error
+            told = f"{made.name} run on its inputs raised {where(own, made.build)}"
+            raise Failure(told + hint, 1) from own
+        told = f"{made.name} runs, explaining it raised {where(error)}"
+        raise Failure(told + hint, 1) from error
     report.modules = classes_of(made.model)  # also where the loss is explained with it
     return report
 
