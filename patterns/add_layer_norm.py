@@ -54,8 +54,7 @@ def _(x, residual, weight, bias, eps):
 def _(around, training):
     if not training and 1 in around.unread:
         return Reject(
-            "nobody reads the sum: the kernel leaves it out, and is then 0.98 (fp32) to 1.17 times "
-            "as fast as Inductor's on an H200"
+            "nobody reads the sum, which the kernel writes: timed at 0.82 of Inductor on an H200"
         )
 
 
@@ -71,8 +70,8 @@ def _(x, residual, weight, bias, eps, training):
 
 
 @add_layer_norm.kernel(saves=("mean", "rstd"))
-def _(x, residual, weight, bias, eps, save, read):
-    return forward(x, residual, Norm(weight, bias, None, eps, True), save, read=read)
+def _(x, residual, weight, bias, eps, save):
+    return forward(x, residual, Norm(weight, bias, None, eps, True), save)
 
 
 @add_layer_norm.saved

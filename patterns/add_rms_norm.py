@@ -55,8 +55,7 @@ def _(x, residual, weight, offset, eps):
 def _(around, training):
     if not training and 1 in around.unread:
         return Reject(
-            "nobody reads the sum: the kernel leaves it out, and Inductor's is as fast (0.98 to "
-            "1.00 on an H200)"
+            "nobody reads the sum, which the kernel writes: timed at 0.96 of Inductor on an H200"
         )
 
 
@@ -66,9 +65,8 @@ def _(x, residual, weight, offset, eps, training):
 
 
 @add_rms_norm.kernel(saves=("rstd",))
-def _(x, residual, weight, offset, eps, save, read):
-    norm = Norm(weight, None, offset, eps, False)
-    y, h, _, rstd = forward(x, residual, norm, save, read=read)
+def _(x, residual, weight, offset, eps, save):
+    y, h, _, rstd = forward(x, residual, Norm(weight, None, offset, eps, False), save)
     return y, h, rstd
 
 

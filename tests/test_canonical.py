@@ -15,7 +15,8 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.rules import RULES
 from fusion_backend.ir.schema_args import SYNONYMS
 from fusion_backend.testing import assert_fuses
-from tests.canonical_cases import BYTES, INTS, LABELS, MASK, OTHER, SAME, M
+from tests.canonical_cases import BYTES, INTS, LABELS, MASK, SAME, M
+from tests.canonical_others import OTHER
 
 
 def made(kind):

@@ -139,12 +139,16 @@ def test_a_site_that_is_not_counted_hides_no_other(scratch):
     def last(x: Tensor) -> Tensor:
         return x.sinh().cosh()
 
+    def model(x):
+        return x.tan().cos().sin().exp().tanh().sinh().cosh()
+
     options = {"fusion.gate": "always", "fusion.skip": "last"}
-    chain = explain(
-        lambda x: x.tan().cos().sin().exp().tanh().sinh().cosh(), torch.randn(4), options=options
-    )
+    chain = explain(model, torch.randn(4), options=options)
     assert [s.pattern for s in chain.sites if s.counted] == ["upper", "last"]
     assert "switched off by fusion.skip" in str(chain)
+    # all are refused: `lower` is an alternative of `upper`, and `last` is none of `lower`
+    refused = explain(model, torch.randn(4), options={"fusion.gate": "never"})
+    assert [s.pattern for s in refused.sites if s.counted] == ["upper", "last"]
 
 
 def test_a_report_can_be_read_while_its_graph_is_compiled():

@@ -46,7 +46,6 @@ class Call:
     kwargs: dict
     values: tuple[torch.Tensor, ...]
     contiguous: bool = False
-    unread: tuple[int, ...] = ()  # roots that nobody reads, whose values are empty
 
 
 def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
@@ -128,8 +127,7 @@ def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Ca
     given = dict(zip((field.name for field in operator.fields), flat, strict=True))
     by_name = {name: value for name, value in given.items() if name in named}
     args = tuple(value for name, value in given.items() if name not in named)
-    unread = tuple(map(int, decision.get("unread", "").split()))
-    return Call(operator.overload, args, by_name | decision, values, unread=unread)
+    return Call(operator.overload, args, by_name | decision, values)
 
 
 def call_of_torch(answer: Replacement) -> Call:
@@ -158,9 +156,7 @@ def differs(call: Call, match: Match, strides: bool) -> str:
     given = {storage_id(original(v)) for v in match.tensors.values()}
     if strides and any(storage_id(out) in given for out in call.values):
         return "the result would share memory with an argument"
-    for i, (out, root) in enumerate(zip(call.values, match.roots, strict=False)):
-        if i in call.unread:
-            continue
+    for out, root in zip(call.values, match.roots, strict=False):
         want = root.meta["val"]
         if out.dtype != want.dtype or out.device != want.device:
             return (

@@ -32,7 +32,6 @@ from fusion_backend.decide.kernel_trials import Trials
 from fusion_backend.decide.legality import Legality
 from fusion_backend.decide.neighbours import Neighbours
 from fusion_backend.ir.argument_views import geometry, original
-from fusion_backend.ir.expr import FREE
 from fusion_backend.kernels.common.launch import on_gpu, trial
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.match.matcher import Match
@@ -82,7 +81,7 @@ class Gate:
         self,
         facts: Facts,
         options: Options,
-        other_readings: Callable[[Match], Iterable[Match]] = lambda match: (),
+        other_readings: Callable[[Match], Iterable[Match]],
     ):
         self.other_readings = other_readings
         self.facts, self.canon, self.options = facts, facts.canon, options
@@ -147,8 +146,8 @@ class Gate:
     # Does the user want it?
 
     def overlap(self, match: Match) -> str:
-        costly = [n for n in self.legality.computed(match) if self.canon.of[n].op not in FREE]
-        other = next((self.claimed[n] for n in (*match.roots, *costly) if n in self.claimed), None)
+        costly = self.legality.costly(match)
+        other = next((self.claimed[n] for n in costly if n in self.claimed), None)
         if other is None:
             return ""
         larger = other.template.size > match.template.size
@@ -274,9 +273,6 @@ class Gate:
         forward = forward or ("kernel" if op.kernel_fn else "reference")
         backward = self.backward_provider(op, cuda) if training else None
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
-        unread = Neighbours(match).unread if op.skips and op is match.pattern else ()
-        if unread and forward == "kernel" and not training:  # in training backward reads them
-            chosen["unread"] = " ".join(map(str, unread))
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
         decision = Decision(match, True, answer.why, forward, backward)
@@ -314,8 +310,7 @@ class Gate:
             seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
             flat = operator.flatten(values | seeds)
             if chosen["forward"] == "kernel":
-                only = {k: chosen[k] for k in ("save", "unread") if k in chosen}
-                operator.forward(*flat, forward="kernel", backward="vjp", **only)
+                operator.forward(*flat, forward="kernel", backward="vjp", save=chosen["save"])
             if chosen["backward"] == "kernel":
                 results, saved = call.values[: op.outputs], call.values[op.outputs :]
                 kept = call.values if op.backward_result else saved

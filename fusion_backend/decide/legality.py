@@ -46,6 +46,13 @@ class Legality:
             if id(of[n]) not in again and id(peel(of[n])) not in given and of[n].op != "not"
         ]
 
+    def costly(self, match: Match) -> list[fx.Node]:
+        """What another site may not compute, too: the results, and what is computed inside but for
+        views.
+        """
+        inside = (n for n in self.computed(match) if self.canon.of[n].op not in FREE)
+        return [*match.roots, *inside]
+
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]

@@ -10,7 +10,7 @@ from torch import fx
 from fusion_backend.capture.view import name_of
 from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ir.expr import FREE, peel
+from fusion_backend.ir.expr import peel
 from fusion_backend.match.matcher import Matcher, Mismatch
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location, module_of
@@ -30,9 +30,7 @@ from fusion_backend.reporting.records import (
 from fusion_backend.reporting.report import warn_once
 
 # Which of several sites that overlap is told: the first of these causes, None being fused.
-RANKS = (
-    None, COVERED, NO_GPU, UNPROFITABLE, UNSUPPORTED, FAILED, SWITCHED_OFF, ILLEGAL, NO_KERNEL
-)  # fmt: skip
+RANKS = (None, NO_GPU, UNPROFITABLE, UNSUPPORTED, FAILED, SWITCHED_OFF, ILLEGAL, NO_KERNEL)
 
 
 def best_answers(decisions: list[Decision]) -> list[Decision]:
@@ -53,12 +51,8 @@ def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
     not counted itself hides no other.
     """
     taken: set[fx.Node] = set()
-    for d in sorted(decisions, key=rank):
-        computed = gate.legality.computed(d.match)
-        costly = {n for n in computed if gate.canon.of[n].op not in FREE}
-        own = costly.union(d.match.roots)
-        if d.cause == COVERED:
-            continue
+    for d in sorted((d for d in decisions if d.cause != COVERED), key=rank):
+        own = {*gate.legality.costly(d.match)}
         d.alternative = bool(own & taken) and not d.fused
         if not d.alternative:
             taken |= own
@@ -67,8 +61,7 @@ def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
 def rank(d: Decision) -> int:
     rule = d.match.pattern
     kernel = rule.replacement_fn or not isinstance(rule, Op) or rule.kernel_fn
-    cause = d.cause if d.fused or kernel or d.cause == COVERED else NO_KERNEL
-    return RANKS.index(cause)
+    return RANKS.index(d.cause if d.fused or kernel else NO_KERNEL)
 
 
 def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -60,7 +59,6 @@ class Op(Definition):
         self.backward_missing = [False] * self.outputs  # which results' gradients it takes None for
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
-        self.skips = False  # may the kernel leave out results that nobody reads?
 
     def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
@@ -132,27 +130,20 @@ class Op(Definition):
         With `saves=("mean", "rstd")` it takes one more argument, `save: bool`, and returns these
         tensors after the results; they are handed to the backward. When `save` is false nobody will
         read them: return empty tensors.
-
-        A kernel of several results may take `read`, a tuple with a bool for each: return an empty
-        tensor for a result that nobody reads. Without it, all are computed.
         """
         if fn is None:
             return functools.partial(self.kernel, saves=saves)
         saves = checks.new_names(saves, self.params, self.where)
-        skips = "read" in inspect.signature(fn).parameters
-        extra = (*self.seed_arguments, *(["save"] if saves else []), *(["read"] if skips else []))
-        self.kernel_fn = self.takes(fn, "kernel", extra, extra)
-        self.saves, self.skips = saves, skips
+        extra = (*self.seed_arguments, "save") if saves else self.seed_arguments
+        self.kernel_fn, self.saves = self.takes(fn, "kernel", extra, extra), saves
         self.changed()
         return fn
 
-    def launched(self, args: Sequence[Any], save: bool, read: Sequence[bool] = ()) -> Any:
-        """What the kernel returns for the arguments and, where there is one, the seed. read:
-        whether somebody reads each of the results; by default all are.
+    def launched(self, args: Sequence[Any], save: bool) -> Any:
+        """What the kernel returns for the arguments and, where there is one, the seed. save: will
+        the backward read what it saves?
         """
-        rest = [save] if self.saves else []
-        rest += [tuple(read) or (True,) * self.outputs] if self.skips else []
-        return self.kernel_fn(*args, *rest)
+        return self.kernel_fn(*args, save) if self.saves else self.kernel_fn(*args)
 
     def saved(self, fn: Callable) -> Callable:
         """Plain torch code for what the kernel saves, so that the forward may be inlined and the

@@ -22,8 +22,7 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
-# unread: the numbers of the results that nobody reads, "1" or "0 2"
-DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": ""}
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
 # The seed of an op with random numbers: drawn by an operator of the graph that AOTAutograd and
 # Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
 # alike where a checkpoint recomputes.
@@ -114,12 +113,11 @@ class Operator:
 
     # What the operators do.
 
-    def forward(self, *flat, forward="kernel", backward="kernel", save=True, unread=""):
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True):
         op, args = self.op, self.unflatten(flat)
         with without_autocast():
             if forward == "kernel" and self.kernel_takes(args):
-                left_out = {int(i) for i in unread.split()}
-                out = op.launched(args, save, [i not in left_out for i in range(op.outputs)])
+                out = op.launched(args, save)
                 out = out if isinstance(out, tuple) else (out,)
             else:
                 out = self.reference(*args)

@@ -54,9 +54,10 @@ def answer(rule: Rule, case: dict, dtype: torch.dtype, training: bool) -> tuple[
     if op is rule and op.kernel_fn is None:
         return "", "no kernel yet"
     values = [*by_name(op, map(value_of, replacement.args), replacement.kwargs).values()]
-    if training and op.inductor == "pointwise":
-        return "", FUSES_GRADIENT.reason
     refused = op.ask("guard", *values) or op.ask("worthwhile", *values, training)
+    taken = refused is None or isinstance(refused, BackwardOnly)
+    if taken and training and op.inductor == "pointwise":
+        return "", FUSES_GRADIENT.reason
     if refused is None:
         return whole, replacement.why
     if isinstance(refused, BackwardOnly) and training and op.can_inline_forward:

@@ -50,16 +50,10 @@ def small_in_fp32(x: Tensor, training: bool) -> Reject | None:
 
 
 def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Norm,
-    save: bool,
-    config: Config | None = None,
-    read: tuple[bool, bool] = (True, True),
+    x: Tensor, residual: Tensor | None, norm: Norm, save: bool, config: Config | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """y `[..., n]` and h (None without a residual), both contiguous and of x's dtype, and mean and
-    rstd `[rows]` in fp32: empty unless saved, mean also if not centred. read: whether somebody
-    reads y and h; h is empty where nobody does and nothing is saved for the backward.
+    rstd `[rows]` in fp32: empty unless saved, mean also if not centred.
 
     x and residual are `[..., n]` of one dtype: fp32, bf16 or fp16; their columns are one element
     apart, or they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few
@@ -70,9 +64,7 @@ def forward(
     divided = config is None and split.few_long_rows(rows, n, x.device)
     config = config or config_for(x, residual, norm)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = residual is not None and (read[1] or save)
-    h = torch.empty(x.shape, dtype=x.dtype, device=x.device) if summed else None
-    result = h if h is not None or residual is None else x.new_empty(0)
+    h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     saved = [save and norm.centred, save]
     mean, rstd = (
@@ -88,14 +80,14 @@ def forward(
     )
     if divided or shared:
         (split if divided else cooperative).forward(operands, **constants)
-        return y, result, mean, rstd
+        return y, h, mean, rstd
     held = dict(ROWS=config.rows, STAGES=config.stages, EARLY=config.early)
     kernel, rest = (norm_kernel, held) if config.block >= n else (norm_long_kernel, {})
     launch(
         kernel, (grid(rows, config.rows, config.programs, x.device),), *operands,
         BLOCK=config.block, num_warps=config.warps, **rest, **constants,
     )  # fmt: skip
-    return y, result, mean, rstd
+    return y, h, mean, rstd
 
 
 def config_for(x: Tensor, residual: Tensor | None, norm: Norm) -> Config:
@@ -154,8 +146,7 @@ def norm_kernel(
             )
         if R is not None:
             h += r
-            if H is not None:
-                tl.store(H + row * N + col, h, keep)
+            tl.store(H + row * N + col, h, keep)
         if CENTRED:
             mean = tl.sum(h, 1, keep_dims=True) / N
             h = tl.where(col < N, h - mean, 0.0)
@@ -201,8 +192,7 @@ def norm_long_kernel(
             h *= dropout_factors(seed, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
-            if H is not None:
-                tl.store(H + row * N + start + lane, h, keep)
+            tl.store(H + row * N + start + lane, h, keep)
         if CENTRED:
             delta = h - means
             means = tl.where(keep, means + delta * (1.0 / (start // BLOCK + 1)), means)
