@@ -1,0 +1,129 @@
+"""Device time of calls, in turn, and when a difference between two of them is certain."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+FLUSH = 256 << 20  # bytes, several times the L2
+PRIME = 4  # flushes queued before a call, 0.12 ms each on an H200
+LONGEST = 16 * PRIME
+ROUNDS = (8, 60)  # fewer can prove nothing at this confidence; more change nothing
+TURN_MS = 3.0  # a turn repeats its call for about this long, ...
+CALLS = (1, 5)  # ... within these bounds
+CONFIDENCE = 0.99
+SMALLEST = 0.01  # a difference of 1 % is never called one
+
+
+class Clock:
+    """Device time of a call in milliseconds, with a cold L2 and the host out of sight. On CPU, its
+    wall time.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.buffer = torch.ones(FLUSH // 4, device=device) if device.type == "cuda" else None
+        self.prime = PRIME
+        self.exposed = 0  # samples that may hold waiting for the host
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        if self.buffer is None:
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e3
+        while True:
+            ms, exposed = self.once(call)
+            # The GPU reached the call before the host had queued all of it: it may have waited for
+            # the host.
+            if not exposed:
+                return ms
+            if self.prime >= LONGEST:
+                self.exposed += 1
+                return ms
+            self.prime *= 2
+
+    def once(self, call: Callable[[], object]) -> tuple[float, bool]:
+        # It ends with reading: lines of the L2 that wait to be written back would be charged to the
+        # call.
+        for _ in range(self.prime):
+            self.buffer.fill_(1.0)
+            self.buffer.sum()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        exposed = start.query()
+        torch.cuda.synchronize(self.device)
+        return start.elapsed_time(end), exposed
+
+
+class Race:
+    """The times of two calls, `plain` and `ours`, one sample of each a round. The ratio is plain's
+    time over ours: above 1, ours is faster.
+    """
+
+    def __init__(self) -> None:
+        self.plain: list[float] = []
+        self.ours: list[float] = []
+
+    def add(self, plain: float, ours: float) -> None:
+        self.plain.append(plain)
+        self.ours.append(ours)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(p / o for p, o in zip(self.plain, self.ours, strict=True))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the median of the ratios lies, at CONFIDENCE, whatever their distribution: between
+        two of them, by their order. Everywhere where there are too few.
+        """
+        ratios = sorted(p / o for p, o in zip(self.plain, self.ours, strict=True))
+        n, outside, k = len(ratios), 0.0, 0
+        while k < n // 2:
+            outside += 2 * math.comb(n, k) * 0.5**n
+            if outside > 1 - CONFIDENCE:
+                break
+            k += 1
+        return (ratios[k - 1], ratios[n - k]) if k else (0.0, math.inf)
+
+    @property
+    def verdict(self) -> str:
+        """ "faster" and "slower" where the interval excludes 1 %, "same" where it is within it, ""
+        where it is undecided.
+        """
+        low, high = self.interval
+        if low > 1 + SMALLEST:
+            return "faster"
+        if high < 1 / (1 + SMALLEST):
+            return "slower"
+        inside = low > 1 / (1 + SMALLEST) and high < 1 + SMALLEST
+        return "same" if inside else ""
+
+
+def race(
+    plain: Callable[[], object],
+    ours: Callable[[], object],
+    clock: Callable[[Callable[[], object]], float],
+    seconds: float,
+) -> Race:
+    """Time two calls, which have both run before, until the verdict is certain or the time is up.
+
+    Clock frequency and neighbours drift slowly, so only times of the same round compare: in each
+    round both have a turn, and who is first alternates.
+    """
+    found, until = Race(), time.perf_counter() + seconds
+    took = max(clock(plain), clock(ours), 1e-3)
+    calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / took)))
+    while len(found.plain) < ROUNDS[1] and not found.verdict:
+        turns = [plain, ours] if len(found.plain) % 2 else [ours, plain]
+        ms = {id(call): statistics.median(clock(call) for _ in range(calls)) for call in turns}
+        found.add(ms[id(plain)], ms[id(ours)])
+        if time.perf_counter() > until:
+            break
+    return found
