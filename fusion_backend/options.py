@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-GATES = ("auto", "always", "never")
+GATES = ("auto", "measure", "table", "always", "never")
 DISABLED = contextvars.ContextVar("fusion_disabled", default=False)
 
 
@@ -19,7 +19,12 @@ class Options:
 
     only, skip: names of patterns.
     limit: how many sites may be fused in one graph; bisects a wrong answer to one rewrite.
-    gate: "auto", where it is known to pay; "always", wherever it is possible; "never", report only.
+    gate: "auto", where it pays: as measured where the site stands, now or by an earlier process;
+        "measure", all that is possible is measured, for as long as it takes; "table", by what ships
+        with the package alone, so that builds are the same everywhere; "always", wherever it is
+        possible; "never", report only.
+    measure_s: the seconds that a process may spend on measuring under "auto". With 0, sites that
+        were not measured before are decided as under "table".
     exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.
     dump: a directory, in which each pass writes what it has made, as text.
     """
@@ -28,6 +33,8 @@ class Options:
     skip: tuple[str, ...] = ()
     limit: int | None = None
     gate: str = "auto"
+    # no part of a cache's key
+    measure_s: float = dataclasses.field(default=0.0, repr=False)
     exact_masks: bool = False
     dump: str | None = dataclasses.field(default=None, repr=False)  # no part of a cache's key
 
@@ -62,6 +69,9 @@ def parse(options: Mapping[str, Any] | None, known: list[str]) -> tuple[Options,
         if not isinstance(ours["dump"], (str, os.PathLike)):
             raise ValueError(f"fusion.dump is {ours['dump']!r}; it must be a directory")
         ours["dump"] = os.fspath(ours["dump"])
+    seconds = ours.get("measure_s", 0)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise ValueError(f"fusion.measure_s is {seconds!r}; it must be seconds, 0 or more")
     if ours.get("gate", "auto") not in GATES:
         raise ValueError(f"fusion.gate is {ours['gate']!r}; valid are {', '.join(GATES)}")
     return Options(**ours), theirs

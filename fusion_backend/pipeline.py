@@ -32,6 +32,7 @@ from fusion_backend.decide.record import (
 )
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
+from fusion_backend.measure.judge import Judge
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord, RuleCount
@@ -85,13 +86,18 @@ def match(top: Scope, rules: list[Rule]) -> None:
         scope.matches = list(scope.matcher.candidates())
 
 
-def decide(top: Scope, options: Options) -> None:
-    """Matches and facts -> decisions. `fusion.limit` counts the sites of all scopes."""
-    fused = 0
+def decide(top: Scope, options: Options, judge: Judge) -> None:
+    """Matches and facts -> decisions, until the judge has answered for all that is proposed.
+    `fusion.limit` counts the sites of all scopes.
+    """
     for scope in top.scopes():
         scope.gate = Gate(scope.facts, options, scope.matcher.other_readings)
-        scope.decisions = best_answers(scope.gate.decide_all(scope.matches, fused))
-        fused += sum(d.fused for d in scope.decisions)
+    for _ in judge.rounds():
+        fused = 0
+        for scope in top.scopes():
+            scope.decisions = best_answers(scope.gate.decide_all(scope.matches, fused))
+            fused += sum(d.fused for d in scope.decisions)
+        judge.hear([scope.gate for scope in top.scopes()])
 
 
 def note(top: Scope, record: GraphRecord) -> None:
@@ -118,10 +124,15 @@ def write(top: Scope) -> None:
 
 
 def fuse_graph(
-    gm: fx.GraphModule, options: Options, record: GraphRecord, rules: list[Rule]
+    gm: fx.GraphModule,
+    options: Options,
+    record: GraphRecord,
+    rules: list[Rule],
+    compiles: bool = False,
 ) -> tuple[fx.GraphModule, list[Decision]]:
     """Run all passes on one Dynamo graph. Returns the graph to compile, the same object when
-    nothing was accepted, and every decision.
+    nothing was accepted, and every decision. `compiles`: it is compiled next, so that what is not
+    known may be measured.
     """
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
@@ -133,8 +144,8 @@ def fuse_graph(
         started = time.thread_time()
         top = scope_of(view)
         dumped.view(top)
-        run(top, options, record, rules, dumped)
-        record.match_s += time.thread_time() - started
+        run(top, Judge(options, record, compiles), record, rules, dumped)
+        record.match_s += time.thread_time() - started - record.measure_s
         started = time.thread_time()
         write(top)
         record.rewrite_s += time.thread_time() - started
@@ -143,15 +154,16 @@ def fuse_graph(
 
 
 def run(
-    top: Scope, options: Options, record: GraphRecord, rules: list[Rule], dumped: dump.Dump
+    top: Scope, judge: Judge, record: GraphRecord, rules: list[Rule], dumped: dump.Dump
 ) -> None:
     """The passes between capture and rewrite, which exported programs have in common with Dynamo
     graphs.
     """
+    options = judge.options
     analyse(top, options)
     dumped.canonical(top)
     match(top, rules)
     dumped.candidates(top)
-    decide(top, options)
+    decide(top, options, judge)
     note(top, record)
     dumped.decisions(top, record)

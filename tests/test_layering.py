@@ -27,6 +27,7 @@ LOOSE = {
         "dump",
         "ir",
         "match",
+        "measure",
         "ops",
         "options",
         "reporting",

@@ -16,6 +16,7 @@ import sympy
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.utils._pytree as pytree
+import triton
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
@@ -63,6 +64,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     tensors have one too.
     """
     return tensor.untyped_storage()._cdata
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """May two elements of a tensor be at one place in memory, as in an expanded one?"""
+    return torch._debug_has_internal_overlap(tensor) != 0
 
 
 def last_node(graph: fx.Graph) -> fx.Node:
@@ -311,3 +317,17 @@ def torch_version() -> str:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace (TORCH_TRACE), where tlparse shows it."""
     trace_structured_artifact(name, "string", text)
+
+
+def triton_version() -> str:
+    return triton.__version__
+
+
+def default_store():
+    """The key-value store of torch.distributed and this process's rank; None and 0 where it was not
+    started, or with one process.
+    """
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None, 0
+    return dist.distributed_c10d._get_default_store(), dist.get_rank()

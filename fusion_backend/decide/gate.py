@@ -65,11 +65,22 @@ class Decision:
     forward: str | None = None
     backward: str | None = None
     call: Call | None = None  # what is written at the site
+    op: Op | None = None  # of ours, that is called
     bytes_saved: int | None = None
     cause: str | None = None  # of a refusal: one of the words of reporting/records.py
     alternative: bool = False  # another refused site has some of its nodes, and is counted
     # a fault of ours or of the pattern's author, told to the user as a warning
     failure: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured of a site where it stands: who computes it, "kernel/vjp" for forward and
+    backward, or "" for Inductor; and that in a sentence.
+    """
+
+    take: str
+    reason: str
 
 
 class Gate:
@@ -90,6 +101,8 @@ class Gate:
         self.claimed: dict[fx.Node, Match] = {}
         self.fused = 0  # sites, in this graph and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
+        self.found: list[Decision] = []  # the latest
+        self.answers: dict[tuple[str, fx.Node], Measured] = {}
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
         """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is
@@ -97,8 +110,16 @@ class Gate:
         """
         for _ in self.trials.rounds():
             self.claimed, self.fused, self.tried = {}, fused, {}
-            found = [d for d in map(self.decide, matches) if d is not None]
-        return found
+            self.found = [d for d in map(self.decide, matches) if d is not None]
+        return self.found
+
+    def answer(self, match: Match) -> Measured | None:
+        """What is known from measurements of this site."""
+        return self.answers.get((match.pattern.name, match.roots[0]))
+
+    def tell(self, match: Match, answer: Measured) -> None:
+        """Have the next decision follow a measurement."""
+        self.answers[match.pattern.name, match.roots[0]] = answer
 
     def decide(self, match: Match) -> Decision | None:
         """None when the same pattern is already fused there, in a larger form."""
@@ -123,6 +144,8 @@ class Gate:
                 return Decision(match, False, reason, cause=ILLEGAL)
             match = other
         decision = self.provide(match, self.facts.training(match))
+        if decision.fused and (answer := self.answer(match)):
+            decision = self.as_measured(decision, answer)
         decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
             self.fused += 1
@@ -142,6 +165,31 @@ class Gate:
             return None
         others = (o for o in self.other_readings(match) if not self.overlap(o))
         return next((other for other in others if not self.legality.refusal(other)), None)
+
+    def as_measured(self, decision: Decision, answer: Measured) -> Decision:
+        """The decision that a measurement led to."""
+        if not answer.take:
+            return Decision(decision.match, False, answer.reason, cause=UNPROFITABLE)
+        if answer.take != f"{decision.forward}/{decision.backward}":
+            other = self.backward_only(decision)
+            if other is None or answer.take != f"{other.forward}/{other.backward}":
+                why = f"measured for {answer.take}, which is not possible here"
+                return Decision(decision.match, False, why, cause=UNPROFITABLE)
+            decision = other
+        return dataclasses.replace(decision, reason=answer.reason)
+
+    def backward_only(self, decision: Decision) -> Decision | None:
+        """The same site with the forward left to Inductor, where that is another possibility."""
+        op = decision.op
+        if op is None or op is not decision.match.pattern:
+            return None
+        if decision.forward != "kernel" or decision.backward in (None, "vjp"):
+            return None
+        if not op.can_inline_forward or draws_random_numbers(decision.match):
+            return None
+        given = tuple(decision.match.arguments[p.name] for p in op.params)
+        other = self.op_call(decision.match, Replacement(op, given), True, True, "reference")
+        return other if other.fused else None
 
     # Does the user want it?
 
@@ -209,7 +257,7 @@ class Gate:
         values = [*by_name(op, *values_of(answer)).values()]
         if (refused := op.answer("guard", *values)) is not None:
             return refused, UNSUPPORTED
-        if self.options.gate == "always":
+        if self.options.gate == "always" or (self.options.gate == "measure" and cuda):
             return None, None
         return self.not_worthwhile(match, op, values, training), UNPROFITABLE
 
@@ -275,7 +323,7 @@ class Gate:
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
-        decision = Decision(match, True, answer.why, forward, backward)
+        decision = Decision(match, True, answer.why, forward, backward, op=op)
         try:
             decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen)
         except Exception as error:

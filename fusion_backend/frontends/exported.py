@@ -23,6 +23,7 @@ from fusion_backend.compat.torch import (
     tracing_under,
 )
 from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.measure.judge import Judge
 from fusion_backend.options import Options, parse
 from fusion_backend.pipeline import Scope, run
 from fusion_backend.reporting import report as reporting
@@ -95,7 +96,7 @@ def fuse_module(gm: fx.GraphModule, options: Options, record, grad: bool) -> Non
     top = Scope(view, {}, result=gm)
     with dump.into(options.dump) as dumped:
         dumped.view(top)
-        run(top, options, record, usable(patterns()), dumped)
+        run(top, Judge(options, record, False), record, usable(patterns()), dumped)
         replaced: dict[fx.Node, fx.Node] = {}
         for d in top.decisions:
             if d.fused:

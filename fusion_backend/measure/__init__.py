@@ -3,5 +3,5 @@ timed.
 
 Comes in: decisions and the view.
 Goes out: measured answers, which are kept on disk.
-May import: options, decide, match, ops, kernels, ir, cache, capture, reporting, compat.
+May import: options, rewrite, decide, match, ops, kernels, ir, cache, capture, reporting, compat.
 """

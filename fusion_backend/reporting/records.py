@@ -127,6 +127,7 @@ class RuleCount:
 class GraphRecord:
     """One graph of Dynamo's: the seconds that its passes took, its sites and near misses.
 
+    measured: how many classes of regions were measured for it, which took measure_s seconds.
     training: it computes gradients. error: why the graph went to Inductor unchanged.
     backward_error: why its backward runs operator by operator. copied: each node that the view
     copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
@@ -138,6 +139,8 @@ class GraphRecord:
     capture_s: float = 0.0
     match_s: float = 0.0
     rewrite_s: float = 0.0
+    measure_s: float = 0.0
+    measured: int = 0
     error: str | None = None
     backward_error: str | None = None
     copied: dict[str, str] = dataclasses.field(default_factory=dict)

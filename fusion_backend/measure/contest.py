@@ -1,0 +1,150 @@
+"""One region compiled twice, by plain Inductor and with sites replaced, and timed in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fusion_backend.compat.inductor import compiled_apart
+from fusion_backend.compat.torch import OpOverload
+from fusion_backend.decide.gate import Decision
+from fusion_backend.measure.cut import Cut
+from fusion_backend.measure.gpu import alone
+from fusion_backend.measure.inputs import made_up, nbytes
+from fusion_backend.measure.timing import Clock, Race, race
+
+TOLERANCE = 0.05  # of the norm: far above rounding, far below a wrong kernel
+TIMING_S = 2.0  # for one race
+
+
+class Lost(Exception):
+    """A region cannot be measured, or a variant of it; the text says why."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A compiled region on its inputs. `saved`: the bytes that it keeps from forward to backward,
+    its results among them.
+    """
+
+    call: Callable[[], object]
+    values: list[torch.Tensor]
+    saved: int
+
+
+class Contest:
+    """Plain Inductor's code of a region against others, on the same inputs."""
+
+    def __init__(self, cut: Cut, device: torch.device):
+        self.cut, self.device = cut, device
+        check_memory(cut, device)
+        self.inputs = made_up(cut, device)
+        self.clock = Clock(device)
+        self.tangents: list[torch.Tensor] | None = None
+        self.plain = self.compiled([])
+
+    def compiled(self, chosen: list[Decision]) -> Run:
+        """The region with these sites replaced, compiled and run once."""
+        fn = compiled_apart(self.cut.graph(chosen), self.inputs)
+        wanted = [t for t in self.inputs if t.requires_grad]
+
+        def step() -> list:
+            with torch.set_grad_enabled(bool(wanted)):
+                results = [*fn(*self.inputs)]
+            return results + self.gradients(results, wanted)
+
+        before = memory(self.device)
+        with torch.set_grad_enabled(bool(wanted)):
+            results = [*fn(*self.inputs)]
+        saved = memory(self.device) - before
+        values = results + self.gradients(results, wanted)
+        finished(self.device)
+        return Run(step, [v.detach() for v in values if v is not None], saved)
+
+    def gradients(self, results: list, wanted: list) -> list:
+        outs = [r for r in results if r.requires_grad]
+        if not wanted or not outs:
+            return []
+        if self.tangents is None:
+            self.tangents = [torch.randn_like(r) for r in outs]
+        return [*torch.autograd.grad(outs, wanted, self.tangents, allow_unused=True)]
+
+    def against(self, chosen: list[Decision], seconds: float) -> tuple[Race, int]:
+        """The race of plain Inductor and the region with these sites replaced, and how many bytes
+        more that keeps for backward. Raises Lost where the results are not the same.
+        """
+        ours = self.compiled(chosen)
+        if not random(self.cut) and (wrong := different(self.plain.values, ours.values)):
+            raise Lost(f"its results are not those of Inductor here: {wrong}")
+        with alone(self.device, seconds):
+            found = race(self.plain.call, ours.call, self.clock, min(seconds, TIMING_S))
+        return found, ours.saved - self.plain.saved
+
+
+@contextlib.contextmanager
+def contest(cut: Cut, device: torch.device) -> Iterator[Contest]:
+    """A contest, after which memory and random numbers are as they were."""
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            held = Contest(cut, device)
+            yield held
+    except torch.OutOfMemoryError as error:
+        raise Lost("there is not enough memory to measure it") from error
+    finally:
+        held = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_memory(cut: Cut, device: torch.device) -> None:
+    """A region must fit beside what is there, with its gradients and intermediates."""
+    if device.type != "cuda":
+        return
+    values = [n.meta["val"] for n in (*cut.inputs, *cut.region.nodes)]
+    need = 2 * sum(nbytes(v) for v in values if isinstance(v, torch.Tensor))
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if need > free:
+        raise Lost(f"it takes up to {need / 1e9:.1f} GB to measure, and {free / 1e9:.1f} are free")
+
+
+def memory(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def finished(device: torch.device, seconds: float = 10.0) -> None:
+    """Wait for the GPU, but not for ever. Raises Lost."""
+    if device.type != "cuda":
+        return
+    event, until = torch.cuda.Event(), time.perf_counter() + seconds
+    event.record()
+    while not event.query():
+        if time.perf_counter() > until:
+            raise Lost(f"it had not finished after {seconds:.0f} seconds")
+        time.sleep(1e-4)
+
+
+def random(cut: Cut) -> bool:
+    """Are random numbers drawn in it? Ours are others than Inductor's."""
+    tag = torch.Tag.nondeterministic_seeded
+    targets = (n.target for n in cut.region.nodes)
+    return any(isinstance(t, OpOverload) and tag in t.tags for t in targets)
+
+
+def different(plain: list[torch.Tensor], ours: list[torch.Tensor]) -> str:
+    """In what the results differ by more than rounding; "" where they do not."""
+    for i, (a, b) in enumerate(zip(plain, ours, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"result {i} is {b.dtype}{[*b.shape]} for {a.dtype}{[*a.shape]}"
+        if not a.is_floating_point():
+            continue
+        apart = (a - b).float().nan_to_num_(0.0, 0.0, 0.0).norm()  # made-up inputs may give NaN
+        distance = float(apart / a.float().nan_to_num_(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
+        if distance > TOLERANCE:
+            return f"result {i} is {distance:.2g} of its norm away"
+    return ""

@@ -1,0 +1,180 @@
+"""A region as a graph of its own, as it is and with sites replaced, and the text that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.view import View
+from fusion_backend.compat.torch import hinted, pytree
+from fusion_backend.decide.gate import Decision
+from fusion_backend.ir.argument_views import Viewed
+from fusion_backend.measure.region import Region
+from fusion_backend.rewrite.recompute import MARK, computed_again
+from fusion_backend.rewrite.writer import put
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclasses.dataclass
+class Cut:
+    """A region with its edges. inputs: the nodes outside that it reads, or that a replacement in it
+    reads. outputs: its nodes that are read outside. grads: the inputs whose gradient is wanted;
+    none in inference.
+    """
+
+    view: View
+    region: Region
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    grads: set[fx.Node]
+
+    def graph(self, chosen: list[Decision]) -> fx.GraphModule:
+        """The region with these sites replaced. Symbolic sizes are those of the example."""
+        graph = fx.Graph()
+        now: dict[fx.Node, fx.Node] = {}
+        for i, a in enumerate(self.inputs):
+            now[a] = graph.placeholder(f"input_{i}")
+            now[a].meta["val"] = a.meta["val"]
+        again = computed_again(self.view, chosen)
+        for n in self.region.nodes:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: outer(a, now))
+            args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
+            now[n] = graph.call_function(n.target, args, kwargs)
+            now[n].meta = {"val": n.meta.get("val"), **(MARK if n in again else {})}
+        replaced: dict[fx.Node, fx.Node] = {}
+        for d in chosen:
+            self.replace(graph, moved(d, now), replaced, now)
+        results = [last(now[n], replaced) for n in self.outputs]
+        graph.output(tuple(results))
+        graph.eliminate_dead_code()
+        return fx.GraphModule({}, graph)
+
+    def replace(self, graph: fx.Graph, d: Decision, replaced: dict, now: dict) -> None:
+        """Write one site, as the rewriter does, into a graph that is ours alone."""
+        new, results = put(graph, d, lambda n: last(n, replaced))
+        for n in new:
+            n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
+        replaced |= results
+        for root, result in results.items():
+            root.replace_all_uses_with(result)
+
+    def text(self) -> str:
+        """The region in words that are the same for every layer that is alike, and in every
+        process. A size that is symbolic is named by the power of two above it.
+        """
+        name = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.region.nodes))}
+        lines = [
+            f"{name[a]}: {kind(a.meta['val'])}{' wanted' if a in self.grads else ''}"
+            for a in self.inputs
+        ]
+        for n in self.region.nodes:
+            lines.append(f"{name[n]} = {n.target}{told((n.args, n.kwargs), name)}")
+        for d in self.region.sites:
+            lines.append(f"{d.match.pattern.name} {call_text(d, name)}")
+        lines.append(f"return {told([*self.outputs], name)}")
+        return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", "\n".join(lines))
+
+
+def cut(view: View, region: Region, training: bool, wants) -> Cut:
+    """`wants(node)`: does somebody want the gradient of this input?"""
+    inside = dict.fromkeys(region.nodes)
+    read = [a for n in region.nodes for a in n.all_input_nodes]
+    read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+    tensors = (a for a in read if isinstance(a.meta.get("val"), torch.Tensor))
+    inputs = [*dict.fromkeys(a for a in tensors if a not in inside)]
+    outputs = [
+        n
+        for n in region.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor) and any(u not in inside for u in n.users)
+    ]
+    grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wants(a)}
+    return Cut(view, region, inputs, outputs, grads)
+
+
+def base(a: fx.Node | Viewed) -> fx.Node:
+    return a.node if isinstance(a, Viewed) else a
+
+
+def outer(a: fx.Node, now: dict):
+    """A node of the view in a cut: its copy, or the number that it is."""
+    return now[a] if a in now else number(a.meta["val"])
+
+
+def number(value):
+    """A symbolic number as it is in the example."""
+    if not isinstance(value, torch.SymInt):
+        return value.node.hint if isinstance(value, NUMBERS) else value
+    return hinted((value,))[0]
+
+
+def last(n: fx.Node, replaced: dict) -> fx.Node:
+    while n in replaced:
+        n = replaced[n]
+    return n
+
+
+def moved(d: Decision, now: dict) -> Decision:
+    """The decision about the copies of its nodes."""
+
+    def copy(a):
+        if isinstance(a, Viewed):
+            return Viewed(outer(a.node, now), a.steps)
+        return outer(a, now) if isinstance(a, fx.Node) else a
+
+    match = dataclasses.replace(
+        d.match,
+        roots=[now[r] for r in d.match.roots],
+        arguments={name: copy(a) for name, a in d.match.arguments.items()},
+        interior=[now[n] for n in d.match.interior],
+    )
+    call = dataclasses.replace(d.call, args=tuple(map(copy, d.call.args)))
+    return dataclasses.replace(d, match=match, call=call)
+
+
+# Text.
+
+
+def size(value) -> str:
+    if not isinstance(value, torch.SymInt):
+        return str(value)
+    return f"to{1 << max(0, number(value) - 1).bit_length()}"
+
+
+def kind(value: torch.Tensor) -> str:
+    shape, stride = (",".join(map(size, sizes)) for sizes in (value.shape, value.stride()))
+    return f"{value.dtype}[{shape}]({stride})"
+
+
+def told(value, name: dict) -> str:
+    if isinstance(value, fx.Node):
+        return name[value] if value in name else told(value.meta["val"], name)
+    if isinstance(value, Viewed):
+        return f"{told(value.node, name)}{value.steps}"
+    if isinstance(value, torch.SymInt):
+        return size(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(told(v, name) for v in value)})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{k}={told(v, name)}' for k, v in sorted(value.items()))})"
+    return repr(value)
+
+
+def call_text(d: Decision, name: dict) -> str:
+    """The call that replaces a site, but for who computes it, which is what is asked."""
+    named = {k: v for k, v in d.call.kwargs.items() if k not in ("forward", "backward")}
+    return f"{d.call.target}{told((d.call.args, named), name)} copied={d.call.contiguous}"
+
+
+def summary(region: Region) -> dict[str, int]:
+    """How many operators of each name are in it."""
+    counts: dict[str, int] = {}
+    for n in region.nodes:
+        if n.target is not operator.getitem:
+            name = str(n.target).removeprefix("aten.").rpartition(".")[0]
+            counts[name] = counts.get(name, 0) + 1
+    return counts

@@ -1,0 +1,51 @@
+"""One process times at a time on a GPU: who waits for it, waits no longer than it was going to
+measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def alone(device: torch.device, seconds: float) -> Iterator[bool]:
+    """Inside, no other process of this user that asks times on this GPU. Yields False where one
+    still did after so many seconds, or where no lock can be had: then both may be disturbed, which
+    the noise of the times shows.
+    """
+    if device.type != "cuda":
+        yield True
+        return
+    try:
+        handle = os.open(lock_file(device), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        yield locked(handle, seconds)
+    finally:
+        os.close(handle)  # which unlocks it, as the end of the process does, however it ends
+
+
+def lock_file(device: torch.device) -> str:
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device.index)
+    return os.path.join(tempfile.gettempdir(), f"fusion-{os.getuid()}-{uuid}.lock")
+
+
+def locked(handle: int, seconds: float) -> bool:
+    until = time.perf_counter() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.perf_counter() > until:
+                return False
+            time.sleep(0.005)

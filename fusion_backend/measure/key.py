@@ -1,0 +1,93 @@
+"""What an answer depends on besides the region: the GPU, the versions, Inductor's settings, and the
+code of the kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+from fusion_backend.cache.fingerprint import built_in, fingerprint
+from fusion_backend.compat.torch import inductor_config, torch_version, triton_version
+from fusion_backend.ops.definition import Definition
+
+# Settings of Inductor that change no code, or that a contest overrides.
+IRRELEVANT = ("compile_threads", "fx_graph_", "cudagraph", "worker", "cache", "debug", "trace")
+
+
+def key_of(text: str, ops: list[Definition], gpu: str) -> str | None:
+    """The key of a class of regions, a digest; None where an op has no fingerprint that holds in
+    every process.
+    """
+    codes = [code_of(op) for op in ops]
+    settings = inductor_settings()
+    if None in codes or " object at 0x" in settings:
+        return None
+    parts = {"region": text, "code": codes, "inductor": settings, **machine(gpu)}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def machine(gpu: str) -> dict[str, str]:
+    """The GPU and the versions: their first two numbers, for the last one mends faults."""
+    return {"gpu": gpu, "torch": short(torch_version()), "triton": short(triton_version())}
+
+
+def short(version: str) -> str:
+    return ".".join(version.partition("+")[0].split(".")[:2])
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def inductor_settings() -> str:
+    """The settings of Inductor that are not the default."""
+    lines = inductor_config.codegen_config().splitlines()
+    return "\n".join(line for line in lines if not any(word in line for word in IRRELEVANT))
+
+
+def code_of(op: Definition) -> str | None:
+    """A digest of what an op runs: of a built-in one its file and the kernels that this imports, of
+    another one its fingerprint.
+    """
+    if not built_in(op):
+        found = fingerprint(op)
+        return None if found.opaque else found.digest
+    return sources_of(op.reference.__globals__["__name__"])
+
+
+@functools.cache
+def sources_of(module: str) -> str:
+    """A digest of a module of ours and of those that it imports from patterns and kernels."""
+    found: dict[str, str] = {}
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        text = Path(spec.origin).read_text()
+        found[name] = text
+        pending += imported(text)
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def imported(text: str) -> list[str]:
+    """The modules of patterns and kernels that a program imports at its top. `fusion_backend.
+    kernels` itself names all kernels: only the helpers that it has are of its parts `common`.
+    """
+    names = [
+        node.module
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom) and node.module
+    ]
+    ours = ("fusion_backend.patterns.", "fusion_backend.kernels.")
+    return [name for name in names if name.startswith(ours)]
