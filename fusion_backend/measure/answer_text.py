@@ -1,0 +1,21 @@
+"""Measured answers as the sentences of a report."""
+
+from __future__ import annotations
+
+from fusion_backend.measure.store import Answer
+
+
+def reason(answer: Answer, take: str, together: bool) -> str:
+    """Of an answer with a verdict, about one site: who computes it, and the times."""
+    others = " with its neighbours" if together else ""
+    if not take:
+        return f"left to Inductor: {answer.ratio:.2f} in context{others}, {answer.when}"
+    kept = answer.more_bytes >> 20
+    more = f", {kept} MB more kept for backward" if kept > 0 else ""
+    times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms here{others}"
+    return f"{times}{more}, {answer.when}"
+
+
+def unmeasured(why: str, taken: bool) -> str:
+    """Of an answer without a verdict: what the bound makes of it."""
+    return f"{'bytes and launches promise enough' if taken else 'left to Inductor'}: {why}"
