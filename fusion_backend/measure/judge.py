@@ -174,7 +174,8 @@ class Judge:
         if answer.verdict and (take or d.doubt is None or answer.whole):
             return Measured(take, answer_text.reason(answer, take, together))
         if d.doubt is not None:
-            return Measured("", d.doubt.reason)
+            asked = answer.why and self.candidate(d)
+            return Measured("", f"{d.doubt.reason}; {answer.why}" if asked else d.doubt.reason)
         if not answer.why:  # nobody asked
             later = "; it is measured when it is compiled" if self.later else ""
             return Measured(d.providers, d.reason + later)
