@@ -268,7 +268,7 @@ class Gate:
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
         """What the measurements say, of the op and of what stands around it."""
-        around = Neighbours(match)
+        around = Neighbours(match, self.legality.unread(match))
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
             return refused
@@ -320,6 +320,10 @@ class Gate:
         forward = forward or ("kernel" if op.kernel_fn else "reference")
         backward = self.backward_provider(op, cuda) if training else None
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
+        # a backward of the op's own may read any result
+        skips = op.skips and op is match.pattern and chosen["backward"] == "vjp"
+        if skips and forward == "kernel" and (unread := self.legality.unread(match)):
+            chosen["unread"] = " ".join(map(str, unread))
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
         cleared = self.evidence.of(match) is not None
@@ -364,7 +368,7 @@ class Gate:
             seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
             flat = operator.flatten(values | seeds)
             if chosen["forward"] == "kernel":
-                operator.forward(*flat, forward="kernel", backward="vjp", save=chosen["save"])
+                operator.forward(*flat, **chosen)
             if chosen["backward"] == "kernel":
                 results, saved = call.values[: op.outputs], call.values[op.outputs :]
                 kept = call.values if op.backward_result else saved
