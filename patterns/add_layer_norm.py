@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import BackwardOnly, Pattern, Reject
+from fusion_backend import BackwardOnly, Pattern, Unmeasured
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,
@@ -53,7 +53,7 @@ def _(x, residual, weight, bias, eps):
 @add_layer_norm.neighbours
 def _(around, training):
     if not training and 1 in around.unread:
-        return Reject(
+        return Unmeasured(
             "nobody reads the sum, which Inductor does not write either: the kernel has not been "
             "timed there; fusion.gate=always takes it"
         )

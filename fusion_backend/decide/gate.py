@@ -221,7 +221,9 @@ class Gate:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
             if cause == UNPROFITABLE and self.evidence.wanted:
-                return self.op_call(match, answer, training, cuda, doubt=Reject(said))
+                return self.op_call(
+                    match, answer, training, cuda, doubt=dataclasses.replace(refused, reason=said)
+                )
             return Decision(match, False, said, cause=cause)
         own = Replacement(rule, tuple(match.arguments[p.name] for p in rule.params))
         return self.op_call(match, dataclasses.replace(own, why=said), training, cuda, "reference")

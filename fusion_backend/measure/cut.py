@@ -67,7 +67,10 @@ class Cut:
             n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
         replaced |= results
         of = self.facts.canon.of
-        for root, (copied, result) in zip(d.match.roots, results.items(), strict=True):
+        for root, copied in zip(d.match.roots, copy.match.roots, strict=True):
+            if copied not in results:  # nobody reads it
+                continue
+            result = results[copied]
             copied.replace_all_uses_with(result)
             for n in d.match.interior:  # permuted and permuted back: the same value again
                 if of[n] is of[root]:

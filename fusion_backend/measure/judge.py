@@ -16,7 +16,6 @@ from torch import fx
 
 from fusion_backend.decide.evidence import Measured
 from fusion_backend.decide.gate import Decision, Gate
-from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
@@ -29,6 +28,7 @@ from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.reject import Unmeasured
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 TABLES = "H200"  # the GPU that the tables of the patterns were measured on
@@ -153,7 +153,7 @@ class Judge:
         """Is a site worth measuring? Not what the tables refuse, where they know better."""
         if d.doubt is None or self.options.gate == "measure":
             return True
-        return UNMEASURED.reason in d.doubt.reason or TABLES not in gpu_name(device_of(d))
+        return isinstance(d.doubt, Unmeasured) or TABLES not in gpu_name(device_of(d))
 
     def tell(self, c: Class, answer: Answer) -> None:
         """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
