@@ -71,8 +71,8 @@ def test_a_mask_is_what_the_graph_computes_and_not_noise():
         return F.scaled_dot_product_attention(q, q, q, bias)
 
     _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
-    (mask,) = [t for t in found if t.shape == (8, 8)]
-    assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril())
+    mask, zeros = [t for t in found if t.shape == (8, 8)]
+    assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril()) and not zeros.any()
 
 
 def test_a_mask_from_an_input_is_computed_with_ones():
