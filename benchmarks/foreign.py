@@ -46,6 +46,8 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     args = parser.parse_args(argv)
     if args.add and not args.out:
         parser.error("--add keeps what the file has: give --out")
+    if args.warm and args.apart:
+        parser.error("--apart empties the caches that --warm keeps")
     return args, parser
 
 
@@ -69,6 +71,8 @@ def add_contenders(add) -> None:
     )
     warm = "use the caches of the environment, instead of empty ones for each graph"
     add("--warm", action="store_true", help=warm)
+    apart = "a cache for each contender: compile times compare, tuning may differ by chance"
+    add("--apart", action="store_true", help=apart)
     add("--rounds", type=positive, default=7, metavar="N", help="turns of every contender")
     jobs = "at a time (default: one a core but for two, at most 14; 1 without a GPU)"
     add("--processes", type=positive, metavar="N", help=jobs)
@@ -100,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
         size = args.size or ("full" if device.type == "cuda" else "tiny")
         args.processes = args.processes or request.processes(device.type == "cuda")
         about = machine(device, "benchmarks.foreign")
-        about |= dict(options=options, size=size, warm=args.warm, processes=args.processes)
+        about |= dict(
+            options=options, size=size, warm=args.warm, apart=args.apart, processes=args.processes
+        )
         run = Run("foreign", about, before(args.out, about) if args.add else [])
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -108,9 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {name: graph for name, graph in found.items() if name not in known}
     print(f"{run.about['gpu'] or 'CPU: the times below mean nothing'}, torch {torch.__version__}")
     try:
-        Runner(run, How(size, options, args.rounds), args, show).measure(
-            wanted, until(args.minutes)
-        )
+        runner = Runner(run, How(size, options, args.rounds, args.apart), device, args, show)
+        runner.measure(wanted, until(args.minutes))
     except KeyboardInterrupt:
         run.about["stopped"] = "by Ctrl-C"
     run.about["seconds"] = round(time.monotonic() - begun, 1)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import os
 import re
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,15 +24,19 @@ from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
 from benchmarks.measure.timing import Clock, in_turn, noise, verdict
 from benchmarks.measure.wall_time import synchronize, whole_calls
+from benchmarks.model_runs.compiling import cache_in
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 
 
 class How(NamedTuple):
-    """size: full or tiny. options: those of fusion. rounds: turns of each contender."""
+    """size: full or tiny. options: those of fusion. rounds: turns of each contender. apart: each
+    contender has caches of its own; otherwise fusion finds what Inductor has compiled and tuned.
+    """
 
     size: str
     options: dict
     rounds: int
+    apart: bool
 
 
 def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.device) -> None:
@@ -74,7 +80,8 @@ def compiled(
         fusion_backend.reset()
         try:
             functions[name] = make(entry(step.module, name))
-            first_calls(step, functions[name], side, turns, device)
+            with caches_of(name) if how.apart else contextlib.nullcontext():
+                first_calls(step, functions[name], side, turns, device)
         except Exception as error:
             side.status, side.note = FAILED, said(error)
             row.status = NO_BASELINE if name == INDUCTOR else FAILED
@@ -82,6 +89,15 @@ def compiled(
             return functions
     note_sites(row)
     return functions
+
+
+@contextlib.contextmanager
+def caches_of(name: str) -> Iterator[None]:
+    """A copy of the process's caches, which this contender alone fills."""
+    own = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    shutil.copytree(own, f"{own}-{name}")
+    with cache_in(f"{own}-{name}"):
+        yield
 
 
 def first_calls(

@@ -13,6 +13,7 @@ from benchmarks.foreign_runs.rows import CRASHED, TIMEOUT
 from benchmarks.foreign_runs.turns import WAITING
 
 TICK_S = 0.5  # how often the limits are looked at
+SECONDS_TO_END = 2  # of a process that has sent its result
 PATIENCE = 5  # times the limit: how long a process may wait for the GPU
 
 
@@ -58,6 +59,7 @@ class Running:
         return self
 
     def end(self) -> None:
+        """At once, whatever it does; its locks end with it."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -74,7 +76,7 @@ def outcomes(
     """(job, what `work(job, pipe)` sent as ("done", value), or Lost), as they come. A process has
     `limit` seconds, without those in which it waits; none is started after the deadline.
     """
-    todo, running = iter(jobs), []
+    todo, running, over = iter(jobs), [], []
     try:
         while True:
             while len(running) < processes and time.monotonic() < deadline:
@@ -88,10 +90,15 @@ def outcomes(
             for one in list(running):
                 if (found := state(one, limit)) is not one:
                     running.remove(one)
-                    one.end()
+                    if isinstance(found, Lost):
+                        one.end()
+                    else:
+                        over.append(one)  # it ends by itself, while others go on
                     yield one.job, found
     finally:
-        for one in running:
+        for one in over:
+            one.process.join(SECONDS_TO_END)
+        for one in running + over:
             one.end()
 
 

@@ -18,8 +18,8 @@ TIMEOUT, CRASHED, NO_BASELINE = "timeout", "crashed", "no baseline"
 @dataclasses.dataclass
 class Side:
     """What one contender did. `compile_s` is the first call less a later one, without waiting for
-    the GPU (`waited_s`); the errors are the largest |got - exact| / |exact| of any output and of
-    any gradient.
+    the GPU (`waited_s`); fusion's is short where it found Inductor's code in a cache. The errors
+    are the largest |got - exact| / |exact| of any output and of any gradient.
     """
 
     name: str

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.foreign_code.problems import Graph
@@ -24,36 +25,37 @@ SECONDS_TO_START = 300  # of the process that fills the caches which the others 
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-def server():
-    """Processes that begin with everything imported and nothing computed."""
+def contexts() -> Iterator:
+    """Ways to start a process, the fastest first: from a server that has everything imported and
+    nothing computed, or anew, where the imports have touched CUDA.
+    """
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__module__, "fusion_backend.frontends.dynamo"])
-    return context
+    yield context
+    yield multiprocessing.get_context("spawn")
 
 
 class Runner:
     """Measures graphs and keeps the rows in a run, which is written after each of them."""
 
-    def __init__(self, run: Run, how: How, args: argparse.Namespace, show: Callable):
-        self.run, self.how, self.args, self.show = run, how, args, show
+    def __init__(self, run: Run, how: How, device, args: argparse.Namespace, show: Callable):
+        self.run, self.how, self.device, self.args, self.show = run, how, device, args, show
         self.threads = max(1, (os.cpu_count() or 1) // args.processes)
 
     def measure(self, found: dict[str, Graph], deadline: float) -> None:
         with tempfile.TemporaryDirectory(prefix="foreign-", ignore_cleanup_errors=True) as folder:
-            root, context = Path(folder), server()
+            root = Path(folder)
             caches = None if self.args.warm else root / "caches"
-            if caches:
-                self.fill(root, caches, context)
+            context = self.fill(root, caches)
             jobs = (self.job(root, i, name, caches) for i, name in enumerate(found))
-            done = 0
-            for job, outcome in outcomes(
-                jobs, work, self.args.processes, self.args.limit, deadline, context
-            ):
-                row = outcome
+            done, processes = 0, self.args.processes
+            for job, outcome in outcomes(jobs, work, processes, self.args.limit, deadline, context):
+                row, done = outcome, done + 1
                 if isinstance(outcome, Lost):
-                    row = lost(found[job.name], outcome, job.folder / LOG)
-                done += 1
+                    note = outcome.note + last_words(job.folder / LOG)
+                    row = GraphRow.of_graph(found[job.name], outcome.status, note)
+                shutil.rmtree(job.folder, ignore_errors=True)
                 self.keep(row, done, len(found))
             if done < len(found):
                 self.run.about["stopped"] = f"time is up after {done} of {len(found)} graphs"
@@ -61,17 +63,20 @@ class Runner:
     def job(self, root: Path, i: int, name: str, caches: Path | None) -> Work:
         folder = root / str(i)
         folder.mkdir()
-        return Work(name, self.how, folder, caches, self.threads)
+        return Work(name, self.how, self.device, folder, caches, self.threads)
 
-    def fill(self, root: Path, caches: Path, context) -> None:
-        """What every process would make first, such as the templates of the patterns, made once."""
-        caches.mkdir()
-        job = self.job(root, -1, "", caches)
-        for _, outcome in outcomes([job], work, 1, SECONDS_TO_START, context=context):
-            if isinstance(outcome, Lost):
-                raise SystemExit(
-                    f"no process can start: {outcome.note}{last_words(job.folder / LOG)}"
-                )
+    def fill(self, root: Path, caches: Path | None):
+        """What every process would make first, such as the templates of the patterns, is made once.
+        Returns the way to start processes. SystemExit where none can use the device.
+        """
+        if caches:
+            caches.mkdir()
+        for i, context in enumerate(contexts(), 1):
+            job = self.job(root, -i, "", caches)
+            [(_, outcome)] = outcomes([job], work, 1, SECONDS_TO_START, context=context)
+            if not isinstance(outcome, Lost):
+                return context
+        raise SystemExit(f"no process can start: {outcome.note}{last_words(job.folder / LOG)}")
 
     def keep(self, row: GraphRow, done: int, of: int) -> None:
         self.run.rows = [old for old in self.run.rows if old.name != row.name] + [row]
@@ -79,10 +84,6 @@ class Runner:
         self.show(row, done, of)
         if self.args.out:
             self.run.save(self.args.out)
-
-
-def lost(graph: Graph, outcome: Lost, log: Path) -> GraphRow:
-    return GraphRow.of_graph(graph, outcome.status, outcome.note + last_words(log))
 
 
 def last_words(log: Path) -> str:

@@ -86,7 +86,7 @@ def text(found: dict) -> str:
         f"smallest: {shown(found['min'])} {found['min_name'] or ''}".rstrip(),
         f"beyond the noise: {found['faster']} faster, {found['slower']} slower",
         f"compiling: Inductor {found['compile_s'][INDUCTOR]:.0f} s, "
-        f"fusion {found['compile_s'][FUSION]:.0f} s",
+        f"fusion {found['compile_s'][FUSION]:.0f} s (they compare with --apart only)",
     ]
     for key, what in (("below_98", "below 0.98"), ("below_99", "below 0.99")):
         lines.append(f"{what}: {len(found[key])}{names(found[key])}")

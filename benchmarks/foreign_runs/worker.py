@@ -33,6 +33,7 @@ class Work(NamedTuple):
 
     name: str
     how: How
+    device: torch.device
     folder: Path
     caches: Path | None
     threads: int
@@ -44,24 +45,29 @@ def work(job: Work, pipe) -> None:
     quiet(job.folder)
     fresh_caches(job)
     torch.set_num_threads(job.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not job.name:
-        patterns()
-        for train in (False, True):
-            with torch.set_grad_enabled(train):
-                start(contenders(job.how.options), train, device)
+        begin(job)
         pipe.send(("done", None))
         return
     graph = graphs()[job.name]
     row = GraphRow.of_graph(graph)
-    turns = Turns(lock_file(device), lambda stage: pipe.send(("stage", stage)))
+    turns = Turns(lock_file(job.device), lambda stage: pipe.send(("stage", stage)))
     measure_alone(turns)
     try:
-        measure(graph, job.how, row, turns, device)
+        measure(graph, job.how, row, turns, job.device)
     except Exception as error:
         row.status, row.note = FAILED, f"{turns.stage}: {said(error)}"
     row.seconds = time.monotonic() - begun
     pipe.send(("done", row))
+
+
+def begin(job: Work) -> None:
+    """Raises where a process that is started like this one cannot use the device."""
+    torch.ones(1, device=job.device).sum().item()
+    patterns()
+    for train in (False, True):
+        with torch.set_grad_enabled(train):
+            start(contenders(job.how.options), train, job.device)
 
 
 def quiet(folder: Path) -> None:
