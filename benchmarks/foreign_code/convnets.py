@@ -71,7 +71,7 @@ def convnext_block(n, c, side):
     return nn.Sequential(ConvNeXtBlock(c), ConvNeXtBlock(c)), (features(n, c, side, side),)
 
 
-@problem("ConvNeXt V2: global response norm after gelu", dict(n=32, side=28, c=768), FEW)
+@problem("ConvNeXt V2: global response norm after gelu", dict(n=128, side=28, c=768), FEW)
 def global_response_norm(n, c, side):
     def forward(m, x):
         x = F.gelu(x)
@@ -104,7 +104,7 @@ def mbconv(n, c, side):
     return Called(forward, **parts), (features(n, c, side, side),)
 
 
-@problem("torchvision mobilenet_v2 inverted residual", dict(n=64, c=24, side=56), FEW, THREE)
+@problem("torchvision mobilenet_v2 inverted residual", dict(n=128, c=24, side=56), FEW, THREE)
 def inverted_residual(n, c, side):
     wide = 6 * c
     parts = conv_norm(c, wide), nn.ReLU6(), conv_norm(wide, wide, 3, groups=wide), nn.ReLU6()
@@ -112,7 +112,7 @@ def inverted_residual(n, c, side):
     return Called(lambda m, x: x + m.body(x), body=body), (features(n, c, side, side),)
 
 
-@problem("torchvision mobilenet_v3 block: hardswish", dict(n=64, c=80, side=28), FEW)
+@problem("torchvision mobilenet_v3 block: hardswish", dict(n=256, c=80, side=28), FEW)
 def mobilenet_v3_block(n, c, side):
     wide = 4 * c
     depthwise = conv_norm(wide, wide, 3, groups=wide)
@@ -160,7 +160,7 @@ def vgg_stages(n, c, side):
     return nn.Sequential(*parts), (torch.randn(n, 3, side, side),)
 
 
-@problem("torchvision squeezenet fire module", dict(n=64, c=128, side=55), FEW, INFERENCE)
+@problem("torchvision squeezenet fire module", dict(n=128, c=128, side=55), FEW, INFERENCE)
 def fire_module(n, c, side):
     def forward(m, x):
         x = F.relu(m.squeeze(x))
@@ -171,7 +171,7 @@ def fire_module(n, c, side):
     return Called(forward, **parts, wide=wide), (features(n, c, side, side),)
 
 
-@problem("torchvision shufflenet_v2 unit", dict(n=128, c=116, side=28), FEW)
+@problem("torchvision shufflenet_v2 unit", dict(n=512, c=116, side=28), FEW)
 def shuffle_unit(n, c, side):
     def forward(m, x):
         left, right = x.chunk(2, dim=1)
@@ -184,7 +184,7 @@ def shuffle_unit(n, c, side):
     return Called(forward, body=body), (features(n, c, side, side),)
 
 
-@problem("Ultralytics YOLO C2f block: conv → batch_norm → silu", dict(n=32, c=128, side=40), FEW)
+@problem("Ultralytics YOLO C2f block: conv → batch_norm → silu", dict(n=64, c=128, side=40), FEW)
 def yolo_c2f(n, c, side):
     def forward(m, x):
         left, right = m.first(x).chunk(2, dim=1)

@@ -14,8 +14,8 @@ from benchmarks.foreign_code.problems import (
     problem,
 )
 
-IMAGES, FEW = dict(n=64, c=64, side=64), dict(n=2, c=8, side=8)
-VOLUMES, SMALL = dict(n=8, c=32, side=32), dict(n=2, c=8, side=4)
+IMAGES, FEW = dict(n=128, c=64, side=64), dict(n=2, c=8, side=8)
+VOLUMES, SMALL = dict(n=16, c=32, side=32), dict(n=2, c=8, side=4)
 THREE = "infer f32, infer bf16, train bf16"
 
 

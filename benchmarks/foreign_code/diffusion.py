@@ -190,7 +190,7 @@ def joint_attention(n, seq, width):
 
 @problem(
     "denoising diffusion: the noisy image and the loss of its noise",
-    dict(n=64, side=256),
+    dict(n=128, side=256),
     dict(n=2, side=8),
     "train f32",
 )

@@ -92,7 +92,7 @@ def bert_layer(n, seq, width):
     return Called(forward, **parts, **norms, mlp=mlp(width)), (features(n, seq, width), mask)
 
 
-@problem("transformers BertEmbeddings", dict(n=64, seq=512, width=768), FEW)
+@problem("transformers BertEmbeddings", dict(n=128, seq=512, width=768), FEW)
 def bert_embeddings(n, seq, width):
     def forward(m, ids, kinds):
         places = torch.arange(ids.shape[1], device=ids.device)
@@ -252,7 +252,7 @@ def whisper_encoder(n, frames, width):
 
 
 @problem(
-    "transformers DeBERTa / ELECTRA style classifier head", dict(n=256, seq=256, width=768), FEW
+    "transformers DeBERTa / ELECTRA style classifier head", dict(n=512, seq=256, width=768), FEW
 )
 def pooled_classifier(n, seq, width):
     def forward(m, x, mask):

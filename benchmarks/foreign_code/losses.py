@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from benchmarks.foreign_code.problems import ALL, TRAINING, Called, features, problem
 
 LOGITS, FEW = dict(rows=8192, n=32000), dict(rows=6, n=40)
-PAIRS, FEW_PAIRS = dict(rows=32768, n=1024), dict(rows=6, n=16)
+PAIRS, FEW_PAIRS = dict(rows=65536, n=1024), dict(rows=6, n=16)
 
 
 def labels(rows: int, n: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def cross_entropy_with_ignored(rows, n):
     return Called(loss), (features(rows, n), y)
 
 
-@problem("timm LabelSmoothingCrossEntropy", dict(rows=16384, n=1000), FEW, TRAINING)
+@problem("timm LabelSmoothingCrossEntropy", dict(rows=65536, n=1000), FEW, TRAINING)
 def label_smoothing(rows, n):
     def loss(m, x, y):
         logp = F.log_softmax(x, dim=-1)

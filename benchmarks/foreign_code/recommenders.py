@@ -38,7 +38,7 @@ def dlrm_interaction(n, fields, width):
     return Called(forward, **parts), (torch.randn(n, 13), features(n, fields, width))
 
 
-@problem("embedding bags and an MLP", dict(n=16384, fields=8, width=64), FEW)
+@problem("embedding bags and an MLP", dict(n=32768, fields=8, width=64), FEW)
 def embedding_bag_mlp(n, fields, width):
     def forward(m, x):
         pooled = [bag(one) for bag, one in zip(m.bags, x.unbind(1), strict=True)]
@@ -62,7 +62,7 @@ def cross_layers(n, width):
 
 
 @problem(
-    "two towers with normalised embeddings", dict(n=16384, width=512), dict(n=4, width=16), ALL
+    "two towers with normalised embeddings", dict(n=32768, width=512), dict(n=4, width=16), ALL
 )
 def two_towers(n, width):
     def forward(m, user, item):

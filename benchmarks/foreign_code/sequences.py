@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.foreign_code.encoders import Attention, mlp
 from benchmarks.foreign_code.problems import ALL, Called, features, problem
 
-SPEECH, FEW = dict(n=32, seq=1000, width=256), dict(n=2, seq=9, width=16)
+SPEECH, FEW = dict(n=64, seq=1000, width=256), dict(n=2, seq=9, width=16)
 
 
 @problem(

@@ -15,8 +15,8 @@ from benchmarks.foreign_code.problems import (
     problem,
 )
 
-ROWS, FEW = dict(rows=4096, n=16384), dict(rows=6, n=40)
-MAPS, SMALL_MAPS = dict(n=64, channels=64, side=112), dict(n=2, channels=8, side=6)
+ROWS, FEW = dict(rows=8192, n=16384), dict(rows=6, n=40)
+MAPS, SMALL_MAPS = dict(n=128, channels=64, side=112), dict(n=2, channels=8, side=6)
 F32 = "infer f32"
 
 
@@ -28,19 +28,19 @@ def rms_norm_over_channels(n, channels, side):
     return Called(norm), (features(n, channels, side, side),)
 
 
-@problem("torch.nn.RMSNorm at an odd width", dict(rows=16384, n=3001), dict(rows=5, n=19), ALL)
+@problem("torch.nn.RMSNorm at an odd width", dict(rows=32768, n=3001), dict(rows=5, n=19), ALL)
 def rms_norm_odd(rows, n):
     return nn.RMSNorm(n), (features(rows, n),)
 
 
-@problem("torch.nn.LayerNorm at an odd width", dict(rows=16384, n=2999), dict(rows=5, n=19), ALL)
+@problem("torch.nn.LayerNorm at an odd width", dict(rows=32768, n=2999), dict(rows=5, n=19), ALL)
 def layer_norm_odd(rows, n):
     return nn.LayerNorm(n), (features(rows, n),)
 
 
 @problem(
     "KernelBench level 1 style: layer norm of whole images",
-    dict(n=16, channels=64, side=256),
+    dict(n=32, channels=64, side=256),
     dict(n=2, channels=4, side=6),
     BOTH_F32,
 )
@@ -103,7 +103,7 @@ def cumulative_sum(rows, n):
     return Called(lambda m, x: torch.cumsum(x, dim=1)), (features(rows, n),)
 
 
-@problem("KernelBench level 1 style: masked cumulative sum", dict(rows=4096, n=4096), FEW, F32)
+@problem("KernelBench level 1 style: masked cumulative sum", dict(rows=16384, n=4096), FEW, F32)
 def masked_cumulative_sum(rows, n):
     mask = torch.rand(rows, n) > 0.5
     return Called(lambda m, x, keep: torch.cumsum(x * keep, dim=1)), (features(rows, n), mask)
