@@ -3,7 +3,7 @@
     python -m benchmarks.foreign --out run.json                  # the whole set, fresh caches
     python -m benchmarks.foreign --minutes 9 --shard 1/2 --out run.json      # half of it
     python -m benchmarks.foreign --minutes 9 --add --out run.json            # what the file lacks
-    python -m benchmarks.foreign --only 'convnets.*train|gelu' --gate always
+    python -m benchmarks.foreign --only 'resnet.*train|gelu' --gate always
     python -m benchmarks.foreign --option fusion.limit=1 --processes 4
     python -m benchmarks.foreign --read a.json b.json --markdown table.md    # measures nothing
 

@@ -45,7 +45,7 @@ def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.d
         turns.at("building")
         with turns.shared():
             step = Step(graph, how.size, device)
-        start(contenders(how.options), step.train, device)
+        start(contenders(how.options), step.train, device, os.getpid() if how.apart else 1)
         functions = compiled(step, how, row, turns, device)
         if row.status == OK:
             turns.at("checking")
@@ -57,13 +57,15 @@ def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.d
                 times(step, functions, row, how.rounds, device)
 
 
-def start(makes: dict[str, Callable], train: bool, device: torch.device) -> None:
-    """What a process pays once, for imports and our patterns, is no graph's compile time."""
+def start(makes: dict[str, Callable], train: bool, device: torch.device, number: int = 1) -> None:
+    """What a process pays once, for imports and our patterns, is no graph's compile time. A number
+    that no other process has given is compiled, not taken from a cache.
+    """
     for make in makes.values():
         # one that cannot compile says so with the graph
         with contextlib.suppress(Exception):
             x = torch.ones(4, 8, device=device, requires_grad=train)
-            y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + 1)(x)
+            y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + number)(x)
             if train:
                 y.sum().backward()
 

@@ -39,8 +39,8 @@ def options(gate: str, given: list[tuple[str, object]]) -> dict:
 
 
 def selected(only: str | None, part: tuple[int, int]) -> dict[str, Graph]:
-    """The graphs whose "name family source" matches the expression, and of those every nth, in the
-    order in which they are measured. ValueError where there is none.
+    """The graphs whose name, family or source matches the expression, and of those every nth, in
+    the order in which they are measured. ValueError where there is none.
     """
     try:
         wanted = re.compile(only or "")
@@ -49,7 +49,7 @@ def selected(only: str | None, part: tuple[int, int]) -> dict[str, Graph]:
     found = {
         name: graph
         for name, graph in graphs().items()
-        if wanted.search(f"{name} {graph.problem.family} {graph.problem.source}")
+        if any(map(wanted.search, (name, graph.problem.family, graph.problem.source)))
     }
     names = list(found)[part[0] - 1 :: part[1]]
     if not names:
