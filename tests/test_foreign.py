@@ -399,7 +399,7 @@ def test_a_run_in_parts(lost_and_found, capsys):
         (["--read", "/nonexistent.json"], "nonexistent"),
     ],
 )
-def test_what_makes_no_sense_is_refused(command, said, capsys):
+def test_what_makes_no_sense_is_refused(command, said, lost_and_found, capsys):
     with pytest.raises(SystemExit) as stop:
         foreign.main(command)
     assert stop.value.code == 2 and said in capsys.readouterr().err
