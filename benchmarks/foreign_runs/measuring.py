@@ -45,6 +45,7 @@ def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.d
         turns.at("building")
         with turns.shared():
             step = Step(graph, how.size, device)
+        turns.at("starting the compilers")
         start(contenders(how.options), step.train, device, os.getpid() if how.apart else 1)
         functions = compiled(step, how, row, turns, device)
         if row.status == OK:
