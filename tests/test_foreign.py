@@ -1,24 +1,18 @@
-"""The command benchmarks.foreign: what is wrong, what is slow, processes that are lost, files."""
-
-import fcntl
-import multiprocessing
-import os
-import threading
-import time
+"""The command benchmarks.foreign: what is wrong, what is slow, and its files."""
 
 import pytest
 import torch
 
 from benchmarks import foreign
 from benchmarks.foreign_code.listed import graphs
-from benchmarks.foreign_runs import measuring, request, running, turns
+from benchmarks.foreign_runs import measuring, request, running
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.measuring import How, measure
-from benchmarks.foreign_runs.pool import Lost, outcomes
+from benchmarks.foreign_runs.pool import Lost
 from benchmarks.foreign_runs.rows import CRASHED, NO_BASELINE, TIMEOUT, GraphRow, Side
 from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN
 from benchmarks.foreign_runs.summary import geometric_mean, line, markdown, status, summary, text
-from benchmarks.foreign_runs.turns import WAITING, Turns
+from benchmarks.foreign_runs.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 from benchmarks.records.runs import Run
 
@@ -165,25 +159,11 @@ def test_ours_may_not_be_worse_than_inductors(mine, other, size, wrong):
 # One graph, under contenders that do not compile.
 
 
-class Silent(Turns):
-    def __init__(self, tmp_path):
-        super().__init__(tmp_path / "gpu.lock")
-
-    @property
-    def queue_is_held(self) -> bool:
-        with open(self.queue.name, "w") as other:
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-
 def fill(name, tmp_path, monkeypatch, ours=lambda fn: fn, plain=lambda fn: fn) -> GraphRow:
     graph = graphs()[name]
     found, made = GraphRow.of_graph(graph), {INDUCTOR: plain, FUSION: ours}
     monkeypatch.setattr(measuring, "contenders", lambda options: made)
-    measure(graph, How("tiny", {}, 1, False), found, Silent(tmp_path), CPU)
+    measure(graph, How("tiny", {}, 1, False), found, Turns(tmp_path / "gpu.lock"), CPU)
     return found
 
 
@@ -233,104 +213,6 @@ def test_random_graphs_have_no_errors(tmp_path, monkeypatch):
     found = fill("wide_and_deep train bf16", tmp_path, monkeypatch)
     assert (found.status, found.side(FUSION).output_error) == (OK, None)
     assert "random" in found.note and found.ratio is not None
-
-
-# The GPU is used by many, and timed on by one.
-
-
-def comes_to_its_end(use, seconds: float = 10.0) -> bool:
-    """In a thread, which is left behind where it does not."""
-    thread = threading.Thread(target=use, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def test_whoever_times_is_alone(tmp_path):
-    one, two, stages, got = Silent(tmp_path), Silent(tmp_path), [], threading.Event()
-    two.say = stages.append
-    two.at("checking")
-
-    def use():
-        with two.shared():
-            got.set()
-
-    with one.alone():
-        assert not comes_to_its_end(use, 0.1)
-    assert got.wait(10)
-    assert stages == ["checking", WAITING, "checking"] and two.waited >= 0.1
-
-
-def test_inside_a_turn_nothing_is_waited_for(tmp_path):
-    one, two = Silent(tmp_path), Silent(tmp_path)
-
-    def use():
-        with one.alone():
-            threading.Thread(target=lambda: two.wait(fcntl.LOCK_EX), daemon=True).start()
-            while not two.queue_is_held:
-                time.sleep(0.01)
-            with one.shared():
-                pass
-
-    assert comes_to_its_end(use)
-
-
-def test_many_share(tmp_path):
-    one, two = Silent(tmp_path), Silent(tmp_path)
-
-    def use():
-        with one.shared(), two.shared():
-            pass
-
-    assert comes_to_its_end(use)
-
-
-def test_what_is_timed_while_compiling_is_alone(tmp_path):
-    one, seen = Silent(tmp_path), []
-    measured = turns.alone(lambda x: seen.append(one.depth) or x, one)
-    assert measured(3) == 3 and seen == [1] and one.depth == 0
-
-
-# Processes.
-
-
-def job(what, pipe):
-    pipe.send(("stage", "working"))
-    if what == "dies":
-        os._exit(3)
-    if what == "hangs":
-        time.sleep(60)
-    if what == "waits":
-        pipe.send(("stage", WAITING))
-        time.sleep(0.6)
-        pipe.send(("stage", "working"))
-    pipe.send(("done", what.upper()))
-
-
-@pytest.fixture
-def fork():
-    return multiprocessing.get_context("fork")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_lost_process_is_a_row_and_the_others_go_on(fork):
-    jobs = ["fine", "dies", "hangs", "waits", "last"]
-    found = dict(outcomes(jobs, job, 2, 0.4, context=fork))
-    assert {k: found[k] for k in ("fine", "waits", "last")} == dict(
-        fine="FINE", waits="WAITS", last="LAST"
-    )
-    assert found["dies"] == Lost(CRASHED, "exit status 3 while working")
-    assert found["hangs"] == Lost(TIMEOUT, "after 0.4 s, while working")
-    assert not multiprocessing.active_children()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_nothing_begins_after_the_deadline_or_an_interruption(fork):
-    assert not list(outcomes(["fine"], job, 2, 1.0, deadline=0.0, context=fork))
-    with pytest.raises(KeyboardInterrupt):
-        for _ in outcomes(["fine", "hangs"], job, 2, 60.0, context=fork):
-            raise KeyboardInterrupt
-    assert not multiprocessing.active_children()
 
 
 # The command.
