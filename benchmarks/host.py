@@ -9,7 +9,8 @@ uncertainty, the same for plain Inductor compiled a second time, and what the ge
 launches and allocates. Layers are timed separately, with timers whose own cost is taken off. With
 --code the generated code is written into a directory.
 
-Without a GPU nothing is timed: the code for an H200 is generated, and counted.
+A row that surely takes 2 µs more than plain Inductor's is named at the end, and makes the exit
+status 1. Without a GPU nothing is timed: the code for an H200 is generated, and counted.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ def main(argv: list[str] | None = None) -> int:
                 run.save(args.out)
     print(run.about["gpu"] or "no GPU: what is generated for an H200, counted")
     print(table(run.rows))
-    for line in slower(run.rows):
+    lost = slower(run.rows)
+    for line in lost:
         print(line)
-    return 0
+    return 1 if lost else 0
 
 
 def write_code(folder: Path, name: str, code: dict[str, list[str]]) -> None:

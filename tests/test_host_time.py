@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import host
 from benchmarks.host_runs import layers as timers
 from benchmarks.host_runs.generated import Counts, counted
 from benchmarks.host_runs.layers import Layers
@@ -98,3 +99,11 @@ def test_the_table_has_a_line_for_each_contender():
     assert len(lines) == 5 and lines[1].endswith("guards 3.2")
     assert lines[2].split()[:9] == "a train fusion 105.0 5.0 0.0 3 3 0".split()
     assert lines[4].split() == "b infer fusion - - - 2 2 0 0 0".split()
+
+
+def test_interpreted_kernels_are_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(host, "machine", lambda *_: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as stopped:
+        host.main([])
+    assert stopped.value.code == 2 and "unset TRITON_INTERPRET" in capsys.readouterr().err
