@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import statistics
 import sys
 import threading
@@ -112,12 +113,10 @@ def unsuitable(gm: fx.GraphModule) -> str:
     """Why a graph is not to run more often than the user calls it, or ""."""
     if fakes_first():
         return "Dynamo divides the graph for DistributedDataParallel"
+    if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
+        return "it holds tensors of its own"
     bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
     for n in (n for body in bodies for n in body.graph.nodes):
-        if n.op == "get_attr" and isinstance(
-            getattr(n.graph.owning_module, str(n.target), None), Tensor
-        ):
-            return "it holds tensors of its own"
         if any(map(is_traceable_wrapper_subclass, pytree.tree_leaves(n.meta.get("example_value")))):
             return "it computes with a tensor subclass"
         if n.op == "call_function" and communicates(n.target):
@@ -229,6 +228,7 @@ class Contest(NamedTuple):
                 runs.clock(),
                 SECONDS,
             )
+        compared += "; timed without CUDA graphs" if self.rivals is not self.stay else ""
         say(self.record, f"verified on the first inputs: {speed(found)}{compared}")
         return (
             f"was slower on the first inputs, {times(found)}" if found.verdict == "slower" else ""
@@ -241,13 +241,13 @@ class Contest(NamedTuple):
         except (NotVerified, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise NotVerified(f"plain Inductor's raised {described(error)}") from error
+            raise NotVerified(f"plain Inductor's graph raised {described(error)}") from error
         try:
             ours, ours_random = runs.values(self.rivals.ours)
         except (NotVerified, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            return f"raised {described(error)} where plain Inductor's does not", ""
+            return f"raised {described(error)} where plain Inductor's graph does not", ""
         if random or ours_random:
             return "", "; its numbers are random and were not compared"
         wrong = disagreement(ours, plain, lambda: runs.values(self.eager)[0], self.eps)
@@ -283,7 +283,9 @@ class Runs:
         before = random_state(self.device)
         args, out, grads = self.run(fn)
         if self.twins.written_unseen():
-            raise NotVerified("it writes to a parameter, and no name of a call says so")
+            told = "it writes to a parameter, and no call says so by its name"
+            reporting.warn_once(f"verify {told}", f"fusion: a graph ran once too often: {told}")
+            raise NotVerified(told)
         if self.twins.moved(args):
             raise NotVerified("it changes the shape or the memory of an input")
         random = not all(map(torch.equal, before, random_state(self.device)))
@@ -324,9 +326,10 @@ def apart(args: tuple) -> Iterator[torch.device]:
     on_cuda = [a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"]
     device = on_cuda[0] if on_cuda else torch.device("cpu")
     here = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
-    generators = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    generators = {*current, *(d.index for d in on_cuda)}
     hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
-    with here, torch.random.fork_rng(devices=list(generators)), hooks:
+    with torch.random.fork_rng(devices=sorted(generators)), here, hooks:
         yield device
 
 
