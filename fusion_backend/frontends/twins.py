@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from fusion_backend.capture.aliases import storages_of
 from fusion_backend.capture.predicted_writes import REPLACES_STORAGE, may_write
-from fusion_backend.compat.memory import version_of
+from fusion_backend.compat.memory import base_of, version_of
 from fusion_backend.compat.torch import OpOverload, OpOverloadPacket, schema_of, storage_id
 
 RENORMALIZE = ("embedding", "embedding_bag")  # the weight, where max_norm is given
@@ -57,7 +57,9 @@ class Twins:
             # no leaf, because autograd lets nobody write to one
             return Placed.apply(leaf, functools.partial(over, storage, a))
         # AOTAutograd asks inputs that share memory for the tensor that they are views of
-        base = a._base if a._base is not None and a._base.dtype == a.dtype else a
+        base = base_of(a)
+        if base is None or base.dtype != a.dtype:
+            base = a
         if id(base) not in bases:
             bases[id(base)] = over(storage, base)
         twin = bases[id(base)]
