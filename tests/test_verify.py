@@ -384,32 +384,41 @@ def contest_of(ours, plain) -> verify.Verified:
     return verify.Verified(verify.Contest(pair, pair, gm, set(), 1e-7, record))
 
 
-def test_two_threads_call_first(undecided):
+def test_a_second_thread_waits_for_the_verdict(undecided):
     undecided += [of_times(1.0, 2.0)] * 2
-    entered, calls = threading.Barrier(2), []
+    out, waited = [], []
+    second = threading.Thread(target=lambda: out.append(both(torch.ones(2))))
 
-    def counted(name):
-        def run(x):
-            calls.append((name, threading.get_ident()))
-            return (x + 1,)
+    def plain(x):
+        if not waited:
+            second.start()
+            second.join(0.5)
+            waited.append(second.is_alive())
+        return (x + 1,)
 
-        return run
+    def ours(x):
+        assert threading.current_thread() is not second
+        return (x + 1,)
 
-    both, out = contest_of(counted("ours"), counted("plain")), []
+    both = contest_of(ours, plain)
+    out.append(both(torch.ones(2)))
+    second.join(60)
+    assert waited == [True] and both.chosen is plain and len(undecided) == 1
+    assert len(out) == 2 and all(torch.equal(y, torch.full((2,), 2.0)) for (y,) in out)
 
-    def call():
-        entered.wait()
-        out.append(both(torch.ones(2)))
 
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert len(out) == 2 and all(torch.equal(o[0], torch.full((2,), 2.0)) for o in out)
-    # one thread compared and raced; then each made its own call
-    assert len(undecided) == 1 and [name for name, _ in calls].count("ours") == 2
-    assert len({thread for name, thread in calls if name == "ours"}) == 1
+def test_a_call_from_inside_a_run_is_ours():
+    """From a hook of the user's, say, in the thread that decides."""
+    inner = []
+
+    def plain(x):
+        if not inner:
+            inner.append(both(x))
+        return (x + 1,)
+
+    both = contest_of(lambda x: (x + 1,), plain)
+    both(torch.ones(2))
+    assert len(inner) == 1 and both.chosen is not None
 
 
 def test_a_race_that_is_run(monkeypatch):
