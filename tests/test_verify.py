@@ -483,7 +483,8 @@ def test_twins_have_the_memory_of_the_inputs():
     twins = Twins((wide, part, weight, row, 3, None), set(), trains=False)
     a, b, w, r, three, none = twins.arguments()
     assert [t.stride() for t in (a, b, r)] == [t.stride() for t in (wide, part, row)]
-    assert b.storage_offset() == part.storage_offset() and a._base is b._base
+    assert b.storage_offset() == part.storage_offset()
+    assert a._base is not None and a._base is b._base
     assert w is weight and three == 3 and none is None
     b.zero_()
     assert (a == 0).sum() == 10 and (base == 0).sum() == 1
