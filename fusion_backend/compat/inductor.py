@@ -129,8 +129,8 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def our_kernels() -> Iterator[None]:
-    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, and may launch
-    them as it does its own.
+    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, and may
+    launch them as it does its own.
 
     A value that a kernel reads must be in memory. Inductor does not take that into account by
     itself: it would compute a pointwise value (a residual sum) once for the kernel and again for
