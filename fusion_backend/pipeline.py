@@ -127,7 +127,7 @@ def fuse_graph(
     options: Options,
     record: GraphRecord,
     rules: list[Rule],
-    compiles: bool = False,
+    compiles: bool = True,
 ) -> tuple[fx.GraphModule, list[Decision]]:
     """Run all passes on one Dynamo graph. Returns the graph to compile, the same object when
     nothing was accepted, and every decision. `compiles`: it is compiled next, so that what is not

@@ -48,8 +48,8 @@ def watched():
     found: list[str] = []
 
     def watching(pass_):
-        def run(gm, *args):
-            out, changed = changes(gm, lambda: pass_(gm, *args))
+        def run(gm, *args, **options):
+            out, changed = changes(gm, lambda: pass_(gm, *args, **options))
             found.extend(changed)
             return out
 

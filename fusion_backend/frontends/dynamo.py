@@ -58,7 +58,7 @@ class FusionBackend:
         plain = inductor(mode, theirs)
         try:
             with inductor_config.patch(plain.config):
-                new, decisions = fuse_graph(gm, ours, record, usable(patterns()), compiles=True)
+                new, decisions = fuse_graph(gm, ours, record, usable(patterns()))
             reporting.log(record)
             if new is not gm:
                 used = {d.match.pattern for d in decisions if d.fused}

@@ -33,7 +33,7 @@ class Collector:
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         self.report.graphs.append(record)
         with as_on(self.target):
-            new, _ = fuse_graph(gm, self.options, record, usable(patterns()))
+            new, _ = fuse_graph(gm, self.options, record, usable(patterns()), compiles=False)
         self.sources.append(gm)
         self.graphs.append(new)
         return (gm if self.target else new).forward

@@ -30,6 +30,9 @@ from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.writer import copied, put
 
+# Options about compilations, of which there is none here.
+COMPILING = ("verify", "measure_s")
+
 
 def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     """A new exported program with `torch.ops.fusion.*` at the accepted sites; the given one is not
@@ -69,7 +72,7 @@ def check(program: Any, options: dict[str, Any]) -> None:
             "torch.export.export(model, inputs) first, or compile the model with "
             'torch.compile(model, backend="fusion")'
         )
-    valid = [f.name for f in dataclasses.fields(Options) if f.name != "verify"]
+    valid = [f.name for f in dataclasses.fields(Options) if f.name not in COMPILING]
     if unknown := [name for name in options if name not in valid]:
         raise ValueError(
             f"fuse has no option {unknown[0]}; it has {', '.join(valid)}. It compiles nothing: "

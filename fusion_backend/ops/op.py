@@ -116,11 +116,11 @@ class Op(Definition):
         return fn
 
     def worthwhile(self, fn: Callable) -> Callable:
-        """Is the kernel faster here than what Inductor would generate? Return Reject("why not") or
-        None.
+        """Is the kernel faster here than what Inductor would generate? Return Reject("why not"),
+        Unmeasured("why not"), BackwardOnly("why") or None.
 
         Called as `fn(*inputs, training)`. Return a Reject only on the strength of a committed
-        measurement.
+        measurement; where there is none, Unmeasured.
         """
         self.worthwhile_fn = self.takes(fn, "worthwhile", ("training",))
         return fn

@@ -14,7 +14,7 @@ from fusion_backend.ops.checks import same_arguments, taking
 from fusion_backend.ops.definition import Definition
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import FUSION_RULES, register
-from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 
 # Name -> analysis(node, graph): what a rule may ask about an argument. The pass adds its own.
 ANALYSES: dict[str, Callable] = {}
@@ -122,7 +122,7 @@ class Rule(Definition):
         if question != "replacement":
             return super().wrong_answer(question, answer)
         right = "a Replacement"
-        if type(answer) is Reject:
+        if type(answer) in (Reject, Unmeasured):
             return "", right
         if not isinstance(answer, Replacement):
             return repr(answer), right
@@ -146,7 +146,8 @@ class Rule(Definition):
         return fn
 
     def neighbours(self, fn: Callable) -> Callable:
-        """Should it be left to Inductor for what stands around it? Return Reject("why") or None.
+        """Should it be left to Inductor for what stands around it? Return Reject("why"),
+        Unmeasured("why") or None.
 
         Called as `fn(around, training)`; `around.makers` and `around.readers` are the names of
         operators that the arguments come from and the results go to, `around.unread` the places of
