@@ -119,7 +119,7 @@ def test_everything_of_one_answer_is_shown(held, capsys, monkeypatch):
         "training: forward and backward",
         "layer_norm: forward kernel, backward kernel\n",
         "gelu: Inductor\n",
-        "0.0710 ms, with Inductor alone 0.1590 ms; ratio 2.24 (2.20 to 2.28): faster than Ind",
+        "the region takes 0.0710 ms, with Inductor alone 0.1590 ms; ratio 2.24 (2.20 to 2.28): fas",
         "12.0 MB more kept for backward than with Inductor",
         "native_layer_norm ×2, gelu\n",
         "0.071 ms, Inductor 0.159 ms here with its neighbours, 12 MB more kept for backward, mea",

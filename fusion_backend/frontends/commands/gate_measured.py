@@ -26,7 +26,7 @@ VERDICTS = {
     "slower": "slower than Inductor",
 }
 HEAD = (
-    f"{'key':{SHORT}}  {'date':10}  {'GPU':20}  {'ratio to Inductor':20}  {'ms, Inductor ms':18}  "
+    f"{'key':{SHORT}}  {'date':10}  {'GPU':20}  {'Inductor / ours':20}  {'ms, Inductor ms':16}  "
     "sites, and who computes them"
 )
 
@@ -65,7 +65,7 @@ def line(a: Answer) -> str:
         ratio, times = ratio_of(a), f"{a.ours_ms:.3f}, {a.plain_ms:.3f}"
     else:
         ratio, times = "not timed", ""
-    row = f"{a.key[:SHORT]}  {a.date:10}  {gpu_of(a):20}  {ratio:20}  {times:18}  {sites_of(a)}"
+    row = f"{a.key[:SHORT]}  {a.date:10}  {gpu_of(a):20}  {ratio:20}  {times:16}  {sites_of(a)}"
     return f"{row}{' (ships with the package)' if a.seed else ''}"
 
 
@@ -115,7 +115,7 @@ def times_of(a: Answer) -> str:
     if not a.plain_ms:
         return "none: it was not timed"
     verdict = VERDICTS.get(a.verdict, "undecided")
-    times = f"{a.ours_ms:.4f} ms, with Inductor alone {a.plain_ms:.4f} ms"
+    times = f"the region takes {a.ours_ms:.4f} ms, with Inductor alone {a.plain_ms:.4f} ms"
     return f"{times}; ratio {ratio_of(a)}: {verdict}"
 
 
