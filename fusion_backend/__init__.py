@@ -10,7 +10,7 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.pattern import Pattern
 from fusion_backend.ops.rule import Replacement, Rule, analysis
 from fusion_backend.options import disable
-from fusion_backend.reporting.reject import BackwardOnly, PatternError, Reject
+from fusion_backend.reporting.reject import BackwardOnly, PatternError, Reject, Unmeasured
 from fusion_backend.reporting.report import report, reset
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "Reject",
     "Replacement",
     "Rule",
+    "Unmeasured",
     "analysis",
     "disable",
     "explain",

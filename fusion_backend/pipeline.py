@@ -92,12 +92,11 @@ def decide(top: Scope, options: Options, judge: Judge) -> None:
     """
     for scope in top.scopes():
         scope.gate = Gate(scope.facts, options, scope.matcher.other_readings)
-    for _ in judge.rounds():
+    for _ in judge.rounds([scope.gate for scope in top.scopes()]):
         fused = 0
         for scope in top.scopes():
             scope.decisions = best_answers(scope.gate.decide_all(scope.matches, fused))
             fused += sum(d.fused for d in scope.decisions)
-        judge.hear([scope.gate for scope in top.scopes()])
 
 
 def note(top: Scope, record: GraphRecord) -> None:

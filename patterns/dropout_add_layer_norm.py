@@ -68,8 +68,9 @@ def _(x, residual, weight, bias, p, eps, training):
 
 
 @dropout_add_layer_norm.kernel(saves=("mean", "rstd"))
-def _(x, residual, weight, bias, p, eps, seed, save):
-    return forward(x, residual, Norm(weight, bias, None, eps, True, Dropout(seed, p)), save)
+def _(x, residual, weight, bias, p, eps, seed, save, read):
+    norm = Norm(weight, bias, None, eps, True, Dropout(seed, p))
+    return forward(x, residual, norm, save, sum_is_read=read[1])
 
 
 @dropout_add_layer_norm.backward(result=True)

@@ -58,8 +58,8 @@ def _(x, eps, training):
 
 
 @quantize_per_token.kernel
-def _(x, eps):
-    return forward(x, None, None, None, eps)
+def _(x, eps, read):
+    return forward(x, None, None, None, eps, scale_is_read=read[1])
 
 
 @quantize_per_token.inputs(dict(rows=7, n=100), dict(rows=8192, n=4096))

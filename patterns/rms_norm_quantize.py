@@ -92,8 +92,8 @@ def _(x, weight, offset, norm_eps, eps, training):
 
 
 @rms_norm_quantize.kernel
-def _(x, weight, offset, norm_eps, eps):
-    return forward(x, weight, offset, norm_eps, eps)
+def _(x, weight, offset, norm_eps, eps, read):
+    return forward(x, weight, offset, norm_eps, eps, scale_is_read=read[1])
 
 
 @rms_norm_quantize.inputs(dict(rows=6, n=100), dict(rows=8192, n=4096))

@@ -105,6 +105,18 @@ for name, norm in (("add_layer_norm", layer), ("add_rms_norm", rms)):
     sites = run(alone, x, x, w)[2].sites
     # nor is the norm of the sum, which Inductor makes one with it
     assert not any(s.fused for s in sites), str(sites)
+    # where it is taken all the same the sum is not written, unless backward reads it
+    def layers(x, r, w):
+        a = alone(x, r, w)
+        b, h = both(x, a, w)
+        return alone(a, b, w), h
+    for fn, grad, unread in (
+        (alone, False, ["1"]), (both, False, [None]), (alone, True, [None]),
+        (layers, False, ["1", None, "1"]), (layers, True, [None] * 3),
+    ):
+        nodes = fused_nodes(run(fn, x, x, w, grad=grad, gate="always")[1])
+        assert {str(n.target) for n in nodes} == {f"fusion.{name}.default"}, nodes
+        assert [n.kwargs.get("unread") for n in nodes] == unread, (name, grad, nodes)
 """,
     "rows of softmax that no program holds": """
 softmax = lambda x: x.softmax(-1)

@@ -92,10 +92,8 @@ def test_quantize_per_token(shape, eps, dtype):
     """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
     x = randn(*shape, dtype=dtype) * 3
     for config in (None, PART):
-        kernel = FUSION_RULES["quantize_per_token"].kernel_fn
-        if config is not None and shape[-1] > config[0]:
-            kernel = lambda *args: quantize.forward(args[0], None, None, None, args[1], PART)  # noqa: E731
-        q, scale = kernel(x, eps)
+        how = config if config is not None and shape[-1] > config[0] else None
+        q, scale = quantize.forward(x, None, None, None, eps, how)
         want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps)
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
         torch.testing.assert_close(
@@ -147,7 +145,7 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero():
     x = randn(5, 40)
     x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
     args = x, None, None, 1e-6, None
-    q, scale = FUSION_RULES["rms_norm_quantize"].kernel_fn(*args)
+    q, scale = FUSION_RULES["rms_norm_quantize"].launched(args, save=False)
     want, exactly = FUSION_RULES["rms_norm_quantize"].reference(*args)
     torch.testing.assert_close(scale, exactly, equal_nan=True)
     assert not q[1:4].any() and not want[1:4].any()
@@ -158,7 +156,7 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero():
 def test_quantize_per_token_of_tiny_numbers():
     for power in (-20, -60, -100, -120):
         x = randn(4, 60) * 2.0**power
-        got = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
+        got = FUSION_RULES["quantize_per_token"].launched((x, None), save=False)
         for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(x, None), strict=True):
             assert torch.equal(g, w)
 
@@ -167,6 +165,6 @@ def test_quantize_per_token_of_tiny_numbers():
 def test_quantize_per_token_of_nan_and_zero():
     x = randn(3, 40)
     x[1, 3], x[2] = math.nan, 0.0
-    q, scale = FUSION_RULES["quantize_per_token"].kernel_fn(x, None)
+    q, scale = FUSION_RULES["quantize_per_token"].launched((x, None), save=False)
     torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
     assert not q[1:].any()

@@ -111,8 +111,11 @@ def launches(
     backward: bool,
     transposed: bool = False,
     form: int = 0,
+    unread: tuple[int, ...] = (),
 ) -> list[Launch]:
-    """Run the launchers of a pattern on tensors without data and collect what they launch."""
+    """Run the launchers of a pattern on tensors without data and collect what they launch. unread:
+    the results that nobody reads.
+    """
     found: list[Launch] = []
     # what a kernel was given or wrote; held, so that no address is used twice
     seen: list[Tensor] = []
@@ -136,7 +139,7 @@ def launches(
     }
     seen.extend(a for a in (*args, *seeds.values()) if isinstance(a, Tensor))
     with trial(record), Computed(seen):
-        results = pattern.launched((*args, *seeds.values()), save=backward)
+        results = pattern.launched((*args, *seeds.values()), backward, unread)
         if backward:
             results = results if isinstance(results, tuple) else (results,)
             saved = saved_of(pattern, args, seeds, results)
@@ -171,8 +174,10 @@ def all_launches(only: list[str]) -> Iterator[Found]:
         if only and name not in only:
             continue
         pattern = OPS[name]
-        for way in ({}, *OTHER_WAYS.get(name, ())):
-            for launch in launches(pattern, case, dtype, backward, **way):
+        left_out = [dict(unread=(1,))] if pattern.skips else []
+        for way in ({}, *OTHER_WAYS.get(name, ()), *left_out):
+            trained = backward and "unread" not in way  # backward reads what the code does not
+            for launch in launches(pattern, case, dtype, trained, **way):
                 if launch not in seen:
                     seen.add(launch)
                     words = [f"{k}={v}" for k, v in (case | way).items()]

@@ -260,6 +260,18 @@ def inductor(mode: str | None, options: dict | None):
     return torch._TorchCompileInductorWrapper(mode, options, None)
 
 
+def changed_settings() -> str:
+    """Inductor's settings that are not the default, a line each."""
+    prefix = f"{inductor_config.__name__}."
+    lines = []
+    for line in inductor_config.codegen_config().splitlines():
+        name, _, value = line.partition(" = ")
+        known = inductor_config._config.get(name.removeprefix(prefix))
+        if known is None or repr(known.default) != value:  # set again to what it was
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def pass_slot(options: dict) -> tuple[str, object]:
     """The Inductor option for the pass that carries our cache key, and the user's value of it."""
     name = "joint_custom_pre_pass"

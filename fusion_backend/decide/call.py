@@ -46,6 +46,7 @@ class Call:
     kwargs: dict
     values: tuple[torch.Tensor, ...]
     contiguous: bool = False
+    unread: tuple[int, ...] = ()  # results that stand for no root: nobody reads it
 
 
 def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
@@ -127,7 +128,8 @@ def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Ca
     given = dict(zip((field.name for field in operator.fields), flat, strict=True))
     by_name = {name: value for name, value in given.items() if name in named}
     args = tuple(value for name, value in given.items() if name not in named)
-    return Call(operator.overload, args, by_name | decision, values)
+    unread = tuple(map(int, decision.get("unread", "").split()))
+    return Call(operator.overload, args, by_name | decision, values, unread=unread)
 
 
 def call_of_torch(answer: Replacement) -> Call:
@@ -148,15 +150,17 @@ def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def differs(call: Call, match: Match, strides: bool) -> str:
-    """Why the results cannot stand for the site's: later views rely on the strides that the graph
-    was traced with, and later in-place code on fresh memory.
+    """Why the results that are read cannot stand for the site's: later views rely on the strides
+    that the graph was traced with, and later in-place code on fresh memory.
 
     strides: must they be the graph's? Else a copy may be made of a result that is contiguous there.
     """
     given = {storage_id(original(v)) for v in match.tensors.values()}
     if strides and any(storage_id(out) in given for out in call.values):
         return "the result would share memory with an argument"
-    for out, root in zip(call.values, match.roots, strict=False):
+    for i, (out, root) in enumerate(zip(call.values, match.roots, strict=False)):
+        if i in call.unread:
+            continue
         want = root.meta["val"]
         if out.dtype != want.dtype or out.device != want.device:
             return (

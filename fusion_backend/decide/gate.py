@@ -27,6 +27,7 @@ from fusion_backend.decide.call import (
     values_of,
     written,
 )
+from fusion_backend.decide.evidence import Evidence, Measured
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.kernel_trials import Trials
 from fusion_backend.decide.legality import Legality
@@ -66,26 +67,21 @@ class Decision:
     backward: str | None = None
     call: Call | None = None  # what is written at the site
     op: Op | None = None  # of ours, that is called
+    doubt: Reject | None = None  # of a proposal: what the tables hold against it
     bytes_saved: int | None = None
     cause: str | None = None  # of a refusal: one of the words of reporting/records.py
     alternative: bool = False  # another refused site has some of its nodes, and is counted
     # a fault of ours or of the pattern's author, told to the user as a warning
     failure: str | None = None
 
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What was measured of a site where it stands: who computes it, "kernel/vjp" for forward and
-    backward, or "" for Inductor; and that in a sentence.
-    """
-
-    take: str
-    reason: str
+    @property
+    def providers(self) -> str:
+        return f"{self.forward}/{self.backward}"
 
 
 class Gate:
     """Decides the sites of one graph, in the order in which it is asked. `other_readings` is the
-    matcher's.
+    matcher's; a judge may add to `evidence` between rounds.
     """
 
     def __init__(
@@ -94,6 +90,7 @@ class Gate:
         options: Options,
         other_readings: Callable[[Match], Iterable[Match]],
     ):
+        self.evidence = Evidence()
         self.other_readings = other_readings
         self.facts, self.canon, self.options = facts, facts.canon, options
         self.legality = Legality(facts)
@@ -102,7 +99,6 @@ class Gate:
         self.fused = 0  # sites, in this graph and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
         self.found: list[Decision] = []  # the latest
-        self.answers: dict[tuple[str, fx.Node], Measured] = {}
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
         """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is
@@ -112,14 +108,6 @@ class Gate:
             self.claimed, self.fused, self.tried = {}, fused, {}
             self.found = [d for d in map(self.decide, matches) if d is not None]
         return self.found
-
-    def answer(self, match: Match) -> Measured | None:
-        """What is known from measurements of this site."""
-        return self.answers.get((match.pattern.name, match.roots[0]))
-
-    def tell(self, match: Match, answer: Measured) -> None:
-        """Have the next decision follow a measurement."""
-        self.answers[match.pattern.name, match.roots[0]] = answer
 
     def decide(self, match: Match) -> Decision | None:
         """None when the same pattern is already fused there, in a larger form."""
@@ -144,7 +132,7 @@ class Gate:
                 return Decision(match, False, reason, cause=ILLEGAL)
             match = other
         decision = self.provide(match, self.facts.training(match))
-        if decision.fused and (answer := self.answer(match)):
+        if decision.fused and (answer := self.evidence.of(match)):
             decision = self.as_measured(decision, answer)
         decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
@@ -170,25 +158,26 @@ class Gate:
         """The decision that a measurement led to."""
         if not answer.take:
             return Decision(decision.match, False, answer.reason, cause=UNPROFITABLE)
-        if answer.take != f"{decision.forward}/{decision.backward}":
-            other = self.backward_only(decision)
-            if other is None or answer.take != f"{other.forward}/{other.backward}":
-                why = f"measured for {answer.take}, which is not possible here"
+        if answer.take != decision.providers:
+            other = self.other_half(decision)
+            if other is None or answer.take != other.providers:
+                why = f"measured with {answer.take}, which is not possible here"
                 return Decision(decision.match, False, why, cause=UNPROFITABLE)
             decision = other
-        return dataclasses.replace(decision, reason=answer.reason)
+        return dataclasses.replace(decision, reason=answer.reason, doubt=None)
 
-    def backward_only(self, decision: Decision) -> Decision | None:
-        """The same site with the forward left to Inductor, where that is another possibility."""
-        op = decision.op
-        if op is None or op is not decision.match.pattern:
+    def other_half(self, decision: Decision) -> Decision | None:
+        """The same site with the forward left to Inductor; or computed by the kernel, where it was
+        left. None where there is one possibility.
+        """
+        op, match = decision.op, decision.match
+        if op is None or op is not match.pattern or decision.backward in (None, "vjp"):
             return None
-        if decision.forward != "kernel" or decision.backward in (None, "vjp"):
+        if not op.can_inline_forward or draws_random_numbers(match) or op.kernel_fn is None:
             return None
-        if not op.can_inline_forward or draws_random_numbers(decision.match):
-            return None
-        given = tuple(decision.match.arguments[p.name] for p in op.params)
-        other = self.op_call(decision.match, Replacement(op, given), True, True, "reference")
+        forward = "reference" if decision.forward == "kernel" else "kernel"
+        own = Replacement(op, tuple(match.arguments[p.name] for p in op.params))
+        other = self.op_call(match, own, True, True, forward)
         return other if other.fused else None
 
     # Does the user want it?
@@ -231,6 +220,10 @@ class Gate:
         if isinstance(answer, Replacement) and answer.op is not rule:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
+            if cause == UNPROFITABLE and self.evidence.wanted:
+                return self.op_call(
+                    match, answer, training, cuda, doubt=dataclasses.replace(refused, reason=said)
+                )
             return Decision(match, False, said, cause=cause)
         own = Replacement(rule, tuple(match.arguments[p.name] for p in rule.params))
         return self.op_call(match, dataclasses.replace(own, why=said), training, cuda, "reference")
@@ -257,7 +250,7 @@ class Gate:
         values = [*by_name(op, *values_of(answer)).values()]
         if (refused := op.answer("guard", *values)) is not None:
             return refused, UNSUPPORTED
-        if self.options.gate == "always" or (self.options.gate == "measure" and cuda):
+        if self.options.gate == "always":
             return None, None
         return self.not_worthwhile(match, op, values, training), UNPROFITABLE
 
@@ -277,7 +270,7 @@ class Gate:
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
         """What the measurements say, of the op and of what stands around it."""
-        around = Neighbours(match)
+        around = Neighbours(match, self.legality.unread(match))
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
             return refused
@@ -314,26 +307,45 @@ class Gate:
         return self.checked(Decision(match, True, answer.why, "library", backward, call))
 
     def op_call(
-        self, match: Match, answer: Replacement, training: bool, cuda: bool, forward: str = ""
+        self,
+        match: Match,
+        answer: Replacement,
+        training: bool,
+        cuda: bool,
+        forward: str = "",
+        doubt: Reject | None = None,
     ) -> Decision:
-        """An op of ours, tried out on fakes before the graph depends on it."""
+        """An op of ours, tried out on fakes before the graph depends on it. Where there is a doubt,
+        its kernels are compiled when a measurement has cleared it.
+        """
         op = answer.op
         forward = forward or ("kernel" if op.kernel_fn else "reference")
         backward = self.backward_provider(op, cuda) if training else None
         chosen = {"forward": forward, "backward": backward or "vjp", "save": training}
+        # a backward of the op's own may read any result
+        skips = op.skips and op is match.pattern and chosen["backward"] == "vjp"
+        if skips and forward == "kernel" and (unread := self.legality.unread(match)):
+            chosen["unread"] = " ".join(map(str, unread))
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
-        decision = Decision(match, True, answer.why, forward, backward, op=op)
+        cleared = self.evidence.of(match) is not None
+        doubt = None if cleared else doubt
+        decision = Decision(match, True, answer.why, forward, backward, op=op, doubt=doubt)
         try:
-            decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen)
+            trial = doubt is None
+            decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen, trial)
         except Exception as error:
+            if doubt is not None:
+                return Decision(match, False, doubt.reason, cause=UNPROFITABLE)
             told = of_kernel(error)
             return Decision(match, False, told, cause=FAILED, failure=told)
         return self.checked(decision, strides=op is match.pattern)
 
-    def tried_out(self, op: Op, arguments: dict, values: dict, named, chosen: dict) -> Call:
+    def tried_out(
+        self, op: Op, arguments: dict, values: dict, named, chosen: dict, compiles: bool
+    ) -> Call:
         """Run the op on fakes, and compile its kernels. The layers of a model are alike."""
-        key = (op.name, *chosen.values(), *((k, geometry(v)) for k, v in values.items()))
+        key = (op.name, compiles, *chosen.values(), *((k, geometry(v)) for k, v in values.items()))
         if key in self.tried:
             mode = next(v for v in values.values() if isinstance(v, torch.Tensor)).fake_mode
             with mode:
@@ -344,7 +356,7 @@ class Gate:
             return written(op, arguments, named, chosen, known)
         call = call_of_op(op, arguments, values, named, chosen)
         kernel = "kernel" in (chosen["forward"], chosen["backward"])
-        if kernel and torch.cuda.is_available() and TARGET.get() is None:
+        if compiles and kernel and torch.cuda.is_available() and TARGET.get() is None:
             self.compile_kernels(op, values, call, chosen)
         given = {storage_id(v) for v in values.values() if isinstance(v, torch.Tensor)}
         if not any(storage_id(out) in given for out in call.values):
@@ -358,7 +370,7 @@ class Gate:
             seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
             flat = operator.flatten(values | seeds)
             if chosen["forward"] == "kernel":
-                operator.forward(*flat, forward="kernel", backward="vjp", save=chosen["save"])
+                operator.forward(*flat, **chosen)
             if chosen["backward"] == "kernel":
                 results, saved = call.values[: op.outputs], call.values[op.outputs :]
                 kept = call.values if op.backward_result else saved

@@ -53,6 +53,22 @@ class Legality:
         inside = (n for n in self.computed(match) if self.canon.of[n].op not in FREE)
         return [*match.roots, *inside]
 
+    def unread(self, match: Match) -> tuple[int, ...]:
+        """The results that nobody reads, by their place: neither the code outside nor what stays
+        of the inside, such as a cast of a result that is itself read.
+        """
+        inside, of = {*match.interior, *match.roots}, self.canon.of
+        results = {id(of[r]) for r in match.roots}
+        read: set[int] = set()
+        stays: set[fx.Node] = set()
+        for n in sorted(inside, reverse=True):
+            if any(u not in inside or u in stays for u in n.users):
+                if id(of[n]) in results:  # the result stands for whatever has its value
+                    read.add(id(of[n]))
+                else:
+                    stays.add(n)
+        return tuple(i for i, r in enumerate(match.roots) if id(of[r]) not in read)
+
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]

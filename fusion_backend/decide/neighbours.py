@@ -65,20 +65,15 @@ def elementwise(n: fx.Node) -> bool:
 
 
 class Neighbours:
-    """Of one match; the nearest first."""
+    """Of one match; the nearest first. unread: the results that nobody reads, by their place."""
 
-    def __init__(self, match: Match):
-        self.roots = match.roots
+    def __init__(self, match: Match, unread: tuple[int, ...]):
+        self.roots, self.unread = match.roots, unread
         self.inside = {*match.interior, *match.roots}
         self.arguments = [getattr(v, "node", v) for v in match.tensors.values()]
 
     def users(self, n: fx.Node) -> list[fx.Node]:
         return [u for u in n.users if u not in self.inside]
-
-    @functools.cached_property
-    def unread(self) -> tuple[int, ...]:
-        """The results that nothing outside reads, by their place."""
-        return tuple(i for i, r in enumerate(self.roots) if not self.users(r))
 
     @functools.cached_property
     def making(self) -> list[fx.Node]:

@@ -114,6 +114,7 @@ def write(graph: fx.Graph, d, replaced: dict[fx.Node, fx.Node]) -> None:
         root.replace_all_uses_with(result)
         graph.erase_node(root)
         name_again(result, name)  # the graph signature knows outputs by name
-    for n in reversed(d.match.interior):
+    unread = (r for r in d.match.roots if r not in results)
+    for n in sorted({*d.match.interior, *unread}, reverse=True):
         if not n.users:
             graph.erase_node(n)

@@ -45,7 +45,8 @@ def bound(d: Decision) -> Bound:
     all else Inductor may fuse.
     """
     read = [value(a) for a in d.call.args if isinstance(a, Viewed) or hasattr(a, "meta")]
-    written = [r.meta["val"] for r in d.match.roots]
+    roots = enumerate(d.match.roots)
+    written = [r.meta["val"] for i, r in roots if i not in d.call.unread]
     moved = sum(map(size, (*read, *written)))
     calls = [n for n in (*d.match.interior, *d.match.roots) if library_call(name_of(n))]
     between = sum(2 * size(n.meta["val"]) for n in calls if n not in d.match.roots)

@@ -39,11 +39,11 @@ class Run:
 class Contest:
     """Plain Inductor's code of a region against others, on the same inputs."""
 
-    def __init__(self, cut: Cut, device: torch.device):
-        self.cut, self.device = cut, device
-        check_memory(cut, device)
-        self.inputs = made_up(cut, device)
-        self.clock = Clock(device)
+    def __init__(self, cut: Cut):
+        self.cut, self.device = cut, cut.device
+        check_memory(cut, self.device)
+        self.inputs = made_up(cut, self.device)
+        self.clock = Clock(self.device)
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
 
@@ -86,18 +86,22 @@ class Contest:
 
 
 @contextlib.contextmanager
-def contest(cut: Cut, device: torch.device) -> Iterator[Contest]:
+def contest(cut: Cut) -> Iterator[Contest]:
     """A contest, after which memory and random numbers are as they were."""
-    devices = [device] if device.type == "cuda" else []
+    on_gpu = cut.device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise Lost("a CUDA graph is being captured")
+    held = None
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            held = Contest(cut, device)
+        with torch.random.fork_rng(devices=[cut.device] if on_gpu else []), torch.enable_grad():
+            held = Contest(cut)
             yield held
     except torch.OutOfMemoryError as error:
         raise Lost("there is not enough memory to measure it") from error
     finally:
-        held = None
-        if device.type == "cuda":
+        if held is not None:
+            held.__dict__.clear()  # whoever has it still, has its tensors no more
+        if on_gpu:
             torch.cuda.empty_cache()
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import hinted, pytree
+from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.measure.region import Region
@@ -27,11 +28,15 @@ class Cut:
     none in inference.
     """
 
-    view: View
+    facts: Facts
     region: Region
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     grads: set[fx.Node]
+
+    @property
+    def device(self) -> torch.device:
+        return self.region.sites[0].match.roots[0].meta["val"].device
 
     def graph(self, chosen: list[Decision]) -> fx.GraphModule:
         """The region with these sites replaced. Symbolic sizes are those of the example."""
@@ -40,7 +45,7 @@ class Cut:
         for i, a in enumerate(self.inputs):
             now[a] = graph.placeholder(f"input_{i}")
             now[a].meta["val"] = a.meta["val"]
-        again = computed_again(self.view, chosen)
+        again = computed_again(self.facts.view, chosen)
         for n in self.region.nodes:
             args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: outer(a, now))
             args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
@@ -48,7 +53,7 @@ class Cut:
             now[n].meta = {"val": n.meta.get("val"), **(MARK if n in again else {})}
         replaced: dict[fx.Node, fx.Node] = {}
         for d in chosen:
-            self.replace(graph, moved(d, now), replaced, now)
+            self.replace(graph, d, replaced, now)
         results = [last(now[n], replaced) for n in self.outputs]
         graph.output(tuple(results))
         graph.eliminate_dead_code()
@@ -56,12 +61,21 @@ class Cut:
 
     def replace(self, graph: fx.Graph, d: Decision, replaced: dict, now: dict) -> None:
         """Write one site, as the rewriter does, into a graph that is ours alone."""
-        new, results = put(graph, d, lambda n: last(n, replaced))
+        copy = moved(d, now)
+        new, results = put(graph, copy, lambda n: last(n, replaced))
         for n in new:
             n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
         replaced |= results
-        for root, result in results.items():
-            root.replace_all_uses_with(result)
+        of = self.facts.canon.of
+        for root, copied in zip(d.match.roots, copy.match.roots, strict=True):
+            if copied not in results:  # nobody reads it
+                continue
+            result = results[copied]
+            copied.replace_all_uses_with(result)
+            for n in d.match.interior:  # permuted and permuted back: the same value again
+                if of[n] is of[root]:
+                    replaced[now[n]] = result
+                    now[n].replace_all_uses_with(result)
 
     def text(self) -> str:
         """The region in words that are the same for every layer that is alike, and in every
@@ -80,8 +94,8 @@ class Cut:
         return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", "\n".join(lines))
 
 
-def cut(view: View, region: Region, training: bool, wants) -> Cut:
-    """`wants(node)`: does somebody want the gradient of this input?"""
+def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node], bool]) -> Cut:
+    """`wanted`: does anything want the gradient of this input?"""
     inside = dict.fromkeys(region.nodes)
     read = [a for n in region.nodes for a in n.all_input_nodes]
     read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
@@ -92,8 +106,8 @@ def cut(view: View, region: Region, training: bool, wants) -> Cut:
         for n in region.nodes
         if isinstance(n.meta.get("val"), torch.Tensor) and any(u not in inside for u in n.users)
     ]
-    grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wants(a)}
-    return Cut(view, region, inputs, outputs, grads)
+    grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wanted(a)}
+    return Cut(facts, region, inputs, outputs, grads)
 
 
 def base(a: fx.Node | Viewed) -> fx.Node:

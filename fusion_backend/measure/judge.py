@@ -1,4 +1,5 @@
-"""Proposed sites -> answers: from the store, from a bound, or by measuring them where they stand.
+"""Proposed sites -> answers: from the store, from a bound, by measuring them where they stand, or
+from the tables.
 
 The gate proposes; the judge forms regions of what is proposed, asks the store about each class of
 them, measures the most valuable of the rest within the time that is left, and hands the answers to
@@ -8,51 +9,30 @@ the gate, which decides once more. What it then proposes instead is judged in tu
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from fusion_backend.decide.facts import Facts
-from fusion_backend.decide.gate import Decision, Gate, Measured
+from fusion_backend.decide.evidence import Measured
+from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.kernels.common.target import TARGET
+from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
-from fusion_backend.measure.agree import agreed
+from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.bound import ENOUGH, bound
-from fusion_backend.measure.contest import Contest, Lost, contest
-from fusion_backend.measure.cut import Cut, cut, summary
-from fusion_backend.measure.key import gpu_name, key_of, machine
+from fusion_backend.measure.cut import Cut, cut
+from fusion_backend.measure.key import digest, gpu_name
+from fusion_backend.measure.measuring import measured, unanswered
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
-from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
-from fusion_backend.reporting.faults import of_kernel
 from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.reject import Unmeasured
 
-MOST_ROUNDS = 8  # each round, something that was proposed is refused for good
+MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
+TABLES = "H200"  # the GPU that the tables of the patterns were measured on
 WAITING_S = 60.0  # beyond the time to measure, for the answer of another rank
-
-
-class Allowance:
-    """The seconds that this process may still measure, for each limit that is asked for."""
-
-    def __init__(self) -> None:
-        self.used = 0.0
-        self.lock = threading.Lock()
-
-    def left(self, options: Options) -> float:
-        return max(0.0, options.measure_s - self.used) if options.gate != "measure" else 1e9
-
-    def spend(self, seconds: float) -> None:
-        with self.lock:
-            self.used += seconds
-
-
-ALLOWANCE = Allowance()
 
 
 @dataclasses.dataclass
@@ -61,7 +41,6 @@ class Class:
 
     key: str | None
     cut: Cut
-    gate: Gate
     members: list[tuple[Gate, Region]]
 
     @property
@@ -70,229 +49,158 @@ class Class:
 
     @property
     def value(self) -> float:
+        """What plain Inductor needs for these sites at least, in bytes moved."""
         return sum(bound(d).plain for d in self.sites) * len(self.members)
 
 
 class Judge:
-    """Of the sites of one Dynamo graph. `compiles`: is the graph compiled next? Only then is
-    anything measured; the store is asked in any case.
+    """Of the sites of one Dynamo graph. compiles: is the graph compiled next? Only then is anything
+    measured; the store is asked in any case.
     """
 
     def __init__(self, options: Options, record: GraphRecord, compiles: bool):
-        self.options, self.record, self.compiles = options, record, compiles
+        self.options, self.record = options, record
+        wanted = options.gate == "measure" or (options.gate == "auto" and options.measure_s > 0)
+        self.measures = compiles and wanted and TARGET.get() is None
+        self.ranks = Ranks() if compiles else None
         self.open = True
 
-    def rounds(self) -> Iterator[int]:
+    @property
+    def active(self) -> bool:
+        """Is there anything to learn? Else the tables decide, and nothing is looked at."""
+        if self.options.gate not in ("auto", "measure", "table") or TARGET.get() is not None:
+            return False
+        if self.measures or stored.seed():
+            return True
+        return self.options.gate != "table" and not stored.store().empty
+
+    def rounds(self, gates: list[Gate]) -> Iterator[None]:
         """For each time that the gates are to decide: until nothing is proposed that has no
-        answer.
+        answer. In the last round nothing is proposed that the tables refuse.
         """
+        active = self.active
         for number in range(MOST_ROUNDS):
+            for gate in gates:
+                gate.evidence.wanted = active and number + 1 < MOST_ROUNDS
+            self.open = False
+            yield
+            if active:
+                self.hear(gates)
             if not self.open:
                 return
-            self.open = False
-            yield number
 
-    def hear(self, gates: Iterable[Gate]) -> None:
+    def hear(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
-        if self.options.gate not in ("auto", "measure", "table") or TARGET.get() is not None:
-            return
-        classes: dict[object, Class] = {}
+        classes = sorted(self.classes(gates), key=lambda c: -c.value)
+        for c, answer in zip(classes, self.answers(classes), strict=True):
+            self.tell(c, answer)
+
+    def classes(self, gates: list[Gate]) -> list[Class]:
+        """What is proposed and has no answer, by regions, those that are alike together."""
+        found: dict[tuple, Class] = {}
         for gate in gates:
-            for region in self.asked(gate):
-                found = self.class_of(gate, region)
-                known = classes.setdefault(found.key or found, found)
-                known.members.append((gate, region))
-        for c in sorted(classes.values(), key=lambda c: -c.value):
-            answer = self.answer(c)
-            if answer is not None:
-                self.open = True
-                tell(c, answer)
+            proposed = [d for d in gate.found if d.fused and on_gpu(d)]
+            if all(gate.evidence.of(d.match) for d in proposed):
+                continue
+            for region in regions(gate.facts.view, proposed):
+                if not all(gate.evidence.of(d.match) for d in region.sites):
+                    made = cut_of(gate, region)
+                    # a region that cannot be cut out is like no other
+                    name = id(region) if region.problem else made.text()
+                    codes = tuple(d.op for d in region.sites)
+                    one = Class(None, made, [])
+                    found.setdefault((name, codes), one).members.append((gate, region))
+        for (name, codes), c in found.items():
+            if isinstance(name, str):
+                ops = [op for op in codes if op is not None]
+                c.key = digest(name, ops, gpu_name(c.cut.device))
+        return [*found.values()]
 
-    def asked(self, gate: Gate) -> list[Region]:
-        """The regions in which something is proposed that has no answer."""
-        proposed = [d for d in gate.found if d.fused and on_gpu(d)]
-        if all(gate.answer(d.match) is not None for d in proposed):
-            return []
-        around = regions(gate.facts.view, proposed)
-        return [r for r in around if any(gate.answer(d.match) is None for d in r.sites)]
-
-    def class_of(self, gate: Gate, region: Region) -> Class:
-        facts: Facts = gate.facts
-        training = any(facts.training(d.match) for d in region.sites)
-
-        def wants(n: fx.Node) -> bool:
-            return n in facts.view.requires_grad or facts.from_training(n)
-
-        made = cut(facts.view, region, training, wants)
-        key = None
-        if not region.problem:
-            ops = [d.op for d in region.sites if d.op is not None]
-            key = key_of(made.text(), ops, gpu_name(device_of(region)))
-        return Class(key, made, gate, [])
-
-    def answer(self, c: Class) -> Answer | None:
-        """What holds for a class: None where the gate's own answer stands."""
-        found = stored.seed().get(c.key or "")
-        if self.options.gate == "table":
-            return found
-        found = (stored.store().get(c.key) if c.key else None) or found
-        asked = self.options.measure_s > 0 or self.options.gate == "measure"
-        if found is None and self.compiles and asked:
-            found = self.agreed_on(c)
-        if found is None or found.verdict:
-            return found
-        return predicted(c, found)
-
-    def agreed_on(self, c: Class) -> Answer:
-        """Measured by this process, or by the rank that was asked first."""
-        if c.key is None:
-            return self.measure(c)
-        seconds = self.options.measure_s + WAITING_S
-        late = dataclasses.replace(unanswered(c), why="another rank did not answer in time")
-        told = agreed(c.key, lambda: self.measure(c).to_json(), late.to_json(), seconds)
-        return answer_of(json.loads(told))
-
-    def measure(self, c: Class) -> Answer:
-        left, started = ALLOWANCE.left(self.options), time.perf_counter()
-        if c.cut.region.problem:
-            return dataclasses.replace(unanswered(c), why=c.cut.region.problem)
-        if all(bound(d).hopeless for d in c.sites) and self.options.gate != "measure":
-            why = "it is one short launch, too little to gain from"
-            return dataclasses.replace(unanswered(c), why=why)
-        if left <= 0:
-            limit = f"{self.options.measure_s:g}"
-            why = f"not measured, the {limit} s of fusion.measure_s were used up"
-            return dataclasses.replace(unanswered(c), why=why)
-        try:
-            with contest(c.cut, device_of(c.cut.region)) as held:
-                found = Measurement(c, held, started + left).best()
-        except Exception as error:
-            why = str(error) if isinstance(error, Lost) else of_kernel(error)
-            found = dataclasses.replace(unanswered(c), why=f"it could not be measured: {why}")
-        finally:
-            took = time.perf_counter() - started
-            ALLOWANCE.spend(took)
-            self.record.measure_s += took
-            self.record.measured += 1
-        if found.verdict and c.key:
-            stored.store().put(found)
-        return found
-
-
-class Measurement:
-    """The contests of one class, until a choice is certain or the time is up."""
-
-    def __init__(self, c: Class, held: Contest, until: float):
-        self.c, self.held, self.until = c, held, until
-        self.races: list[tuple[list[Decision], Race, int]] = []
-        self.lost = ""
-
-    def best(self) -> Answer:
-        """All sites; if that is not faster, each by itself and what is faster together; of a single
-        one, the backward alone.
+    def answers(self, classes: list[Class]) -> list[Answer]:
+        """An answer for each: this process measures what no other rank has begun to measure, and
+        then waits for theirs.
         """
-        sites = self.c.sites
-        if not self.faster(sites):
-            if len(sites) > 1:
-                alone = [d for d in sites if self.faster([d])]
-                if 1 < len(alone) < len(sites):
-                    self.faster(alone)
-            else:
-                other = self.c.gate.backward_only(sites[0])
-                if other is not None:
-                    self.faster([other])
-        return self.chosen()
+        found: dict[int, Answer] = {}
+        for c in classes:
+            if self.ranks is None or c.key is None or self.ranks.claim(c.key):
+                found[id(c)] = self.own(c)
+                if self.ranks is not None and c.key is not None:
+                    told = self.ranks.publish(c.key, found[id(c)].to_json())
+                    found[id(c)] = answer_of(json.loads(told))
+        for c in classes:
+            if id(c) not in found:
+                late = unanswered(c, "another rank did not answer in time").to_json()
+                told = self.ranks.wait(c.key, late, self.options.measure_s + WAITING_S)
+                found[id(c)] = answer_of(json.loads(told))
+                if found[id(c)].verdict:
+                    stored.store().put(found[id(c)])
+        return [found[id(c)] for c in classes]
 
-    def faster(self, chosen: list[Decision]) -> bool:
-        seconds = self.until - time.perf_counter()
-        if seconds <= 0:
-            return False
-        try:
-            found, more = self.held.against(chosen, seconds)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.lost = str(error) if isinstance(error, Lost) else of_kernel(error)
-            return False
-        self.races.append((chosen, found, more))
-        return found.verdict == "faster"
+    def own(self, c: Class) -> Answer:
+        """What this process knows or measures."""
+        found = stored.seed().get(c.key or "")
+        if self.options.gate != "table" and c.key:
+            found = stored.store().get(c.key) or found
+        if self.options.gate == "measure" and found is not None and not found.whole:
+            found = None
+        if found is None and self.measures:
+            candidates = [d for d in c.sites if self.candidate(d)]
+            if candidates:
+                found = measured(c, candidates, self.options, self.record)
+        return found or unanswered(c, "")
 
-    def chosen(self) -> Answer:
-        base = unanswered(self.c)
-        if not self.races:
-            return dataclasses.replace(base, verdict="slower" if self.lost else "", why=self.lost)
-        won = [r for r in self.races if r[1].verdict == "faster"]
-        chosen, race, more = max(won or self.races, key=lambda r: r[1].ratio)
-        taken = {d.match.roots[0]: providers(d) for d in chosen} if won else {}
-        verdict = race.verdict
-        low, high = race.interval
-        if not verdict and high < 1.01:
-            verdict = "same"
-        return dataclasses.replace(
-            base,
-            take=tuple(taken.get(d.match.roots[0], "") for d in self.c.sites),
-            plain_ms=median(race.plain),
-            ours_ms=median(race.ours),
-            ratio=race.ratio,
-            low=low,
-            high=min(high, 1e9),
-            verdict=verdict,
-            more_bytes=more,
-            why="" if verdict else f"the times vary too much, {low:.2f} to {high:.2f} in context",
-        )
+    def candidate(self, d: Decision) -> bool:
+        """Is a site worth measuring? Not what the tables refuse, where they know better."""
+        if d.doubt is None or self.options.gate == "measure":
+            return True
+        return isinstance(d.doubt, Unmeasured) or TABLES not in gpu_name(device_of(d))
 
+    def tell(self, c: Class, answer: Answer) -> None:
+        """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
+        reason, nothing is decided again.
+        """
+        for gate, region in c.members:
+            for i, d in enumerate(region.sites):
+                told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
+                gate.evidence.tell(d.match, told)
+                if told.take == d.providers and d.doubt is None:
+                    d.reason = told.reason
+                else:
+                    self.open = True
 
-def predicted(c: Class, answer: Answer) -> Answer:
-    """An answer without a verdict: a site is taken only where a pessimistic prediction gains
-    much.
-    """
-    take = tuple(providers(d) if bound(d).gain >= ENOUGH else "" for d in c.sites)
-    return dataclasses.replace(answer, take=take)
+    def said(self, d: Decision, answer: Answer, take: str) -> Measured:
+        """The answer about one site."""
+        together = len(answer.sites) > 1
+        if answer.verdict and (take or d.doubt is None or answer.whole):
+            return Measured(take, answer_text.reason(answer, take, together))
+        if d.doubt is not None:
+            asked = answer.why and self.candidate(d)
+            return Measured("", f"{d.doubt.reason}; {answer.why}" if asked else d.doubt.reason)
+        if not answer.why:  # nobody asked
+            later = "; it is measured when it is compiled" if self.later else ""
+            return Measured(d.providers, d.reason + later)
+        taken = bound(d).gain >= ENOUGH
+        return Measured(d.providers if taken else "", answer_text.unmeasured(answer.why, taken))
 
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def unanswered(c: Class) -> Answer:
-    names = tuple(d.match.pattern.name for d in c.sites)
-    about = {**machine(gpu_name(device_of(c.cut.region))), "operators": summary(c.cut.region)}
-    about["training"] = bool(c.cut.grads)
-    today = datetime.date.today().isoformat()
-    return Answer(c.key or "", names, ("",) * len(names), date=today, about=about)
+    @property
+    def later(self) -> bool:
+        """Would a compilation measure what nobody has measured?"""
+        return self.options.gate == "auto" and self.options.measure_s > 0 and not self.measures
 
 
-def device_of(region: Region) -> torch.device:
-    return region.sites[0].match.roots[0].meta["val"].device
+def cut_of(gate: Gate, region: Region) -> Cut:
+    facts = gate.facts
+    training = any(facts.training(d.match) for d in region.sites)
+
+    def wanted(n: fx.Node) -> bool:
+        return n in facts.view.requires_grad or facts.from_training(n)
+
+    return cut(facts, region, training, wanted)
+
+
+def device_of(d: Decision):
+    return d.match.roots[0].meta["val"].device
 
 
 def on_gpu(d: Decision) -> bool:
-    return d.match.roots[0].meta["val"].is_cuda
-
-
-def providers(d: Decision) -> str:
-    return f"{d.forward}/{d.backward}"
-
-
-def tell(c: Class, answer: Answer) -> None:
-    """Hand an answer to the gates of all regions of a class."""
-    for gate, region in c.members:
-        for i, d in enumerate(region.sites):
-            take = answer.take[i] if i < len(answer.take) else ""
-            gate.tell(d.match, Measured(take, reason(answer, take, len(region.sites) > 1)))
-
-
-def reason(answer: Answer, take: str, together: bool) -> str:
-    """The answer in a sentence."""
-    if not answer.verdict:
-        predicts = "bytes and launches alone promise enough" if take else "left to Inductor"
-        return f"{predicts}: {answer.why}"
-    if not answer.plain_ms:
-        return f"left to Inductor: {answer.why}, {answer.when}"
-    others = " with its neighbours" if together else ""
-    if take:
-        more = answer.more_bytes >> 20
-        kept = f", keeps {more} MB more for backward" if more > 0 else ""
-        times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms here{others}"
-        return f"{times}{kept}, {answer.when}"
-    return f"left to Inductor: {answer.ratio:.2f} in context{others}, {answer.when}"
+    return device_of(d).type == "cuda"

@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 
 from fusion_backend.cache.fingerprint import built_in, fingerprint
-from fusion_backend.compat.torch import inductor_config, torch_version, triton_version
+from fusion_backend.compat.torch import changed_settings, torch_version, triton_version
 from fusion_backend.ops.definition import Definition
 
 # Settings of Inductor that change no code, or that a contest overrides.
 IRRELEVANT = ("compile_threads", "fx_graph_", "cudagraph", "worker", "cache", "debug", "trace")
 
 
-def key_of(text: str, ops: list[Definition], gpu: str) -> str | None:
+def digest(text: str, ops: list[Definition], gpu: str) -> str | None:
     """The key of a class of regions, a digest; None where an op has no fingerprint that holds in
     every process.
     """
-    codes = [code_of(op) for op in ops]
+    codes = sorted({op.name: code_of(op) for op in ops}.items())
     settings = inductor_settings()
-    if None in codes or " object at 0x" in settings:
+    if any(code is None for _, code in codes) or " object at 0x" in settings:
         return None
     parts = {"region": text, "code": codes, "inductor": settings, **machine(gpu)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -48,7 +48,7 @@ def gpu_name(device: torch.device) -> str:
 
 def inductor_settings() -> str:
     """The settings of Inductor that are not the default."""
-    lines = inductor_config.codegen_config().splitlines()
+    lines = changed_settings().splitlines()
     return "\n".join(line for line in lines if not any(word in line for word in IRRELEVANT))
 
 
@@ -81,13 +81,11 @@ def sources_of(module: str) -> str:
 
 
 def imported(text: str) -> list[str]:
-    """The modules of patterns and kernels that a program imports at its top. `fusion_backend.
-    kernels` itself names all kernels: only the helpers that it has are of its parts `common`.
-    """
+    """The modules of patterns and kernels that a program imports at its top."""
     names = [
         node.module
         for node in ast.parse(text).body
         if isinstance(node, ast.ImportFrom) and node.module
     ]
-    ours = ("fusion_backend.patterns.", "fusion_backend.kernels.")
+    ours = ("fusion_backend.patterns.", "fusion_backend.kernels")
     return [name for name in names if name.startswith(ours)]

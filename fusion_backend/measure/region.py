@@ -74,6 +74,7 @@ class Regions:
         self.site: dict[fx.Node, Decision] = {}
         for d in decisions:
             self.site |= dict.fromkeys((*d.match.interior, *d.match.roots), d)
+        self.ended: dict[fx.Node, bool] = {}
         self.level = self.levels()
 
     def found(self) -> list[Region]:
@@ -105,9 +106,12 @@ class Regions:
         """Does a region end there? At what Inductor fuses with nothing, and what is not to be run
         on made-up values.
         """
-        if n.target is operator.getitem:
-            return False
-        if n.op in ("placeholder", "get_attr"):
+        if n not in self.ended:
+            self.ended[n] = self.edge(n)
+        return self.ended[n]
+
+    def edge(self, n: fx.Node) -> bool:
+        if n.op != "call_function" or n.target is operator.getitem:
             return False
         if not is_lowered(n) or is_mutation(n) or n.target.namespace != "aten":
             return True
@@ -137,8 +141,6 @@ class Regions:
                 same = self.level.get(m) == level and self.view.region.get(m) == state
                 if m not in found and same and self.fusable(m):
                     pending.append(m)
-        # a result of several is in the region of what computes it
-        found |= {u for n in found for u in n.users if u.target is operator.getitem}
         nodes = sorted(found | self.convolutions(found), key=self.order.__getitem__)
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
         return Region(nodes, members, self.problem(nodes, found))

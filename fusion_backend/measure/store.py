@@ -36,7 +36,8 @@ class Answer:
     their ratios of one round each; low, high: the interval of that median, at 99 %. verdict:
     "faster", "same", "slower", or "" for undecided. more_bytes: what it keeps for backward beyond
     what Inductor keeps. why: of an answer without times. about: the GPU, the versions, the mode and
-    the operators of the region, for people. seed: it ships with the package.
+    the operators of the region, for people. whole: all sites were tried, those too that the tables
+    refuse. seed: it ships with the package.
     """
 
     key: str
@@ -52,6 +53,7 @@ class Answer:
     why: str = ""
     date: str = ""
     about: dict = dataclasses.field(default_factory=dict)
+    whole: bool = True
     seed: bool = False
 
     def to_json(self) -> str:
@@ -79,6 +81,7 @@ TYPES = {
     "why": str,
     "date": str,
     "about": dict,
+    "whole": bool,
 }
 
 
@@ -142,6 +145,15 @@ class Store:
         except OSError as error:
             return str(error)
         return ""
+
+    @property
+    def empty(self) -> bool:
+        """Is there no answer at all, of whatever GPU?"""
+        if self.known or self.folder is None:
+            return not self.known
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            return not any(e.name.endswith(".json") for e in entries)
+        return True
 
     def all(self) -> Iterator[Answer]:
         """Every answer, the latest first."""

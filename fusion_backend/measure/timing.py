@@ -105,6 +105,11 @@ class Race:
         inside = low > 1 / (1 + SMALLEST) and high < 1 + SMALLEST
         return "same" if inside else ""
 
+    @property
+    def no_faster(self) -> bool:
+        """Is it certain that ours is not faster by more than 1 %?"""
+        return self.interval[1] < 1 + SMALLEST
+
 
 def race(
     plain: Callable[[], object],
@@ -122,8 +127,8 @@ def race(
     calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / took)))
     while len(found.plain) < ROUNDS[1] and not found.verdict:
         turns = [plain, ours] if len(found.plain) % 2 else [ours, plain]
-        ms = {id(call): statistics.median(clock(call) for _ in range(calls)) for call in turns}
-        found.add(ms[id(plain)], ms[id(ours)])
+        ms = [statistics.median(clock(call) for _ in range(calls)) for call in turns]
+        found.add(*(ms if turns[0] is plain else reversed(ms)))
         if time.perf_counter() > until:
             break
     return found

@@ -191,6 +191,12 @@ def same_arguments(fn: Callable, what: str, want: list[str], where: str) -> None
         raise PatternError(f"{where}: {message}")
 
 
+def names_argument(fn: Callable, name: str, params: Sequence[Param], what: str, where: str) -> bool:
+    """Does a function ask for what is not an argument of the reference?"""
+    parameters = inspect.signature(plain_function(fn, f"{where}: the {what}")).parameters
+    return name in parameters and name not in [p.name for p in params]
+
+
 def taking(
     fn: Callable, what: str, want: list[str], where: str, must: Sequence[str] = ()
 ) -> Callable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class Op(Definition):
         self.backward_missing = [False] * self.outputs  # which results' gradients it takes None for
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
+        self.skips = False  # does the kernel leave out results that nobody reads?
 
     def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
@@ -130,20 +131,29 @@ class Op(Definition):
         With `saves=("mean", "rstd")` it takes one more argument, `save: bool`, and returns these
         tensors after the results; they are handed to the backward. When `save` is false nobody will
         read them: return empty tensors.
+
+        The kernel of a reference with several results may take one more argument, `read`, a tuple
+        with a bool for each result: where nobody reads one, it need not be written, and may be an
+        empty tensor. Results that the backward reads are never left out.
         """
         if fn is None:
             return functools.partial(self.kernel, saves=saves)
         saves = checks.new_names(saves, self.params, self.where)
-        extra = (*self.seed_arguments, "save") if saves else self.seed_arguments
-        self.kernel_fn, self.saves = self.takes(fn, "kernel", extra, extra), saves
+        asks = checks.names_argument(fn, "read", self.params, "kernel", self.where)
+        skips = asks and self.outputs > 1
+        extra = (*self.seed_arguments, *["save"] * bool(saves), *["read"] * skips)
+        self.kernel_fn = self.takes(fn, "kernel", extra, extra)
+        self.saves, self.skips = saves, skips
         self.changed()
         return fn
 
-    def launched(self, args: Sequence[Any], save: bool) -> Any:
+    def launched(self, args: Sequence[Any], save: bool, unread: Collection[int] = ()) -> Any:
         """What the kernel returns for the arguments and, where there is one, the seed. save: will
-        the backward read what it saves?
+        the backward read what it saves? unread: the results that nobody reads, by their place.
         """
-        return self.kernel_fn(*args, save) if self.saves else self.kernel_fn(*args)
+        rest: list[Any] = [save] if self.saves else []
+        rest += [tuple(i not in unread for i in range(self.outputs))] if self.skips else []
+        return self.kernel_fn(*args, *rest)
 
     def saved(self, fn: Callable) -> Callable:
         """Plain torch code for what the kernel saves, so that the forward may be inlined and the

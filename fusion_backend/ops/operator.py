@@ -4,7 +4,7 @@ The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kern
 wrapper. Its keyword arguments are the gate's decision: `forward` is "kernel" or "reference"
 (inlined, for Inductor to fuse as if we were not there), `backward` is "kernel", "formula" (the
 op's own, in plain torch) or "vjp" (of the reference), `save` says whether anybody will
-differentiate.
+differentiate, `unread` names the results that nobody reads, by their place: "1", or "0 2".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
-DECISION = {"forward": "kernel", "backward": "kernel", "save": True}
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": ""}
 # The seed of an op with random numbers: drawn by an operator of the graph that AOTAutograd and
 # Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
 # alike where a checkpoint recomputes.
@@ -113,11 +113,11 @@ class Operator:
 
     # What the operators do.
 
-    def forward(self, *flat, forward="kernel", backward="kernel", save=True):
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True, unread=""):
         op, args = self.op, self.unflatten(flat)
         with without_autocast():
             if forward == "kernel" and self.kernel_takes(args):
-                out = op.launched(args, save)
+                out = op.launched(args, save, self.left_out(backward, save, unread))
                 out = out if isinstance(out, tuple) else (out,)
             else:
                 out = self.reference(*args)
@@ -128,6 +128,11 @@ class Operator:
                 f"{op.where}: the kernel returns {len(out)} tensors, not {self.results}"
             )
         return out[0] if self.results == 1 else out
+
+    def left_out(self, backward: str, save: bool, unread: str) -> tuple[int, ...]:
+        """The results that the kernel need not write: a backward of the op's own may read any."""
+        own = save and backward != "vjp" and self.op.backward_fn is not None
+        return () if own else tuple(map(int, unread.split()))
 
     def kernel_takes(self, args: list) -> bool:
         """The gate has asked before; whoever calls the op directly gets the reference where the
@@ -164,7 +169,9 @@ class Operator:
             for has, number in zip(ctx.has, ctx.numbers, strict=True)
         ]
         results = list(tensors)  # and what the kernel saved
-        grads = grads[: self.op.outputs]
+        # a result that was left out has a shape of its own, and no gradient
+        unread = self.left_out(*(ctx.decision[k] for k in ("backward", "save", "unread")))
+        grads = [None if i in unread else g for i, g in enumerate(grads[: self.op.outputs])]
         needs = list(ctx.needs_input_grad[: len(flat)])
         choice, op, args = ctx.decision, self.op, self.unflatten(flat)
         own = op.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"

@@ -32,3 +32,9 @@ class BackwardOnly(Reject):
     forward is left to Inductor, as the inlined reference, and the backward kernel is used; in
     inference the site is refused.
     """
+
+
+class Unmeasured(Reject):
+    """The answer of `worthwhile` or `neighbours` where nobody has timed the kernel: the site is left
+    to Inductor as by any refusal, unless the gate measures it (`fusion.measure_s`).
+    """

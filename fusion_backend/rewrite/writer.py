@@ -54,7 +54,7 @@ def rewrite(
 
 def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
     """Insert the call of a decision before its first root. Returns the new nodes and root ->
-    result.
+    result, without the roots that nobody reads.
 
     `now` maps an argument that was the result of an earlier site to the node that has it now.
     """
@@ -78,9 +78,10 @@ class Insertion:
             result = self.node(call.target, args, dict(call.kwargs), value)
             results = [result]
             if several:
+                places = [i for i in range(len(roots)) if i not in call.unread]
+                roots = [roots[i] for i in places]
                 results = [
-                    self.node(operator.getitem, (result, i), {}, call.values[i])
-                    for i, _ in enumerate(roots)
+                    self.node(operator.getitem, (result, i), {}, call.values[i]) for i in places
                 ]
             if call.contiguous:
                 like = self.first.meta["val"]
@@ -188,7 +189,7 @@ class Writer:
                 if self.canon.of[n] is self.canon.of[root]:
                     self.replaced[n] = result
                     n.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
-        for n in [*d.match.roots, *reversed(d.match.interior)]:
+        for n in sorted(inside, reverse=True):
             if not n.users:
                 self.touched.add(owner[n])
                 self.view.graph.erase_node(n)

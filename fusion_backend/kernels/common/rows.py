@@ -12,10 +12,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from fusion_backend.kernels.common.inputs import dynamic, number
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.common.tuned import TABLE
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.reject import Reject, Unmeasured
 
 RESULTS = "benchmarks/results"
-UNMEASURED = Reject("its kernel has not been timed at such sizes; fusion.gate=always takes it")
+UNMEASURED = Unmeasured("its kernel has not been timed at such sizes; fusion.gate=always takes it")
 FEW = 1024  # rows that leave a GPU waiting for one read after another
 MAX_ROW = 131072  # the longest row accepted
 MAX_HELD = 65536  # bytes of the longest row that stays in the registers of one program

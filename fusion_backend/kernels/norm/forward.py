@@ -50,10 +50,12 @@ def small_in_fp32(x: Tensor, training: bool) -> Reject | None:
 
 
 def forward(
-    x: Tensor, residual: Tensor | None, norm: Norm, save: bool, config: Config | None = None
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, norm: Norm, save: bool, config: Config | None = None,
+    sum_is_read: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """y `[..., n]` and h (None without a residual), both contiguous and of x's dtype, and mean and
-    rstd `[rows]` in fp32: empty unless saved, mean also if not centred.
+    rstd `[rows]` in fp32: empty unless saved, mean also if not centred. h is empty and not written
+    where nobody, backward included, reads the sum.
 
     x and residual are `[..., n]` of one dtype: fp32, bf16 or fp16; their columns are one element
     apart, or they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few
@@ -64,7 +66,8 @@ def forward(
     divided = config is None and split.few_long_rows(rows, n, x.device)
     config = config or config_for(x, residual, norm)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    h = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h_shape = x.shape if sum_is_read else (0,)
+    h = None if residual is None else torch.empty(h_shape, dtype=x.dtype, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     saved = [save and norm.centred, save]
     mean, rstd = (
@@ -72,8 +75,8 @@ def forward(
     )
     seed, chance = dropout_arguments(norm.dropout)
     operands = Forward(
-        x, seed, residual, norm.weight, norm.bias, y, h, mean if saved[0] else None,
-        rstd if saved[1] else None, rows, norm.offset or 0.0, norm.eps,
+        x, seed, residual, norm.weight, norm.bias, y, h if sum_is_read else None,
+        mean if saved[0] else None, rstd if saved[1] else None, rows, norm.offset or 0.0, norm.eps,
     )  # fmt: skip
     constants = dict(
         STRIDE=stride, RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, **chance
@@ -146,7 +149,8 @@ def norm_kernel(
             )
         if R is not None:
             h += r
-            tl.store(H + row * N + col, h, keep)
+            if H is not None:
+                tl.store(H + row * N + col, h, keep)
         if CENTRED:
             mean = tl.sum(h, 1, keep_dims=True) / N
             h = tl.where(col < N, h - mean, 0.0)
@@ -192,7 +196,8 @@ def norm_long_kernel(
             h *= dropout_factors(seed, quad, THRESHOLD, SCALE)
         if R is not None:
             h += tl.load(R + row * RESIDUAL_STRIDE + start + lane, keep, 0.0).to(tl.float32)
-            tl.store(H + row * N + start + lane, h, keep)
+            if H is not None:
+                tl.store(H + row * N + start + lane, h, keep)
         if CENTRED:
             delta = h - means
             means = tl.where(keep, means + delta * (1.0 / (start // BLOCK + 1)), means)

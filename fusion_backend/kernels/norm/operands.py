@@ -29,8 +29,8 @@ class Norm(NamedTuple):
 
 class Forward(NamedTuple):
     """The arguments of a forward kernel, in the kernels' order. Filled are y, and h, mean and rstd
-    where they are not None: h is x through its dropout plus the residual, mean and rstd `[rows]`
-    are in fp32.
+    where they are not None, as none is that nobody reads: h is x through its dropout plus the
+    residual, mean and rstd `[rows]` are in fp32.
     """
 
     x: Tensor

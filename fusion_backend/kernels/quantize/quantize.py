@@ -31,9 +31,10 @@ def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
 
 def forward(
     x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float | None,
-    eps: float | None, how: tuple[int, int, int] | None = None,
+    eps: float | None, how: tuple[int, int, int] | None = None, scale_is_read: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, both contiguous.
+    """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, both contiguous. The scale is empty and
+    not written where nobody reads it.
 
     x is `[..., n]` in fp32, bf16 or fp16, its columns one element apart (else it is copied); weight
     `[n]` of x's dtype, contiguous, or None. norm_eps None: no norm. eps None: the scale has no
@@ -44,7 +45,8 @@ def forward(
     rule = config(n, x.element_size(), norm)
     block, rows_each, warps, *_ = how or tuned(kernel, x.numel() // n, n, x.element_size(), rule)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], 1), dtype=x.dtype, device=x.device)
+    scale_shape = (*x.shape[:-1], 1) if scale_is_read else (0,)
+    scale = torch.empty(scale_shape, dtype=x.dtype, device=x.device)
     x, rows, stride = as_rows(x)
     kernel, rest = (
         (quantize_rows_kernel, dict(ROWS=rows_each))
@@ -54,9 +56,9 @@ def forward(
     # Torch divides by a number exactly on CPU and multiplies with its fp32 reciprocal on CUDA: so
     # does the kernel.
     launch(
-        kernel, ((rows + rows_each - 1) // rows_each,), x, weight, q, scale, rows, offset or 0.0,
-        norm_eps or 0.0,
-        eps or 0.0, STRIDE=stride, N=n, NORM=norm, DIVIDE=x.device.type == "cpu", BLOCK=block,
+        kernel, ((rows + rows_each - 1) // rows_each,), x, weight, q,
+        scale if scale_is_read else None, rows, offset or 0.0, norm_eps or 0.0, eps or 0.0,
+        STRIDE=stride, N=n, NORM=norm, DIVIDE=x.device.type == "cpu", BLOCK=block,
         num_warps=warps, **rest,
     )  # fmt: skip
     return q, scale
@@ -138,12 +140,13 @@ def quantize_rows_kernel(
         top *= rstd
     else:
         top = tl.reduce(tl.abs(x), 1, larger_or_nan, keep_dims=True)
-    scale = scale_of(top, eps, DIVIDE).to(SCALE.dtype.element_ty)
-    tl.store(SCALE + row, scale, row < rows)
+    scale = scale_of(top, eps, DIVIDE).to(X.dtype.element_ty)
+    if SCALE is not None:
+        tl.store(SCALE + row, scale, row < rows)
     scale = scale.to(tl.float32)
     # Of a scale that is a normal number q is one, and not below -128: half the instructions, which
     # are the limit.
-    least: tl.constexpr = 6.103515625e-05 if SCALE.dtype.element_ty == tl.float16 else 1e-30
+    least: tl.constexpr = 6.103515625e-05 if X.dtype.element_ty == tl.float16 else 1e-30
     normal = (scale >= least) & (scale < float("inf"))
     if NORM:
         factor = rstd * tl.div_rn(1.0, scale)
@@ -177,8 +180,9 @@ def quantize_long_rows_kernel(
         if NORM:
             x = weighted(x, W, rstd, start + lane, offset, N)
         tops = larger_or_nan(tops, tl.abs(x))
-    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, DIVIDE).to(SCALE.dtype.element_ty)
-    tl.store(SCALE + row, scale)
+    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, DIVIDE).to(X.dtype.element_ty)
+    if SCALE is not None:
+        tl.store(SCALE + row, scale)
     for start in tl.range(0, N, BLOCK):
         keep = start + lane < N
         x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)

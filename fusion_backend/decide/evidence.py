@@ -1,0 +1,37 @@
+"""What was measured of the sites of a graph, for the gate to follow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from fusion_backend.match.matcher import Match
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Who computes a site, "kernel/vjp" for forward and backward, or "" for Inductor; and why, in a
+    sentence.
+    """
+
+    take: str
+    reason: str
+
+
+class Evidence:
+    """The answers for the sites of one graph, which a judge gives between two rounds of decisions.
+
+    wanted: is a judge there who answers? Then the gate proposes also what the tables refuse, and
+    says what they hold against it (`Decision.doubt`).
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.answers: dict[tuple[str, fx.Node], Measured] = {}
+
+    def of(self, match: Match) -> Measured | None:
+        return self.answers.get((match.pattern.name, match.roots[0]))
+
+    def tell(self, match: Match, answer: Measured) -> None:
+        self.answers[match.pattern.name, match.roots[0]] = answer

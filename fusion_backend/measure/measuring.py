@@ -1,0 +1,153 @@
+"""Measures one class of regions: which sites to replace, and by whom, until a choice is certain or
+the time is up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusion_backend.decide.gate import Decision
+from fusion_backend.measure import store as stored
+from fusion_backend.measure.bound import bound
+from fusion_backend.measure.contest import Contest, Lost, contest
+from fusion_backend.measure.cut import summary
+from fusion_backend.measure.key import gpu_name, machine
+from fusion_backend.measure.store import Answer
+from fusion_backend.measure.timing import Race
+from fusion_backend.options import Options
+from fusion_backend.reporting.faults import of_kernel
+from fusion_backend.reporting.records import GraphRecord
+
+if TYPE_CHECKING:
+    from fusion_backend.measure.judge import Class
+
+
+class Allowance:
+    """The seconds that this process has spent on measuring, for whichever graph."""
+
+    def __init__(self) -> None:
+        self.took: list[float] = []
+        self.lock = threading.Lock()
+
+    def left(self, options: Options) -> float:
+        """What is left to measure; 0 where what is left would not do for a class like those
+        before.
+        """
+        if options.gate == "measure":
+            return float("inf")
+        left = options.measure_s - sum(self.took)
+        return left if left > statistics.median(self.took or [0.0]) else 0.0
+
+    def spend(self, seconds: float) -> None:
+        with self.lock:
+            self.took.append(seconds)
+
+
+ALLOWANCE = Allowance()
+
+
+def measured(c: Class, candidates: list[Decision], options: Options, record: GraphRecord) -> Answer:
+    """The answer for a class, of which these sites may be replaced; kept in the store where it is
+    certain.
+    """
+    whole = len(candidates) == len(c.sites)
+    if c.cut.region.problem:
+        return unanswered(c, c.cut.region.problem)
+    if all(bound(d).hopeless for d in candidates) and options.gate != "measure":
+        return unanswered(c, "it is one short launch, too little to gain from")
+    left, started = ALLOWANCE.left(options), time.perf_counter()
+    if left <= 0:
+        seconds = f"{options.measure_s:g} s"
+        return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
+    try:
+        with contest(c.cut) as held:
+            found = Choice(c, held, started + left).of(candidates)
+    except Exception as error:
+        why = str(error) if isinstance(error, Lost) else of_kernel(error)
+        found = unanswered(c, f"it could not be measured: {why}")
+    finally:
+        took = time.perf_counter() - started
+        ALLOWANCE.spend(took)
+        record.measure_s += took
+        record.measured += 1
+    found = dataclasses.replace(found, whole=whole)
+    if found.verdict and c.key:
+        stored.store().put(found)
+    return found
+
+
+class Choice:
+    """The races of one class."""
+
+    def __init__(self, c: Class, held: Contest, until: float):
+        self.c, self.held, self.until = c, held, until
+        self.races: list[tuple[list[Decision], Race, int]] = []
+        self.failed = ""
+
+    def of(self, candidates: list[Decision]) -> Answer:
+        """All candidates; if they are not faster, each alone, and those that are, together; of a
+        single one, the other half (the backward alone, or both).
+        """
+        if not self.faster(candidates):
+            if len(candidates) > 1:
+                alone = [d for d in candidates if self.faster([d])]
+                if 1 < len(alone) < len(candidates):
+                    self.faster(alone)
+            elif other := self.c.members[0][0].other_half(candidates[0]):
+                self.faster([other])
+        return self.answer()
+
+    def faster(self, chosen: list[Decision]) -> bool:
+        """Race plain Inductor against the region with these sites replaced."""
+        seconds = self.until - time.perf_counter()
+        if seconds <= 0:
+            return False
+        try:
+            race, more = self.held.against(chosen, seconds)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.failed = str(error) if isinstance(error, Lost) else of_kernel(error)
+            return False
+        self.races.append((chosen, race, more))
+        return race.verdict == "faster"
+
+    def answer(self) -> Answer:
+        """The fastest certain choice; else that Inductor keeps the sites, or that it is
+        uncertain.
+        """
+        if not self.races:
+            return unanswered(self.c, self.failed or "the time to measure it was up")
+        won = [r for r in self.races if r[1].verdict == "faster"]
+        chosen, race, more = max(won or self.races, key=lambda r: r[1].ratio)
+        taken = {d.match.roots[0]: d.providers for d in chosen} if won else {}
+        low, high = race.interval
+        verdict = race.verdict or ("same" if race.no_faster else "")
+        why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} in context"
+        return dataclasses.replace(
+            unanswered(self.c, why),
+            take=tuple(taken.get(d.match.roots[0], "") for d in self.c.sites),
+            plain_ms=statistics.median(race.plain),
+            ours_ms=statistics.median(race.ours),
+            ratio=race.ratio,
+            low=low,
+            high=min(high, 1e6),
+            verdict=verdict,
+            more_bytes=more,
+        )
+
+
+def unanswered(c: Class, why: str) -> Answer:
+    """An answer without a verdict."""
+    names = tuple(d.match.pattern.name for d in c.sites)
+    about = {**machine(gpu_name(c.cut.device)), "operators": summary(c.cut.region)}
+    about["training"] = bool(c.cut.grads)
+    date = datetime.date.today().isoformat()
+    return Answer(c.key or "", names, ("",) * len(names), why=why, date=date, about=about)

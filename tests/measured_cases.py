@@ -1,0 +1,122 @@
+"""Graphs, scopes and made-up contests for the tests of the measured gate, on a CPU.
+
+`as_on_a_gpu` lets the judge take a CPU for a GPU. Only what runs without a kernel is proposed there
+(attention with a mask that can be recognised), so a contest compares real code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.capture.tracer import capture
+from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
+from fusion_backend.decide import gate as gating
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.measure import judge as judging
+from fusion_backend.measure import measuring, store
+from fusion_backend.measure.judge import Judge, cut_of
+from fusion_backend.measure.region import regions
+from fusion_backend.measure.timing import Race
+from fusion_backend.options import Options
+from fusion_backend.pipeline import Scope, analyse, decide, match, scope_of
+from fusion_backend.reporting.records import GraphRecord
+
+
+class Block(nn.Module):
+    """Two normalisations, causal attention with a mask that is computed, and a feed-forward."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        b, s, n = x.shape
+        q, k, v = (
+            t.view(b, s, 2, n // 2).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mask = torch.ones(s, s, dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, n))
+        return x + self.down(F.gelu(self.up(self.second(x))))
+
+
+def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Scope]:
+    """The decided scopes of the first graph of a function, without a judge."""
+    found: list[Scope] = []
+
+    def backend(gm, example_inputs):
+        with refusals_unlogged(), no_new_guards(fake_mode_of(gm)):
+            top = scope_of(capture(gm))
+            chosen = options or Options(gate="always")
+            analyse(top, chosen)
+            match(top, usable(patterns()))
+            decide(top, chosen, Judge(chosen, GraphRecord(0), False))
+        found.append(top)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    return found
+
+
+def regions_of(fn, *inputs, only: str = "", **more):
+    """(scope, the regions of what is fused), where only sites of these patterns count."""
+    (top,) = scopes(fn, *inputs, **more)
+    chosen = [
+        d
+        for d in top.decisions
+        if d.fused and d.match.pattern.name in (only or d.match.pattern.name)
+    ]
+    return top, regions(top.view, chosen)
+
+
+def cuts_of(fn, *inputs, **more):
+    top, found = regions_of(fn, *inputs, **more)
+    return [cut_of(top.gate, region) for region in found]
+
+
+@dataclasses.dataclass
+class Stub:
+    """A contest whose races end as a function of the sites that are replaced says."""
+
+    ratio_of: object
+    asked: list = dataclasses.field(default_factory=list)
+
+    def against(self, chosen, seconds):
+        self.asked.append([d.match.pattern.name for d in chosen])
+        given = self.ratio_of(chosen)
+        if isinstance(given, Exception):
+            raise given
+        race = Race()
+        noise, ratio = given if isinstance(given, tuple) else (0.0, given)
+        for i in range(20):
+            race.add(1.0 * ratio * (1 + noise * (-1) ** i), 1.0)
+        return race, 0
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(monkeypatch, tmp_path, ratio_of=None, gpu: str = "NVIDIA H200"):
+    """Inside, the judge takes a CPU for this GPU, and keeps its answers in a folder of the test.
+    With `ratio_of`, contests are made up. Yields the stub.
+    """
+    stub = Stub(ratio_of)
+    with monkeypatch.context() as m:
+        for module in (judging, measuring):
+            m.setattr(module, "gpu_name", lambda device: gpu)
+        m.setattr(judging, "on_gpu", lambda d: True)
+        m.setattr(gating, "on_gpu", lambda t: True)  # its kernels then run as their references
+        m.setattr(measuring, "ALLOWANCE", measuring.Allowance())
+        m.setattr(store, "cache_folder", lambda: str(tmp_path))
+        m.setattr(store, "seed", dict)
+        store.store_in.cache_clear()
+        if ratio_of is not None:
+            m.setattr(measuring, "contest", lambda cut: contextlib.nullcontext(stub))
+        yield stub
+    store.store_in.cache_clear()

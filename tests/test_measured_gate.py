@@ -1,0 +1,326 @@
+"""What the judge makes of measurements: proposed, measured, kept, told, and decided again."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.measure import measuring
+from fusion_backend.measure import store as stored
+from fusion_backend.measure.contest import Lost
+from fusion_backend.measure.timing import Race, race
+from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
+from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
+from tests.measured_cases import Block, as_on_a_gpu
+
+
+def decided(fn, *inputs, compiles=True, dynamic=None, **options) -> GraphRecord:
+    record = GraphRecord(0)
+
+    def backend(gm, example_inputs):
+        fuse_graph(gm, Options(**options), record, usable(patterns()), compiles)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    assert record.error is None
+    return record
+
+
+def told(record, *names):
+    return [
+        (s.pattern, s.fused, s.reason) for s in record.sites if s.pattern in names and s.counted
+    ]
+
+
+def norm(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def long_norm():
+    return torch.randn(64, 65536, dtype=torch.bfloat16)
+
+
+def two_norms(x, y):
+    return F.layer_norm(x, (4096,)) * torch.softmax(y, -1)
+
+
+class Answers:
+    """ratio_of for a stub: by the names of the sites that are replaced."""
+
+    def __init__(self, **ratios):
+        self.ratios = ratios
+
+    def __call__(self, chosen):
+        return self.ratios["_".join(sorted(d.match.pattern.name for d in chosen))]
+
+
+def test_a_site_that_wins_in_context_is_fused_and_says_so(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
+        (site,) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+    assert site == ("layer_norm", True, "1.000 ms, Inductor 2.000 ms here, measured today")
+
+
+def test_a_site_that_is_fast_alone_and_loses_in_context_is_declined(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.94):
+        record = decided(norm, long_norm(), measure_s=20)
+    (site,) = [s for s in record.sites if s.counted]
+    assert not site.fused and site.cause == UNPROFITABLE
+    assert site.reason == "left to Inductor: 0.94 in context, measured today"
+    assert record.measured == 1
+
+
+def test_what_is_as_fast_is_left_to_inductor(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.004):
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+    assert not fused and "1.00 in context" in reason
+
+
+def test_noise_is_no_win(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: (0.4, 1.05)) as stub:
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+        assert not fused and "vary too much, 0.63 to 1.47" in reason
+        assert stored.store().empty  # another process tries again
+        assert stub.asked
+
+
+def test_a_second_compilation_measures_nothing(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0) as stub:
+        first = decided(norm, long_norm(), measure_s=20)
+        stored.store_in.cache_clear()  # as in another process
+        asked = len(stub.asked)
+        for options in ({"measure_s": 20}, {}, {"gate": "measure"}):
+            again = decided(norm, long_norm(), **options)
+            assert told(again, "layer_norm") == told(first, "layer_norm")
+            assert again.measured == 0 and len(stub.asked) == asked
+
+
+def test_nothing_is_measured_where_nothing_is_compiled_or_asked(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        plain = told(decided(norm, long_norm()), "layer_norm")
+        assert told(decided(norm, long_norm(), gate="table"), "layer_norm") == plain
+        decided(norm, long_norm(), gate="always")
+        decided(norm, long_norm(), gate="never", measure_s=20)
+        ((_, fused, reason),) = told(
+            decided(norm, long_norm(), compiles=False, measure_s=20), "layer_norm"
+        )
+    assert fused and plain[0][1]
+
+
+def test_the_table_ignores_what_this_user_has_measured(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.5):
+        decided(norm, long_norm(), measure_s=20)
+        assert told(decided(norm, long_norm(), gate="table"), "layer_norm")[0][1]
+        assert not told(decided(norm, long_norm()), "layer_norm")[0][1]
+
+
+def test_without_a_gpu_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(stored, "store", lambda: pytest.fail("asked"))
+    record = decided(norm, torch.randn(4, 16), gate="table")
+    assert record.measured == 0
+
+
+def test_when_the_time_is_used_up_only_a_bound_decides(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        measuring.ALLOWANCE.spend(20)
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+    assert not fused and "the 20 s of fusion.measure_s are used up" in reason
+
+
+def test_what_is_left_must_do_for_a_class_like_those_before(monkeypatch, tmp_path):
+    allowance = measuring.Allowance()
+    options = Options(measure_s=20)
+    assert allowance.left(options) == 20
+    allowance.spend(12)
+    assert allowance.left(options) == 0.0
+    assert allowance.left(Options(gate="measure")) == math.inf
+
+
+def test_sites_of_one_region_are_decided_together(monkeypatch, tmp_path):
+    inputs = torch.randn(64, 4096), torch.randn(64, 4096)
+    ratios = Answers(layer_norm_softmax=0.9, layer_norm=0.8, softmax=1.2)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub:
+        record = decided(two_norms, *inputs, gate="measure")
+    found = {s.pattern: s.fused for s in record.sites if s.counted}
+    assert found == {"layer_norm": False, "softmax": True}
+    assert [*map(sorted, stub.asked)] == [["layer_norm", "softmax"], ["layer_norm"], ["softmax"]]
+    (reason,) = [s.reason for s in record.sites if s.fused]
+    assert "here with its neighbours, measured today" in reason
+
+
+def test_all_of_a_region_are_taken_where_all_win(monkeypatch, tmp_path):
+    inputs = torch.randn(64, 4096), torch.randn(64, 4096)
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(layer_norm_softmax=1.3)) as stub:
+        record = decided(two_norms, *inputs, gate="measure")
+    assert all(s.fused for s in record.sites if s.counted) and len(stub.asked) == 1
+
+
+def test_layers_that_are_alike_are_measured_once(monkeypatch, tmp_path):
+    blocks = nn.Sequential(*(Block(512) for _ in range(4)))
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        record = decided(blocks, torch.randn(16, 256, 512), gate="measure", skip=("norm_linear",))
+    fused = [s for s in record.sites if s.fused]
+    assert len(fused) >= 12 and record.measured <= 6
+
+
+def test_after_a_refusal_the_smaller_pattern_has_its_turn(monkeypatch, tmp_path):
+    def fn(x, y):
+        h = x + y
+        return F.layer_norm(h, (4096,)), h
+
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(add_layer_norm=0.9, layer_norm=1.4)):
+        record = decided(fn, torch.randn(64, 4096), torch.randn(64, 4096), gate="measure")
+    assert [s.pattern for s in record.sites if s.fused] == ["layer_norm"]
+
+
+def test_what_the_tables_refuse_is_not_measured_by_default(monkeypatch, tmp_path):
+    small = torch.randn(16384, 1024)
+
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        record = decided(fn, small, measure_s=20)
+        table = decided(fn, small, gate="table")
+    assert told(record, "layer_norm") == told(table, "layer_norm")
+    assert not told(record, "layer_norm")[0][1]
+
+
+def test_on_another_gpu_everything_is_worth_measuring(monkeypatch, tmp_path):
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    gpu = "NVIDIA L40S"
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5, gpu=gpu):
+        record = decided(fn, torch.randn(16384, 1024), measure_s=20)
+    assert told(record, "layer_norm")[0][1]
+
+
+def test_a_win_that_the_tables_did_not_expect_is_remembered(monkeypatch, tmp_path):
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    x = torch.randn(16384, 1024)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        assert told(decided(fn, x, gate="measure"), "layer_norm")[0][1]
+        asked = len(stub.asked)
+        ((_, fused, reason),) = told(decided(fn, x), "layer_norm")
+        assert fused and "Inductor 1.500 ms here" in reason and len(stub.asked) == asked
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (Lost("it had not finished after 10 seconds"), "not finished after 10 seconds"),
+        (Lost("its results are not those of Inductor here: result 0"), "results are not those"),
+        (RuntimeError("out of registers"), "out of registers"),
+        (torch.OutOfMemoryError("CUDA"), "could not be measured"),
+    ],
+    ids=["hangs", "wrong", "raises", "memory"],
+)
+def test_a_provider_that_fails_costs_its_site_alone(monkeypatch, tmp_path, error, said):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: error):
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+        assert not fused and said in reason
+        assert stored.store().empty  # it may succeed another time
+
+
+def test_of_training_the_backward_alone_is_tried_where_both_lose(monkeypatch, tmp_path):
+    def by_forward(chosen):
+        return 1.3 if chosen[0].forward == "reference" else 0.9
+
+    x = torch.randn(16384, 4096, requires_grad=True)
+    with as_on_a_gpu(monkeypatch, tmp_path, by_forward):
+        record = decided(norm, x, measure_s=20)
+        (site,) = [s for s in record.sites if s.counted]
+        assert (site.fused, site.forward, site.backward) == (True, "reference", "kernel")
+        again = decided(norm, x)
+        (site,) = [s for s in again.sites if s.counted]
+        assert (site.fused, site.forward, site.backward) == (True, "reference", "kernel")
+
+
+def test_a_region_that_is_too_large_is_left_and_says_so(monkeypatch, tmp_path):
+    def fn(x):
+        for _ in range(300):
+            x = x.sin()
+        return torch.softmax(x, -1)
+
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        record = decided(fn, torch.randn(64, 65536), gate="measure")
+    assert any("more than 256 operators" in s.reason for s in record.sites)
+
+
+def test_a_measured_decision_adds_no_guard(monkeypatch, tmp_path):
+    from torch._dynamo.testing import CompileCounter
+
+    counted = CompileCounter()
+
+    def backend(gm, example_inputs):
+        fuse_graph(gm, Options(measure_s=20), GraphRecord(0), usable(patterns()), True)
+        return counted(gm, example_inputs)
+
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        torch._dynamo.reset()
+        fn = torch.compile(norm, backend=backend, dynamic=True)
+        for rows in (64, 65, 1000, 7):
+            fn(torch.randn(rows, 4096))
+    assert counted.frame_count == 1
+
+
+# Races.
+
+
+def noisy(ratio, spread, seed=0):
+    numbers = random.Random(seed)
+    found = Race()
+    while len(found.plain) < 60 and not found.verdict:
+        found.add(ratio * numbers.lognormvariate(0, spread), numbers.lognormvariate(0, spread))
+    return found
+
+
+def test_a_race_is_certain_or_undecided():
+    assert {noisy(1.2, 0.01, s).verdict for s in range(20)} == {"faster"}
+    assert {noisy(0.9, 0.01, s).verdict for s in range(20)} == {"slower"}
+    assert {noisy(1.0, 0.001, s).verdict for s in range(20)} == {"same"}
+    wrong = sum(noisy(1.0, 0.05, s).verdict in ("faster", "slower") for s in range(300))
+    assert wrong <= 12  # of the sequence of looks; each by itself is wrong once in a hundred
+
+
+def test_a_few_rounds_prove_nothing():
+    found = Race()
+    for _ in range(7):
+        found.add(2.0, 1.0)
+    assert found.verdict == "" and found.interval == (0.0, math.inf)
+    found.add(2.0, 1.0)
+    assert found.verdict == "faster" and found.interval == (2.0, 2.0)
+
+
+def test_an_interval_holds_the_median_99_times_in_100():
+    numbers, missed = random.Random(1), 0
+    for _ in range(1000):
+        found = Race()
+        for _ in range(15):
+            found.add(numbers.lognormvariate(0.1, 0.3), 1.0)
+        low, high = found.interval
+        missed += not low <= math.exp(0.1) <= high
+    assert 0 < missed <= 20
+
+
+def test_a_race_ends_when_its_time_is_up_and_alternates():
+    turns = []
+    times = {"plain": 3.0, "ours": 2.0}
+
+    def clock(call):
+        turns.append(call())
+        return times[turns[-1]] * (1 + 0.3 * (len(turns) % 3))
+
+    found = race(lambda: "plain", lambda: "ours", clock, seconds=0.0)
+    assert len(found.plain) == 1 and found.plain[0] > found.ours[0]
+    turns.clear()
+    race(lambda: "plain", lambda: "ours", clock, seconds=1.0)
+    assert turns[2:4] == ["ours", "plain"] and turns[4:6] == ["plain", "ours"]

@@ -1,0 +1,162 @@
+"""What is cut out around a site, and what it is called."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.measure.region import MOST_NODES
+from fusion_backend.options import Options
+from tests.measured_cases import Block, cuts_of, regions_of
+
+
+def names(region):
+    found = [str(n.target).removeprefix("aten.").split(".")[0] for n in region.nodes]
+    return [n for n in found if not n.startswith("<built-in")]
+
+
+def patterns(region):
+    return [d.match.pattern.name for d in region.sites]
+
+
+def test_a_region_ends_at_library_calls():
+    linear, after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def fn(x):
+        return after(F.relu(F.layer_norm(linear(x) * 2, (16,)))).sin()
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["mul", "layer_norm", "relu"]
+
+
+def test_a_residual_stream_does_not_join_the_layers():
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    options = Options(gate="always", only=("add_layer_norm", "layer_norm"))
+    _, found = regions_of(blocks, torch.randn(2, 8, 16), options=options)
+    assert [patterns(r) for r in found].count(["add_layer_norm"]) == 5
+    assert all(names(r).count("layer_norm") == 1 for r in found)
+
+
+def test_what_is_computed_early_for_a_later_level_is_in_the_region_that_reads_it():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, y):
+        scale = y.sigmoid() * 2
+        return F.layer_norm(linear(x) * scale, (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["sigmoid", "mul", "mul", "layer_norm"]
+
+
+def test_a_reduction_stays_at_its_level():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, y):
+        return F.layer_norm(linear(x) * y.sum(0), (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert "sum" not in names(region)
+
+
+def test_a_convolution_belongs_to_the_region_it_touches():
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    norm = nn.GroupNorm(2, 8)
+
+    def fn(x):
+        return second(F.silu(norm(first(x)))) + 1
+
+    _, (region,) = regions_of(fn, torch.randn(2, 3, 9, 9), only="group_norm")
+    assert names(region) == ["conv2d", "group_norm", "silu", "conv2d"]
+
+
+def test_sites_that_inductor_could_fuse_with_each_other_share_a_region():
+    def fn(x, y):
+        return F.layer_norm(x, (16,)) * 2, torch.softmax(x * 3 + y, -1)
+
+    _, found = regions_of(
+        fn, torch.randn(4, 16), torch.randn(4, 16), only=["layer_norm", "softmax"]
+    )
+    assert len(found) == 2  # they have an input in common, and nothing else
+
+    def joined(x):
+        return torch.softmax(F.layer_norm(x, (16,)) * 2, -1)
+
+    _, (region,) = regions_of(joined, torch.randn(4, 16), only=["layer_norm", "softmax"])
+    assert patterns(region) == ["layer_norm", "softmax"]
+
+
+def test_an_index_that_is_computed_is_not_run_on_made_up_values():
+    table = nn.Embedding(7, 16)
+
+    def fn(i):
+        return F.layer_norm(table(i * 3 % 7), (16,))
+
+    _, (region,) = regions_of(fn, torch.randint(0, 7, (4,)), only="layer_norm")
+    assert names(region) == ["layer_norm"]
+
+    def given(i):
+        return F.layer_norm(table(i.view(-1)), (16,))
+
+    _, (region,) = regions_of(given, torch.randint(0, 7, (4,)), only="layer_norm")
+    assert "embedding" in names(region)
+
+
+def test_a_change_of_grad_mode_ends_a_region():
+    def fn(x):
+        with torch.no_grad():
+            y = x * 2
+        return F.layer_norm(y.sin(), (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16, requires_grad=True), only="layer_norm")
+    assert names(region) == ["sin", "layer_norm"]
+
+
+def test_a_region_of_too_many_operators_says_so():
+    def fn(x):
+        for _ in range(MOST_NODES):
+            x = x.sin() + 1
+        return F.layer_norm(x, (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), only="layer_norm")
+    assert "more than 256 operators" in region.problem
+
+
+def test_layers_that_are_alike_have_one_text_and_others_have_others():
+    blocks = nn.Sequential(*(Block() for _ in range(3)))
+    x = torch.randn(2, 8, 16)
+    texts = [c.text() for c in cuts_of(blocks, x)]
+    assert len(texts) > len({*texts}) >= 4
+    again = [c.text() for c in cuts_of(blocks, x)]
+    assert texts == again
+    assert {*texts}.isdisjoint(c.text() for c in cuts_of(blocks, x.double().float()[:1]))
+    with torch.no_grad():  # nobody wants gradients
+        assert {*texts}.isdisjoint(c.text() for c in cuts_of(blocks, x))
+
+
+def test_a_dynamic_size_is_named_by_the_power_of_two_above_it():
+    def fn(x):
+        return F.layer_norm(x.sin(), (16,))
+
+    def text(rows):
+        (cut,) = cuts_of(fn, torch.randn(rows, 16), only="layer_norm", dynamic=True)
+        return cut.text()
+
+    assert text(9) == text(16) != text(17)
+    (static,) = cuts_of(fn, torch.randn(16, 16), only="layer_norm", dynamic=False)
+    assert static.text() != text(16)
+
+
+def test_a_cut_computes_what_the_graph_computes():
+    block, x = Block(), torch.randn(2, 8, 16)
+    for cut in cuts_of(block, x):
+        inputs = [
+            torch.randn(n.meta["val"].shape)
+            for n in cut.inputs
+            if n.meta["val"].dtype == torch.float32
+        ]
+        if len(inputs) != len(cut.inputs):
+            continue
+        plain, ours = cut.graph([])(*inputs), cut.graph(cut.region.sites)(*inputs)
+        torch.testing.assert_close(plain, ours)
+        assert any("fusion" in str(n.target) for n in cut.graph(cut.region.sites).graph.nodes) or (
+            "attention" in patterns(cut.region)
+        )
