@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Unmeasured
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,

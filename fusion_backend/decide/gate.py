@@ -221,9 +221,8 @@ class Gate:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
             if cause == UNPROFITABLE and self.evidence.wanted:
-                return self.op_call(
-                    match, answer, training, cuda, doubt=dataclasses.replace(refused, reason=said)
-                )
+                doubt = dataclasses.replace(refused, reason=said)
+                return self.op_call(match, answer, training, cuda, doubt=doubt)
             return Decision(match, False, said, cause=cause)
         own = Replacement(rule, tuple(match.arguments[p.name] for p in rule.params))
         return self.op_call(match, dataclasses.replace(own, why=said), training, cuda, "reference")
@@ -328,8 +327,8 @@ class Gate:
             chosen["unread"] = " ".join(map(str, unread))
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
-        cleared = self.evidence.of(match) is not None
-        doubt = None if cleared else doubt
+        known = self.evidence.of(match)
+        doubt = None if known and known.take else doubt
         decision = Decision(match, True, answer.why, forward, backward, op=op, doubt=doubt)
         try:
             trial = doubt is None
