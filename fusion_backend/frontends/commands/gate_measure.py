@@ -37,10 +37,11 @@ def measure(arguments: argparse.Namespace) -> None:
             made.check_trainable()
     except ModelError as error:
         raise Failure(str(error), 2) from error.__cause__
-    before = {a.key: a for a in held.all()}
+    before, graphs = {a.key: a for a in held.all()}, len(report().graphs)
     compile_and_run(made, arguments.train)
-    print(text_of(report(), False, terminal_width(), IN_SHELL))
-    print(f"\n{told(report(), [a for a in held.all() if before.get(a.key) != a])}")
+    found = Report(report().graphs[graphs:])
+    print(text_of(found, False, terminal_width(), IN_SHELL))
+    print(f"\n{told(found, [a for a in held.all() if before.get(a.key) != a])}")
     print(f"folder: {held.folder}")
     if made.loss and not arguments.train:
         print(f"fusion gate measure: {WITHOUT_LOSS}", file=sys.stderr)
