@@ -35,6 +35,6 @@ class BackwardOnly(Reject):
 
 
 class Unmeasured(Reject):
-    """The answer of `worthwhile` or `neighbours` where nobody has timed the kernel: the site is left
-    to Inductor as by any refusal, unless the gate measures it (`fusion.measure_s`).
+    """The answer of `worthwhile` or `neighbours` where nobody has timed the kernel. It leaves the
+    site to Inductor as any refusal does, unless the gate measures it (`fusion.measure_s`).
     """

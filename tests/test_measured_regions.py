@@ -1,0 +1,217 @@
+"""Regions that are really compiled and run, on a CPU; their inputs; and ranks that agree."""
+
+import json
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.measure import contest as contests
+from fusion_backend.measure.agree import Ranks
+from fusion_backend.measure.contest import Lost, contest
+from fusion_backend.measure.inputs import limit, made_up
+from fusion_backend.measure.store import Answer
+from tests.measured_cases import Block, cuts_of
+
+# Inputs.
+
+
+def inputs_of(fn, *inputs, **more):
+    (cut,) = cuts_of(fn, *inputs, **more)
+    return cut, made_up(cut, torch.device("cpu"))
+
+
+def test_made_up_inputs_have_the_sizes_strides_and_dtypes_of_the_graph():
+    def fn(x, w):
+        return F.layer_norm(x.sin(), (6,), w)
+
+    x = torch.randn(6, 4, 5).permute(1, 2, 0)[:, 1:].requires_grad_()
+    w = torch.randn(1).expand(6)
+    _, found = inputs_of(fn, x, w, only="layer_norm")
+    for have, want in zip(found, (x, w), strict=True):
+        assert (have.shape, have.stride(), have.dtype) == (want.shape, want.stride(), want.dtype)
+        assert have.requires_grad == want.requires_grad and have.is_leaf
+
+
+def test_indices_are_within_what_they_index():
+    table = nn.Embedding(7, 16)
+
+    def fn(i, y):
+        return F.cross_entropy(F.layer_norm(table(i[:, 1:]), (16,)).sum(1), y)
+
+    i, y = torch.randint(0, 7, (64, 5)), torch.randint(0, 16, (64,))
+    for only, bound in (("layer_norm", 7), ("cross_entropy", 16)):
+        cuts = cuts_of(fn, i, y, only=only)
+        found = [
+            (n, t)
+            for c in cuts
+            for n, t in zip(c.inputs, made_up(c, torch.device("cpu")), strict=True)
+            if t.dtype == torch.int64 and limit(n, {*c.region.nodes}) == bound
+        ]
+        assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
+
+
+def test_an_index_of_which_nothing_is_known_is_zero():
+    def fn(x, i):
+        return F.layer_norm(x * i, (16,))
+
+    _, found = inputs_of(fn, torch.randn(4, 16), torch.randint(0, 9, (4, 1)), only="layer_norm")
+    assert found[1].dtype == torch.int64 and not found[1].any()
+
+
+def test_a_mask_is_what_the_graph_computes_and_not_noise():
+    linear = nn.Linear(16, 16)
+
+    def fn(x):
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        q = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        bias = torch.zeros(8, 8).masked_fill(~mask, float("-inf"))
+        return F.scaled_dot_product_attention(q, q, q, bias)
+
+    _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
+    mask, zeros = [t for t in found if t.shape == (8, 8)]
+    assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril()) and not zeros.any()
+
+
+def test_a_mask_from_an_input_is_computed_with_ones():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, keep):
+        mask = keep[:, None, None, :].to(torch.bool)
+        hidden = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        for _ in range(2):
+            hidden = F.scaled_dot_product_attention(hidden, hidden, hidden, mask)
+            hidden = (
+                linear(hidden.transpose(1, 2).reshape(2, 8, 16)).view(2, 8, 2, 8).transpose(1, 2)
+            )
+        return hidden
+
+    cuts = cuts_of(fn, torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.int64), only="attention")
+    masks = [
+        t
+        for c in cuts
+        for t in made_up(c, torch.device("cpu"))
+        if t.dtype == torch.bool or t.dtype == torch.int64
+    ]
+    assert all((m != 0).all() for m in masks if m.dtype == torch.bool)
+
+
+# Contests.
+
+
+def attention_cut(**more):
+    block = Block()
+    (cut, *_) = cuts_of(block, torch.randn(2, 8, 16), only="attention", **more)
+    return cut
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_contest_compiles_and_times_both(training):
+    with torch.set_grad_enabled(training):
+        cut = attention_cut()
+    drawn = torch.get_rng_state()
+    with contest(cut) as held:
+        race, more = held.against(cut.region.sites, 0.2)
+        values = len(held.plain.values)
+    assert race.ratio > 0 and more == 0
+    assert values == len(cut.outputs) + len(cut.grads) and bool(cut.grads) == training
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert not held.__dict__  # it holds no memory
+
+
+def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):
+    cut = attention_cut()
+    wrong = cut.region.sites[0]
+    q, k, v, *rest = wrong.call.args
+    wrong.call.args = (k, k, v, *rest)
+    with (
+        contest(cut) as held,
+        pytest.raises(Lost, match="not those of Inductor.* of its norm away"),
+    ):
+        held.against([wrong], 0.1)
+
+
+def test_what_does_not_fit_is_not_measured(monkeypatch):
+    def full(cut, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(contests, "made_up", full)
+    with pytest.raises(Lost, match="not enough memory"), contest(attention_cut()):
+        pass
+
+
+def test_a_region_is_compiled_while_a_graph_is(monkeypatch):
+    """Inside a compilation of Dynamo's, which must not notice."""
+    from torch._dynamo.utils import counters
+
+    block, seen = Block(), []
+
+    def backend(gm, inputs):
+        before = {k: dict(v) for k, v in counters.items()}
+        with contest(cut) as held:
+            seen.append(held.against(cut.region.sites, 0.05)[0].ratio)
+        assert {k: dict(v) for k, v in counters.items()} == before
+        return gm.forward
+
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    cut = attention_cut()
+    torch._dynamo.reset()
+    expected = block(x).sum()
+    out = torch.compile(block, backend=backend)(x).sum()
+    out.backward()
+    torch.testing.assert_close(out, expected)
+    assert seen and x.grad is not None
+
+
+# Ranks.
+
+
+def ranks(n):
+    """n of them, as processes with one key-value store would be."""
+    store, found = torch.distributed.HashStore(), []
+    for rank in range(n):
+        one = Ranks.__new__(Ranks)
+        one.store, one.me = store, f"rank {rank}"
+        found.append(one)
+    return found
+
+
+def test_one_rank_measures_and_all_take_its_answer():
+    first, second, third = ranks(3)
+    assert first.claim("k") and not second.claim("k") and first.claim("k")
+    assert first.publish("k", "its answer") == "its answer"
+    assert second.wait("k", "none", 5) == third.wait("k", "none", 5) == "its answer"
+    assert second.claim("other")
+
+
+def test_who_waits_too_long_decides_for_all():
+    first, second, third = ranks(3)
+    first.claim("k")
+    assert second.wait("k", "none", 0.05) == "none"
+    assert first.publish("k", "too late") == "none" and third.wait("k", "never", 0) == "none"
+
+
+def test_ranks_that_ask_at_once_agree():
+    found, together = [], ranks(8)
+
+    def ask(rank):
+        key = "k"
+        if rank.claim(key):
+            found.append(rank.publish(key, rank.me))
+        else:
+            found.append(rank.wait(key, "none", 5))
+
+    threads = [threading.Thread(target=ask, args=(r,)) for r in together]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 8 and len({*found}) == 1 and found[0] != "none"
+
+
+def test_a_process_by_itself_agrees_with_itself():
+    alone = Ranks()
+    answer = Answer("k", ("a",), ("",)).to_json()
+    assert alone.claim("k") and alone.publish("k", answer) == answer and json.loads(answer)
