@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 
+from fusion_backend.compat.torch import cache_folder
 from fusion_backend.frontends.command_line import main
 from fusion_backend.frontends.commands import checks, gate_measure, gate_store
 from fusion_backend.frontends.explain import Collector
+from fusion_backend.measure import store as answers
 from fusion_backend.measure.answer_text import reason, unmeasured
 from fusion_backend.measure.key import machine
 from fusion_backend.measure.store import Answer, read_answers, store, write_answers
@@ -52,7 +54,8 @@ SOFTMAX = Answer(
 @pytest.fixture
 def held(tmp_path, monkeypatch):
     """The store of this user, with two answers."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(answers, "cache_folder", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(gate_store, "seed", dict)
     found = store()
     assert not found.put(NORM) and not found.put(SOFTMAX)
     return found
@@ -166,7 +169,7 @@ def test_answers_go_to_another_store(held, capsys, tmp_path, monkeypatch):
     assert "2 answers" in gate(capsys, "export", file)[1]
     assert read_answers(file) == [NORM, SOFTMAX]
     monkeypatch.setattr(gate_store, "machines", lambda: [H200])
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    monkeypatch.setattr(answers, "cache_folder", lambda: str(tmp_path / "other"))
     _, out, _ = gate(capsys, "import", file)
     said = "2 answers read: 2 new, 0 newer than the known, 0 known; 1 of another GPU or version"
     assert said in out
@@ -234,8 +237,10 @@ def test_a_store_that_cannot_be_used(held, capsys, monkeypatch, command):
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: not mode & os.R_OK)
         refused(capsys, 1, f"cannot be read: {held.folder}", *argv)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        refused(capsys, 1, "Inductor's caches are off", *argv)
+    with monkeypatch.context() as patched:
+        patched.setattr(answers, "cache_folder", cache_folder)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            refused(capsys, 1, "Inductor's caches are off", *argv)
     assert len(on_disk(held)) == 2
 
 
@@ -259,10 +264,11 @@ def test_what_can_only_be_read_is_not_changed(held, capsys, monkeypatch, tmp_pat
     assert not found.ok and "is not writable" in found.found and "CACHE_DIR" in found.advice
 
 
-def test_a_pattern_is_shown_although_the_store_is_off(held, capsys):
+def test_a_pattern_is_shown_although_the_store_is_off(held, capsys, monkeypatch):
     os.chmod(held.folder, 0o777)
     _, out, _ = gate(capsys, "show", "softmax")
     assert "others may write to" in out and "Decided by" in out and "Measured:" not in out
+    monkeypatch.setattr(answers, "cache_folder", cache_folder)
     with torch._inductor.config.patch(force_disable_caches=True):
         status, out, _ = gate(capsys, "show", "softmax")
         assert status == 0 and "caches are off" in out and "Decided by" in out
