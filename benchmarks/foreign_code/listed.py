@@ -1,0 +1,41 @@
+"""All graphs of the set, by name."""
+
+from __future__ import annotations
+
+import itertools
+
+from benchmarks.foreign_code import (
+    convnets,
+    convolutions,
+    decoders,
+    diffusion,
+    encoders,
+    graph_networks,
+    losses,
+    products,
+    recommenders,
+    sequences,
+    single_operators,
+)
+from benchmarks.foreign_code.problems import PROBLEMS, Graph
+
+FAMILIES = (
+    single_operators,
+    losses,
+    convolutions,
+    products,
+    convnets,
+    encoders,
+    decoders,
+    diffusion,
+    recommenders,
+    sequences,
+    graph_networks,
+)
+
+
+def graphs() -> dict[str, Graph]:
+    """Every graph once; the first of each problem before the second of any."""
+    each = [[Graph(p, mode, dtype) for mode, dtype in p.graphs] for p in PROBLEMS.values()]
+    turns = itertools.zip_longest(*each)
+    return {graph.name: graph for turn in turns for graph in turn if graph is not None}

@@ -1,0 +1,208 @@
+"""One graph under plain Inductor and fusion, in a process of its own."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+import fusion_backend
+from benchmarks.foreign_code.problems import DTYPES, INFER, Graph
+from benchmarks.foreign_runs.checking import Distance, distance, worse
+from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
+from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN, Step, contenders, entry
+from benchmarks.foreign_runs.turns import Turns
+from benchmarks.measure.failures import said
+from benchmarks.measure.memory import peak_bytes
+from benchmarks.measure.timing import Clock, in_turn, noise, verdict
+from benchmarks.measure.wall_time import synchronize, whole_calls
+from benchmarks.model_runs.compiling import cache_in
+from benchmarks.records.rows import FAILED, OK, WRONG, Spread
+
+
+class How(NamedTuple):
+    """size: full or tiny. options: those of fusion. rounds: turns of each contender. apart: each
+    contender has caches of its own; otherwise fusion finds what Inductor has compiled and tuned.
+    """
+
+    size: str
+    options: dict
+    rounds: int
+    apart: bool
+
+
+def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.device) -> None:
+    """Fill the row. A contender that raises is marked in it."""
+    with torch.set_grad_enabled(graph.mode != INFER):
+        turns.at("building")
+        with turns.shared():
+            step = Step(graph, how.size, device)
+        turns.at("starting the compilers")
+        start(contenders(how.options), step.train, device, os.getpid() if how.apart else 1)
+        functions = compiled(step, how, row, turns, device)
+        if row.status == OK:
+            turns.at("checking")
+            with turns.shared():
+                check(step, functions, row, DTYPES[graph.dtype])
+            give_back()
+            turns.at("timing")
+            with turns.alone():
+                times(step, functions, row, how.rounds, device)
+
+
+def start(makes: dict[str, Callable], train: bool, device: torch.device, number: int = 1) -> None:
+    """What a process pays once, for imports and our patterns, is no graph's compile time. A number
+    that no other process has given is compiled, not taken from a cache.
+    """
+    for make in makes.values():
+        # one that cannot compile says so with the graph
+        with contextlib.suppress(Exception):
+            x = torch.ones(4, 8, device=device, requires_grad=train)
+            y = make(lambda x: torch.nn.functional.layer_norm(x, (8,)).sin() + number)(x)
+            if train:
+                y.sum().backward()
+
+
+def compiled(
+    step: Step, how: How, row: GraphRow, turns: Turns, device: torch.device
+) -> dict[str, Callable]:
+    """The functions of the contenders, each compiled and called twice."""
+    functions = {}
+    for name, make in contenders(how.options).items():
+        side = Side(name)
+        row.sides.append(side)
+        turns.at(f"compiling under {name}")
+        fusion_backend.reset()
+        try:
+            functions[name] = make(entry(step.module, name))
+            with caches_of(name) if how.apart else contextlib.nullcontext():
+                first_calls(step, functions[name], side, turns, device)
+        except Exception as error:
+            side.status, side.note = FAILED, said(error)
+            row.status = NO_BASELINE if name == INDUCTOR else FAILED
+            row.note = f"{name}: {side.note}"
+            return functions
+    note_sites(row)
+    return functions
+
+
+@contextlib.contextmanager
+def caches_of(name: str) -> Iterator[None]:
+    """A copy of the process's caches, which this contender alone fills."""
+    own = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    shutil.copytree(own, f"{own}-{name}")
+    with cache_in(f"{own}-{name}"):
+        yield
+
+
+def first_calls(
+    step: Step, function: Callable, side: Side, turns: Turns, device: torch.device
+) -> None:
+    begun, waited = time.perf_counter(), turns.waited
+    step(function, step.inputs)
+    synchronize(device)
+    side.waited_s = turns.waited - waited
+    first = time.perf_counter() - begun - side.waited_s
+    with turns.shared():
+        begun = time.perf_counter()
+        step(function, step.inputs)
+        synchronize(device)
+        side.compile_s = max(0.0, first - (time.perf_counter() - begun))
+        if device.type == "cuda":
+            side.peak_bytes = peak_bytes(lambda: step(function, step.inputs), device)
+
+
+def note_sites(row: GraphRow) -> None:
+    """What fusion reports. A graph that it gave to Inductor because of an error is a failure."""
+    report = fusion_backend.report()
+    row.accepted = counted((s.pattern, s.reason) for s in report.fused)
+    row.declined = counted(
+        (s.pattern, s.reason) for s in report.sites if not s.fused and not s.covered
+    )
+    if errors := [graph.error for graph in report.graphs if graph.error]:
+        row.status, row.note = FAILED, f"fusion gave the graph to Inductor: {errors[0]}"
+
+
+def counted(sites) -> list[dict]:
+    found = collections.Counter((pattern, shortened(why)) for pattern, why in sites)
+    return [dict(pattern=pattern, reason=why, count=n) for (pattern, why), n in found.items()]
+
+
+def shortened(reason: str) -> str:
+    """Without names of nodes and places in the source: equal reasons count together."""
+    return re.sub(r"^\w+ inside it", "a value inside it", re.sub(r",? at \S+:\d+", "", reason))
+
+
+def check(step: Step, functions: dict[str, Callable], row: GraphRow, dtype: torch.dtype) -> None:
+    """Note the errors; ours is wrong where it is worse than Inductor's."""
+    if step.random:
+        row.note = "it draws random numbers: no errors"
+        return
+    exact = exactly(step, row, dtype)
+    if exact is None:
+        return
+    found: dict[str, list[Distance]] = {}
+    for name, function in functions.items():
+        got = step(function, step.inputs)
+        found[name] = [distance(*three) for three in zip(got, exact, step.dtypes, strict=True)]
+        del got
+        side, n = row.side(name), step.outputs
+        side.output_error = max(d.relative for d in found[name][:n])
+        if step.train:
+            side.gradient_error = max((d.relative for d in found[name][n:]), default=None)
+    if why := worse(found[FUSION], found[INDUCTOR], dtype, step.outputs):
+        row.status, row.note, row.side(FUSION).status = WRONG, why, WRONG
+
+
+def exactly(step: Step, row: GraphRow, dtype: torch.dtype) -> list | None:
+    """Eager results in fp64, or in fp32 for what is too large or has no fp64."""
+    for wide in (torch.float64, torch.float32):
+        if wide.itemsize <= dtype.itemsize:
+            break
+        try:
+            exact = step.exact(wide)
+            row.exact = str(wide).removeprefix("torch.")
+            return exact
+        except Exception as error:
+            row.note = f"no results in {wide}: {said(error)}"
+        give_back()
+    return None
+
+
+def times(
+    step: Step, functions: dict[str, Callable], row: GraphRow, rounds: int, device: torch.device
+) -> None:
+    """Device time and wall time of each contender in turn, with Inductor's twin."""
+    calls = dict(functions)
+    calls[TWIN] = functions[INDUCTOR]
+    row.sides.append(Side(TWIN))
+    turns = {name: lambda args, f=f: step(f, args) for name, f in calls.items()}
+    whole = whole_calls(
+        {name: lambda turn=turn: turn(step.inputs) for name, turn in turns.items()}, device, rounds
+    )
+    clock = Clock(device)
+    kernel = in_turn(turns, step.fresh, clock, rounds)
+    for side in row.sides:
+        side.kernel, side.call = Spread.of(kernel[side.name]), Spread.of(whole[side.name])
+    base, mine, twin = (row.side(name) for name in (INDUCTOR, FUSION, TWIN))
+    row.ratio = base.kernel.median / mine.kernel.median
+    row.call_ratio = base.call.median / mine.call.median
+    row.noise = noise(base.kernel, twin.kernel)
+    row.verdict = verdict(mine.kernel, base.kernel, row.noise)
+    if clock.exposed:
+        note = f"the GPU waited for the host in {clock.exposed} samples"
+        row.note = f"{row.note}; {note}" if row.note else note
+
+
+def give_back() -> None:
+    gc.collect()  # tracebacks hold on to tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
