@@ -74,6 +74,8 @@ def add_contenders(add) -> None:
     add("--attention", choices=("sdpa", "eager"), default="sdpa", help=attention)
     gate = "the option fusion.gate (default: auto; on a CPU always)"
     add("--gate", choices=("auto", "always", "never"), help=gate)
+    verify = "the option fusion.verify: the compile time has what its comparison costs"
+    add("--verify", action="store_true", help=verify)
     add("--max-autotune", action="store_true", help="one more contender, which compiles slowly")
     add("--optimizer", choices=("sgd", "adamw"), help="its step is part of a training step")
     dropout = "train with the model's own dropout (without errors, because it is random)"

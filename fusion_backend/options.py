@@ -26,6 +26,8 @@ class Options:
     measure_s: the seconds that a process may spend on measuring under "auto". With 0, sites that
         were not measured before are decided as under "table".
     exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.
+    verify: a graph with fused sites stays only where, on its first inputs, it computes what plain
+    Inductor's does and is not slower.
     dump: a directory, in which each pass writes what it has made, as text.
     """
 
@@ -36,7 +38,9 @@ class Options:
     # no part of a cache's key
     measure_s: float = dataclasses.field(default=0.0, repr=False)
     exact_masks: bool = False
-    dump: str | None = dataclasses.field(default=None, repr=False)  # no part of a cache's key
+    # no part of a cache's key, as the next
+    verify: bool = dataclasses.field(default=False, repr=False)
+    dump: str | None = dataclasses.field(default=None, repr=False)
 
 
 def parse(options: Mapping[str, Any] | None, known: list[str]) -> tuple[Options, dict[str, Any]]:
@@ -62,9 +66,9 @@ def parse(options: Mapping[str, Any] | None, known: list[str]) -> tuple[Options,
     limit = ours.get("limit")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
         raise ValueError(f"fusion.limit is {limit!r}; it must be a number of sites, 0 or more")
-    exact = ours.get("exact_masks", False)
-    if not isinstance(exact, bool):
-        raise ValueError(f"fusion.exact_masks is {exact!r}; it must be True or False")
+    for key in ("exact_masks", "verify"):
+        if not isinstance(ours.get(key, False), bool):
+            raise ValueError(f"fusion.{key} is {ours[key]!r}; it must be True or False")
     if ours.get("dump") is not None:
         if not isinstance(ours["dump"], (str, os.PathLike)):
             raise ValueError(f"fusion.dump is {ours['dump']!r}; it must be a directory")

@@ -95,16 +95,14 @@ def _(saved, dloss):
     are left to a scatter afterwards: read for every logit, they would take longer than the logits.
     """
     logits = saved.logits.reshape(-1, saved.logits.shape[-1])
-    lse, counts, uniform = (
-        saved.lse[:, None],
-        (saved.target != saved.ignore_index)[:, None],
-        saved.smoothing / logits.shape[-1],
-    )
-    scale = dloss.float()
+    lse, uniform = saved.lse[:, None], saved.smoothing / logits.shape[-1]
+    counts, scale = saved.target != saved.ignore_index, dloss.float()
     if saved.reduction == "mean":
-        # with no row that counts, the loss is NaN and the gradient 0
+        # With no row that counts, the loss is NaN and the gradient 0. The sum is the forward's,
+        # operator for operator: it is kept, and no kernel adds it up again.
         scale = scale / counts.sum().clamp(min=1)
-    elif saved.reduction == "none":
+    counts = counts[:, None]
+    if saved.reduction == "none":
         scale = torch.where(counts, scale[:, None], 0.0)
     others = torch.exp(logits.float() - lse)
     if saved.smoothing:

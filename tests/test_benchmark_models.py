@@ -340,6 +340,14 @@ def test_the_contenders():
     assert list(contenders(max_autotune=True)) == ["eager", "inductor", "max-autotune", "fusion"]
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_the_option_verify_reaches_the_backend(verify, monkeypatch):
+    options = {}
+    monkeypatch.setattr(torch, "compile", lambda step, **how: options.update(how["options"]))
+    contenders(verify=verify)["fusion"](abs)
+    assert options == {"fusion.gate": "auto", "fusion.verify": verify}
+
+
 def test_reasons_are_one_line_and_counted_together():
     assert said(ValueError("")) == "ValueError: "
     assert (

@@ -21,6 +21,7 @@ CASES = (
     "no_constant_of_more_than_32_bits",
     "an_interrupt_waits_for_nobody",
     "writes_are_analysed_once",
+    "no_more_launches_than_stated",
 )
 
 

@@ -20,7 +20,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fusion_backend.decide.gate
 import fusion_backend.ops.operator
+from benchmarks.host_runs.without_gpu import counted
 from benchmarks.launches.driver import Driver, pretended_gpu
+from benchmarks.subjects.small_graphs import SMALL_GRAPHS
 from fusion_backend import Pattern
 from fusion_backend.compat.inductor import ANALYSED, ANALYSES, kernel_wrap, our_kernels
 from fusion_backend.compat.torch import inductor_config
@@ -325,6 +327,16 @@ def writes_are_analysed_once():
         kernel_wrap.generate_ttir = real
 
 
+def no_more_launches_than_stated():
+    """In the code for a GPU, forward and backward: launches, and allocations."""
+    stated = {"layer_norm": (3, 7), "softmax": (2, 2)}
+    for name, most in stated.items():
+        counts, _ = counted(SMALL_GRAPHS[name], train=True, contenders=("fusion",))
+        found = counts["fusion"]
+        assert found.inductors == found.fills == found.library == 0, (name, found)
+        assert 0 < found.launches <= most[0] and found.allocations <= most[1], (name, found)
+
+
 CASES = {
     f.__name__: f
     for f in (
@@ -338,6 +350,7 @@ CASES = {
         no_constant_of_more_than_32_bits,
         an_interrupt_waits_for_nobody,
         writes_are_analysed_once,
+        no_more_launches_than_stated,
     )
 }
 

@@ -129,6 +129,7 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
         optimizer=args.optimizer if job.mode == TRAIN else None,
         dropout="on" if args.dropout else None,
         gate=gate,
+        verify="on" if args.verify else None,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
     plan = Plan(
@@ -141,8 +142,9 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
         profile=not args.no_profile,
         trace=args.trace,
     )
+    makes = contenders(gate, args.max_autotune, args.verify)
     try:
-        return measure(subject, contenders(gate, args.max_autotune), plan, row, device, say)
+        return measure(subject, makes, plan, row, device, say)
     except Exception as error:
         row.notes.append(f"stopped: {where(error)}")
         return row

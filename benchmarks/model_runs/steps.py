@@ -16,14 +16,17 @@ DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f
 Compile = Callable[[Callable], Callable]  # what a contender makes of a function
 
 
-def contenders(gate: str = "auto", max_autotune: bool = False) -> dict[str, Compile]:
+def contenders(
+    gate: str = "auto", max_autotune: bool = False, verify: bool = False
+) -> dict[str, Compile]:
     def compiled(**how) -> Compile:
         return lambda step: torch.compile(step, dynamic=False, **how)
 
     found = {"eager": lambda step: step, "inductor": compiled()}
     if max_autotune:
         found["max-autotune"] = compiled(mode="max-autotune-no-cudagraphs")
-    return found | {"fusion": compiled(backend="fusion", options={"fusion.gate": gate})}
+    options = {"fusion.gate": gate, "fusion.verify": verify}
+    return found | {"fusion": compiled(backend="fusion", options=options)}
 
 
 @dataclasses.dataclass(frozen=True)

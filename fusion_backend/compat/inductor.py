@@ -30,6 +30,7 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusion_backend.compat.launchers import inductors_launcher
 from fusion_backend.compat.torch import inductor
 from fusion_backend.compat.triton import Autotuner
 
@@ -128,7 +129,8 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def our_kernels() -> Iterator[None]:
-    """Inside, Inductor realizes the inputs of our kernels, and analyses each kernel once.
+    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, and may
+    launch them as it does its own.
 
     A value that a kernel reads must be in memory. Inductor does not take that into account by
     itself: it would compute a pointwise value (a residual sum) once for the kernel and again for
@@ -144,12 +146,17 @@ def our_kernels() -> Iterator[None]:
         for name, analyse in before.items():
             setattr(kernel_wrap, name, analysed_once(analyse))
         try:
-            yield
+            with inductors_launcher(names_of_ours):
+                yield
         finally:
             if missing:
                 realized.discard(triton_kernel_wrapper_mutation)
             for name, analyse in before.items():
                 setattr(kernel_wrap, name, analyse)
+
+
+def names_of_ours() -> set[str]:
+    return {kernel.__name__ for kernel in ANALYSED}
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ def memory_of(t: torch.Tensor) -> tuple:
     return (t.untyped_storage()._cdata, t.dtype, t.storage_offset(), t.shape, t.stride())
 
 
+def base_of(t: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a tensor is a view of; None for one that is no view."""
+    return t._base
+
+
 def version_of(t: torch.Tensor) -> int | None:
     """How many writes autograd has counted; None for an inference tensor, which has no count."""
     return None if t.is_inference() else t._version

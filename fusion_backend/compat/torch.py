@@ -8,6 +8,7 @@ says how.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import triton
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import RestartAnalysis
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -324,6 +326,54 @@ def cache_folder() -> str | None:
 
 def torch_version() -> str:
     return torch.__version__
+
+
+@contextlib.contextmanager
+def apart_from_context():
+    """Inside, AOTAutograd notes what it finds in a copy of Dynamo's tracing context, which has the
+    same guards: a second compilation of a graph leaves the notes of the first.
+    """
+    context = TracingContext.try_get()
+    with tracing(copy.copy(context)) if context is not None else contextlib.nullcontext():
+        yield
+
+
+def fakes_first() -> bool:
+    """Will AOTAutograd answer the first call of what it compiles now with fake tensors, as Dynamo
+    asks it to between the buckets of DistributedDataParallel?
+    """
+    context = TracingContext.try_get()
+    return context is not None and context.fakify_first_call
+
+
+def interposed(args) -> bool:
+    """Is a call traced, intercepted or recorded: on fake tensors, under a dispatch mode, a level of
+    functorch or compiled autograd, or while a CUDA graph is captured?
+    """
+    return (
+        any(isinstance(a, FakeTensor) for a in args)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or compiled_autograd.compiled_autograd_enabled
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def namespace_of(target) -> str | None:
+    """`aten` of aten.add.Tensor and aten.add; None of a call that is no operator of the
+    dispatcher's.
+    """
+    if isinstance(target, OpOverload):
+        return target.namespace
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name.partition("::")[0]
+    return "higher_order" if isinstance(target, HigherOrderOperator) else None
+
+
+def collective(target) -> bool:
+    """Is the target of a call from torch.distributed, or one of its operators?"""
+    space, module = namespace_of(target) or "", getattr(target, "__module__", None) or ""
+    return "c10d" in space or "symm_mem" in space or module.startswith("torch.distributed")
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from fusion_backend.cache.identity import key_of, with_identity
@@ -14,6 +16,7 @@ from fusion_backend.compat.torch import (
     reset_cudagraphs,
 )
 from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting import report as reporting
@@ -63,10 +66,14 @@ class FusionBackend:
                     list(used),
                     [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)],
                 )
-                compile = inductor_of_ours(
-                    mode, with_identity(theirs, key), lambda e: backward_failed(record, e)
-                )
-                return compile(new, example_inputs)
+
+                def compilers(options: dict) -> Pair:
+                    keyed, failed = with_identity(options, key), partial(backward_failed, record)
+                    return Pair(inductor_of_ours(mode, keyed, failed), inductor(mode, options))
+
+                if not ours.verify:
+                    return compilers(theirs).ours(new, example_inputs)
+                return compile_both(gm, new, example_inputs, record, compilers, theirs)
             failure = None
         except RestartAnalysis:
             raise

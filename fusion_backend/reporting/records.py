@@ -15,6 +15,7 @@ UNPROFITABLE = "unprofitable"  # the gate: it was slower there, or has not been 
 NO_KERNEL = "no kernel"  # the pattern is recognised, and has no kernel yet
 NO_GPU = "no GPU"
 FAILED = "failed"  # an exception in our code or the pattern's
+DROPPED = "dropped"  # by fusion.verify: its graph was slower than plain Inductor's, or wrong
 
 # Who computes a fused site: what its providers are called in a text.
 FORWARD = {
@@ -139,6 +140,7 @@ class GraphRecord:
     copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
     one site. operators: the names of its operators, with how many there are of each. broken: the
     user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
+    verified: what `fusion.verify` has found, in words.
     """
 
     nodes: int
@@ -157,6 +159,7 @@ class GraphRecord:
     training: bool = False
     operators: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     broken: tuple[str, str] | None = None
+    verified: str = ""
 
     def __repr__(self) -> str:
         fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)

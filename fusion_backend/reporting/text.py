@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusion_backend.reporting.places import folded, named, short
 from fusion_backend.reporting.records import (
+    DROPPED,
     NO_GPU,
     NO_KERNEL,
     UNPROFITABLE,
@@ -27,6 +28,7 @@ LEAST = 20  # characters of a text, whatever stands beside it
 MOST_MODULES = 3  # that are named in an entry
 MOST_MISSES = 5
 MOST_OPERATORS = 8
+MOST_VERIFIED = 5
 # Operators of torch that stand for a whole block: nothing inside them can be recognised.
 WHOLE_BLOCKS = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
 FASTPATH = (
@@ -87,6 +89,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
     parts += near_misses(report.misses, width, verbose)
     parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
+    parts += verified(report.graphs, width, verbose)
     parts += failures(report, width)
     parts += [["", *lines] for lines in hints(report, refused, width, verbose, words)]
     return "\n".join(line for part in parts for line in part)
@@ -204,6 +207,17 @@ def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
         lines += hanging(f"{short(where)}: {why}{f' (×{n})' if n > 1 else ''}", width)
     title = "graph breaks, which no pattern can cross"
     return [["", title, *lines]] if lines else []
+
+
+def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[str]]:
+    """What `fusion.verify` has found, graph by graph; those that it dropped first."""
+    told = [(i, g) for i, g in enumerate(graphs) if g.verified]
+    told.sort(key=lambda row: all(s.cause != DROPPED for s in row[1].sites))
+    shown = told if verbose else told[:MOST_VERIFIED]
+    lines = [row for i, g in shown for row in hanging(short(f"graph {i}: {g.verified}"), width)]
+    more = len(told) - len(shown)
+    lines += [f"  and {numbered(more, 'graph')} more"] if more else []
+    return [["", "against plain Inductor", *lines]] if lines else []
 
 
 def failures(report: Report, width: int) -> list[list[str]]:

@@ -48,12 +48,13 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> No
     trial = TRIAL.get()
     if TARGET.get() is not None:  # decisions for a GPU that is not here: results are fakes
         return
+    if not interpreted(kernel):
+        ANALYSED.setdefault(kernel, {})
     if trial is not None:
         trial(kernel, grid, args, options)
     elif interpreted(kernel):
         kernel[grid](*args, **options)
     else:
-        ANALYSED.setdefault(kernel, {})
         wrap_triton(kernel)[grid](*args, **options)
 
 

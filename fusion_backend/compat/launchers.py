@@ -1,0 +1,65 @@
+"""Which launcher Inductor gives the kernels of a graph.
+
+It has two: its own, for the kernels that it generates, and Triton's, for those that a graph brings
+along, which takes the host longer. Inductor's option `static_launch_user_defined_triton_kernels` is
+meant to give those its own, too, but is not passed on to the processes that compile kernels, where
+that is decided. So it is decided again where a compiled kernel arrives from there.
+
+Nothing of this has run on a GPU, only with a driver that was made up: hence USED is False.
+`benchmarks.host --launcher inductor` and tests/gpu/test_launchers.py turn it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Collection, Iterator
+
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.triton_heuristics import (
+    StaticTritonCompileResult,
+    TritonCompileResult,
+)
+
+USED = False
+
+
+@contextlib.contextmanager
+def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
+    """Inside, compiled kernels of these names get Inductor's own launcher wherever it takes them,
+    if that is USED.
+
+    It takes none with launch hooks, scratch memory, clusters or cooperative grids, and none under
+    the options `cpp_wrapper` and `use_static_cuda_launcher=False`: they keep Triton's.
+    """
+    if not USED:
+        yield
+        return
+    make_launcher = TritonCompileResult.make_launcher
+
+    def chosen(compiled: TritonCompileResult):
+        static = static_kernel(compiled) if base_name(compiled) in names() else None
+        if static is None:
+            return make_launcher(compiled)
+        meta = compiled.compile_meta, compiled.inductor_meta
+        return StaticTritonCompileResult(static, compiled.config, *meta).make_launcher()
+
+    TritonCompileResult.make_launcher = chosen
+    try:
+        yield
+    finally:
+        TritonCompileResult.make_launcher = make_launcher
+
+
+def base_name(compiled: TritonCompileResult) -> str:
+    """The name of the kernel's function, to which Inductor appends a number."""
+    return re.sub(r"_\d+$", "", compiled.kernel.src.fn.__name__)
+
+
+def static_kernel(compiled: TritonCompileResult):
+    """The kernel in the form that Inductor's launcher takes; None where it cannot take it."""
+    meta = compiled.inductor_meta, compiled.compile_meta
+    # USER_AUTOTUNE, which it is, would be refused
+    return StaticTritonCompileResult.can_statically_launch(
+        compiled.kernel, *meta, HeuristicType.FIXED
+    )

@@ -1,0 +1,394 @@
+"""`fusion.verify`: a graph with fused sites against plain Inductor's, on the first real inputs.
+
+Both are compiled. The first call runs both on twins of its inputs, compares what they compute and
+times them in turn; one stays, and computes the user's call. In training a run is forward and
+backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fusion_backend.compat.torch import (
+    RestartAnalysis,
+    apart_from_context,
+    collective,
+    fakes_first,
+    inductor_config,
+    interposed,
+    is_traceable_wrapper_subclass,
+    keep_source,
+    namespace_of,
+    plain_tensors,
+    pytree,
+)
+from fusion_backend.frontends.agreement import Value, coarsest, disagreement
+from fusion_backend.frontends.twins import Twins, written_places
+from fusion_backend.measure.timing import Clock, Race, race
+from fusion_backend.reporting import report as reporting
+from fusion_backend.reporting.faults import described
+from fusion_backend.reporting.records import DROPPED, GraphRecord
+from fusion_backend.rewrite.writer import CARRIED, copied
+
+SECONDS = 2.0  # of timing, for each graph
+# Operators of these do nothing but compute; another's may communicate.
+COMPUTES = ("aten", "prims", "fusion", "higher_order")
+NUMBERS = (int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+Compiled = Callable[..., object]
+
+
+class NotVerified(Exception):
+    """Why the two are not compared, in words."""
+
+
+class Pair(NamedTuple):
+    """One graph compiled twice: with its sites fused, and by plain Inductor."""
+
+    ours: Compiled
+    plain: Compiled
+
+
+def compile_both(
+    gm: fx.GraphModule,
+    new: fx.GraphModule,
+    example_inputs,
+    record: GraphRecord,
+    compilers: Callable[[dict], Pair],
+    options: dict,
+) -> Compiled:
+    """What Dynamo is to call: `new`, until the first call has decided between it and `gm`.
+
+    compilers: Inductor for graphs of ours and plain Inductor, by Inductor's options. Where these
+    ask for CUDA graphs, two more compilations without them run: runs of others would be recorded,
+    and write over what the user's calls have left in the memory of CUDA graphs. Raises what
+    compiling `new` raises, before `gm` is changed.
+    """
+    if why := unsuitable(gm):
+        not_verified(record, why)
+        return compilers(options).ours(new, example_inputs)
+    eager, places, eps = copied(gm), written_places(gm), coarsest(gm)
+    asked = getattr(compilers(options).plain, "config", {})
+    cudagraphs = asked.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+    spare = (duplicate(new), duplicate(gm)) if cudagraphs else None
+    ours = compilers(options).ours(new, example_inputs)
+    try:
+        with apart_from_context():
+            plain = compilers(options).plain(gm, example_inputs)
+            stay = rivals = Pair(ours, plain)
+            if spare is not None:
+                without = compilers({**options, "triton.cudagraphs": False})
+                rivals = Pair(
+                    without.ours(spare[0], example_inputs), without.plain(spare[1], example_inputs)
+                )
+    except RestartAnalysis:
+        raise
+    except Exception as error:
+        not_verified(record, f"it cannot be compiled a second time: {described(error)}")
+        return ours
+    return Verified(Contest(stay, rivals, eager, places, eps, record))
+
+
+def duplicate(gm: fx.GraphModule) -> fx.GraphModule:
+    """A Dynamo graph once more, for a compiler that changes what it compiles."""
+    new = copied(gm)
+    for n, source in zip(new.graph.nodes, gm.graph.nodes, strict=True):
+        keep_source(n, source)
+    for name in CARRIED:
+        if name in gm.__dict__:
+            setattr(new, name, gm.__dict__[name])
+    return new
+
+
+def unsuitable(gm: fx.GraphModule) -> str:
+    """Why a graph is not to run more often than the user calls it, or ""."""
+    if fakes_first():
+        return "Dynamo divides the graph for DistributedDataParallel"
+    if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
+        return "it holds tensors of its own"
+    bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
+    for n in (n for body in bodies for n in body.graph.nodes):
+        if any(map(is_traceable_wrapper_subclass, pytree.tree_leaves(n.meta.get("example_value")))):
+            return "it computes with a tensor subclass"
+        if n.op == "call_function" and communicates(n.target):
+            return f"{getattr(n.target, '__name__', n.target)} may communicate with other processes"
+    return ""
+
+
+def communicates(target) -> bool:
+    """May a call wait for another process? In a process that has others, all operators may that
+    are not known to compute only.
+    """
+    if collective(target):
+        return True
+    space = namespace_of(target)
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return several and space is not None and space not in COMPUTES
+
+
+class Verified:
+    """The compiled graph: both, until the first call that can decide has decided."""
+
+    def __init__(self, contest: Contest):
+        self.contest: Contest | None = contest
+        self.chosen: Compiled | None = None  # set before `contest` becomes None
+        self.lock = threading.RLock()
+        self.deciding = False
+
+    def __call__(self, *args):
+        contest = self.contest
+        if contest is None:
+            return self.chosen(*args)
+        if interposed(args):
+            return contest.stay.ours(*args)
+        with self.lock:
+            # A hook of the user's may call the model inside a run, from the same thread.
+            if self.deciding:
+                return contest.stay.ours(*args)
+            if self.contest is not None:
+                self.decide(contest, args)
+        del contest
+        return self.chosen(*args)
+
+    def decide(self, contest: Contest, args: tuple) -> None:
+        self.deciding = True
+        try:
+            self.chosen = contest.winner(args)
+            self.contest = None
+        finally:
+            self.deciding = False
+
+
+class Contest(NamedTuple):
+    """stay: of which one is chosen; rivals: the same without CUDA graphs, which run. eager: the
+    graph to run operator by operator. places, eps: see Twins and `disagreement`.
+    """
+
+    stay: Pair
+    rivals: Pair
+    eager: fx.GraphModule
+    places: set[int]
+    eps: float
+    record: GraphRecord
+
+    def winner(self, args: tuple) -> Compiled:
+        """Ours, unless it is certainly slower, wrong, or raises where plain Inductor does not."""
+        try:
+            dropped = self.verdict(args)
+        except NotVerified as reason:
+            not_verified(self.record, str(reason))
+            return self.stay.ours
+        except torch.OutOfMemoryError:
+            not_verified(self.record, "there is not enough memory to run both")
+            return self.stay.ours
+        except Exception as error:
+            not_verified(self.record, f"comparing them raised {described(error)}")
+            reporting.warn_once(
+                f"verify {self.record.verified}",
+                f"fusion: a graph was {self.record.verified}; please report this",
+            )
+            return self.stay.ours
+        if not dropped:
+            return self.stay.ours
+        for s in self.record.sites:
+            if s.fused:
+                s.fused, s.forward, s.backward = False, None, None
+                s.reason, s.cause = f"fusion.verify: the graph {dropped}", DROPPED
+        return self.stay.plain
+
+    def verdict(self, args: tuple) -> str:
+        """Why ours is dropped, or ""; the record says what was found."""
+        check(args)
+        with apart(args) as device:
+            trains = torch.is_grad_enabled() and any(
+                isinstance(a, Tensor) and a.requires_grad for a in args
+            )
+            runs = Runs(Twins(args, self.places, trains), device)
+            dropped, compared = self.correctness(runs)
+            if dropped:
+                told = f"{dropped}: plain Inductor stays"
+                say(self.record, f"verified on the first inputs: {told}")
+                reporting.warn_once(
+                    f"verify {dropped}",
+                    f"fusion: a graph with fused sites {told}; please report this",
+                )
+                return dropped
+            found = race(
+                functools.partial(runs.run, self.rivals.plain),
+                functools.partial(runs.run, self.rivals.ours),
+                runs.clock(),
+                SECONDS,
+            )
+        compared += "; timed without CUDA graphs" if self.rivals is not self.stay else ""
+        say(self.record, f"verified on the first inputs: {speed(found)}{compared}")
+        return (
+            f"was slower on the first inputs, {times(found)}" if found.verdict == "slower" else ""
+        )
+
+    def correctness(self, runs: Runs) -> tuple[str, str]:
+        """Why ours is dropped, or ""; and what is to be said of the results besides."""
+        try:
+            plain, random = runs.values(self.rivals.plain)
+        except (NotVerified, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise NotVerified(f"plain Inductor's graph raised {described(error)}") from error
+        try:
+            ours, ours_random = runs.values(self.rivals.ours)
+        except (NotVerified, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return f"raised {described(error)} where plain Inductor's graph does not", ""
+        if random or ours_random:
+            return "", "; its numbers are random and were not compared"
+        wrong = disagreement(ours, plain, lambda: runs.values(self.eager)[0], self.eps)
+        return (f"was wrong on the first inputs: {wrong}" if wrong else ""), ""
+
+
+class Runs:
+    """Runs on twins, forward and, where gradients are wanted, backward."""
+
+    def __init__(self, twins: Twins, device: torch.device):
+        self.twins, self.device = twins, device
+        self.tangents: list[Tensor] | None = None
+
+    def run(self, fn: Compiled) -> tuple[list, list, list]:
+        """The arguments, the results and the gradients."""
+        args = self.twins.arguments()
+        out = pytree.tree_leaves(fn(*args))
+        smooth = [o for o in out if isinstance(o, Tensor) and o.requires_grad]
+        if not self.twins.leaves or not smooth:
+            return args, out, []
+        if self.tangents is None:
+            self.tangents = [tangent(o) for o in smooth]
+        with torch.autocast(self.device.type, enabled=False):
+            leaves = list(self.twins.leaves.values())
+            grads = torch.autograd.grad(smooth, leaves, self.tangents, allow_unused=True)
+        return args, out, list(grads)
+
+    def values(self, fn: Compiled) -> tuple[list[Value], bool]:
+        """All that a run computes, and whether it drew random numbers. Raises NotVerified where
+        twins cannot stand for the inputs.
+        """
+        self.twins.put_back()
+        before = random_state(self.device)
+        args, out, grads = self.run(fn)
+        if self.twins.written_unseen():
+            told = "it writes to a parameter, and no call says so by its name"
+            reporting.warn_once(f"verify {told}", f"fusion: a graph ran once too often: {told}")
+            raise NotVerified(told)
+        if self.twins.moved(args):
+            raise NotVerified("it changes the shape or the memory of an input")
+        random = not all(map(torch.equal, before, random_state(self.device)))
+        found = [
+            Value(f"result {i}", o.detach()) for i, o in enumerate(out) if isinstance(o, Tensor)
+        ]
+        left = enumerate(self.twins.content())
+        found += [Value(f"input {i} after the call", t) for i, t in left if t is not None]
+        pairs = zip(self.twins.leaves, grads, strict=False)
+        return [*found, *(Value(f"the gradient of input {i}", g) for i, g in pairs)], random
+
+    def clock(self) -> Clock:
+        return OnTwins(self.device, self.twins)
+
+
+class OnTwins(Clock):
+    """A clock for runs on twins: each sample begins with the content of the user's inputs."""
+
+    def __init__(self, device: torch.device, twins: Twins):
+        super().__init__(device)
+        self.twins = twins
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        if self.buffer is None:
+            self.twins.put_back()
+        return super().__call__(call)
+
+    def once(self, call: Callable[[], object]) -> tuple[float, bool]:
+        self.twins.put_back()
+        return super().once(call)
+
+
+@contextlib.contextmanager
+def apart(args: tuple) -> Iterator[torch.device]:
+    """Inside, runs leave the random state as it was, and no hook of the user's sees what autograd
+    saves. Gives the device that is timed.
+    """
+    on_cuda = [a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"]
+    device = on_cuda[0] if on_cuda else torch.device("cpu")
+    here = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
+    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    generators = {*current, *(d.index for d in on_cuda)}
+    hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
+    with torch.random.fork_rng(devices=sorted(generators)), here, hooks:
+        yield device
+
+
+def unchanged(t: Tensor) -> Tensor:
+    return t
+
+
+def check(args: tuple) -> None:
+    """Raise NotVerified for inputs that cannot be had twice."""
+    for i, a in enumerate(args):
+        if not isinstance(a, Tensor):
+            if not isinstance(a, NUMBERS):
+                raise NotVerified(f"input {i} is a {type(a).__name__}")
+        elif not plain_tensors([a]) or a.is_conj() or a.is_neg():
+            raise NotVerified(f"input {i} is a tensor of a kind of its own")
+        elif a.layout != torch.strided or a.device.type == "meta":
+            raise NotVerified(f"input {i} has no memory that could be copied")
+
+
+def tangent(out: Tensor) -> Tensor:
+    """An output's gradient: 1 of a loss, random of anything else."""
+    if out.numel() == 1:
+        return torch.ones_like(out)
+    generator = torch.Generator(out.device).manual_seed(0)
+    return torch.empty_like(out.detach()).normal_(generator=generator)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """The random state of the CPU and of a device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def speed(found: Race) -> str:
+    """Of a race, in words."""
+    if found.verdict == "slower":
+        return f"slower, {times(found)}: plain Inductor stays"
+    if found.verdict == "faster":
+        return times(found)
+    how = (
+        "as fast as plain Inductor" if found.verdict else "no certain difference to plain Inductor"
+    )
+    return f"{how}, {milliseconds(found)}"
+
+
+def times(found: Race) -> str:
+    return f"{found.ratio:.2f} times as fast as plain Inductor, {milliseconds(found)}"
+
+
+def milliseconds(found: Race) -> str:
+    ours, plain = statistics.median(found.ours), statistics.median(found.plain)
+    return f"{ours:.3g} against {plain:.3g} ms"
+
+
+def not_verified(record: GraphRecord, why: str) -> None:
+    say(record, f"not verified: {why}")
+
+
+def say(record: GraphRecord, told: str) -> None:
+    record.verified = told
+    if reporting.log_level() >= 1:
+        print(f"[fusion] {told}", file=sys.stderr)

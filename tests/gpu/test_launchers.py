@@ -1,0 +1,47 @@
+"""On a GPU: our kernels are launched as Inductor launches its own, also those that come back from
+the processes that compile them.
+"""
+
+import pytest
+import torch
+
+from benchmarks.host_runs.generated import is_ours
+from benchmarks.host_runs.measuring import ALWAYS
+from benchmarks.measure.trace import our_kernels
+from benchmarks.subjects.small_graphs import SMALL_GRAPHS
+from fusion_backend.compat import launchers
+from fusion_backend.compat.generated import forget_generated, generated_modules
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
+def test_our_kernels_get_inductors_launcher(name, monkeypatch):
+    monkeypatch.setattr(launchers, "USED", True)
+    graph = SMALL_GRAPHS[name]
+    inputs = graph.inputs(torch.device("cuda"), train=True)
+    torch._dynamo.reset()
+    forget_generated()
+    out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
+    wanted = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(out, wanted, torch.ones_like(out))
+    kernels = {
+        kernel: value.launchers
+        for module in generated_modules()
+        for kernel, value in vars(module).items()
+        if isinstance(getattr(value, "launchers", None), list) and is_ours(kernel, our_kernels())
+    }
+    assert kernels
+    for kernel, found_launchers in kernels.items():
+        assert all(getattr(one, "_is_static", False) for one in found_launchers), kernel
+    exact = [x.detach().double().requires_grad_() if x.requires_grad else x for x in inputs]
+    again = graph.fn(*exact)
+    wanted = [x for x in exact if x.requires_grad]
+    for mine, its in zip(
+        (out, *found),
+        (again, *torch.autograd.grad(again, wanted, torch.ones_like(again))),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            mine.double(), its, rtol=0.05, atol=0.05 * its.abs().max().item()
+        )
