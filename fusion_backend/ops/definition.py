@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_backend.ops import checks
 from fusion_backend.ops.registry import retire
-from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
+from fusion_backend.reporting.reject import PatternError, Reject
 from fusion_backend.reporting.report import warn_once
 
 
@@ -111,8 +111,7 @@ class Definition:
 
     def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
         """Why this is no answer to a question, in words, empty where it is one; and what is."""
-        right = answer is None or type(answer) in (Reject, Unmeasured)
-        return "" if right else repr(answer), "None"
+        return "" if answer is None or type(answer) is Reject else repr(answer), "None"
 
     def answer(self, question: str, *given: Any) -> Any:
         """`ask` for the pass: whatever goes wrong refuses the site, and warns the author."""
