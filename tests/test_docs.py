@@ -44,12 +44,13 @@ NOT_RUN = {
     ("README.md", "sh"): 2,
     ("benchmark-your-model.md", "sh"): 3,
     ("benchmarks.md", "sh"): 1,
-    ("command-line.md", "sh"): 4,
+    ("command-line.md", "sh"): 5,
     ("contributing.md", "sh"): 3,
+    ("gate.md", "sh"): 2,
     ("performance.md", "sh"): 1,
 }
 # Drawings, printed output and paths: nothing that could be run.
-SHOWN = {"README.md": 1, "architecture.md": 1, "benchmark-your-model.md": 1, "command-line.md": 4}
+SHOWN = {"README.md": 1, "architecture.md": 1, "benchmark-your-model.md": 1, "command-line.md": 5}
 
 
 WITH_PYTHON = [page for page in PAGES if to_run(page, "python")]

@@ -6,16 +6,24 @@ from fusion_backend.measure.store import Answer
 
 
 def reason(answer: Answer, take: str, together: bool) -> str:
-    """Of an answer with a verdict, about one site: who computes it, and the times."""
+    """Of an answer with a verdict, about one site that `take` computes: the times, or the ratio.
+    together: it was measured with other sites.
+    """
+    if not take and answer.why and not answer.plain_ms:
+        return f"left to Inductor: {answer.why}, {answer.when}"
+    if not take and answer.verdict == "faster":
+        return f"left to Inductor: its neighbours are faster without it, {answer.when}"
     others = " with its neighbours" if together else ""
     if not take:
         return f"left to Inductor: {answer.ratio:.2f} in context{others}, {answer.when}"
-    kept = answer.more_bytes >> 20
+    kept = round(answer.more_bytes / 1e6)
     more = f", {kept} MB more kept for backward" if kept > 0 else ""
     times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms here{others}"
     return f"{times}{more}, {answer.when}"
 
 
 def unmeasured(why: str, taken: bool) -> str:
-    """Of an answer without a verdict: what the bound makes of it."""
-    return f"{'bytes and launches promise enough' if taken else 'left to Inductor'}: {why}"
+    """Of an answer without a verdict: what bytes and launches alone make of the site, and why it
+    has no answer.
+    """
+    return f"{'bytes and launches promise enough; ' if taken else 'left to Inductor: '}{why}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusion_backend.reporting.places import short
 from fusion_backend.reporting.records import NO_KERNEL, Site
-from fusion_backend.reporting.text import headline
+from fusion_backend.reporting.text import headline, measured
 
 if TYPE_CHECKING:
     from fusion_backend.reporting.report import Report
@@ -64,8 +64,10 @@ def fragment(report: Report) -> str:
     """What stands inside a page, or in the output of a notebook."""
     root = tree(report)
     inside = "".join(map(drawn, root.inside.values()))
+    times = [f"graph {i}: {measured(g)}" for i, g in enumerate(report.graphs) if g.measured]
+    spent = f'<p class="where">measured {"; ".join(times)}</p>' if times else ""
     return (
-        f'<div class="fusion"><style>{STYLE}</style><h1>{escape(headline(report))}</h1>'
+        f'<div class="fusion"><style>{STYLE}</style><h1>{escape(headline(report))}</h1>{spent}'
         f"{''.join(map(row, root.sites))}{inside}"
         "<details><summary>The report as text</summary>"
         f"<pre>{escape(report.text())}</pre></details></div>"

@@ -31,6 +31,14 @@ BACKWARD = {
 }
 
 
+def computed_by(forward: str, backward: str) -> str:
+    """Providers in words; the backward only where there is one."""
+    how = FORWARD.get(forward, f"forward: {forward}")
+    if backward:
+        how += f", {BACKWARD.get(backward, f'backward: {backward}')}"
+    return how
+
+
 @dataclasses.dataclass
 class Site:
     """A part of a graph that a pattern matches, and the decision about it.
@@ -75,9 +83,7 @@ class Site:
     @property
     def how(self) -> str:
         """Of a fused site: who computes it, and why."""
-        how = FORWARD.get(self.forward or "", f"forward: {self.forward}")
-        if self.backward:
-            how += f", {BACKWARD.get(self.backward, f'backward: {self.backward}')}"
+        how = computed_by(self.forward or "", self.backward or "")
         return how + (f" ({self.reason})" if self.reason else "")
 
     def __str__(self) -> str:

@@ -143,7 +143,7 @@ def log(record: GraphRecord) -> None:
     if log_level() > 1:
         print(
             f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match "
-            f"{record.match_s:.3f} s, "
+            f"{record.match_s:.3f} s, measure {record.measure_s:.3f} s, "
             f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.copied or 'nothing'}",
             file=sys.stderr,
         )

@@ -36,6 +36,11 @@ FASTPATH = (
     "torch.backends.mha.set_fastpath_enabled(False) writes the block out, so that its parts can be "
     "fused."
 )
+UNMEASURED = "fusion.measure_s"  # in the reason of a site that there was no time to measure
+MORE_TIME = (
+    "could not be measured in the time of fusion.measure_s. Raise it, or let "
+    "`fusion gate measure SPEC` measure all of your model once; later processes find the answers."
+)
 MEASURED = "H200"  # the GPU that the gate's measurements were made on
 
 
@@ -82,6 +87,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
         parts += section("needs a GPU", needs_gpu, layout, reasons=False)
         parts += section("no kernel yet", without_kernel, layout, reasons=False)
     parts += near_misses(report.misses, width, verbose)
+    parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
     parts += verified(report.graphs, width, verbose)
     parts += failures(report, width)
@@ -182,6 +188,17 @@ def hanging(text: str, width: int) -> list[str]:
     return [f"  {''.join(rows[:1])}", *(f"      {row}" for row in rows[1:])]
 
 
+def measurements(graphs: list[GraphRecord]) -> list[list[str]]:
+    """For which graphs something was measured."""
+    lines = [f"  graph {i}: {measured(g)}" for i, g in enumerate(graphs) if g.measured]
+    return [["", "measured", *lines]] if lines else []
+
+
+def measured(g: GraphRecord) -> str:
+    """How much, and for how long."""
+    return f"{numbered(g.measured, 'kind')} of regions in {g.measure_s:.1f} s"
+
+
 def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
     """Where Dynamo ended a graph early, and why: no pattern is found across."""
     places = Counter(g.broken for g in graphs if g.broken)
@@ -230,6 +247,9 @@ def hints(
         yield wrapped(told, width)
     if any(s.cause == NO_GPU for s in refused):
         yield wrapped(f"There is no CUDA GPU here. {words.target} shows what one would do.", width)
+    late = sum(s.counted and UNMEASURED in s.reason for s in report.sites)
+    if late:
+        yield wrapped(f"{numbered(late, 'site')} {MORE_TIME}", width)
     if any(s.cause == UNPROFITABLE for s in refused):
         told = "fuses also what does not pay, wherever a kernel can run."
         yield wrapped(f"{words.always} {told}", width)

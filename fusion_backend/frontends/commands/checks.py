@@ -16,9 +16,11 @@ import torch
 import triton
 
 from fusion_backend.compat.torch import cache_folder, inductor_config
+from fusion_backend.frontends.commands.gate_store import for_whom, trouble
 from fusion_backend.frontends.commands.one_kernel import compiled_and_compared
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.match.templates import backward_of, templates
+from fusion_backend.measure.store import store
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.reject import PatternError
 
@@ -42,6 +44,7 @@ def all_checks() -> list[Check]:
         *gpus(),
         registered(),
         *caches(),
+        answers(),
         compiler(),
         headers(),
         kernel(),
@@ -111,6 +114,17 @@ def caches() -> Iterator[Check]:
         yield cache("Inductor's cache", Path(inductor), "TORCHINDUCTOR_CACHE_DIR")
         yield cache("our cache", Path(inductor) / "fusion", "TORCHINDUCTOR_CACHE_DIR")
     yield cache("Triton's cache", Path(triton.knobs.cache.dir), "TRITON_CACHE_DIR")
+
+
+def answers() -> Check:
+    """The store of measured answers."""
+    held = store()
+    if held.folder is None:
+        return Check("measured answers", "none: Inductor's caches are off")
+    if why := trouble(held, to_write=True):
+        advice = "make the folder yours alone and writable, or set TORCHINDUCTOR_CACHE_DIR"
+        return Check("measured answers", why, False, advice)
+    return Check("measured answers", f"{for_whom([*held.all()])}, in {held.folder}")
 
 
 def cache(name: str, folder: Path, variable: str) -> Check:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("spec", metavar="SPEC", help="path/to/file.py:build or package.module:build")
     train = "explain the training step: with gradients, and with the loss where build returns one"
     add("--train", action="store_true", help=train)
-    gate = "the option fusion.gate: where it pays, wherever it is possible, or nowhere"
+    gate = "the option fusion.gate: what decides; nothing is measured (see docs/gate.md)"
     add("--gate", default="auto", choices=GATES, help=gate)
     add("--dtype", choices=DTYPES, help="cast model and inputs; default: as build() makes them")
     add("--dynamic", action="store_true", help="sizes vary, as torch.compile(dynamic=True) has it")

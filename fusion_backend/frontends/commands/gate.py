@@ -1,117 +1,99 @@
-"""`fusion gate`: what the default gate does with each pattern, and on what evidence."""
+"""`fusion gate`: what the gate does with each pattern, and the answers that were measured."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 from pathlib import Path
 
-from fusion_backend.frontends.catalogue import summary
+from fusion_backend.frontends.commands.explain import DTYPES
 from fusion_backend.frontends.commands.failure import Failure
-from fusion_backend.frontends.commands.gate_answers import DEPENDS, DTYPES, Answer, answers, sizes
-from fusion_backend.frontends.commands.gate_evidence import FOUND, about, timed
+from fusion_backend.frontends.commands.gate_files import clear, export, read_in
+from fusion_backend.frontends.commands.gate_measure import measure
+from fusion_backend.frontends.commands.gate_measured import line, listed, shown
+from fusion_backend.frontends.commands.gate_store import resolved, shipped, trouble
+from fusion_backend.frontends.commands.gate_table import section, table
 from fusion_backend.frontends.loading import patterns
+from fusion_backend.measure.store import store
 from fusion_backend.ops.rule import Rule
 
-DESCRIPTION = """What the default gate (fusion.gate=auto) does with each pattern. The functions of
-the pattern that the gate asks (replacement, guard, worthwhile) are asked here about the pattern's
-example inputs, without its optional arguments, as if on an H200 and in a graph of nothing else.
-Other sizes and arguments, and operators next to the site, may change the answer: `fusion explain`
-gives it for your model. `fusion gate show` adds the reasons, and the timings of the repository."""
-ROOT = Path(__file__).parents[3]
-COLUMNS = [(dtype, training) for dtype in DTYPES for training in (False, True)]
-SHORT = {
-    "forward": "fused",
-    "forward and backward": "fused",
-    "backward": "backward",
-    "": "Inductor",
-    DEPENDS: "depends",
-}
-NEXT_TO = {
-    "pointwise": "Next to operators that Inductor fuses it with, it is left to Inductor.",
-    "reduction": "Next to operators that Inductor fuses it with, the forward is left to Inductor.",
-    "recomputed": "Next to operators that Inductor fuses it with, it is left to Inductor.",
-}
-
-
-LEGEND = (
-    "fused: forward, and in training backward; backward: that alone; Inductor: left to it; "
-    "depends: on the graph.",
-    "`fusion gate show PATTERN` has the reasons.",
-)
+DESCRIPTION = """Without an action: what the tables of the patterns make the default gate
+(fusion.gate=auto) do. The functions of the pattern that the gate asks (replacement, guard,
+worthwhile) are asked here about the pattern's example inputs, without its optional arguments, as if
+on an H200 and in a graph of nothing else. Other sizes and arguments, and operators next to the
+site, may change the answer: `fusion explain` gives it for your model. The actions are about
+measured answers, which go before the tables."""
+KEY = "the first characters of a key, as `fusion gate list` shows it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("show",), help="reasons and timings, too")
-    parser.add_argument("pattern", nargs="?", metavar="PATTERN", help="of this one; default: all")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+
+    def action(name: str, what: str):
+        one = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        shows = "show errors as a whole"
+        one.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=shows)
+        return one.add_argument
+
+    add = action("list", "the measured answers of this user, a line each")
+    add("patterns", nargs="*", metavar="PATTERN", help="those with one of these patterns alone")
+    add("--seed", action="store_true", help="also the answers that ship with the package")
+    add("--json", action="store_true", help="all fields, as JSON")
+    add = action("show", "all that is known of one measured answer, or of a pattern")
+    add(
+        "what", nargs="?", metavar="KEY|PATTERN", help=f"{KEY}; or a pattern; default: all patterns"
+    )
+    add = action("clear", "forget measured answers")
+    add("keys", nargs="*", metavar="KEY", help=KEY)
+    add("--all", action="store_true", help="all of them, and files that are no answers")
+    add = action("export", "write measured answers into a file, for another user or machine")
+    add("file", type=Path, metavar="FILE", help="is overwritten where it exists")
+    add("keys", nargs="*", metavar="KEY", help=f"{KEY}; default: all answers")
+    add = action("import", "add the answers of a file that `fusion gate export` wrote")
+    add("file", type=Path, metavar="FILE", help="is refused as a whole where it is damaged")
+    add = action("measure", "compile a model and run it once, and measure all that is possible")
+    add("spec", metavar="SPEC", help="path/to/file.py:build or package.module:build")
+    add("--train", action="store_true", help="the training step: with gradients and the loss")
+    add("--dtype", choices=DTYPES, help="cast model and inputs; default: as build() makes them")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    known = {p.name: p for p in patterns()}
-    if arguments.pattern and arguments.pattern not in known:
-        raise Failure(f"there is no pattern {arguments.pattern}; there is {', '.join(known)}", 2)
-    chosen = [known[arguments.pattern]] if arguments.pattern else [*known.values()]
-    print("\n\n".join(map(section, chosen)) if arguments.action else table(chosen))
+    if arguments.action is None:
+        print(table(patterns()))
+    elif arguments.action == "list":
+        print(listed(arguments.patterns, arguments.seed, arguments.json))
+    elif arguments.action == "show":
+        print(all_of(arguments.what))
+    elif arguments.action == "clear":
+        print(clear(arguments.keys, arguments.all))
+    elif arguments.action == "export":
+        print(export(arguments.file, arguments.keys))
+    elif arguments.action == "import":
+        print(read_in(arguments.file))
+    else:
+        measure(arguments)
     return 0
 
 
-def table(rules: list[Rule]) -> str:
-    """A line a pattern: what is fused at the size that benchmarks use, the last example."""
-    head = "".join(f"{dtype + (' train' if train else ' infer'):12}" for dtype, train in COLUMNS)
-    lines = [f"{'pattern':24}{head}at, and timed rows with the ratio to plain Inductor"]
-    for rule in rules:
-        case = (rule.cases or ({},))[-1]
-        said = {(a.dtype, a.training): SHORT[a.fused] for a in answers(rule) if a.case == case}
-        cells = "".join(f"{said.get(column, '-'):12}" for column in COLUMNS)
-        lines.append(f"{rule.name:24}{cells}{sizes(case)}{evidence(rule)}")
-    lines += ["", *LEGEND]
+def all_of(what: str | None) -> str:
+    """The text of `show`, about a pattern, a key, or all patterns."""
+    known = {p.name: p for p in patterns()}
+    if what is None:
+        return "\n\n".join(map(with_measured, known.values()))
+    if what in known:
+        return with_measured(known[what])
+    if not set(what) <= set("0123456789abcdef"):  # what a key consists of
+        raise Failure(f"there is no pattern {what}; there is {', '.join(known)}", 2)
+    if why := trouble(store()):
+        raise Failure(why, 1)
+    held = {a.key: a for a in (*shipped(), *store().all())}
+    return "\n\n".join(map(shown, resolved([what], held.values())))
+
+
+def with_measured(rule: Rule) -> str:
+    """The evidence of a pattern, and its measured answers, those of this user first."""
+    why = trouble(store())
+    found = [a for a in (*(() if why else store().all()), *shipped()) if rule.name in a.sites]
+    lines = [section(rule)]
+    lines += [f"  {why[0].upper()}{why[1:]}."] if why else []
+    lines += ["  Measured:", *(f"    {line(a)}" for a in found)] if found else []
     return "\n".join(lines)
-
-
-def evidence(rule: Rule) -> str:
-    """How many rows were timed with a kernel of ours, and the range of their ratios."""
-    ratios = [row.ratio for row in timed(rule.name) or () if not row.declined]
-    if not ratios:
-        return ""
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"; {len(ratios)} timed, {low if low == high else f'{low} to {high}'}"
-
-
-def section(rule: Rule) -> str:
-    """All that is known of one pattern."""
-    lines = [f"{rule.name}: {summary(rule)}", *dict.fromkeys(map(line, answers(rule)))]
-    if next_to := NEXT_TO.get(getattr(rule, "inductor", None)):
-        lines.append(f"  {next_to}")
-    lines += [f"  Decided by {place}." for place in places(rule)]
-    rows = timed(rule.name)
-    if rows is None:
-        lines.append(f"  Timings: {FOUND} of the repository, which is not installed here.")
-    elif not rows:
-        lines.append("  It has not been timed.")
-    else:
-        lines.append(f"  Timed, as plain Inductor's time / ours ({about()}):")
-        for row in rows:
-            declined = f"  (left to Inductor: {row.declined})" if row.declined else ""
-            lines.append(f"    {row.ratio:6.2f}  {row.work}{declined}")
-    return "\n".join(lines)
-
-
-def line(one: Answer) -> str:
-    if one.fused == DEPENDS:
-        return f"  It depends {one.reason}; fusion explain says it for your model."
-    mode = "training" if one.training else "inference"
-    what = f"{one.fused} fused" if one.fused else "left to Inductor"
-    return f"  {one.dtype} {mode} {sizes(one.case)}: {what}{f': {one.reason}' * bool(one.reason)}"
-
-
-def places(rule: Rule) -> list[str]:
-    """The functions that decide, with file and line."""
-    found = []
-    for name in ("replacement", "guard", "worthwhile", "neighbours"):
-        fn = getattr(rule, f"{name}_fn", None)
-        if fn is not None:
-            code = inspect.unwrap(fn).__code__
-            file = Path(code.co_filename)
-            file = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
-            found.append(f"{name} at {file}:{code.co_firstlineno}")
-    return found
