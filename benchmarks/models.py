@@ -28,6 +28,7 @@ from benchmarks.model_runs.request import EXACT, NAMES, SIZES, asked, finish, me
 from benchmarks.records.runs import Run, installed, machine
 from benchmarks.subjects.model_zoo import ENTRIES
 from benchmarks.subjects.subject import INFER, MODES
+from fusion_backend.options import GATES
 
 COMMAND = "python -m benchmarks.models"
 
@@ -73,7 +74,7 @@ def add_contenders(add) -> None:
     attention = "by torch's operator, or written out"
     add("--attention", choices=("sdpa", "eager"), default="sdpa", help=attention)
     gate = "the option fusion.gate (default: auto; on a CPU always)"
-    add("--gate", choices=("auto", "always", "never"), help=gate)
+    add("--gate", choices=GATES, help=gate)
     verify = "the option fusion.verify: the compile time has what its comparison costs"
     add("--verify", action="store_true", help=verify)
     add("--max-autotune", action="store_true", help="one more contender, which compiles slowly")

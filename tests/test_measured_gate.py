@@ -112,6 +112,22 @@ def test_nothing_is_measured_where_nothing_is_compiled_or_asked(monkeypatch, tmp
     assert fused and plain[0][1]
 
 
+def test_explain_says_what_a_compilation_would_measure(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        record = decided(norm, long_norm(), compiles=False, measure_s=20)
+        ((_, fused, reason),) = told(record, "layer_norm")
+    assert fused and reason.endswith("it is measured when it is compiled")
+
+
+def test_what_cannot_be_kept_is_told_once(monkeypatch, tmp_path):
+    (tmp_path / "fusion").write_text("")  # where the folder would be
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
+        with pytest.warns(RuntimeWarning, match="forgotten when this process ends"):
+            record = decided(norm, long_norm(), measure_s=20)
+        assert told(record, "layer_norm")[0][1]
+        assert decided(norm, long_norm(), measure_s=20).measured == 0
+
+
 def test_the_table_ignores_what_this_user_has_measured(monkeypatch, tmp_path):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.5):
         decided(norm, long_norm(), measure_s=20)

@@ -66,6 +66,8 @@ def test_an_answer_that_is_cut_off_at_any_byte_is_none(store):
         {"about": []},
         {"unknown": 1},
         {"sites": [1, 2]},
+        {"whole": 1},
+        {"ratio": 10**400},
         {"key": "k2"},
     ],
     ids=str,
@@ -81,6 +83,12 @@ def test_an_answer_of_another_form_is_none(store, change):
 def test_what_is_no_answer_raises_a_value_error(text):
     with pytest.raises(ValueError):
         answer_of(json.loads(text))
+
+
+def test_json_that_is_nested_too_deeply_is_no_answer(store):
+    store.put(ANSWER)
+    (store.folder / "k1.json").write_text("[" * 100_000)
+    assert again(store).get("k1") is None
 
 
 def test_where_nothing_can_be_written_the_answer_holds_for_this_process(tmp_path):

@@ -32,7 +32,9 @@ from fusion_backend.reporting.reject import Unmeasured
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 TABLES = "H200"  # the GPU that the tables of the patterns were measured on
-WAITING_S = 60.0  # beyond the time to measure, for the answer of another rank
+# For the answer of another rank, beyond the time that it may measure, which is no limit under
+# fusion.gate=measure.
+WAITING_S, PATIENCE_S = 60.0, 1800.0
 
 
 @dataclasses.dataclass
@@ -70,7 +72,7 @@ class Judge:
         """Is there anything to learn? Else the tables decide, and nothing is looked at."""
         if self.options.gate not in ("auto", "measure", "table") or TARGET.get() is not None:
             return False
-        if self.measures or stored.seed():
+        if self.measures or self.later or stored.seed():
             return True
         return self.options.gate != "table" and not stored.store().empty
 
@@ -130,11 +132,16 @@ class Judge:
         for c in classes:
             if id(c) not in found:
                 late = unanswered(c, "another rank did not answer in time").to_json()
-                told = self.ranks.wait(c.key, late, self.options.measure_s + WAITING_S)
+                told = self.ranks.wait(c.key, late, self.waiting_s)
                 found[id(c)] = answer_of(json.loads(told))
                 if found[id(c)].verdict:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
+
+    @property
+    def waiting_s(self) -> float:
+        all_of_it = self.options.gate == "measure"
+        return PATIENCE_S if all_of_it else self.options.measure_s + WAITING_S
 
     def own(self, c: Class) -> Answer:
         """What this process knows or measures."""

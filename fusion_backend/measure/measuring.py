@@ -24,6 +24,7 @@ from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
 from fusion_backend.reporting.faults import of_kernel
 from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.report import warn_once
 
 if TYPE_CHECKING:
     from fusion_backend.measure.judge import Class
@@ -78,8 +79,9 @@ def measured(c: Class, candidates: list[Decision], options: Options, record: Gra
         record.measure_s += took
         record.measured += 1
     found = dataclasses.replace(found, whole=whole)
-    if found.verdict and c.key:
-        stored.store().put(found)
+    if found.verdict and c.key and (why := stored.store().put(found)):
+        told = f"fusion: what was measured is forgotten when this process ends: {why}"
+        warn_once("measured answers", told)
     return found
 
 

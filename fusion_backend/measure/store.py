@@ -16,6 +16,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fusion_backend.cache.disk import unsafe
 from fusion_backend.compat.torch import cache_folder
@@ -85,6 +86,14 @@ TYPES = {
 }
 
 
+def parsed(text: str) -> Any:
+    """JSON. Raises ValueError for whatever is none, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def answer_of(content: object, seed: bool = False) -> Answer:
     """An answer from its JSON value. Raises ValueError where it is none."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -94,7 +103,7 @@ def answer_of(content: object, seed: bool = False) -> Answer:
         given |= {k: float(given[k]) for k in TYPES if TYPES[k] is float}
         sites, take = tuple(given["sites"]), tuple(given["take"])
         found = Answer(**{**given, "sites": sites, "take": take, "seed": seed})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"it is no measured answer: {error}") from error
     typed = all(isinstance(getattr(found, k), t) for k, t in TYPES.items())
     words = all(isinstance(s, str) for s in (*sites, *take))
@@ -125,7 +134,7 @@ class Store:
                     told = f"fusion: measured answers are not read from the cache: {why}"
                     warn_once(f"answers in {self.folder}", told)
                     return None
-            found = answer_of(json.loads(path.read_text()))
+            found = answer_of(parsed(path.read_text()))
             return found if found.key == key else None
         return None
 
@@ -180,7 +189,7 @@ def read_answers(path: Path, seed: bool = False) -> list[Answer]:
     """The answers in a file that `write_answers` made. Raises OSError, and ValueError where it is
     no such file.
     """
-    content = json.loads(path.read_text())
+    content = parsed(path.read_text())
     if not isinstance(content, dict) or not isinstance(content.get("answers"), list):
         raise ValueError(f"{path} has no list of answers")
     return [answer_of(entry, seed) for entry in content["answers"]]
