@@ -5,6 +5,8 @@
 #   DEMO="--only llama"      arguments of the demo; TESTS="tests/test_models.py -x" those of pytest
 #   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
 #   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
+#   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md), foreign, host
+#   FOREIGN="--option fusion.measure_s=20 --minutes 8"   arguments of benchmarks.foreign
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch of RANGE already in VENV is kept.
 
 RANGE := torch>=2.11,<2.16
@@ -15,6 +17,8 @@ TESTS ?=
 GPU_PYTHON ?= python3
 OUT ?= build/results
 BENCH ?=
+PARTS ?= tests figures
+FOREIGN ?= --option fusion.measure_s=20
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again
@@ -36,12 +40,17 @@ test-all: test
 # What `make test` installs, and no more.
 environment: $(VENV)/.test
 
-# The benchmark runs also when a test fails.
+# Each part runs also when one before it fails.
 gpu:
 	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
 	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	@status=0; $(GPU_PYTHON) -m pytest -m gpu tests/gpu --full -q || status=1; \
-	$(GPU_PYTHON) -m benchmarks.reproduce $(BENCH) --out $(OUT) || status=1; exit $$status
+	@status=0; for part in $(PARTS); do case $$part in \
+	  tests) $(GPU_PYTHON) -m pytest -m gpu tests/gpu --full -q ;; \
+	  figures) $(GPU_PYTHON) -m benchmarks.reproduce $(BENCH) --out $(OUT) ;; \
+	  foreign) $(GPU_PYTHON) -m benchmarks.foreign $(FOREIGN) --add --out $(OUT)/foreign.json ;; \
+	  host) $(GPU_PYTHON) -m benchmarks.host --out $(OUT)/host.json ;; \
+	  *) echo "PARTS has tests, figures, foreign and host, not $$part"; false ;; \
+	esac || status=1; done; exit $$status
 
 # Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
 check: $(VENV)/.check

@@ -17,7 +17,7 @@ from benchmarks.model_runs import errors, measuring, steps
 from benchmarks.model_runs.compiling import shortened
 from benchmarks.model_runs.measuring import measure
 from benchmarks.model_runs.steps import Plan, Step, contenders
-from benchmarks.pages.model_text import text
+from benchmarks.pages.model_text import measured, text
 from benchmarks.records.rows import FAILED, OK, WRONG, ModelContender, ModelRow
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from benchmarks.subjects.subject import DECODE, INFER, TRAIN, Problem, Subject
@@ -340,12 +340,20 @@ def test_the_contenders():
     assert list(contenders(max_autotune=True)) == ["eager", "inductor", "max-autotune", "fusion"]
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_the_option_verify_reaches_the_backend(verify, monkeypatch):
+@pytest.mark.parametrize("verify, measure_s", [(False, 0.0), (True, 0.0), (False, 20.0)])
+def test_options_reach_the_backend(verify, measure_s, monkeypatch):
     options = {}
     monkeypatch.setattr(torch, "compile", lambda step, **how: options.update(how["options"]))
-    contenders(verify=verify)["fusion"](abs)
-    assert options == {"fusion.gate": "auto", "fusion.verify": verify}
+    contenders(verify=verify, measure_s=measure_s)["fusion"](abs)
+    expected = {"fusion.gate": "auto", "fusion.verify": verify, "fusion.measure_s": measure_s}
+    assert options == expected
+
+
+def test_what_the_gate_measured_is_told_where_it_measured():
+    one = ModelContender("fusion", measured={"cold": [0, 0.0], "warm": [0, 0.0]})
+    assert measured(one) == measured(None) == []
+    one.measured["cold"] = [5, 12.34]
+    assert measured(one) == ["  classes of regions measured: cold 5 in 12.3 s, warm 0 in 0.0 s"]
 
 
 def test_reasons_are_one_line_and_counted_together():

@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from fusion_backend.compat.torch import benchmarker
+from fusion_backend.measure import contest
 
 WAITING = "waiting for the GPU"
 # What measures while something is compiled: the owner of a function, and its name.
-MEASURING = [(benchmarker, "benchmark_gpu")]
+MEASURING = [(benchmarker, "benchmark_gpu"), (contest, "race")]
 
 
 def lock_file(device: torch.device) -> Path:

@@ -130,6 +130,7 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
         dropout="on" if args.dropout else None,
         gate=gate,
         verify="on" if args.verify else None,
+        measure_s=args.measure_s or None,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
     plan = Plan(
@@ -142,7 +143,7 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
         profile=not args.no_profile,
         trace=args.trace,
     )
-    makes = contenders(gate, args.max_autotune, args.verify)
+    makes = contenders(gate, args.max_autotune, args.verify, args.measure_s)
     try:
         return measure(subject, makes, plan, row, device, say)
     except Exception as error:

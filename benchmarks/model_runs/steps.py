@@ -17,7 +17,7 @@ Compile = Callable[[Callable], Callable]  # what a contender makes of a function
 
 
 def contenders(
-    gate: str = "auto", max_autotune: bool = False, verify: bool = False
+    gate: str = "auto", max_autotune: bool = False, verify: bool = False, measure_s: float = 0.0
 ) -> dict[str, Compile]:
     def compiled(**how) -> Compile:
         return lambda step: torch.compile(step, dynamic=False, **how)
@@ -25,7 +25,7 @@ def contenders(
     found = {"eager": lambda step: step, "inductor": compiled()}
     if max_autotune:
         found["max-autotune"] = compiled(mode="max-autotune-no-cudagraphs")
-    options = {"fusion.gate": gate, "fusion.verify": verify}
+    options = {"fusion.gate": gate, "fusion.verify": verify, "fusion.measure_s": measure_s}
     return found | {"fusion": compiled(backend="fusion", options=options)}
 
 

@@ -56,6 +56,7 @@ def text(row: ModelRow) -> str:
         legend = "ratio: plain Inductor's time / this one's, + and - beyond noise"
         lines.append(f"  noise {row.noise:.1%} ({row.twin} timed twice); {legend}")
     lines += [f"  {note}" for note in row.notes]
+    lines += measured(row.of("fusion"))
     lines += sites(row.of("fusion"))
     kinds = list(dict.fromkeys(kind for one in row.contenders for kind in one.shares))
     if kinds:
@@ -67,6 +68,14 @@ def text(row: ModelRow) -> str:
         parts = "".join(f"{one.shares.get(kind, 0):>{max(10, len(kind) + 2)}.1%}" for kind in kinds)
         lines.append(f"  {one.name:18}{parts}")
     return "\n".join(lines)
+
+
+def measured(one: ModelContender | None) -> list[str]:
+    """What the gate measured while it compiled, where it measured anything."""
+    if one is None or not any(classes for classes, _ in one.measured.values()):
+        return []
+    parts = [f"{turn} {n} in {s:.1f} s" for turn, (n, s) in one.measured.items()]
+    return [f"  classes of regions measured: {', '.join(parts)}"]
 
 
 def sites(one: ModelContender | None) -> list[str]:

@@ -143,6 +143,8 @@ class ModelContender:
     # the first step less a later one, with an empty cache and with a filled one
     cold_s: float | None = None
     warm_s: float | None = None
+    # what the gate measured, "cold" and "warm": classes of regions, and the seconds it took
+    measured: dict[str, list] = dataclasses.field(default_factory=dict)
     peak_bytes: int | None = None  # the most a step allocates beyond weights and inputs (CUDA)
     # |got - exact| / |exact| in Euclidean norms, all tensors together
     output_error: float | None = None
