@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusion_backend.measure.bound import bound
 from fusion_backend.measure.region import MOST_NODES
 from fusion_backend.options import Options
-from tests.measured_cases import Block, cuts_of, regions_of
+from tests.measured_cases import Block, cuts_of, regions_of, scopes
 
 
 def names(region):
@@ -160,3 +161,46 @@ def test_a_cut_computes_what_the_graph_computes():
         assert any("fusion" in str(n.target) for n in cut.graph(cut.region.sites).graph.nodes) or (
             "attention" in patterns(cut.region)
         )
+
+
+# Bounds.
+
+
+def bounds_of(fn, *inputs, only):
+    (top,) = scopes(fn, *inputs, options=Options(gate="always", only=(only,)))
+    return [bound(d) for d in top.decisions if d.fused]
+
+
+def attention(q):
+    s = q.shape[-2]
+    mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    return F.scaled_dot_product_attention(q, q, q, mask)
+
+
+def by_hand(q):
+    s = q.shape[-2]
+    scores = (q @ q.transpose(-1, -2)).masked_fill(
+        torch.ones(s, s, device=q.device).triu(1) != 0, -1e9
+    )
+    return torch.softmax(scores, -1) @ q
+
+
+def test_a_bound_promises_nothing_for_what_inductor_can_fuse():
+    x = torch.empty(16384, 4096, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(lambda x: F.layer_norm(x, (4096,)), x, only="layer_norm")
+    assert 0.7 < one.gain < 1 and not one.hopeless
+
+
+def test_a_site_of_one_short_launch_has_nothing_to_gain():
+    x = torch.empty(16, 4096, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(lambda x: F.layer_norm(x, (4096,)), x, only="layer_norm")
+    assert one.hopeless
+    (small,) = bounds_of(attention, torch.empty(1, 2, 16, 8, device="meta"), only="attention")
+    assert not small.hopeless  # a library call more or less is no trifle
+
+
+def test_a_bound_promises_much_where_scores_are_written_to_memory_or_half_is_masked():
+    q = torch.empty(4, 16, 2048, 64, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(attention, q, only="attention")
+    (hand,) = bounds_of(by_hand, q, only="attention")
+    assert 1.15 < one.gain < 2 and hand.gain > 5

@@ -1,8 +1,8 @@
 """What can be gained at a site at best and for certain, from bytes, operations and launches alone.
 
-It says no where nothing can be gained, and where nothing was measured it says yes if even a
-pessimistic prediction gains much. Times are in bytes: of one launch and of one product and sum what
-the memory of an H200 (4.3 TB/s, benchmarks/results) moves meanwhile.
+It says no where nothing can be gained, and where nothing was measured it says yes if a prediction
+that favours Inductor still gains much. Everything is counted in bytes: a launch and an operation as
+what the memory of an H200 moves meanwhile (4.3 TB/s; 700 TFLOP/s of products in bf16).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import fx
 
 from fusion_backend.capture.view import name_of
 from fusion_backend.compat.torch import hinted
@@ -18,17 +19,21 @@ from fusion_backend.decide.neighbours import library_call
 from fusion_backend.ir.argument_views import Viewed
 
 ENOUGH = 1.15  # the predicted gain from which a site is taken without a measurement
-LAUNCH = 2e-6 * 4.3e12  # bytes moved during a launch of 2 µs
+LAUNCH = 2e-6 * 4.3e12  # of 2 µs
+OPERATION = 4.3e12 / 700e12
 OURS = 0.8  # of the bandwidth that a kernel of ours reaches at least, where it is large
+ATTENTION = "aten::scaled_dot_product_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """plain: what Inductor needs at least; ours: what we need at most. In bytes."""
+    """plain: what Inductor needs at least; ours: what we need at most. calls: of libraries, inside
+    the site.
+    """
 
     plain: float
     ours: float
-    calls: int = 0  # of libraries, inside the site
+    calls: int = 0
 
     @property
     def gain(self) -> float:
@@ -41,26 +46,40 @@ class Bound:
 
 
 def bound(d: Decision) -> Bound:
-    """Of the forward. What library calls inside the site compute goes to memory and comes back;
+    """Of the forward. What a library call inside the site computes goes to memory and comes back;
     all else Inductor may fuse.
     """
-    read = [value(a) for a in d.call.args if isinstance(a, Viewed) or hasattr(a, "meta")]
-    roots = enumerate(d.match.roots)
-    written = [r.meta["val"] for i, r in roots if i not in d.call.unread]
-    moved = sum(map(size, (*read, *written)))
-    calls = [n for n in (*d.match.interior, *d.match.roots) if library_call(name_of(n))]
-    between = sum(2 * size(n.meta["val"]) for n in calls if n not in d.match.roots)
+    nodes = [*d.match.interior, *d.match.roots]
+    calls = [n for n in nodes if library_call(name_of(n))]
+    results = [r.meta["val"] for r in d.match.roots]
     given = sum(size(value(a)) for a in d.match.tensors.values())
-    plain = given + sum(map(size, written)) + between + LAUNCH * max(1, len(calls))
-    return Bound(plain, moved / OURS + LAUNCH, len(calls))
+    between = sum(2 * size(n.meta["val"]) for n in calls if n not in d.match.roots)
+    attention = sum(OPERATION * operations(n) for n in calls if name_of(n) == ATTENTION)
+    plain = given + sum(map(size, results)) + between + attention + LAUNCH * max(1, len(calls))
+    read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+    written = [v for i, v in enumerate(results) if i not in d.call.unread]
+    half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
+    ours = sum(map(size, (*read, *written))) / OURS + half * attention + LAUNCH
+    return Bound(plain, ours, len(calls))
 
 
-def value(a) -> torch.Tensor | None:
+def operations(attention: fx.Node) -> float:
+    """Of both products, of all queries with all keys."""
+    q, k = (hinted(a.meta["val"].shape) for a in attention.args[:2])
+    if q is None or k is None:
+        return 0.0
+    total = 4.0 * k[-2]
+    for n in q:
+        total *= n
+    return total
+
+
+def value(a: fx.Node | Viewed) -> torch.Tensor | None:
     return a.value if isinstance(a, Viewed) else a.meta.get("val")
 
 
 def size(t: torch.Tensor | None) -> float:
-    """The bytes of a tensor's elements, each counted once, in the example."""
+    """The bytes of a tensor's elements in the example, those of an expanded one counted once."""
     if not isinstance(t, torch.Tensor) or hinted((*t.shape, *t.stride())) is None:
         return 0.0
     elements = 1.0
