@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusion_backend.compat.torch import inductor_config
 from fusion_backend.frontends.loading import patterns, usable
-from fusion_backend.measure import measuring
+from fusion_backend.measure import judge as judging
+from fusion_backend.measure import key, measuring
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.contest import Lost
 from fusion_backend.measure.timing import Race, race
@@ -30,6 +32,10 @@ def decided(fn, *inputs, compiles=True, dynamic=None, **options) -> GraphRecord:
     torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
     assert record.error is None
     return record
+
+
+def pattern(name):
+    return next(p for p in patterns() if p.name == name)
 
 
 def told(record, *names):
@@ -227,6 +233,53 @@ def test_a_win_that_the_tables_did_not_expect_is_remembered(monkeypatch, tmp_pat
         asked = len(stub.asked)
         ((_, fused, reason),) = told(decided(fn, x), "layer_norm")
         assert fused and "Inductor 1.500 ms here" in reason and len(stub.asked) == asked
+
+
+def test_when_rounds_run_out_nothing_doubtful_is_fused(monkeypatch, tmp_path):
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    x = torch.randn(16384, 1024)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        for rounds, fused in ((1, False), (2, False), (8, True)):
+            monkeypatch.setattr(judging, "MOST_ROUNDS", rounds)
+            stored.store().clear()
+            record = decided(fn, x, gate="measure")
+            assert told(record, "layer_norm")[0][1] == fused
+
+
+def test_answers_hold_for_one_gpu_one_version_and_one_code(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.5):
+        assert not told(decided(norm, long_norm(), measure_s=20), "layer_norm")[0][1]
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0, gpu="NVIDIA H200 NVL"):
+        assert told(decided(norm, long_norm(), measure_s=20), "layer_norm")[0][1]
+    text, ops = "a region", [pattern("layer_norm")]
+    first = key.digest(text, ops, "H200")
+    assert first == key.digest(text, [*ops], "H200")
+    assert first != key.digest(text + " ", ops, "H200")
+    assert first != key.digest(text, ops, "L40S")
+    assert first != key.digest(text, [pattern("rms_norm")], "H200")
+    for name in ("torch_version", "triton_version"):
+        with monkeypatch.context() as m:
+            m.setattr(key, name, lambda: "9.9.1")
+            assert first != key.digest(text, ops, "H200")
+    with monkeypatch.context() as m:
+        m.setattr(key, "sources_of", lambda module: "edited")
+        assert first != key.digest(text, ops, "H200")
+    with inductor_config.patch(max_autotune=True):
+        assert first != key.digest(text, ops, "H200")
+    with inductor_config.patch({"compile_threads": 3, "triton.cudagraphs": True}):
+        assert first == key.digest(text, ops, "H200")
+    with inductor_config.patch(post_grad_custom_post_pass=lambda graph: None):
+        assert key.digest(text, ops, "H200") is None  # whatever that does
+
+
+def test_the_code_of_an_op_is_its_file_and_the_kernels_that_it_imports():
+    one = key.sources_of("fusion_backend.patterns.layer_norm")
+    assert one == key.sources_of("fusion_backend.patterns.layer_norm")
+    assert one != key.sources_of("fusion_backend.patterns.rms_norm")
+    text = "from fusion_backend.kernels.norm.forward import f\nfrom torch import nn\nimport os\n"
+    assert key.imported(text) == ["fusion_backend.kernels.norm.forward"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 import threading
 from collections.abc import Callable
 
@@ -272,6 +273,12 @@ def changed_settings() -> str:
         if known is None or repr(known.default) != value:  # set again to what it was
             lines.append(line)
     return "\n".join(lines)
+
+
+def custom_passes() -> list[CustomGraphPass | Callable]:
+    """The user's own passes over Inductor's graphs, which `changed_settings` leaves out."""
+    slots = [n for n in inductor_config._config if re.search(r"_custom_(pre_|post_)?pass$", n)]
+    return [one for name in slots if (one := getattr(inductor_config, name)) is not None]
 
 
 def pass_slot(options: dict) -> tuple[str, object]:

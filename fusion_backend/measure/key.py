@@ -14,7 +14,12 @@ from pathlib import Path
 import torch
 
 from fusion_backend.cache.fingerprint import built_in, fingerprint
-from fusion_backend.compat.torch import changed_settings, torch_version, triton_version
+from fusion_backend.compat.torch import (
+    changed_settings,
+    custom_passes,
+    torch_version,
+    triton_version,
+)
 from fusion_backend.ops.definition import Definition
 
 # Settings of Inductor that change no code, or that a contest overrides.
@@ -22,12 +27,12 @@ IRRELEVANT = ("compile_threads", "fx_graph_", "cudagraph", "worker", "cache", "d
 
 
 def digest(text: str, ops: list[Definition], gpu: str) -> str | None:
-    """The key of a class of regions, a digest; None where an op has no fingerprint that holds in
-    every process.
+    """The key of a class of regions; None where an op, or a setting of Inductor's, has no name that
+    holds in every process.
     """
     codes = sorted({op.name: code_of(op) for op in ops}.items())
     settings = inductor_settings()
-    if any(code is None for _, code in codes) or " object at 0x" in settings:
+    if settings is None or any(code is None for _, code in codes):
         return None
     parts = {"region": text, "code": codes, "inductor": settings, **machine(gpu)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -46,10 +51,14 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def inductor_settings() -> str:
-    """The settings of Inductor that are not the default."""
+def inductor_settings() -> str | None:
+    """The settings of Inductor that are not the default, and the user's own passes; None where one
+    of them has no name that holds in every process.
+    """
     lines = changed_settings().splitlines()
-    return "\n".join(line for line in lines if not any(word in line for word in IRRELEVANT))
+    lines = [line for line in lines if not any(word in line for word in IRRELEVANT)]
+    lines += [repr(one.uuid() if hasattr(one, "uuid") else None) for one in custom_passes()]
+    return None if "None" in lines or " object at 0x" in str(lines) else "\n".join(lines)
 
 
 def code_of(op: Definition) -> str | None:
