@@ -248,6 +248,20 @@ def test_when_rounds_run_out_nothing_doubtful_is_fused(monkeypatch, tmp_path):
             assert told(record, "layer_norm")[0][1] == fused
 
 
+def test_a_fault_in_judging_leaves_everything_to_the_tables(monkeypatch, tmp_path):
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    x = torch.randn(16384, 1024)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        table = decided(fn, x, gate="table")
+        monkeypatch.setattr(judging, "regions", lambda *args: 1 / 0)
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError.*please report this"):
+            record = decided(fn, x, gate="measure")
+    assert told(record, "layer_norm") == told(table, "layer_norm")
+    assert any("ZeroDivisionError" in fault for fault in record.faults)
+
+
 def test_answers_hold_for_one_gpu_one_version_and_one_code(monkeypatch, tmp_path):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.5):
         assert not told(decided(norm, long_norm(), measure_s=20), "layer_norm")[0][1]

@@ -27,8 +27,10 @@ from fusion_backend.measure.measuring import measured, unanswered
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
+from fusion_backend.reporting.faults import described
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.reporting.reject import Unmeasured
+from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 TABLES = "H200"  # the GPU that the tables of the patterns were measured on
@@ -87,9 +89,21 @@ class Judge:
             self.open = False
             yield
             if active:
-                self.hear(gates)
+                active = self.heard(gates)
             if not self.open:
                 return
+
+    def heard(self, gates: list[Gate]) -> bool:
+        """`hear`; where that fails, which is a fault of ours, the tables decide after all."""
+        try:
+            self.hear(gates)
+        except Exception as error:
+            fault = f"measured answers cannot be used: {described(error)}"
+            self.record.faults.append(fault)
+            warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+            self.open = True
+            return False
+        return True
 
     def hear(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
