@@ -327,6 +327,16 @@ def test_of_training_the_backward_alone_is_tried_where_both_lose(monkeypatch, tm
         assert (site.fused, site.forward, site.backward) == (True, "reference", "kernel")
 
 
+def test_where_one_choice_fails_the_others_are_tried(monkeypatch, tmp_path):
+    def by_forward(chosen):
+        return 1.3 if chosen[0].forward == "reference" else RuntimeError("out of registers")
+
+    x = torch.randn(16384, 4096, requires_grad=True)
+    with as_on_a_gpu(monkeypatch, tmp_path, by_forward):
+        (site,) = [s for s in decided(norm, x, gate="measure").sites if s.counted]
+    assert (site.fused, site.forward, site.backward) == (True, "reference", "kernel")
+
+
 def test_a_region_that_is_too_large_is_left_and_says_so(monkeypatch, tmp_path):
     def fn(x):
         for _ in range(300):

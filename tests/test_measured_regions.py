@@ -53,12 +53,23 @@ def test_indices_are_within_what_they_index():
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
 
 
-def test_an_index_of_which_nothing_is_known_is_zero():
+def test_integers_that_are_no_index_are_ones_and_zeros():
     def fn(x, i):
         return F.layer_norm(x * i, (16,))
 
-    _, found = inputs_of(fn, torch.randn(4, 16), torch.randint(0, 9, (4, 1)), only="layer_norm")
-    assert found[1].dtype == torch.int64 and not found[1].any()
+    _, found = inputs_of(fn, torch.randn(4, 16), torch.randint(0, 9, (4, 16)), only="layer_norm")
+    assert found[1].dtype == torch.int64 and torch.equal(found[1][0], torch.arange(1, 17) % 2)
+
+
+def test_an_index_that_is_computed_outside_is_within_its_range_all_the_same():
+    table = nn.Embedding(1, 16)  # 1 is out of range
+
+    def fn(i):
+        return F.layer_norm(table(i.flatten().clone()), (16,))
+
+    (cut,) = cuts_of(fn, torch.zeros(4, 3, dtype=torch.int64), only="layer_norm")
+    found = made_up(cut, torch.device("cpu"))
+    assert all(not t.any() for t in found if t.dtype == torch.int64)
 
 
 def test_a_mask_is_what_the_graph_computes_and_not_noise():
@@ -75,7 +86,7 @@ def test_a_mask_is_what_the_graph_computes_and_not_noise():
     assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril()) and not zeros.any()
 
 
-def test_a_mask_from_an_input_is_computed_with_ones():
+def test_a_mask_from_an_input_keeps_something_in_every_row():
     linear = nn.Linear(16, 16)
 
     def fn(x, keep):
@@ -95,7 +106,7 @@ def test_a_mask_from_an_input_is_computed_with_ones():
         for t in made_up(c, torch.device("cpu"))
         if t.dtype == torch.bool or t.dtype == torch.int64
     ]
-    assert all((m != 0).all() for m in masks if m.dtype == torch.bool)
+    assert masks and all((m != 0).any(-1).all() and (m == 0).any(-1).all() for m in masks)
 
 
 # Contests.

@@ -46,23 +46,30 @@ def tensor(a: fx.Node, cut: Cut, device: torch.device) -> torch.Tensor:
     sizes, strides = hinted(value.shape), hinted(value.stride())
     memory = torch.empty(span(sizes, strides), dtype=value.dtype, device=device)
     laid_out = memory.as_strided(sizes, strides)
-    if known := computed(a, device):
-        content = known[0]
-        if not overlaps_itself(laid_out):
-            return laid_out.copy_(content)
-        return content.expand(sizes)
-    if value.dtype == torch.bool:
-        memory.bernoulli_(0.9)
-    elif value.is_floating_point() or value.is_complex():
+    bound = limit(a, {*cut.region.nodes})
+    if bound is not None:  # it is an index: whatever the graph computes, its range is what counts
+        memory.random_(0, bound)
+        return laid_out
+    known = computed(a, device)
+    if not known and (value.is_floating_point() or value.is_complex()):
         memory.normal_()
-    else:
-        memory.random_(0, limit(a, {*cut.region.nodes}))
-    return laid_out
+        return laid_out
+    content = known[0] if known else masking(value, device)
+    return content.expand(sizes) if overlaps_itself(laid_out) else laid_out.copy_(content)
 
 
-def limit(a: fx.Node, inside: set[fx.Node]) -> int:
-    """One more than the largest index that everything in the region takes; 1 where nothing says
-    so, since 0 is an index of anything.
+def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """1 and 0 in turns along the last dimension: whatever they mean in a mask, no row is left with
+    nothing. It is not for an index, of which 1 may be out of range.
+    """
+    sizes = hinted(value.shape)
+    last = sizes[-1] if sizes else 1
+    return (1 - torch.arange(last, device=device) % 2).to(value.dtype).expand(sizes)
+
+
+def limit(a: fx.Node, inside: set[fx.Node]) -> int | None:
+    """One more than the largest index that everything in the region takes; None where nothing takes
+    it for an index.
     """
     bounds, pending, seen = [], [a], set()
     while pending:
@@ -76,7 +83,7 @@ def limit(a: fx.Node, inside: set[fx.Node]) -> int:
                 bounds.append(indexed(u, n))
             elif is_lowered(u) and name in MOVING:
                 pending.append(u)
-    return max(1, min(bounds, default=1))
+    return max(1, min(bounds)) if bounds else None
 
 
 def indexed(n: fx.Node, index: fx.Node) -> int:
@@ -91,8 +98,8 @@ def indexed(n: fx.Node, index: fx.Node) -> int:
 
 
 def computed(a: fx.Node, device: torch.device) -> list[torch.Tensor]:
-    """The value of a mask, or of ids, that the graph computes from no floats, with ones for what it
-    is given; nothing where that is not so.
+    """The value of a mask, or of ids, that the graph computes from no floats; nothing where that is
+    not so.
     """
     chain: dict[fx.Node, None] = {}
     pending = [a]
@@ -130,7 +137,7 @@ def run(n: fx.Node, values: dict, device: torch.device):
     if isinstance(value, NUMBERS):
         return number(value)
     if n.op == "placeholder":
-        return torch.ones(hinted(value.shape), dtype=value.dtype, device=device)
+        return masking(value, device)
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
     kwargs = dict(kwargs)
