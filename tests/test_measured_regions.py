@@ -1,7 +1,10 @@
 """Regions that are really compiled and run, on a CPU; their inputs; and ranks that agree."""
 
 import json
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.measure import contest as contests
+from fusion_backend.measure import gpu
 from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
 from fusion_backend.measure.inputs import limit, made_up
@@ -226,3 +230,39 @@ def test_a_process_by_itself_agrees_with_itself():
     alone = Ranks()
     answer = Answer("k", ("a",), ("",)).to_json()
     assert alone.claim("k") and alone.publish("k", answer) == answer and json.loads(answer)
+
+
+# The GPU for one process at a time.
+
+
+def test_who_times_is_alone_and_who_waits_does_not_wait_for_ever(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda = torch.device("cuda", 0)
+    with gpu.alone(cuda, 1.0) as first, gpu.alone(cuda, 0.01) as second:
+        assert first and not second
+    with gpu.alone(cuda, 0.0) as third:
+        assert third
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")  # of somebody else, say
+    with gpu.alone(cuda, 1.0) as alone:
+        assert not alone
+    assert not (tmp_path / "elsewhere").exists()
+    with gpu.alone(torch.device("cpu"), 0.0) as alone:
+        assert alone
+
+
+def test_a_process_that_is_killed_gives_the_gpu_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda, (reading, writing) = torch.device("cuda", 0), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with gpu.alone(cuda, 1.0):
+            os.write(writing, b"1")
+            time.sleep(60)
+    os.read(reading, 1)
+    with gpu.alone(cuda, 0.0) as alone:
+        assert not alone
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with gpu.alone(cuda, 1.0) as alone:
+        assert alone

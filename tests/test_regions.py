@@ -69,6 +69,18 @@ def test_a_convolution_belongs_to_the_region_it_touches():
     assert names(region) == ["conv2d", "group_norm", "silu", "conv2d"]
 
 
+def test_a_convolution_on_a_shortcut_does_not():
+    stem, first, second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+    norm = nn.GroupNorm(2, 8)
+
+    def fn(x):
+        shortcut = stem(x)
+        return F.silu(norm(second(F.silu(first(shortcut))) + shortcut))
+
+    _, (region,) = regions_of(fn, torch.randn(2, 8, 9, 9), only="group_norm")
+    assert names(region) == ["conv2d", "add", "group_norm", "silu"] and not region.problem
+
+
 def test_sites_that_inductor_could_fuse_with_each_other_share_a_region():
     def fn(x, y):
         return F.layer_norm(x, (16,)) * 2, torch.softmax(x * 3 + y, -1)

@@ -5,13 +5,17 @@ measure.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: processes there disturb each other, which the noise shows
+    fcntl = None
 
 
 @contextlib.contextmanager
@@ -20,8 +24,8 @@ def alone(device: torch.device, seconds: float) -> Iterator[bool]:
     still did after so many seconds, or where no lock can be had: then both may be disturbed, which
     the noise of the times shows.
     """
-    if device.type != "cuda":
-        yield True
+    if device.type != "cuda" or fcntl is None:
+        yield device.type != "cuda"
         return
     try:
         handle = os.open(lock_file(device), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -141,7 +141,7 @@ class Regions:
                 same = self.level.get(m) == level and self.view.region.get(m) == state
                 if m not in found and same and self.fusable(m):
                     pending.append(m)
-        nodes = sorted(found | self.convolutions(found), key=self.order.__getitem__)
+        nodes = sorted(found | self.convolutions(found, level), key=self.order.__getitem__)
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
         return Region(nodes, members, self.problem(nodes, found))
 
@@ -152,12 +152,18 @@ class Regions:
             return self.fusable(m.args[0])
         return m.op == "call_function" and not self.ends(m)
 
-    def convolutions(self, found: set[fx.Node]) -> set[fx.Node]:
-        beside = {m for n in found for m in (*n.all_input_nodes, *n.users)}
+    def convolutions(self, found: set[fx.Node], level: int) -> set[fx.Node]:
+        """Those that make or read a value of the region; not those of earlier levels, whose results
+        other convolutions stand between.
+        """
+        beside = {m for n in found for m in (*n.all_input_nodes, *n.users)} - found
         return {
             m
-            for m in beside - found
-            if is_lowered(m) and name_of(m).startswith("aten::conv") and measurable(m)
+            for m in beside
+            if self.level[m] in (level, level + 1)
+            and is_lowered(m)
+            and name_of(m).startswith("aten::conv")
+            and measurable(m)
         }
 
     def problem(self, nodes: list[fx.Node], found: set[fx.Node]) -> str:
