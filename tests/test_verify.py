@@ -347,6 +347,13 @@ def test_training_sees_one_step(eager_kernels):
     assert fusion_backend.report().graphs[0].verified.startswith("verified")
 
 
+def test_where_nobody_may_have_hooks(stubs, xw):
+    compiled = torch.compile(norm, backend="fusion", options=VERIFY)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        compiled(xw[0].requires_grad_(), xw[1])
+    assert told().startswith("verified")
+
+
 def test_inside_a_checkpoint_of_eager_code(eager_kernels):
     """It counts what is saved, and would miss what is computed again."""
     w, x = nn.Parameter(torch.rand(8)), torch.randn(4, 8, requires_grad=True)

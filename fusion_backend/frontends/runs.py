@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.memory import saves_unseen
 from fusion_backend.compat.torch import plain_tensors, pytree
 from fusion_backend.frontends.agreement import Value
 from fusion_backend.frontends.twins import Twins
@@ -99,13 +100,8 @@ def apart(args: tuple) -> Iterator[torch.device]:
     here = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
     current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     generators = {*current, *(d.index for d in on_cuda)}
-    hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
-    with torch.random.fork_rng(devices=sorted(generators)), here, hooks:
+    with torch.random.fork_rng(devices=sorted(generators)), here, saves_unseen():
         yield device
-
-
-def unchanged(t: Tensor) -> Tensor:
-    return t
 
 
 def check(args: tuple) -> None:
