@@ -10,6 +10,8 @@ from torch._ops import OpOverload
 # native_batch_norm and cudnn_batch_norm write to these, and their schemas do not say so
 UNDECLARED = ("running_mean", "running_var")
 
+DATA = torch._C._autograd._get_data_attr  # what Dynamo calls for x.data (2.11 to 2.15)
+
 
 def written_arguments(op, args: tuple, kwargs: dict) -> list:
     """The arguments that an operator writes to; all arguments where it has no schema."""
