@@ -107,6 +107,7 @@ def told() -> str:
         (3.8, 3.4, 20, "ours", "1.12 times as fast as plain Inductor, 3.4 against 3.8 ms"),
         (3.4, 3.4, 20, "ours", "as fast as plain Inductor, 3.4 against 3.4 ms"),
         (3.0, 4.0, 3, "ours", "no certain difference to plain Inductor, 4 against 3 ms"),
+        (2000.4, 2100.2, 1, "ours", "timed once only, 2100 against 2000 ms"),
     ],
 )
 def test_the_times_decide(stubs, undecided, xw, plain, ours, samples, stays, said):

@@ -249,9 +249,12 @@ def speed(found: Race) -> str:
         return f"slower, {times(found)}: plain Inductor stays"
     if found.verdict == "faster":
         return times(found)
-    how = (
-        "as fast as plain Inductor" if found.verdict else "no certain difference to plain Inductor"
-    )
+    if len(found.plain) == 1:
+        how = "timed once only"
+    elif found.verdict:
+        how = "as fast as plain Inductor"
+    else:
+        how = "no certain difference to plain Inductor"
     return f"{how}, {milliseconds(found)}"
 
 
@@ -261,7 +264,8 @@ def times(found: Race) -> str:
 
 def milliseconds(found: Race) -> str:
     ours, plain = statistics.median(found.ours), statistics.median(found.plain)
-    return f"{ours:.3g} against {plain:.3g} ms"
+    ours, plain = (f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}" for ms in (ours, plain))
+    return f"{ours} against {plain} ms"
 
 
 def not_verified(record: GraphRecord, why: str) -> None:
