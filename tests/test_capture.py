@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusion_backend
 import fusion_backend.capture.tracer as capture_module
 from fusion_backend.capture import autocast
 from fusion_backend.capture.predicted_writes import PredictedWrites
@@ -330,3 +331,42 @@ def test_what_could_not_be_lowered_has_written_nothing():
     torch.testing.assert_close(
         torch.compile(fn, backend=Collector({"fusion.gate": "always"}))(x), fn(x)
     )
+
+
+def read_of_data(x, average):
+    return F.layer_norm(x.data + x, (8,), average)
+
+
+def moving_average(x, average):
+    average.data.mul_(0.9).add_(x.detach().mean(0))
+    return F.layer_norm(x.exp(), (8,), average)
+
+
+def argument_kept_for_backward(x, average):
+    h = x + 1
+    y = F.layer_norm(h + x, (8,), average)
+    h.data.mul_(3)
+    return y * h
+
+
+@pytest.mark.parametrize(
+    "fn, fused",
+    [
+        (read_of_data, "add_layer_norm"),
+        (moving_average, "layer_norm"),
+        (argument_kept_for_backward, "layer_norm"),
+    ],
+)
+def test_data_is_a_name_for_the_same_memory(eager_kernels, fn, fused):
+    """Autograd does not see what is written to it; the pass does."""
+    found = []
+    for how in ({}, {"backend": "fusion", "options": {"fusion.gate": "always"}}):
+        torch.compiler.reset()
+        x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+        average = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+        y = torch.compile(fn, **how)(x, average)
+        y.sin().sum().backward()
+        found.append((y.detach(), average.detach(), x.grad))
+    assert [s.pattern for s in fusion_backend.report().fused] == [fused]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

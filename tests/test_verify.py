@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from fusion_backend.frontends import dynamo as backend
-from fusion_backend.frontends import verify
+from fusion_backend.frontends import runs, verify
 from fusion_backend.frontends.agreement import Value, disagreement
 from fusion_backend.frontends.twins import Twins, writes, written_places
 from fusion_backend.measure import timing
@@ -27,6 +27,7 @@ from fusion_backend.options import Options, parse
 
 OPTIONS = {"fusion.gate": "always"}
 VERIFY = {**OPTIONS, "fusion.verify": True}
+TIMED = verify.timed
 
 
 def norm(x, w):
@@ -51,11 +52,11 @@ def undecided(monkeypatch):
     """Both run once more, and nothing is certain. A test may add times, which decide."""
     races: list[Race] = []
 
-    def race(plain, ours, clock, seconds):
+    def timed(plain, ours, clock):
         clock(plain), clock(ours)
         return races.pop() if races else of_times(1.0, 1.0, 2)
 
-    monkeypatch.setattr(verify, "race", race)
+    monkeypatch.setattr(verify, "timed", timed)
     return races
 
 
@@ -106,6 +107,7 @@ def told() -> str:
         (3.8, 3.4, 20, "ours", "1.12 times as fast as plain Inductor, 3.4 against 3.8 ms"),
         (3.4, 3.4, 20, "ours", "as fast as plain Inductor, 3.4 against 3.4 ms"),
         (3.0, 4.0, 3, "ours", "no certain difference to plain Inductor, 4 against 3 ms"),
+        (2000.4, 2100.2, 1, "ours", "timed once only, 2100 against 2000 ms"),
     ],
 )
 def test_the_times_decide(stubs, undecided, xw, plain, ours, samples, stays, said):
@@ -248,7 +250,7 @@ def test_a_fault_in_verifying_costs_nothing_but_the_answer(stubs, xw, monkeypatc
     def broken(*args):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(verify, "race", broken)
+    monkeypatch.setattr(verify, "timed", broken)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError: a bug; please report this"):
         y = torch.compile(norm, backend="fusion", options=VERIFY)(*xw)
     assert torch.equal(y, norm(*xw)) and fusion_backend.report().fused
@@ -346,6 +348,13 @@ def test_training_sees_one_step(eager_kernels):
     assert fusion_backend.report().graphs[0].verified.startswith("verified")
 
 
+def test_where_nobody_may_have_hooks(stubs, xw):
+    compiled = torch.compile(norm, backend="fusion", options=VERIFY)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        compiled(xw[0].requires_grad_(), xw[1])
+    assert told().startswith("verified")
+
+
 def test_inside_a_checkpoint_of_eager_code(eager_kernels):
     """It counts what is saved, and would miss what is computed again."""
     w, x = nn.Parameter(torch.rand(8)), torch.randn(4, 8, requires_grad=True)
@@ -355,6 +364,20 @@ def test_inside_a_checkpoint_of_eager_code(eager_kernels):
     x.grad = None
     norm(x, w).sum().backward()
     torch.testing.assert_close(mine, x.grad)
+
+
+def test_a_sparse_gradient_is_compared(stubs):
+    """Entries of an index that is used twice are added up."""
+    weight = torch.randn(5, 8, requires_grad=True)
+
+    def lookup(i, weight):
+        return F.layer_norm(F.embedding(i, weight, sparse=True).exp(), (8,))
+
+    compiled = torch.compile(lookup, backend="fusion", options=VERIFY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        compiled(torch.tensor([1, 3, 1]), weight)
+    assert told().startswith("verified")
 
 
 def test_each_graph_is_verified_once(eager_kernels):
@@ -423,7 +446,7 @@ def test_a_call_from_inside_a_run_is_ours():
 
 def test_a_race_that_is_run(monkeypatch):
     """The input's content is the user's in every sample."""
-    monkeypatch.setattr(verify, "race", timing.race)
+    monkeypatch.setattr(verify, "timed", TIMED)
     seen = []
 
     def ours(x):
@@ -437,6 +460,41 @@ def test_a_race_that_is_run(monkeypatch):
     both, x = contest_of(ours, plain), torch.zeros(1)
     both(x)
     assert both.chosen is plain and x == 1 and set(seen) == {0.0} and len(seen) > 16
+
+
+@pytest.mark.parametrize(
+    "ms, calls, verdict",
+    [(2000.0, (1, 1), ""), (400.0, (10, 10), "slower"), (10.0, (10, 10), "slower")],
+)
+def test_long_calls_are_few(ms, calls, verdict, monkeypatch):
+    """As many as a verdict needs, or one of each."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    ran = []
+
+    def clock(call):
+        took = call()
+        now[0] += took / 1e3
+        ran.append(took)
+        return took
+
+    found = TIMED(lambda: ms, lambda: ms * 1.1, clock)
+    assert (ran.count(ms), ran.count(ms * 1.1)) == calls
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize("ms, samples", [(2000.0, 1), (1.0, 5)])
+def test_a_long_call_is_not_repeated_to_hide_the_host(ms, samples, monkeypatch):
+    ran = []
+
+    def once(self, call):
+        ran.append(call)
+        return ms, True
+
+    monkeypatch.setattr(timing.Clock, "once", once)
+    clock = runs.OnTwins(torch.device("cpu"), Twins((), set(), trains=False))
+    clock.buffer = torch.ones(1)
+    assert clock(lambda: None) == ms and len(ran) == samples
 
 
 @pytest.mark.parametrize("ms", [1.0, 2.0])
@@ -554,8 +612,8 @@ def test_graphs_that_are_not_run_more_often(monkeypatch):
     [lambda: torch.ones(2, device="meta"), torch.Generator, lambda: torch.ones(2).to_sparse()],
 )
 def test_inputs_that_cannot_be_had_twice(made):
-    with pytest.raises(verify.NotVerified, match="input 1 "):
-        verify.check((torch.ones(2), made()))
+    with pytest.raises(runs.NotVerified, match="input 1 "):
+        runs.check((torch.ones(2), made()))
 
 
 def test_the_option():

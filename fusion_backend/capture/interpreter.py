@@ -13,6 +13,7 @@ from torch import fx
 from fusion_backend.capture.predicted_writes import PredictedWrites
 from fusion_backend.capture.single_op import SingleOps
 from fusion_backend.capture.view import state_key
+from fusion_backend.compat.memory import DATA
 from fusion_backend.compat.torch import (
     STATE_FUNCTIONS,
     FakeTensor,
@@ -97,7 +98,8 @@ class CaptureInterpreter(fx.Interpreter):
             out = self.attribute(n, tracer)
         else:
             why = self.must_copy(n)
-            out = self.copy(n, tracer, why) if why else self.lower(n, tracer, last)
+            how = self.data if n.target is DATA else self.lower
+            out = self.copy(n, tracer, why) if why else how(n, tracer, last)
         self.level += min(step, 0)
         self.note(n, out, nodes_after(last), region)
         return out
@@ -131,6 +133,16 @@ class CaptureInterpreter(fx.Interpreter):
                 if isinstance(proxy, fx.Proxy):
                     track_tensor_tree(a, proxy, constant=None, tracer=tracer)
             return self.copy(n, tracer, f"{type(error).__name__}: {error}")
+
+    def data(self, n: fx.Node, tracer, last: fx.Node):
+        """x.data is no operator: it is copied, and run, so that it has the memory of x."""
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        self.single_ops.track(args)
+        self.copied[n] = "no operator: a name for the same memory"
+        proxy = tracer.create_proxy(
+            n.op, n.target, pytree.tree_map(tracer.unwrap_proxy, args), {}, name=n.name
+        )
+        return track_tensor_tree(super().run_node(n), proxy, constant=None, tracer=tracer)
 
     # A node that is copied.
 

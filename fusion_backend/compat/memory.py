@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch._ops import OpOverload
 
 # native_batch_norm and cudnn_batch_norm write to these, and their schemas do not say so
 UNDECLARED = ("running_mean", "running_var")
+
+DATA = torch._C._autograd._get_data_attr  # what Dynamo calls for x.data (2.11 to 2.15)
 
 
 def written_arguments(op, args: tuple, kwargs: dict) -> list:
@@ -45,3 +49,10 @@ def put_back(t: torch.Tensor, content: torch.Tensor, version: int | None) -> Non
         t.copy_(content)
     if version is not None:
         torch._C._autograd._unsafe_set_version_counter((t,), (version,))
+
+
+def saves_unseen():
+    """Inside, no hook of the user's sees what autograd saves."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # 2.11 to 2.15
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

@@ -7,13 +7,12 @@ backward.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,28 +26,22 @@ from fusion_backend.compat.torch import (
     inductor_config,
     interposed,
     is_traceable_wrapper_subclass,
-    keep_source,
     namespace_of,
-    plain_tensors,
     pytree,
 )
-from fusion_backend.frontends.agreement import Value, coarsest, disagreement
+from fusion_backend.frontends.agreement import coarsest, disagreement
+from fusion_backend.frontends.runs import Compiled, NotVerified, Runs, apart, check
 from fusion_backend.frontends.twins import Twins, written_places
-from fusion_backend.measure.timing import Clock, Race, race
+from fusion_backend.measure.timing import ROUNDS, Race, race
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.faults import described
 from fusion_backend.reporting.records import DROPPED, GraphRecord
-from fusion_backend.rewrite.writer import CARRIED, copied
+from fusion_backend.rewrite.writer import copied
 
-SECONDS = 2.0  # of timing, for each graph
+SECONDS = 2.0  # of timing, for each graph; more where ROUNDS[0] rounds take longer, ...
+LONGEST = 8.0  # ... which they may up to here
 # Operators of these do nothing but compute; another's may communicate.
 COMPUTES = ("aten", "prims", "fusion", "higher_order")
-NUMBERS = (int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
-Compiled = Callable[..., object]
-
-
-class NotVerified(Exception):
-    """Why the two are not compared, in words."""
 
 
 class Pair(NamedTuple):
@@ -79,7 +72,7 @@ def compile_both(
     eager, places, eps = copied(gm), written_places(gm), coarsest(gm)
     asked = getattr(compilers(options).plain, "config", {})
     cudagraphs = asked.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
-    spare = (duplicate(new), duplicate(gm)) if cudagraphs else None
+    spare = (copied(new), copied(gm)) if cudagraphs else None
     ours = compilers(options).ours(new, example_inputs)
     try:
         with apart_from_context():
@@ -96,17 +89,6 @@ def compile_both(
         not_verified(record, f"it cannot be compiled a second time: {described(error)}")
         return ours
     return Verified(Contest(stay, rivals, eager, places, eps, record))
-
-
-def duplicate(gm: fx.GraphModule) -> fx.GraphModule:
-    """A Dynamo graph once more, for a compiler that changes what it compiles."""
-    new = copied(gm)
-    for n, source in zip(new.graph.nodes, gm.graph.nodes, strict=True):
-        keep_source(n, source)
-    for name in CARRIED:
-        if name in gm.__dict__:
-            setattr(new, name, gm.__dict__[name])
-    return new
 
 
 def unsuitable(gm: fx.GraphModule) -> str:
@@ -145,27 +127,25 @@ class Verified:
         self.deciding = False
 
     def __call__(self, *args):
+        return (self.chosen or self.decided(args))(*args)
+
+    def decided(self, args: tuple) -> Compiled:
+        """What computes this call: ours, where it cannot decide."""
         contest = self.contest
-        if contest is None:
-            return self.chosen(*args)
-        if interposed(args):
-            return contest.stay.ours(*args)
+        if contest is not None and interposed(args):
+            return contest.stay.ours
         with self.lock:
             # A hook of the user's may call the model inside a run, from the same thread.
             if self.deciding:
-                return contest.stay.ours(*args)
-            if self.contest is not None:
-                self.decide(contest, args)
-        del contest
-        return self.chosen(*args)
-
-    def decide(self, contest: Contest, args: tuple) -> None:
-        self.deciding = True
-        try:
-            self.chosen = contest.winner(args)
-            self.contest = None
-        finally:
-            self.deciding = False
+                return contest.stay.ours
+            if self.chosen is None:
+                self.deciding = True
+                try:
+                    self.chosen = contest.winner(args)
+                    self.contest = None
+                finally:
+                    self.deciding = False
+            return self.chosen
 
 
 class Contest(NamedTuple):
@@ -222,11 +202,10 @@ class Contest(NamedTuple):
                     f"fusion: a graph with fused sites {told}; please report this",
                 )
                 return dropped
-            found = race(
+            found = timed(
                 functools.partial(runs.run, self.rivals.plain),
                 functools.partial(runs.run, self.rivals.ours),
                 runs.clock(),
-                SECONDS,
             )
         compared += "; timed without CUDA graphs" if self.rivals is not self.stay else ""
         say(self.record, f"verified on the first inputs: {speed(found)}{compared}")
@@ -254,113 +233,14 @@ class Contest(NamedTuple):
         return (f"was wrong on the first inputs: {wrong}" if wrong else ""), ""
 
 
-class Runs:
-    """Runs on twins, forward and, where gradients are wanted, backward."""
-
-    def __init__(self, twins: Twins, device: torch.device):
-        self.twins, self.device = twins, device
-        self.tangents: list[Tensor] | None = None
-
-    def run(self, fn: Compiled) -> tuple[list, list, list]:
-        """The arguments, the results and the gradients."""
-        args = self.twins.arguments()
-        out = pytree.tree_leaves(fn(*args))
-        smooth = [o for o in out if isinstance(o, Tensor) and o.requires_grad]
-        if not self.twins.leaves or not smooth:
-            return args, out, []
-        if self.tangents is None:
-            self.tangents = [tangent(o) for o in smooth]
-        with torch.autocast(self.device.type, enabled=False):
-            leaves = list(self.twins.leaves.values())
-            grads = torch.autograd.grad(smooth, leaves, self.tangents, allow_unused=True)
-        return args, out, list(grads)
-
-    def values(self, fn: Compiled) -> tuple[list[Value], bool]:
-        """All that a run computes, and whether it drew random numbers. Raises NotVerified where
-        twins cannot stand for the inputs.
-        """
-        self.twins.put_back()
-        before = random_state(self.device)
-        args, out, grads = self.run(fn)
-        if self.twins.written_unseen():
-            told = "it writes to a parameter, and no call says so by its name"
-            reporting.warn_once(f"verify {told}", f"fusion: a graph ran once too often: {told}")
-            raise NotVerified(told)
-        if self.twins.moved(args):
-            raise NotVerified("it changes the shape or the memory of an input")
-        random = not all(map(torch.equal, before, random_state(self.device)))
-        found = [
-            Value(f"result {i}", o.detach()) for i, o in enumerate(out) if isinstance(o, Tensor)
-        ]
-        left = enumerate(self.twins.content())
-        found += [Value(f"input {i} after the call", t) for i, t in left if t is not None]
-        pairs = zip(self.twins.leaves, grads, strict=False)
-        return [*found, *(Value(f"the gradient of input {i}", g) for i, g in pairs)], random
-
-    def clock(self) -> Clock:
-        return OnTwins(self.device, self.twins)
-
-
-class OnTwins(Clock):
-    """A clock for runs on twins: each sample begins with the content of the user's inputs."""
-
-    def __init__(self, device: torch.device, twins: Twins):
-        super().__init__(device)
-        self.twins = twins
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        if self.buffer is None:
-            self.twins.put_back()
-        return super().__call__(call)
-
-    def once(self, call: Callable[[], object]) -> tuple[float, bool]:
-        self.twins.put_back()
-        return super().once(call)
-
-
-@contextlib.contextmanager
-def apart(args: tuple) -> Iterator[torch.device]:
-    """Inside, runs leave the random state as it was, and no hook of the user's sees what autograd
-    saves. Gives the device that is timed.
+def timed(plain: Callable[[], object], ours: Callable[[], object], clock) -> Race:
+    """A race with time for the rounds that a verdict needs; of calls too long for that, one sample
+    of each.
     """
-    on_cuda = [a.device for a in args if isinstance(a, Tensor) and a.device.type == "cuda"]
-    device = on_cuda[0] if on_cuda else torch.device("cpu")
-    here = torch.cuda.device(device) if on_cuda else contextlib.nullcontext()
-    current = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    generators = {*current, *(d.index for d in on_cuda)}
-    hooks = torch.autograd.graph.saved_tensors_hooks(unchanged, unchanged)
-    with torch.random.fork_rng(devices=sorted(generators)), here, hooks:
-        yield device
-
-
-def unchanged(t: Tensor) -> Tensor:
-    return t
-
-
-def check(args: tuple) -> None:
-    """Raise NotVerified for inputs that cannot be had twice."""
-    for i, a in enumerate(args):
-        if not isinstance(a, Tensor):
-            if not isinstance(a, NUMBERS):
-                raise NotVerified(f"input {i} is a {type(a).__name__}")
-        elif not plain_tensors([a]) or a.is_conj() or a.is_neg():
-            raise NotVerified(f"input {i} is a tensor of a kind of its own")
-        elif a.layout != torch.strided or a.device.type == "meta":
-            raise NotVerified(f"input {i} has no memory that could be copied")
-
-
-def tangent(out: Tensor) -> Tensor:
-    """An output's gradient: 1 of a loss, random of anything else."""
-    if out.numel() == 1:
-        return torch.ones_like(out)
-    generator = torch.Generator(out.device).manual_seed(0)
-    return torch.empty_like(out.detach()).normal_(generator=generator)
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """The random state of the CPU and of a device."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+    once = Race()
+    once.add(clock(plain), clock(ours))
+    needed = ROUNDS[0] * (once.plain[0] + once.ours[0]) / 1e3
+    return once if needed > LONGEST else race(plain, ours, clock, max(SECONDS, 1.25 * needed))
 
 
 def speed(found: Race) -> str:
@@ -369,9 +249,12 @@ def speed(found: Race) -> str:
         return f"slower, {times(found)}: plain Inductor stays"
     if found.verdict == "faster":
         return times(found)
-    how = (
-        "as fast as plain Inductor" if found.verdict else "no certain difference to plain Inductor"
-    )
+    if len(found.plain) == 1:
+        how = "timed once only"
+    elif found.verdict:
+        how = "as fast as plain Inductor"
+    else:
+        how = "no certain difference to plain Inductor"
     return f"{how}, {milliseconds(found)}"
 
 
@@ -381,7 +264,8 @@ def times(found: Race) -> str:
 
 def milliseconds(found: Race) -> str:
     ours, plain = statistics.median(found.ours), statistics.median(found.plain)
-    return f"{ours:.3g} against {plain:.3g} ms"
+    ours, plain = (f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}" for ms in (ours, plain))
+    return f"{ours} against {plain} ms"
 
 
 def not_verified(record: GraphRecord, why: str) -> None:

@@ -150,11 +150,7 @@ class Writer:
         self.close()
         graph = self.emit()
         source = self.view.source
-        new = fx.GraphModule(source, graph)
-        new.meta = dict(source.meta)
-        for name in CARRIED:
-            if name in source.__dict__:
-                setattr(new, name, source.__dict__[name])
+        new = module_of(graph, source)
         for name, child in source.named_children():
             if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
                 # Inductor changes graphs in place: the source stays as it was
@@ -320,12 +316,22 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for n in gm.graph.nodes:
         env[n] = graph.node_copy(n, lambda x: env[x])
+        keep_source(env[n], n)
     keep_signature(graph, gm.graph)
-    new = fx.GraphModule(gm, graph)
-    new.meta = dict(gm.meta)
+    new = module_of(graph, gm)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
             setattr(new, name, copied(child))
+    return new
+
+
+def module_of(graph: fx.Graph, source: fx.GraphModule) -> fx.GraphModule:
+    """A graph in place of that of a module which Dynamo made."""
+    new = fx.GraphModule(source, graph)
+    new.meta = dict(source.meta)
+    for name in CARRIED:
+        if name in source.__dict__:
+            setattr(new, name, source.__dict__[name])
     return new
 
 
