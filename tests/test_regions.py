@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.measure.bound import bound
+from fusion_backend.measure.inputs import made_up
 from fusion_backend.measure.region import MOST_NODES
 from fusion_backend.options import Options
 from tests.measured_cases import Block, cuts_of, regions_of, scopes
@@ -156,6 +157,48 @@ def test_a_dynamic_size_is_named_by_the_power_of_two_above_it():
     assert text(9) == text(16) != text(17)
     (static,) = cuts_of(fn, torch.randn(16, 16), only="layer_norm", dynamic=False)
     assert static.text() != text(16)
+
+
+NORMS = Options(gate="always", only=("add_rms_norm", "rms_norm"))
+
+
+def rms(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x) * weight
+
+
+def test_a_cast_that_two_sites_read_joins_no_levels():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, w):
+        x = x.float()  # nothing, under another name
+        x = x + linear(rms(x, w))
+        return linear(rms(x, w)) + x
+
+    _, found = regions_of(fn, torch.randn(4, 16), torch.ones(16), options=NORMS)
+    assert len(found) == 2 and not any(r.problem for r in found)
+
+
+def test_inputs_that_are_views_of_one_value_have_one_value():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, w):
+        y = linear(x)
+        return rms(y.float().to(torch.float32) + x.view(-1, 16), w) * y.T.T.sum()
+
+    x = torch.randn(4, 16)
+    for cut in cuts_of(fn, x, torch.ones(16)):
+        given = made_up(cut, torch.device("cpu"))
+        plain, ours = cut.graph([])(*given), cut.graph(cut.region.sites)(*given)
+        torch.testing.assert_close(plain, ours)
+
+    def residual(x, w):
+        x = x.float()
+        return rms(x + linear(rms(x, w)), w)
+
+    for cut in cuts_of(residual, x, torch.ones(16), options=NORMS):
+        given = made_up(cut, torch.device("cpu"))
+        torch.testing.assert_close(cut.graph([])(*given), cut.graph(cut.region.sites)(*given))
 
 
 def test_a_cut_computes_what_the_graph_computes():

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import may_alias
+from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
@@ -18,6 +20,7 @@ from fusion_backend.measure.region import Region
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
+CASTS = {"aten::to", "aten::_to_copy"}
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -73,7 +76,7 @@ class Cut:
             result = results[copied]
             copied.replace_all_uses_with(result)
             for n in d.match.interior:  # permuted and permuted back: the same value again
-                if of[n] is of[root]:
+                if of[n] is of[root] and n in now:
                     replaced[now[n]] = result
                     now[n].replace_all_uses_with(result)
 
@@ -96,18 +99,52 @@ class Cut:
 
 def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node], bool]) -> Cut:
     """`wanted`: does anything want the gradient of this input?"""
-    inside = dict.fromkeys(region.nodes)
-    read = [a for n in region.nodes for a in n.all_input_nodes]
-    read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
-    tensors = (a for a in read if isinstance(a.meta.get("val"), torch.Tensor))
-    inputs = [*dict.fromkeys(a for a in tensors if a not in inside)]
+    views = views_of_one(inputs_of(region))
+    inside = {*region.nodes}
     outputs = [
         n
         for n in region.nodes
-        if isinstance(n.meta.get("val"), torch.Tensor) and any(u not in inside for u in n.users)
+        if isinstance(n.meta.get("val"), torch.Tensor) and not inside.issuperset(n.users)
     ]
+    nodes = sorted(inside | views, key=facts.order.__getitem__)
+    region = dataclasses.replace(region, nodes=nodes)
+    inputs = inputs_of(region)
     grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wanted(a)}
     return Cut(facts, region, inputs, outputs, grads)
+
+
+def inputs_of(region: Region) -> list[fx.Node]:
+    """The tensors outside that a region reads, or a replacement in it."""
+    inside = {*region.nodes}
+    read = [a for n in region.nodes for a in n.all_input_nodes]
+    read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+    tensors = (a for a in read if isinstance(a.meta.get("val"), torch.Tensor))
+    return [*dict.fromkeys(a for a in tensors if a not in inside)]
+
+
+def views_of_one(inputs: list[fx.Node]) -> set[fx.Node]:
+    """The views and casts among the inputs, and between them and what they are made of, where
+    several inputs are made of one: made-up values for each would contradict each other.
+    """
+    source = {a: (a, *chain_of(a))[-1] for a in inputs}
+    several = {n for n in source.values() if sum(m is n for m in source.values()) > 1}
+    found: set[fx.Node] = set()
+    for a in inputs:
+        if source[a] in several:
+            found |= {a, *chain_of(a)} - {source[a]}
+    return found
+
+
+def chain_of(n: fx.Node) -> list[fx.Node]:
+    """What a value is a view or a cast of, the nearest first."""
+    found = []
+    while is_lowered(n) and (name_of(n) in CASTS or may_alias(n)):
+        tensors = [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
+        if len(tensors) != 1:
+            break
+        n = tensors[0]
+        found.append(n)
+    return found
 
 
 def base(a: fx.Node | Viewed) -> fx.Node:
@@ -144,7 +181,7 @@ def moved(d: Decision, now: dict) -> Decision:
         d.match,
         roots=[now[r] for r in d.match.roots],
         arguments={name: copy(a) for name, a in d.match.arguments.items()},
-        interior=[now[n] for n in d.match.interior],
+        interior=[now[n] for n in d.match.interior if n in now],
     )
     call = dataclasses.replace(d.call, args=tuple(map(copy, d.call.args)))
     return dataclasses.replace(d, match=match, call=call)

@@ -118,7 +118,7 @@ class Judge:
             proposed = [d for d in gate.found if d.fused and on_gpu(d)]
             if all(gate.evidence.of(d.match) for d in proposed):
                 continue
-            for region in regions(gate.facts.view, proposed):
+            for region in regions(gate.facts.view, proposed, gate.legality.costly):
                 if not all(gate.evidence.of(d.match) for d in region.sites):
                     made = cut_of(gate, region)
                     # a region that cannot be cut out is like no other

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import FakeTensor, hinted, pytree
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
+from fusion_backend.match.matcher import Match
 
 MOST_NODES = 256
 # Operators that read memory at an index: out of range, the index stops the GPU for good.
@@ -59,27 +60,31 @@ class Region:
     problem: str = ""
 
 
-def regions(view: View, decisions: Iterable[Decision]) -> list[Region]:
-    """The regions around these sites; no two overlap, and sites that share one are together."""
-    return Regions(view, [*decisions]).found()
+def regions(
+    view: View, decisions: list[Decision], computed: Callable[[Match], list[fx.Node]]
+) -> list[Region]:
+    """The regions around these sites; no two overlap, and sites that share one are together.
+    `computed`: what a site computes that no other site does, views and casts of arguments left out.
+    """
+    return Regions(view, {id(d): (d, computed(d.match)) for d in decisions}).found()
 
 
 class Regions:
     """The regions of one view."""
 
-    def __init__(self, view: View, decisions: list[Decision]):
-        self.view, self.decisions = view, decisions
+    def __init__(self, view: View, sites: dict[int, tuple[Decision, list[fx.Node]]]):
+        self.view, self.sites = view, sites
         self.nodes = [*view.graph.nodes]
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.site: dict[fx.Node, Decision] = {}
-        for d in decisions:
-            self.site |= dict.fromkeys((*d.match.interior, *d.match.roots), d)
+        for d, members in sites.values():
+            self.site |= dict.fromkeys(members, d)
         self.ended: dict[fx.Node, bool] = {}
         self.level = self.levels()
 
     def found(self) -> list[Region]:
         done: dict[int, Region] = {}
-        for d in self.decisions:
+        for d, _ in self.sites.values():
             if id(d) not in done:
                 region = self.around(d)
                 done |= {id(s): region for s in region.sites}
@@ -93,9 +98,8 @@ class Regions:
         for n in self.nodes:
             below = max((level[a] for a in n.all_input_nodes), default=0)
             level[n] = below + (n not in self.site and self.ends(n))
-        for d in self.decisions:
-            roots = max(level[r] for r in d.match.roots)
-            level |= dict.fromkeys((*d.match.interior, *d.match.roots), roots)
+        for d, members in self.sites.values():
+            level |= dict.fromkeys(members, max(level[r] for r in d.match.roots))
         for n in reversed(self.nodes):
             if n.users and n not in self.site and elementwise(n):
                 latest = min(level[u] - (u not in self.site and self.ends(u)) for u in n.users)
@@ -125,7 +129,7 @@ class Regions:
         return all(given(a).op == "placeholder" or self.ends(given(a)) for a in whole)
 
     def around(self, d: Decision) -> Region:
-        sites, found, pending = {id(d): d}, set(), [*d.match.interior, *d.match.roots]
+        sites, found, pending = {id(d): d}, set(), [*self.sites[id(d)][1]]
         state = self.view.region.get(d.match.roots[0])
         level = self.level[d.match.roots[0]]
         while pending and len(found) <= MOST_NODES:
@@ -136,7 +140,7 @@ class Regions:
             if n in self.site and id(self.site[n]) not in sites:
                 other = self.site[n]
                 sites[id(other)] = other
-                pending += [*other.match.interior, *other.match.roots]
+                pending += self.sites[id(other)][1]
             for m in (*n.all_input_nodes, *n.users):
                 same = self.level.get(m) == level and self.view.region.get(m) == state
                 if m not in found and same and self.fusable(m):
