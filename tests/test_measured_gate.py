@@ -1,5 +1,6 @@
 """What the judge makes of measurements: proposed, measured, kept, told, and decided again."""
 
+import dataclasses
 import math
 import random
 
@@ -116,6 +117,23 @@ def test_nothing_is_measured_where_nothing_is_compiled_or_asked(monkeypatch, tmp
             decided(norm, long_norm(), compiles=False, measure_s=20), "layer_norm"
         )
     assert fused and plain[0][1]
+
+
+def test_answers_that_ship_come_after_those_of_this_user_and_alone_under_the_table(
+    monkeypatch, tmp_path
+):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.5):
+        decided(norm, long_norm(), measure_s=20)
+        (mine,) = stored.store().all()
+        shipped = dataclasses.replace(
+            mine, take=("kernel/None",), ratio=2.0, verdict="faster", seed=True
+        )
+        monkeypatch.setattr(stored, "seed", lambda: {mine.key: shipped})
+        assert not told(decided(norm, long_norm()), "layer_norm")[0][1]
+        ((_, fused, reason),) = told(decided(norm, long_norm(), gate="table"), "layer_norm")
+        assert fused and reason.endswith("measured on a NVIDIA H200")
+        stored.store().clear()
+        assert told(decided(norm, long_norm()), "layer_norm")[0][1]
 
 
 def test_explain_says_what_a_compilation_would_measure(monkeypatch, tmp_path):

@@ -143,7 +143,7 @@ def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):
     wrong.call.args = (k, k, v, *rest)
     with (
         contest(cut) as held,
-        pytest.raises(Lost, match="not those of Inductor.* of its norm away"),
+        pytest.raises(Lost, match="not those of Inductor.* of its norm"),
     ):
         held.against([wrong], 0.1)
 

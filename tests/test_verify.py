@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend
 from fusion_backend.frontends import dynamo as backend
 from fusion_backend.frontends import runs, verify
-from fusion_backend.frontends.agreement import Value, disagreement
 from fusion_backend.frontends.twins import Twins, writes, written_places
 from fusion_backend.measure import timing
+from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options, parse
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusion_backend.compat.memory import saves_unseen
 from fusion_backend.compat.torch import plain_tensors, pytree
-from fusion_backend.frontends.agreement import Value
 from fusion_backend.frontends.twins import Twins
+from fusion_backend.measure.agreement import Value
 from fusion_backend.measure.timing import Clock
 from fusion_backend.reporting import report as reporting
 

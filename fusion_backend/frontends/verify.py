@@ -29,9 +29,9 @@ from fusion_backend.compat.torch import (
     namespace_of,
     pytree,
 )
-from fusion_backend.frontends.agreement import coarsest, disagreement
 from fusion_backend.frontends.runs import Compiled, NotVerified, Runs, apart, check
 from fusion_backend.frontends.twins import Twins, written_places
+from fusion_backend.measure.agreement import coarsest, disagreement
 from fusion_backend.measure.timing import ROUNDS, Race, race
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.faults import described

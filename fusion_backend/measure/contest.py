@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from itertools import starmap
 
 import torch
 
 from fusion_backend.compat.inductor import compiled_apart
 from fusion_backend.decide.gate import Decision
+from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
 from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
 from fusion_backend.measure.timing import Clock, Race, race
 
-TOLERANCE = 0.05  # of the norm: far above rounding, far below a wrong kernel
 TIMING_S = 2.0  # for one race
 
 
@@ -31,7 +32,7 @@ class Run:
     """
 
     call: Callable[[], object]
-    values: list[torch.Tensor]
+    values: list[Value]
     saved: int
 
 
@@ -46,12 +47,14 @@ class Contest:
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
         # random numbers of ours are others than Inductor's, whose own differ from run to run
-        again = [v.detach() for v in self.plain.call() if v is not None]
-        self.random = bool(different(self.plain.values, again))
+        again = self.named(self.plain.call())
+        self.random = bool(self.different(again))
 
     def compiled(self, chosen: list[Decision]) -> Run:
         """The region with these sites replaced, compiled and run once."""
-        fn = compiled_apart(self.cut.graph(chosen), self.inputs)
+        return self.run(compiled_apart(self.cut.graph(chosen), self.inputs))
+
+    def run(self, fn: Callable) -> Run:
         wanted = [t for t in self.inputs if t.requires_grad]
 
         def step() -> list:
@@ -65,7 +68,32 @@ class Contest:
         saved = memory(self.device) - before
         values = results + self.gradients(results, wanted)
         finished(self.device)
-        return Run(step, [v.detach() for v in values if v is not None], saved)
+        return Run(step, self.named(values), saved)
+
+    def named(self, values: list) -> list[Value]:
+        results, count = [], len(self.cut.outputs)
+        for i, v in enumerate(values):
+            name = f"result {i}" if i < count else f"gradient {i - count}"
+            results.append(Value(name, None if v is None else v.detach()))
+        return results
+
+    def different(self, ours: list[Value]) -> str:
+        """In what values differ from plain Inductor's by more than rounding; "" where they do not.
+        Where one is not finite, made-up inputs may be the cause.
+        """
+        pairs = zip(ours, self.plain.values, strict=True)
+        compared = [(a, b) for a, b in pairs if a.value is None or a.value.is_floating_point()]
+        mine, theirs = zip(*starmap(finite, compared), strict=True) if compared else ((), ())
+        dtypes = {v.value.dtype for v in theirs if v.value is not None}
+        dtypes |= {t.dtype for t in self.inputs if t.is_floating_point()}
+        eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return disagreement([*mine], [*theirs], self.eager, eps)
+
+    def eager(self) -> list[Value]:
+        """The values of the region, computed operator by operator."""
+        values = self.run(self.cut.graph([])).values
+        pairs = zip(values, self.plain.values, strict=True)
+        return [finite(a, b)[0] for a, b in pairs if a.value is None or a.value.is_floating_point()]
 
     def gradients(self, results: list, wanted: list) -> list:
         outs = [r for r in results if r.requires_grad]
@@ -80,7 +108,7 @@ class Contest:
         more that keeps for backward. Raises Lost where the results are not the same.
         """
         ours = self.compiled(chosen)
-        if not self.random and (wrong := different(self.plain.values, ours.values)):
+        if not self.random and (wrong := self.different(ours.values)):
             raise Lost(f"its results are not those of Inductor here: {wrong}")
         with alone(self.device, seconds):
             found = race(self.plain.call, ours.call, self.clock, min(seconds, TIMING_S))
@@ -135,15 +163,9 @@ def finished(device: torch.device, seconds: float = 10.0) -> None:
         time.sleep(1e-4)
 
 
-def different(plain: list[torch.Tensor], ours: list[torch.Tensor]) -> str:
-    """In what the results differ by more than rounding; "" where they do not."""
-    for i, (a, b) in enumerate(zip(plain, ours, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"result {i} is {b.dtype}{[*b.shape]} for {a.dtype}{[*a.shape]}"
-        if not a.is_floating_point():
-            continue
-        apart = (a - b).float().nan_to_num_(0.0, 0.0, 0.0).norm()  # made-up inputs may give NaN
-        distance = float(apart / a.float().nan_to_num_(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
-        if distance > TOLERANCE:
-            return f"result {i} is {distance:.2g} of its norm away"
-    return ""
+def finite(a: Value, b: Value) -> tuple[Value, Value]:
+    """Both with zeros where one of them is not finite."""
+    if a.value is None or b.value is None or a.value.shape != b.value.shape:
+        return a, b
+    both = a.value.isfinite() & b.value.isfinite()
+    return tuple(Value(v.name, torch.where(both, v.value, 0.0)) for v in (a, b))
