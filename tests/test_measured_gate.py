@@ -131,7 +131,7 @@ def test_answers_that_ship_come_after_those_of_this_user_and_alone_under_the_tab
         monkeypatch.setattr(stored, "seed", lambda: {mine.key: shipped})
         assert not told(decided(norm, long_norm()), "layer_norm")[0][1]
         ((_, fused, reason),) = told(decided(norm, long_norm(), gate="table"), "layer_norm")
-        assert fused and reason.endswith("measured on a NVIDIA H200")
+        assert fused and reason.endswith("measured on an NVIDIA H200")
         stored.store().clear()
         assert told(decided(norm, long_norm()), "layer_norm")[0][1]
 

@@ -141,8 +141,10 @@ class Judge:
             if self.ranks is None or c.key is None or self.ranks.claim(c.key):
                 found[id(c)] = self.own(c)
                 if self.ranks is not None and c.key is not None:
-                    told = self.ranks.publish(c.key, found[id(c)].to_json())
-                    found[id(c)] = answer_of(json.loads(told))
+                    mine = found[id(c)].to_json()
+                    told = self.ranks.publish(c.key, mine)
+                    if told != mine:  # this rank was too late
+                        found[id(c)] = answer_of(json.loads(told))
         for c in classes:
             if id(c) not in found:
                 late = unanswered(c, "another rank did not answer in time").to_json()
