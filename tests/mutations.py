@@ -198,6 +198,48 @@ MUTATIONS = {
         "repr((sources, decisions))",
         "tests/oracle/test_second_process_cache.py::test_edited_backward",
     ),
+    "regions: a library call does not end one": Mutation(
+        "fusion_backend/measure/region.py",
+        "return library_call(name_of(n)) or not measurable(n)",
+        "return not measurable(n)",
+        "tests/test_regions.py",
+    ),
+    "measuring: an index may be out of range": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "memory.random_(0, bound)",
+        "memory.random_(0, 1000)",
+        "tests/test_measured_regions.py",
+    ),
+    "measuring: wrong results are not noticed": Mutation(
+        "fusion_backend/measure/contest.py",
+        "if not self.random and (wrong :=",
+        "if False and (wrong :=",
+        "tests/test_measured_regions.py",
+    ),
+    "measuring: noise is taken for a difference": Mutation(
+        "fusion_backend/measure/timing.py",
+        "CONFIDENCE = 0.99",
+        "CONFIDENCE = 0.6",
+        "tests/test_measured_gate.py",
+    ),
+    "judge: what the tables refuse is fused when the rounds run out": Mutation(
+        "fusion_backend/measure/judge.py",
+        "gate.evidence.wanted = active and number + 1 < MOST_ROUNDS",
+        "gate.evidence.wanted = active",
+        "tests/test_measured_gate.py",
+    ),
+    "store: an answer may be read while it is written": Mutation(
+        "fusion_backend/measure/store.py",
+        'os.replace(scratch, self.folder / f"{answer.key}.json")',
+        '(self.folder / f"{answer.key}.json").write_text(answer.to_json())',
+        "tests/test_measured_store.py",
+    ),
+    "ranks: each takes its own answer": Mutation(
+        "fusion_backend/measure/agree.py",
+        'return answer if self.store is None else self.first(f"fusion/answer/{key}", answer)',
+        "return answer",
+        "tests/test_measured_regions.py",
+    ),
 }
 
 
