@@ -11,7 +11,7 @@ from torch import nn
 from fusion_backend.measure import contest as contests
 from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
-from fusion_backend.measure.inputs import limit, made_up
+from fusion_backend.measure.inputs import limits, made_up
 from fusion_backend.measure.store import Answer
 from tests.measured_cases import Block, cuts_of
 
@@ -48,7 +48,7 @@ def test_indices_are_within_what_they_index():
             (n, t)
             for c in cuts
             for n, t in zip(c.inputs, made_up(c, torch.device("cpu")), strict=True)
-            if t.dtype == torch.int64 and limit(n, {*c.region.nodes}) == bound
+            if t.dtype == torch.int64 and limits(n, {*c.region.nodes}) == [bound]
         ]
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
 
@@ -96,6 +96,35 @@ def test_a_mask_from_an_input_is_computed_with_ones():
         if t.dtype == torch.bool or t.dtype == torch.int64
     ]
     assert all((m != 0).all() for m in masks if m.dtype == torch.bool)
+
+
+def test_an_index_that_is_computed_with_ones_stays_within_what_it_indexes():
+    table = nn.Embedding(7, 16)
+
+    def fn(i):
+        return F.layer_norm(table(i * 50 - 100), (16,))
+
+    _, found = inputs_of(fn, torch.randint(2, 3, (4,)), only="layer_norm")
+    (index,) = [t for t in found if t.dtype == torch.int64]
+    assert index.min() >= 0 and index.max() < 7
+
+
+def test_a_mask_and_what_it_is_computed_from_go_together():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, keep):
+        heads = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        places = torch.arange(8)
+        mask = keep[:, places][:, None, None] & (places[:, None] >= places)
+        once = F.scaled_dot_product_attention(heads, heads, heads, mask)
+        again = linear(once.transpose(1, 2).reshape(2, 8, 16)).view(2, 8, 2, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(again, again, again, mask)
+
+    keep = torch.ones(2, 8, dtype=torch.bool)
+    for cut in cuts_of(fn, torch.randn(2, 8, 16), keep, only="attention"):
+        values = made_up(cut, torch.device("cpu"))
+        plain, ours = cut.graph([])(*values), cut.graph(cut.region.sites)(*values)
+        torch.testing.assert_close(plain, ours)
 
 
 # Contests.

@@ -14,11 +14,9 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
-from fusion_backend.measure.region import Region
+from fusion_backend.measure.region import NUMBERS, Region, call_reads
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
-
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass
@@ -66,14 +64,14 @@ class Cut:
         for n in new:
             n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
         replaced |= results
-        of = self.facts.canon.of
+        of, inside = self.facts.canon.of, {*self.region.nodes}
         for root, copied in zip(d.match.roots, copy.match.roots, strict=True):
             if copied not in results:  # nobody reads it
                 continue
             result = results[copied]
             copied.replace_all_uses_with(result)
             for n in d.match.interior:  # permuted and permuted back: the same value again
-                if of[n] is of[root]:
+                if of[n] is of[root] and n in inside:
                     replaced[now[n]] = result
                     now[n].replace_all_uses_with(result)
 
@@ -98,20 +96,18 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     """`wanted`: does anything want the gradient of this input?"""
     inside = dict.fromkeys(region.nodes)
     read = [a for n in region.nodes for a in n.all_input_nodes]
-    read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+    read += [a for d in region.sites for a in call_reads(d)]
     tensors = (a for a in read if isinstance(a.meta.get("val"), torch.Tensor))
     inputs = [*dict.fromkeys(a for a in tensors if a not in inside)]
     outputs = [
         n
         for n in region.nodes
-        if isinstance(n.meta.get("val"), torch.Tensor) and any(u not in inside for u in n.users)
+        if isinstance(n.meta.get("val"), torch.Tensor)
+        and n not in region.again
+        and any(u not in inside for u in n.users)
     ]
     grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wanted(a)}
     return Cut(facts, region, inputs, outputs, grads)
-
-
-def base(a: fx.Node | Viewed) -> fx.Node:
-    return a.node if isinstance(a, Viewed) else a
 
 
 def outer(a: fx.Node, now: dict):
@@ -144,7 +140,7 @@ def moved(d: Decision, now: dict) -> Decision:
         d.match,
         roots=[now[r] for r in d.match.roots],
         arguments={name: copy(a) for name, a in d.match.arguments.items()},
-        interior=[now[n] for n in d.match.interior],
+        interior=[now[n] for n in d.match.interior if n in now],
     )
     call = dataclasses.replace(d.call, args=tuple(map(copy, d.call.args)))
     return dataclasses.replace(d, match=match, call=call)
