@@ -1,7 +1,10 @@
 """Regions that are really compiled and run, on a CPU; their inputs; and ranks that agree."""
 
 import json
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -9,10 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.measure import contest as contests
+from fusion_backend.measure import gpu
+from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
 from fusion_backend.measure.inputs import limits, made_up
 from fusion_backend.measure.store import Answer
+from fusion_backend.options import Options
+from fusion_backend.reporting.records import GraphRecord
 from tests.measured_cases import Block, cuts_of
 
 # Inputs.
@@ -174,14 +181,17 @@ def test_what_does_not_fit_is_not_measured(monkeypatch):
 def test_a_region_is_compiled_while_a_graph_is(monkeypatch):
     """Inside a compilation of Dynamo's, which must not notice."""
     from torch._dynamo.utils import counters
+    from torch._inductor import metrics
 
     block, seen = Block(), []
 
     def backend(gm, inputs):
         before = {k: dict(v) for k, v in counters.items()}
+        kernels = metrics.generated_kernel_count
         with contest(cut) as held:
             seen.append(held.against(cut.region.sites, 0.05)[0].ratio)
         assert {k: dict(v) for k, v in counters.items()} == before
+        assert metrics.generated_kernel_count == kernels
         return gm.forward
 
     x = torch.randn(2, 8, 16, requires_grad=True)
@@ -244,3 +254,72 @@ def test_a_process_by_itself_agrees_with_itself():
     alone = Ranks()
     answer = Answer("k", ("a",), ("",)).to_json()
     assert alone.claim("k") and alone.publish("k", answer) == answer and json.loads(answer)
+
+
+def test_a_rank_that_died_is_waited_for_once(monkeypatch):
+    dead, alive = ranks(2)
+    waited = []
+    one = judging.Judge(Options(measure_s=0), GraphRecord(0), False)
+    one.ranks, one.own = alive, lambda c: pytest.fail("it was claimed")
+    monkeypatch.setattr(judging, "unanswered", lambda c, why: Answer(c.key, (), (), why=why))
+    wait = alive.wait
+    alive.wait = lambda key, late, s: waited.append(s) or wait(key, late, min(s, 0.01))
+    classes = [judging.Class(key, None, []) for key in "abc"]
+    assert all(dead.claim(c.key) for c in classes)
+    assert {a.why for a in one.answers(classes)} == {judging.LATE}
+    assert waited == [60.0, 0.0, 0.0]
+
+
+def test_two_processes_agree_through_a_file(tmp_path):
+    def ranks_of(rank):
+        one = Ranks.__new__(Ranks)
+        one.store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        one.me = f"rank {rank}"
+        return one
+
+    long = "x" * 200_000
+    child = os.fork()
+    if child == 0:  # it claims, and dies without an answer to the second
+        one = ranks_of(1)
+        one.claim("first")
+        one.claim("second")
+        one.publish("first", long)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    one = ranks_of(0)
+    assert not one.claim("first") and one.wait("first", "none", 5) == long
+    assert not one.claim("second") and one.wait("second", "none", 0.05) == "none"
+    assert one.claim("third") and one.publish("third", "mine") == "mine"
+
+
+def test_a_lock_ends_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda, (ready, told) = torch.device("cuda:1"), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with gpu.alone(cuda, 1.0):
+            os.write(told, b"x")
+            time.sleep(60)
+    assert os.read(ready, 1) == b"x"
+    with gpu.alone(cuda, 0.02) as had:
+        assert not had
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with gpu.alone(cuda, 1.0) as had:
+        assert had
+
+
+def test_a_lock_is_given_back_though_a_child_has_its_file_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda = torch.device("cuda:0")
+    with gpu.alone(cuda, 1.0):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with gpu.alone(cuda, 0.1) as had:
+            assert had
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

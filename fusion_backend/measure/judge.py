@@ -27,11 +27,12 @@ from fusion_backend.measure.measuring import measured, unanswered
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
-from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
 from fusion_backend.reporting.reject import Unmeasured
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 TABLES = "H200"  # the GPU that the tables of the patterns were measured on
+LATE = "another rank did not answer in time"
 WAITING_S = 60.0  # beyond the time to measure, for the answer of another rank
 
 
@@ -88,6 +89,8 @@ class Judge:
                 self.hear(gates)
             if not self.open:
                 return
+        for gate in gates:
+            obey(gate)
 
     def hear(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
@@ -127,11 +130,14 @@ class Judge:
                 if self.ranks is not None and c.key is not None:
                     told = self.ranks.publish(c.key, found[id(c)].to_json())
                     found[id(c)] = answer_of(json.loads(told))
+        patience = self.options.measure_s + WAITING_S
         for c in classes:
             if id(c) not in found:
-                late = unanswered(c, "another rank did not answer in time").to_json()
-                told = self.ranks.wait(c.key, late, self.options.measure_s + WAITING_S)
+                late = unanswered(c, LATE).to_json()
+                told = self.ranks.wait(c.key, late, patience)
                 found[id(c)] = answer_of(json.loads(told))
+                if found[id(c)].why == LATE:  # what a dead rank has claimed is waited for once
+                    patience = 0.0
                 if found[id(c)].verdict:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
@@ -196,6 +202,15 @@ def cut_of(gate: Gate, region: Region) -> Cut:
         return n in facts.view.requires_grad or facts.from_training(n)
 
     return cut(facts, region, training, wanted)
+
+
+def obey(gate: Gate) -> None:
+    """After the last round nothing stays fused otherwise than as its answer says."""
+    for d in gate.found:
+        answer = gate.evidence.of(d.match)
+        if d.fused and answer is not None and answer.take != d.providers:
+            d.fused, d.forward, d.backward = False, None, None
+            d.reason, d.cause = "left to Inductor: too much was proposed there", UNPROFITABLE
 
 
 def device_of(d: Decision):
