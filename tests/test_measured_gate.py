@@ -259,7 +259,7 @@ def test_when_rounds_run_out_nothing_doubtful_is_fused(monkeypatch, tmp_path):
 
     x = torch.randn(16384, 1024)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
-        for rounds, fused in ((1, False), (2, False), (8, True)):
+        for rounds, fused in ((1, False), (8, True)):
             monkeypatch.setattr(judging, "MOST_ROUNDS", rounds)
             stored.store().clear()
             record = decided(fn, x, gate="measure")
@@ -381,6 +381,23 @@ def test_a_measured_decision_adds_no_guard(monkeypatch, tmp_path):
         for rows in (64, 65, 1000, 7):
             fn(torch.randn(rows, 4096))
     assert counted.frame_count == 1
+
+
+def test_after_the_last_round_nothing_that_lost_is_fused(monkeypatch, tmp_path):
+    for last in (1, 2):
+        monkeypatch.setattr(judging, "MOST_ROUNDS", last)
+        with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.9):
+            ((_, fused, _),) = told(decided(norm, long_norm(), gate="measure"), "layer_norm")
+        assert not fused
+
+
+def test_after_the_last_round_a_doubtful_site_that_won_is_fused(monkeypatch, tmp_path):
+    def fn(x):
+        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+    monkeypatch.setattr(judging, "MOST_ROUNDS", 2)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        assert told(decided(fn, torch.randn(16384, 1024), gate="measure"), "layer_norm")[0][1]
 
 
 # Races.

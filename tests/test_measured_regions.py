@@ -13,10 +13,13 @@ from torch import nn
 
 from fusion_backend.measure import contest as contests
 from fusion_backend.measure import gpu
+from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
-from fusion_backend.measure.inputs import limit, made_up
+from fusion_backend.measure.inputs import limits, made_up
 from fusion_backend.measure.store import Answer
+from fusion_backend.options import Options
+from fusion_backend.reporting.records import GraphRecord
 from tests.measured_cases import Block, cuts_of
 
 # Inputs.
@@ -52,7 +55,7 @@ def test_indices_are_within_what_they_index():
             (n, t)
             for c in cuts
             for n, t in zip(c.inputs, made_up(c, torch.device("cpu")), strict=True)
-            if t.dtype == torch.int64 and limit(n, {*c.region.nodes}) == bound
+            if t.dtype == torch.int64 and limits(n, {*c.region.nodes}) == [bound]
         ]
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
 
@@ -113,6 +116,17 @@ def test_a_mask_from_an_input_keeps_something_in_every_row():
     assert masks and all((m != 0).any(-1).all() and (m == 0).any(-1).all() for m in masks)
 
 
+def test_an_index_that_is_computed_with_ones_stays_within_what_it_indexes():
+    table = nn.Embedding(7, 16)
+
+    def fn(i):
+        return F.layer_norm(table(i * 50 - 100), (16,))
+
+    _, found = inputs_of(fn, torch.randint(2, 3, (4,)), only="layer_norm")
+    (index,) = [t for t in found if t.dtype == torch.int64]
+    assert index.min() >= 0 and index.max() < 7
+
+
 # Contests.
 
 
@@ -160,14 +174,17 @@ def test_what_does_not_fit_is_not_measured(monkeypatch):
 def test_a_region_is_compiled_while_a_graph_is(monkeypatch):
     """Inside a compilation of Dynamo's, which must not notice."""
     from torch._dynamo.utils import counters
+    from torch._inductor import metrics
 
     block, seen = Block(), []
 
     def backend(gm, inputs):
         before = {k: dict(v) for k, v in counters.items()}
+        kernels = metrics.generated_kernel_count
         with contest(cut) as held:
             seen.append(held.against(cut.region.sites, 0.05)[0].ratio)
         assert {k: dict(v) for k, v in counters.items()} == before
+        assert metrics.generated_kernel_count == kernels
         return gm.forward
 
     x = torch.randn(2, 8, 16, requires_grad=True)
@@ -232,37 +249,84 @@ def test_a_process_by_itself_agrees_with_itself():
     assert alone.claim("k") and alone.publish("k", answer) == answer and json.loads(answer)
 
 
-# The GPU for one process at a time.
+def test_a_rank_that_died_is_waited_for_once(monkeypatch):
+    dead, alive = ranks(2)
+    waited = []
+    one = judging.Judge(Options(measure_s=0), GraphRecord(0), False)
+    one.ranks, one.own = alive, lambda c: pytest.fail("it was claimed")
+    monkeypatch.setattr(judging, "unanswered", lambda c, why: Answer(c.key, (), (), why=why))
+    wait = alive.wait
+    alive.wait = lambda key, late, s: waited.append(s) or wait(key, late, min(s, 0.01))
+    classes = [judging.Class(key, None, []) for key in "abc"]
+    assert all(dead.claim(c.key) for c in classes)
+    assert {a.why for a in one.answers(classes)} == {judging.LATE}
+    assert waited == [60.0, 0.0, 0.0]
 
 
-def test_who_times_is_alone_and_who_waits_does_not_wait_for_ever(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
-    cuda = torch.device("cuda", 0)
-    with gpu.alone(cuda, 1.0) as first, gpu.alone(cuda, 0.01) as second:
-        assert first and not second
-    with gpu.alone(cuda, 0.0) as third:
-        assert third
-    (tmp_path / "lock").unlink()
-    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")  # of somebody else, say
-    with gpu.alone(cuda, 1.0) as alone:
-        assert not alone
-    assert not (tmp_path / "elsewhere").exists()
-    with gpu.alone(torch.device("cpu"), 0.0) as alone:
-        assert alone
+def test_two_processes_agree_through_a_file(tmp_path):
+    def ranks_of(rank):
+        one = Ranks.__new__(Ranks)
+        one.store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
+        one.me = f"rank {rank}"
+        return one
+
+    long = "x" * 200_000
+    child = os.fork()
+    if child == 0:  # it claims, and dies without an answer to the second
+        try:
+            one = ranks_of(1)
+            one.claim("first")
+            one.claim("second")
+            one.publish("first", long)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    one = ranks_of(0)
+    assert not one.claim("first") and one.wait("first", "none", 5) == long
+    assert not one.claim("second") and one.wait("second", "none", 0.05) == "none"
+    assert one.claim("third") and one.publish("third", "mine") == "mine"
 
 
-def test_a_process_that_is_killed_gives_the_gpu_back(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
-    cuda, (reading, writing) = torch.device("cuda", 0), os.pipe()
+def held_by_a_child(cuda: torch.device) -> int:
+    """A process that holds the lock, until it is killed or a few seconds have passed."""
+    ready, told = os.pipe()
     child = os.fork()
     if child == 0:
-        with gpu.alone(cuda, 1.0):
-            os.write(writing, b"1")
-            time.sleep(60)
-    os.read(reading, 1)
-    with gpu.alone(cuda, 0.0) as alone:
-        assert not alone
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with gpu.alone(cuda, 1.0) as alone:
-        assert alone
+        try:
+            with gpu.alone(cuda, 1.0):
+                os.write(told, b"x")
+                time.sleep(5)
+        finally:
+            os._exit(0)
+    assert os.read(ready, 1) == b"x"
+    return child
+
+
+def test_a_lock_ends_with_its_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda = torch.device("cuda:1")
+    child = held_by_a_child(cuda)
+    try:
+        with gpu.alone(cuda, 0.02) as had:
+            assert not had
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with gpu.alone(cuda, 1.0) as had:
+        assert had
+
+
+def test_a_lock_is_given_back_though_a_child_has_its_file_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "lock_file", lambda device: str(tmp_path / "lock"))
+    cuda = torch.device("cuda:0")
+    with gpu.alone(cuda, 1.0):
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+    try:
+        with gpu.alone(cuda, 0.1) as had:
+            assert had
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -98,20 +98,47 @@ def test_sites_that_inductor_could_fuse_with_each_other_share_a_region():
     assert patterns(region) == ["layer_norm", "softmax"]
 
 
-def test_an_index_that_is_computed_is_not_run_on_made_up_values():
+def test_integers_are_not_computed_in_a_region():
     table = nn.Embedding(7, 16)
 
-    def fn(i):
-        return F.layer_norm(table(i * 3 % 7), (16,))
+    def one(fn, *inputs):
+        _, (region,) = regions_of(fn, *inputs, only="layer_norm")
+        return names(region)
 
-    _, (region,) = regions_of(fn, torch.randint(0, 7, (4,)), only="layer_norm")
-    assert names(region) == ["layer_norm"]
+    i, x = torch.randint(1, 7, (4,)), torch.rand(4, 16)
+    read = ["embedding", "layer_norm"]
+    assert one(lambda i: F.layer_norm(table(i * 3 % 7), (16,)), i) == read
+    assert one(lambda x: F.layer_norm(table(x.argmax(-1) % 7), (16,)), x) == read
+    assert one(lambda x: F.layer_norm(table((x[:, 0] * 6).long()), (16,)), x) == read
+    assert one(lambda i: F.layer_norm(table(i.view(-1)), (16,)), i) == read
 
-    def given(i):
-        return F.layer_norm(table(i.view(-1)), (16,))
 
-    _, (region,) = regions_of(given, torch.randint(0, 7, (4,)), only="layer_norm")
-    assert "embedding" in names(region)
+def test_what_is_written_at_an_index_is_not_in_a_region():
+    def one(fn, *inputs):
+        _, (region,) = regions_of(fn, *inputs, only="layer_norm")
+        return names(region)
+
+    i, x, keep = torch.randint(1, 4, (4,)), torch.rand(16, 16), torch.arange(16) < 3
+    norm = ["layer_norm"]
+    assert one(lambda x, i: F.layer_norm(x.index_add(0, i - 1, x[:4]), (16,)), x, i) == norm
+    assert one(lambda x, i: F.layer_norm(x.scatter(0, i[None] + 2, 1.0), (16,)), x, i) == norm
+    assert one(lambda x, i: F.layer_norm(x.index_put((i,), x[0, 0]), (16,)), x, i) == norm
+    assert one(lambda x, m: F.layer_norm(x.masked_scatter(m, x[:4]), (16,)), x, keep) == norm
+    assert one(lambda x: F.layer_norm(torch.bernoulli(x), (16,)), x) == norm
+
+
+def test_a_cast_of_an_argument_that_is_read_before_is_computed_again():
+    first, second, norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def fn(x):
+        h = F.dropout(norm(first(x)), 0.1, False)
+        return norm(F.dropout(second(F.relu(h)), 0.1, False) + h)
+
+    cut, _ = cuts_of(fn, torch.randn(4, 16), only="add_layer_norm")
+    assert not cut.region.problem and len(cut.outputs) == 1
+    assert names(cut.region) == ["dropout", "dropout", "add", "layer_norm"]
+    inputs = made_up(cut, torch.device("cpu"))
+    torch.testing.assert_close(cut.graph([])(*inputs), cut.graph(cut.region.sites)(*inputs))
 
 
 def test_a_change_of_grad_mode_ends_a_region():

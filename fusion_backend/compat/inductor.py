@@ -24,7 +24,7 @@ from torch._dynamo.utils import _metrics_context_tls as metrics_of_thread
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._inductor import lowering
+from torch._inductor import lowering, metrics
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.ir import TensorBox
 from torch._inductor.output_code import OutputCode
@@ -70,6 +70,7 @@ def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     of graphs, and CUDA graphs. Triton's cache of kernels is used.
     """
     theirs = {"triton.cudagraphs": False, "fx_graph_cache": False, "fx_graph_remote_cache": False}
+    theirs["trace.enabled"] = False  # TORCH_COMPILE_DEBUG is about the user's graphs
     # A backward that is compiled when it first runs would wait for Dynamo's lock, in a thread of
     # autograd's, while this thread holds the lock and waits for the gradient.
     at_once = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
@@ -82,6 +83,7 @@ def metrics_apart() -> Iterator[None]:
     """Inside, what a compilation counts is not added to what this process has compiled."""
     own, before = metrics_of_thread, get_metrics_context()
     counted = {name: copy.copy(counter) for name, counter in counters.items()}
+    made = {k: copy.copy(v) for k, v in vars(metrics).items() if type(v) in (int, list)}
     own.metrics_context = MetricsContext(on_exit=lambda *results: None)
     try:
         with own.metrics_context:
@@ -90,6 +92,11 @@ def metrics_apart() -> Iterator[None]:
         own.metrics_context = before
         counters.clear()
         counters.update(counted)
+        for name, value in made.items():
+            if isinstance(value, list):
+                getattr(metrics, name)[:] = value
+            else:
+                setattr(metrics, name, value)
 
 
 def compile_graph(

@@ -33,5 +33,10 @@ class Evidence:
     def of(self, match: Match) -> Measured | None:
         return self.answers.get((match.pattern.name, match.roots[0]))
 
+    def won(self, match: Match) -> bool:
+        """Was it measured, and is it faster here?"""
+        answer = self.of(match)
+        return answer is not None and answer.take != ""
+
     def tell(self, match: Match, answer: Measured) -> None:
         self.answers[match.pattern.name, match.roots[0]] = answer

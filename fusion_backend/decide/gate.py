@@ -220,7 +220,7 @@ class Gate:
         if isinstance(answer, Replacement) and answer.op is not rule:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
-            if cause == UNPROFITABLE and self.evidence.wanted:
+            if cause == UNPROFITABLE and (self.evidence.wanted or self.evidence.won(match)):
                 doubt = dataclasses.replace(refused, reason=said)
                 return self.op_call(match, answer, training, cuda, doubt=doubt)
             return Decision(match, False, said, cause=cause)

@@ -122,8 +122,11 @@ def contest(cut: Cut) -> Iterator[Contest]:
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise Lost("a CUDA graph is being captured")
     held = None
+    # events are recorded on the current GPU, which need not be the region's
+    here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
+    drawn = torch.random.fork_rng(devices=[cut.device] if on_gpu else [])
     try:
-        with torch.random.fork_rng(devices=[cut.device] if on_gpu else []), torch.enable_grad():
+        with here, drawn, torch.inference_mode(False), torch.enable_grad():
             held = Contest(cut)
             yield held
     except torch.OutOfMemoryError as error:

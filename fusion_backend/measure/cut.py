@@ -16,12 +16,11 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
-from fusion_backend.measure.region import Region
+from fusion_backend.measure.region import NUMBERS, Region, call_reads
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
 CASTS = {"aten::to", "aten::_to_copy"}
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass
@@ -69,14 +68,14 @@ class Cut:
         for n in new:
             n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
         replaced |= results
-        of = self.facts.canon.of
+        of, inside = self.facts.canon.of, {*self.region.nodes}
         for root, copied in zip(d.match.roots, copy.match.roots, strict=True):
             if copied not in results:  # nobody reads it
                 continue
             result = results[copied]
             copied.replace_all_uses_with(result)
             for n in d.match.interior:  # permuted and permuted back: the same value again
-                if of[n] is of[root] and n in now:
+                if of[n] is of[root] and n in inside:
                     replaced[now[n]] = result
                     now[n].replace_all_uses_with(result)
 
@@ -104,7 +103,9 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     outputs = [
         n
         for n in region.nodes
-        if isinstance(n.meta.get("val"), torch.Tensor) and not inside.issuperset(n.users)
+        if isinstance(n.meta.get("val"), torch.Tensor)
+        and n not in region.again
+        and not inside.issuperset(n.users)
     ]
     nodes = sorted(inside | views, key=facts.order.__getitem__)
     region = dataclasses.replace(region, nodes=nodes)
@@ -117,7 +118,7 @@ def inputs_of(region: Region) -> list[fx.Node]:
     """The tensors outside that a region reads, or a replacement in it."""
     inside = {*region.nodes}
     read = [a for n in region.nodes for a in n.all_input_nodes]
-    read += [base(a) for d in region.sites for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
+    read += [a for d in region.sites for a in call_reads(d)]
     tensors = (a for a in read if isinstance(a.meta.get("val"), torch.Tensor))
     return [*dict.fromkeys(a for a in tensors if a not in inside)]
 
@@ -126,16 +127,16 @@ def views_of_one(inputs: list[fx.Node]) -> set[fx.Node]:
     """The views and casts among the inputs, and between them and what they are made of, where
     several inputs are made of one: made-up values for each would contradict each other.
     """
-    source = {a: (a, *chain_of(a))[-1] for a in inputs}
+    source = {a: (a, *seen_through(a))[-1] for a in inputs}
     several = {n for n in source.values() if sum(m is n for m in source.values()) > 1}
     found: set[fx.Node] = set()
     for a in inputs:
         if source[a] in several:
-            found |= {a, *chain_of(a)} - {source[a]}
+            found |= {a, *seen_through(a)} - {source[a]}
     return found
 
 
-def chain_of(n: fx.Node) -> list[fx.Node]:
+def seen_through(n: fx.Node) -> list[fx.Node]:
     """What a value is a view or a cast of, the nearest first."""
     found = []
     while is_lowered(n) and (name_of(n) in CASTS or may_alias(n)):
@@ -145,10 +146,6 @@ def chain_of(n: fx.Node) -> list[fx.Node]:
         n = tensors[0]
         found.append(n)
     return found
-
-
-def base(a: fx.Node | Viewed) -> fx.Node:
-    return a.node if isinstance(a, Viewed) else a
 
 
 def outer(a: fx.Node, now: dict):

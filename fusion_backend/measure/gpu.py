@@ -16,6 +16,7 @@ try:
     import fcntl
 except ImportError:  # not a POSIX system: processes there disturb each other, which the noise shows
     fcntl = None
+LONGEST_S = 60.0  # a process that was stopped keeps its lock
 
 
 @contextlib.contextmanager
@@ -35,7 +36,9 @@ def alone(device: torch.device, seconds: float) -> Iterator[bool]:
     try:
         yield locked(handle, seconds)
     finally:
-        os.close(handle)  # which unlocks it, as the end of the process does, however it ends
+        # for all, a process that was forked meanwhile and has the file open, too
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)  # as the end of the process does, however it ends
 
 
 def lock_file(device: torch.device) -> str:
@@ -44,7 +47,7 @@ def lock_file(device: torch.device) -> str:
 
 
 def locked(handle: int, seconds: float) -> bool:
-    until = time.perf_counter() + seconds
+    until = time.perf_counter() + min(seconds, LONGEST_S)
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

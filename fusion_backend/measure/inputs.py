@@ -8,25 +8,30 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.view import is_lowered, name_of
-from fusion_backend.compat.torch import hinted, overlaps_itself, pytree
+from fusion_backend.compat.torch import hinted, overlaps_itself, pytree, schema_of
 from fusion_backend.decide.neighbours import elementwise
-from fusion_backend.measure.cut import NUMBERS, Cut, number
-from fusion_backend.measure.region import INDEXING, MOVING
+from fusion_backend.measure.cut import Cut, number
+from fusion_backend.measure.region import INDEXING, MOVING, NUMBERS
 
 LONGEST = 64  # operators that compute a mask from what is no float
 # Besides elementwise operators and views: what masks are computed with.
 MASKS = {
     f"aten::{name}"
     for name in """
-    arange ones zeros full empty scalar_tensor ones_like zeros_like full_like tril triu cumsum diff
-    all any eye lift_fresh_copy
+    arange ones zeros full empty scalar_tensor ones_like zeros_like full_like new_ones new_zeros
+    new_full tril triu cumsum diff all any eye lift_fresh_copy __and__ __or__ __xor__ index
     """.split()
 }
 
 
 def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
-    """A tensor for each input of the cut, and `requires_grad` where its gradient is wanted."""
-    return [tensor(a, cut, device).requires_grad_(a in cut.grads) for a in cut.inputs]
+    """A tensor for each input of the cut, and `requires_grad` where its gradient is wanted. What
+    masks are computed from is the same wherever it is read.
+    """
+    chains = {a: chain for a in cut.inputs if (chain := chain_of(a))}
+    chains |= {n: [n] for chain in chains.values() for n in chain if n.op == "placeholder"}
+    found = [tensor(a, cut, device, chains.get(a, [])) for a in cut.inputs]
+    return [t.requires_grad_(a in cut.grads) for a, t in zip(cut.inputs, found, strict=True)]
 
 
 def nbytes(value) -> int:
@@ -41,35 +46,41 @@ def span(sizes, strides) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
-def tensor(a: fx.Node, cut: Cut, device: torch.device) -> torch.Tensor:
-    value = a.meta["val"]
+def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> torch.Tensor:
+    value, bounds = a.meta["val"], limits(a, {*cut.region.nodes})
+    device = place(value, device)
     sizes, strides = hinted(value.shape), hinted(value.stride())
     memory = torch.empty(span(sizes, strides), dtype=value.dtype, device=device)
     laid_out = memory.as_strided(sizes, strides)
-    bound = limit(a, {*cut.region.nodes})
-    if bound is not None:  # it is an index: whatever the graph computes, its range is what counts
-        memory.random_(0, bound)
+    if bounds and (not chain or a.op == "placeholder"):  # an index, though it may be a mask, too
+        memory.random_(0, max(1, min(bounds)))
         return laid_out
-    known = computed(a, device)
-    if not known and (value.is_floating_point() or value.is_complex()):
+    if not chain and (value.is_floating_point() or value.is_complex()):
         memory.normal_()
         return laid_out
-    content = known[0] if known else masking(value, device)
+    content = computed(chain, device) if chain else masking(value, device)
+    if bounds:
+        content = content.clamp(0, max(0, min(bounds) - 1))
     return content.expand(sizes) if overlaps_itself(laid_out) else laid_out.copy_(content)
 
 
 def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """1 and 0 in turns along the last dimension: whatever they mean in a mask, no row is left with
-    nothing. It is not for an index, of which 1 may be out of range.
+    nothing.
     """
     sizes = hinted(value.shape)
     last = sizes[-1] if sizes else 1
     return (1 - torch.arange(last, device=device) % 2).to(value.dtype).expand(sizes)
 
 
-def limit(a: fx.Node, inside: set[fx.Node]) -> int | None:
-    """One more than the largest index that everything in the region takes; None where nothing takes
-    it for an index.
+def place(value: torch.Tensor, device: torch.device) -> torch.device:
+    """Where a value of the graph is: numbers that it multiplies with may be on the CPU."""
+    return value.device if value.device.type == "cpu" else device
+
+
+def limits(a: fx.Node, inside: set[fx.Node]) -> list[int]:
+    """For what is indexed with it in the region, one more than the largest index that this takes;
+    0 is an index of anything.
     """
     bounds, pending, seen = [], [a], set()
     while pending:
@@ -83,7 +94,7 @@ def limit(a: fx.Node, inside: set[fx.Node]) -> int | None:
                 bounds.append(indexed(u, n))
             elif is_lowered(u) and name in MOVING:
                 pending.append(u)
-    return max(1, min(bounds)) if bounds else None
+    return bounds
 
 
 def indexed(n: fx.Node, index: fx.Node) -> int:
@@ -97,28 +108,30 @@ def indexed(n: fx.Node, index: fx.Node) -> int:
     return min(sizes)
 
 
-def computed(a: fx.Node, device: torch.device) -> list[torch.Tensor]:
-    """The value of a mask, or of ids, that the graph computes from no floats; nothing where that is
-    not so.
+def chain_of(a: fx.Node) -> list[fx.Node]:
+    """The operators that compute a mask, or ids, from no floats, and what they are given, in graph
+    order; nothing where that is not so.
     """
-    chain: dict[fx.Node, None] = {}
-    pending = [a]
+    chain: set[fx.Node] = set()
+    pending = [a] if a.op == "call_function" else []
     while pending:
         n = pending.pop()
         if n in chain:
             continue
-        chain[n] = None
+        chain.add(n)
         if len(chain) > LONGEST or not simple(n):
             return []
-        pending += [m for m in n.all_input_nodes if m not in chain]
-    if a.op != "call_function":
-        return []
+        pending += n.all_input_nodes
+    return sorted(chain)
+
+
+def computed(chain: list[fx.Node], device: torch.device) -> torch.Tensor:
+    """The value of the last node of a chain, with ones and zeros for what the graph is given."""
     values: dict[fx.Node, object] = {}
-    order = {n: i for i, n in enumerate(a.graph.nodes) if n in chain}
     with torch.no_grad():
-        for n in sorted(chain, key=order.__getitem__):
+        for n in chain:
             values[n] = run(n, values, device)
-    return [values[a]]
+    return values[chain[-1]]
 
 
 def simple(n: fx.Node) -> bool:
@@ -137,10 +150,18 @@ def run(n: fx.Node, values: dict, device: torch.device):
     if isinstance(value, NUMBERS):
         return number(value)
     if n.op == "placeholder":
-        return masking(value, device)
+        return masking(value, place(value, device))
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
-    kwargs = dict(kwargs)
-    if kwargs.get("device") is not None:
-        kwargs["device"] = device
-    return n.target(*args, **kwargs)
+    if name_of(n) == "aten::index":  # made-up, an index may be out of range
+        sizes = args[0].shape
+        args = (args[0], [within(i, size) for i, size in zip(args[1], sizes, strict=False)])
+    names = [argument.name for argument in schema_of(n.target).arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if "device" in names:
+        given["device"] = place(value, device)
+    return n.target(**given)
+
+
+def within(index: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    return None if index is None else index % max(1, size)

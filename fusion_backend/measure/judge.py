@@ -28,12 +28,13 @@ from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
 from fusion_backend.reporting.faults import described
-from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
 from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 TABLES = "H200"  # the GPU that the tables of the patterns were measured on
+LATE = "another rank did not answer in time"
 # For the answer of another rank, beyond the time that it may measure, which is no limit under
 # fusion.gate=measure.
 WAITING_S, PATIENCE_S = 60.0, 1800.0
@@ -92,6 +93,8 @@ class Judge:
                 active = self.heard(gates)
             if not self.open:
                 return
+        for gate in gates:
+            obey(gate)
 
     def heard(self, gates: list[Gate]) -> bool:
         """`hear`; where that fails, which is a fault of ours, the tables decide after all."""
@@ -118,7 +121,7 @@ class Judge:
             proposed = [d for d in gate.found if d.fused and on_gpu(d)]
             if all(gate.evidence.of(d.match) for d in proposed):
                 continue
-            for region in regions(gate.facts.view, proposed, gate.legality.costly):
+            for region in regions(gate.facts.view, proposed):
                 if not all(gate.evidence.of(d.match) for d in region.sites):
                     made = cut_of(gate, region)
                     # a region that cannot be cut out is like no other
@@ -145,11 +148,14 @@ class Judge:
                     told = self.ranks.publish(c.key, mine)
                     if told != mine:  # this rank was too late
                         found[id(c)] = answer_of(json.loads(told))
+        patience = self.waiting_s
         for c in classes:
             if id(c) not in found:
-                late = unanswered(c, "another rank did not answer in time").to_json()
-                told = self.ranks.wait(c.key, late, self.waiting_s)
+                late = unanswered(c, LATE).to_json()
+                told = self.ranks.wait(c.key, late, patience)
                 found[id(c)] = answer_of(json.loads(told))
+                if found[id(c)].why == LATE:  # what a dead rank has claimed is waited for once
+                    patience = 0.0
                 if found[id(c)].verdict:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
@@ -219,6 +225,15 @@ def cut_of(gate: Gate, region: Region) -> Cut:
         return n in facts.view.requires_grad or facts.from_training(n)
 
     return cut(facts, region, training, wanted)
+
+
+def obey(gate: Gate) -> None:
+    """After the last round nothing stays fused otherwise than as its answer says."""
+    for d in gate.found:
+        answer = gate.evidence.of(d.match)
+        if d.fused and answer is not None and answer.take != d.providers:
+            d.fused, d.forward, d.backward = False, None, None
+            d.reason, d.cause = "left to Inductor: too much was proposed there", UNPROFITABLE
 
 
 def device_of(d: Decision):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -19,10 +19,12 @@ from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import FakeTensor, hinted, pytree
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
-from fusion_backend.match.matcher import Match
+from fusion_backend.ir.argument_views import Viewed
 
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MOST_NODES = 256
-# Operators that read memory at an index: out of range, the index stops the GPU for good.
+# Operators that read memory at an index, of which inputs.py knows the range: out of range, it stops
+# the GPU for good. Any other operator that takes integers ends a region, unless it is elementwise.
 INDEXING = {
     f"aten::{name}"
     for name in (
@@ -38,6 +40,14 @@ INDEXING = {
         "nll_loss2d",
     )
 }
+# Operators that stop the GPU at other values than those of the graph: too few for a mask, or no
+# probabilities.
+PARTICULAR = {
+    f"aten::{name}"
+    for name in """
+    masked_scatter bernoulli multinomial normal poisson binomial binary_cross_entropy _assert_async
+    """.split()
+}
 # Their result has no element that their first argument, or a number, does not have.
 MOVING = {
     f"aten::{name}"
@@ -52,39 +62,41 @@ MOVING = {
 @dataclasses.dataclass
 class Region:
     """nodes: in graph order, those of the sites among them. sites: the decisions that are decided
-    together. problem: why it cannot be measured; "" where it can.
+    together. problem: why it cannot be measured; "" where it can. again: those of the nodes that
+    belong to an earlier region, such as a cast of an argument of a site.
     """
 
     nodes: list[fx.Node]
     sites: list[Decision]
     problem: str = ""
+    again: frozenset[fx.Node] = frozenset()
 
 
-def regions(
-    view: View, decisions: list[Decision], computed: Callable[[Match], list[fx.Node]]
-) -> list[Region]:
-    """The regions around these sites; no two overlap, and sites that share one are together.
-    `computed`: what a site computes that no other site does, views and casts of arguments left out.
-    """
-    return Regions(view, {id(d): (d, computed(d.match)) for d in decisions}).found()
+def regions(view: View, decisions: Iterable[Decision]) -> list[Region]:
+    """The regions around these sites; no site is in two, and sites that share one are together."""
+    return Regions(view, [*decisions]).found()
 
 
 class Regions:
     """The regions of one view."""
 
-    def __init__(self, view: View, sites: dict[int, tuple[Decision, list[fx.Node]]]):
-        self.view, self.sites = view, sites
+    def __init__(self, view: View, decisions: list[Decision]):
+        self.view, self.decisions = view, decisions
         self.nodes = [*view.graph.nodes]
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.site: dict[fx.Node, Decision] = {}
-        for d, members in sites.values():
-            self.site |= dict.fromkeys(members, d)
+        self.inside: dict[fx.Node, list[Decision]] = {}
+        for d in decisions:
+            for n in (*d.match.interior, *d.match.roots):
+                self.inside.setdefault(n, []).append(d)
+        # what is also read outside of a site, or in another one, such as a mask or a cast of an
+        # argument, joins no regions
+        self.site = {n: sites[0] for n, sites in self.inside.items() if alone(n, sites)}
         self.ended: dict[fx.Node, bool] = {}
         self.level = self.levels()
 
     def found(self) -> list[Region]:
         done: dict[int, Region] = {}
-        for d, _ in self.sites.values():
+        for d in self.decisions:
             if id(d) not in done:
                 region = self.around(d)
                 done |= {id(s): region for s in region.sites}
@@ -92,19 +104,33 @@ class Regions:
 
     def levels(self) -> dict[fx.Node, int]:
         """The level of each node. What an elementwise operator computes for later levels alone
-        belongs to the first of them, where Inductor computes it.
+        belongs to the first of them, where Inductor computes it. A mask that sites of several
+        levels read inside stays where it is: it is computed once, and in memory for all.
         """
+
+        def apart(n: fx.Node) -> bool:
+            return len({level[d.match.roots[0]] for d in self.inside.get(n, ())}) > 1
+
         level: dict[fx.Node, int] = {}
+        before: set[fx.Node] = set()  # inputs, and the integers that are computed from them alone
         for n in self.nodes:
+            number = is_index(n) or not tensors(n)
+            if before.issuperset(n.all_input_nodes) and (number or n.op != "call_function"):
+                before.add(n)
             below = max((level[a] for a in n.all_input_nodes), default=0)
-            level[n] = below + (n not in self.site and self.ends(n))
-        for d, members in self.sites.values():
-            level |= dict.fromkeys(members, max(level[r] for r in d.match.roots))
+            level[n] = below + (n not in before and n not in self.site and self.ends(n))
+        for d in self.decisions:
+            roots = max(level[r] for r in d.match.roots)
+            level |= dict.fromkeys(self.own(d), roots)
         for n in reversed(self.nodes):
-            if n.users and n not in self.site and elementwise(n):
+            if n.users and n not in self.site and elementwise(n) and not apart(n):
                 latest = min(level[u] - (u not in self.site and self.ends(u)) for u in n.users)
                 level[n] = max(level[n], latest)
         return level
+
+    def own(self, d: Decision) -> list[fx.Node]:
+        """What is inside of this site alone."""
+        return [n for n in (*d.match.interior, *d.match.roots) if n in self.site]
 
     def ends(self, n: fx.Node) -> bool:
         """Does a region end there? At what Inductor fuses with nothing, and what is not to be run
@@ -122,14 +148,17 @@ class Regions:
         return library_call(name_of(n)) or not measurable(n) or not self.safe(n)
 
     def safe(self, n: fx.Node) -> bool:
-        """Does it read memory at no index, or at one that is an input, whose range is known?"""
-        if name_of(n) not in INDEXING:
-            return True
-        whole = [a for a in n.all_input_nodes if is_index(a)]
-        return all(given(a).op == "placeholder" or self.ends(given(a)) for a in whole)
+        """May it run on made-up values? Integers are not computed inside a region: as its inputs
+        they are made up in the range of what is indexed.
+        """
+        name = name_of(n)
+        if name in PARTICULAR or any(map(whole_numbers, tensors(n))):
+            return False
+        known = name in INDEXING or name in MOVING or elementwise(n)
+        return known or not any(map(is_index, n.all_input_nodes))
 
     def around(self, d: Decision) -> Region:
-        sites, found, pending = {id(d): d}, set(), [*self.sites[id(d)][1]]
+        sites, found, pending = {id(d): d}, set(), self.own(d)
         state = self.view.region.get(d.match.roots[0])
         level = self.level[d.match.roots[0]]
         while pending and len(found) <= MOST_NODES:
@@ -140,14 +169,28 @@ class Regions:
             if n in self.site and id(self.site[n]) not in sites:
                 other = self.site[n]
                 sites[id(other)] = other
-                pending += self.sites[id(other)][1]
+                pending += self.own(other)
             for m in (*n.all_input_nodes, *n.users):
                 same = self.level.get(m) == level and self.view.region.get(m) == state
                 if m not in found and same and self.fusable(m):
                     pending.append(m)
-        nodes = sorted(found | self.convolutions(found, level), key=self.order.__getitem__)
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
-        return Region(nodes, members, self.problem(nodes, found))
+        again = frozenset(n for s in members for n in self.again(s) if n not in found)
+        nodes = sorted(
+            found | again | self.convolutions(found, level, state), key=self.order.__getitem__
+        )
+        return Region(nodes, members, self.problem(nodes, found, again, members), again)
+
+    def again(self, d: Decision) -> list[fx.Node]:
+        """What a site has inside of its arguments alone. As an input of the region it would be
+        made up without regard to the arguments, which the replacement reads.
+        """
+        made: dict[fx.Node, None] = {}
+        read = {*call_reads(d)}
+        for n in sorted(d.match.interior, key=self.order.__getitem__):
+            if n not in self.site and any(a in read or a in made for a in n.all_input_nodes):
+                made[n] = None
+        return [n for n in made if n not in read]
 
     def fusable(self, m: fx.Node) -> bool:
         if m in self.site:
@@ -156,29 +199,40 @@ class Regions:
             return self.fusable(m.args[0])
         return m.op == "call_function" and not self.ends(m)
 
-    def convolutions(self, found: set[fx.Node], level: int) -> set[fx.Node]:
+    def convolutions(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """Those that make or read a value of the region; not those of earlier levels, whose results
         other convolutions stand between.
         """
         beside = {m for n in found for m in (*n.all_input_nodes, *n.users)} - found
-        return {
-            m
-            for m in beside
-            if self.level[m] in (level, level + 1)
-            and is_lowered(m)
-            and name_of(m).startswith("aten::conv")
-            and measurable(m)
-        }
+        near = (m for m in beside if self.level[m] in (level, level + 1) and measurable(m))
+        of_aten = (m for m in near if is_lowered(m) and name_of(m).startswith("aten::conv"))
+        return {m for m in of_aten if self.view.region.get(m) == state}
 
-    def problem(self, nodes: list[fx.Node], found: set[fx.Node]) -> str:
+    def problem(
+        self,
+        nodes: list[fx.Node],
+        found: set[fx.Node],
+        again: frozenset[fx.Node],
+        sites: list[Decision],
+    ) -> str:
         """Why a region cannot be measured; "" where it can."""
         if len(found) > MOST_NODES:
             return f"it stands among more than {MOST_NODES} operators that Inductor could fuse"
-        if wrong := next((n for n in nodes if not measurable(n)), None):
-            return f"the sizes of {wrong.name} depend on data"
+        inside = set(nodes)
+        read = [a for n in nodes for a in n.all_input_nodes]
+        every = dict.fromkeys((*read, *(a for d in sites for a in call_reads(d)), *nodes))
+        if wrong := next((n for n in every if not measurable(n)), None):
+            return f"the sizes, or the value, of {wrong.name} depend on data"
+        gpus = {str(t.device) for n in every for t in tensors(n) if t.device.type != "cpu"}
+        if len(gpus) > 1:
+            return f"it is computed on {' and '.join(sorted(gpus))}"
+        for n in nodes:
+            whole = [a for a in n.all_input_nodes if is_index(a)]
+            if name_of(n) in INDEXING and not all(known_range(a, inside) for a in whole):
+                return f"an index of {n.name} is computed in it, from its inputs"
         # what is computed outside from the region's results must not come back into it
-        inside, seen, level = set(nodes), set(), max(self.level[n] for n in nodes)
-        pending = [u for n in nodes for u in n.users if u not in inside]
+        seen, level = set(), max(self.level[n] for n in nodes)
+        pending = [u for n in nodes if n not in again for u in n.users if u not in inside]
         while pending:
             n = pending.pop()
             if n in seen or self.level[n] > level:
@@ -190,25 +244,64 @@ class Regions:
         return ""
 
 
+def alone(n: fx.Node, sites: list[Decision]) -> bool:
+    """Is a node a result of a site, or inside of this one and read in it alone?"""
+    match = sites[0].match
+    inside = {*match.interior, *match.roots}
+    return len(sites) == 1 and (n in match.roots or inside.issuperset(n.users))
+
+
+def call_reads(d: Decision) -> list[fx.Node]:
+    """The nodes that the replacement of a site reads."""
+    nodes = (a.node if isinstance(a, Viewed) else a for a in d.call.args)
+    return [n for n in nodes if isinstance(n, fx.Node)]
+
+
+def tensors(n: fx.Node) -> list[torch.Tensor]:
+    return [v for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
+
+
 def measurable(n: fx.Node) -> bool:
     """Are its values ordinary tensors on a GPU, or numbers, of sizes that are known?"""
-    values = [v for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
+    value = n.meta.get("val")
+    if isinstance(value, NUMBERS):
+        return value.node.has_hint()
     return all(
         type(v) is FakeTensor
         and v.layout == torch.strided
         and hinted((*v.shape, *v.stride(), v.storage_offset())) is not None
-        for v in values
+        for v in tensors(n)
     )
 
 
+def whole_numbers(value) -> bool:
+    """Could it be an index? Those are not bool, nor int8, which quantized values are."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    other = value.is_floating_point() or value.is_complex()
+    return not other and value.dtype not in (torch.bool, torch.int8)
+
+
 def is_index(n: fx.Node) -> bool:
-    value = n.meta.get("val")
-    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
-    return whole and value.dtype != torch.bool
+    return whole_numbers(n.meta.get("val"))
 
 
-def given(n: fx.Node) -> fx.Node:
-    """What the elements of `n` come from, through operators that only move them."""
-    while (is_lowered(n) and name_of(n) in MOVING) or n.target is operator.getitem:
-        n = n.args[0]
-    return n
+def known_range(index: fx.Node, inside: set[fx.Node]) -> bool:
+    """Are they an input of a region, moved at most, or computed from none of its inputs?"""
+    while index in inside and (source := moved(index)) is not None and is_index(source):
+        index = source
+    pending, seen = [index] if index in inside else [], set()
+    while pending:
+        n = pending.pop()
+        if n not in inside and tensors(n):
+            return False
+        if n not in seen and n in inside:
+            seen.add(n)
+            pending += n.all_input_nodes
+    return True
+
+
+def moved(n: fx.Node) -> fx.Node | None:
+    """What an operator that only moves elements takes them from; None of another one."""
+    moves = (is_lowered(n) and name_of(n) in MOVING) or n.target is operator.getitem
+    return n.args[0] if moves else None

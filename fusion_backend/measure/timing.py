@@ -26,7 +26,9 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.buffer = torch.ones(FLUSH // 4, device=device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        numbers = dict(dtype=torch.float32, device=device)
+        self.buffer = torch.ones(FLUSH // 4, **numbers) if on_gpu else None
         self.prime = PRIME
         self.exposed = 0  # samples that may hold waiting for the host
 
