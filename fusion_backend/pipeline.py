@@ -143,8 +143,9 @@ def fuse_graph(
         started = time.thread_time()
         top = scope_of(view)
         dumped.view(top)
-        run(top, Judge(options, record, compiles), record, rules, dumped)
-        record.match_s += time.thread_time() - started - record.measure_s
+        judge = Judge(options, record, compiles)
+        run(top, judge, record, rules, dumped)
+        record.match_s += time.thread_time() - started - judge.thread_s
         started = time.thread_time()
         write(top)
         record.rewrite_s += time.thread_time() - started

@@ -74,7 +74,7 @@ def regions_of(fn, *inputs, only: str = "", **more):
         for d in top.decisions
         if d.fused and d.match.pattern.name in (only or d.match.pattern.name)
     ]
-    return top, regions(top.view, chosen)
+    return top, regions(top.facts, chosen)
 
 
 def cuts_of(fn, *inputs, **more):

@@ -206,7 +206,7 @@ MUTATIONS = {
     ),
     "measuring: an index may be out of range": Mutation(
         "fusion_backend/measure/inputs.py",
-        "memory.random_(0, bound)",
+        "memory.random_(0, max(1, min(bounds)))",
         "memory.random_(0, 1000)",
         "tests/test_measured_regions.py",
     ),

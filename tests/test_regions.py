@@ -141,6 +141,16 @@ def test_a_cast_of_an_argument_that_is_read_before_is_computed_again():
     torch.testing.assert_close(cut.graph([])(*inputs), cut.graph(cut.region.sites)(*inputs))
 
 
+def test_what_is_written_to_is_an_input():
+    def fn(x, y):
+        y = y[:]  # memory that others know
+        y[:, 0] = 0
+        return F.layer_norm(y * 2 + x, (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["mul", "add", "layer_norm"]
+
+
 def test_a_change_of_grad_mode_ends_a_region():
     def fn(x):
         with torch.no_grad():

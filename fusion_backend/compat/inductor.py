@@ -18,6 +18,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._higher_order_ops.triton_kernel_wrap as kernel_wrap
 from torch import fx
+from torch._dynamo import compiled_autograd
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.utils import _metrics_context_tls as metrics_of_thread
@@ -76,6 +77,11 @@ def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     at_once = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
     with tracing(None), metrics_apart(), functorch_config.patch(at_once), our_kernels():
         return compile_fx(gm, inputs, config_patches=theirs)
+
+
+def without_compiled_autograd():
+    """Inside, gradients are computed as usual, whatever a user has switched on."""
+    return compiled_autograd._disable()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from itertools import starmap
 
 import torch
 
-from fusion_backend.compat.inductor import compiled_apart
+from fusion_backend.compat.inductor import compiled_apart, without_compiled_autograd
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
@@ -110,8 +110,10 @@ class Contest:
         ours = self.compiled(chosen)
         if not self.random and (wrong := self.different(ours.values)):
             raise Lost(f"its results are not those of Inductor here: {wrong}")
+        until = time.perf_counter() + seconds
         with alone(self.device, seconds):
-            found = race(self.plain.call, ours.call, self.clock, min(seconds, TIMING_S))
+            left = min(until - time.perf_counter(), TIMING_S)
+            found = race(self.plain.call, ours.call, self.clock, left)
         return found, ours.saved - self.plain.saved
 
 
@@ -126,7 +128,10 @@ def contest(cut: Cut) -> Iterator[Contest]:
     here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
     drawn = torch.random.fork_rng(devices=[cut.device] if on_gpu else [])
     try:
-        with here, drawn, torch.inference_mode(False), torch.enable_grad():
+        plain = torch.inference_mode(False), torch.enable_grad(), without_compiled_autograd()
+        with contextlib.ExitStack() as modes:
+            for mode in (here, drawn, *plain):
+                modes.enter_context(mode)
             held = Contest(cut)
             yield held
     except torch.OutOfMemoryError as error:

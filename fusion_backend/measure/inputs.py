@@ -49,10 +49,9 @@ def span(sizes, strides) -> int:
 def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> torch.Tensor:
     value, bounds = a.meta["val"], limits(a, {*cut.region.nodes})
     device = place(value, device)
-    sizes, strides = hinted(value.shape), hinted(value.stride())
-    memory = torch.empty(span(sizes, strides), dtype=value.dtype, device=device)
-    laid_out = memory.as_strided(sizes, strides)
-    if bounds and (not chain or a.op == "placeholder"):  # an index, though it may be a mask, too
+    memory, laid_out = room(value, device)
+    given = not chain or any(n.op == "placeholder" for n in chain)
+    if bounds and given:  # an index, though it may be a mask, too
         memory.random_(0, max(1, min(bounds)))
         return laid_out
     if not chain and (value.is_floating_point() or value.is_complex()):
@@ -61,7 +60,14 @@ def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> 
     content = computed(chain, device) if chain else masking(value, device)
     if bounds:
         content = content.clamp(0, max(0, min(bounds) - 1))
-    return content.expand(sizes) if overlaps_itself(laid_out) else laid_out.copy_(content)
+    return content.expand(laid_out.shape) if overlaps_itself(laid_out) else laid_out.copy_(content)
+
+
+def room(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for a value of the graph, and that with its sizes and strides."""
+    sizes, strides = hinted(value.shape), hinted(value.stride())
+    memory = torch.empty(span(sizes, strides), dtype=value.dtype, device=device)
+    return memory, memory.as_strided(sizes, strides)
 
 
 def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -150,7 +156,9 @@ def run(n: fx.Node, values: dict, device: torch.device):
     if isinstance(value, NUMBERS):
         return number(value)
     if n.op == "placeholder":
-        return masking(value, place(value, device))
+        laid_out = room(value, place(value, device))[1]
+        content = masking(value, laid_out.device)
+        return content if overlaps_itself(laid_out) else laid_out.copy_(content)
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
     if name_of(n) == "aten::index":  # made-up, an index may be out of range

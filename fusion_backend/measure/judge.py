@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 
 from torch import fx
@@ -69,6 +70,7 @@ class Judge:
         self.measures = compiles and wanted and TARGET.get() is None
         self.ranks = Ranks() if compiles else None
         self.open = True
+        self.thread_s = 0.0  # of measuring, in the time of this thread
 
     @property
     def active(self) -> bool:
@@ -121,7 +123,7 @@ class Judge:
             proposed = [d for d in gate.found if d.fused and on_gpu(d)]
             if all(gate.evidence.of(d.match) for d in proposed):
                 continue
-            for region in regions(gate.facts.view, proposed):
+            for region in regions(gate.facts, proposed):
                 if not all(gate.evidence.of(d.match) for d in region.sites):
                     made = cut_of(gate, region)
                     # a region that cannot be cut out is like no other
@@ -175,7 +177,9 @@ class Judge:
         if found is None and self.measures:
             candidates = [d for d in c.sites if self.candidate(d)]
             if candidates:
+                started = time.thread_time()
                 found = measured(c, candidates, self.options, self.record)
+                self.thread_s += time.thread_time() - started
         return found or unanswered(c, "")
 
     def candidate(self, d: Decision) -> bool:

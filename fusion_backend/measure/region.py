@@ -15,8 +15,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
+from fusion_backend.capture.aliases import storages
+from fusion_backend.capture.view import is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import FakeTensor, hinted, pytree
+from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
 from fusion_backend.ir.argument_views import Viewed
@@ -72,17 +74,17 @@ class Region:
     again: frozenset[fx.Node] = frozenset()
 
 
-def regions(view: View, decisions: Iterable[Decision]) -> list[Region]:
+def regions(facts: Facts, decisions: Iterable[Decision]) -> list[Region]:
     """The regions around these sites; no site is in two, and sites that share one are together."""
-    return Regions(view, [*decisions]).found()
+    return Regions(facts, [*decisions]).found()
 
 
 class Regions:
     """The regions of one view."""
 
-    def __init__(self, view: View, decisions: list[Decision]):
-        self.view, self.decisions = view, decisions
-        self.nodes = [*view.graph.nodes]
+    def __init__(self, facts: Facts, decisions: list[Decision]):
+        self.view, self.writers, self.decisions = facts.view, facts.writers, decisions
+        self.nodes = [*self.view.graph.nodes]
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.inside: dict[fx.Node, list[Decision]] = {}
         for d in decisions:
@@ -145,6 +147,8 @@ class Regions:
             return False
         if not is_lowered(n) or is_mutation(n) or n.target.namespace != "aten":
             return True
+        if self.writers and not self.writers.keys().isdisjoint(storages(n)):
+            return True  # its value is that of another moment for each reader
         return library_call(name_of(n)) or not measurable(n) or not self.safe(n)
 
     def safe(self, n: fx.Node) -> bool:
