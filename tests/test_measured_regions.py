@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.measure import contest as contests
-from fusion_backend.measure import gpu
+from fusion_backend.measure import gpu, timing
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
@@ -330,3 +331,69 @@ def test_a_lock_is_given_back_though_a_child_has_its_file_open(tmp_path, monkeyp
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+# What runs on a GPU alone, with CUDA made up.
+
+
+class Event:
+    """An event of a GPU that is through after some questions."""
+
+    questions = 0
+
+    def __init__(self, enable_timing=False):
+        self.asked = 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.asked += 1
+        return self.asked > Event.questions
+
+    def elapsed_time(self, end):
+        return 1.5
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A device of type cuda, whose memory and events are made up."""
+    answers = dict(
+        Event=Event,
+        synchronize=lambda device: None,
+        memory_allocated=lambda device: 3 << 20,
+        memory_reserved=lambda device: 5 << 20,
+        mem_get_info=lambda device: (1 << 10, 1 << 30),
+    )
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return torch.device("cuda", 0)
+
+
+def test_a_region_must_fit_in_what_is_free_and_in_what_is_reserved(cuda, monkeypatch):
+    cut = attention_cut()
+    contests.check_memory(cut, cuda)  # 2 MB are reserved and not used
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
+    with pytest.raises(Lost, match="it takes up to .* GB to measure, and .* are free"):
+        contests.check_memory(cut, cuda)
+
+
+def test_the_gpu_is_waited_for_but_not_for_ever(cuda, monkeypatch):
+    monkeypatch.setattr(Event, "questions", 3)
+    contests.finished(cuda, 5.0)
+    monkeypatch.setattr(Event, "questions", 1 << 60)
+    with pytest.raises(Lost, match="it had not finished after 0 seconds"):
+        contests.finished(cuda, 0.01)
+
+
+def test_a_clock_flushes_the_cache_and_counts_what_waited_for_the_host(cuda, monkeypatch):
+    ones, flushed = torch.ones, []
+    monkeypatch.setattr(torch, "ones", lambda n, **how: ones(4))
+    clock = timing.Clock(cuda)
+    clock.buffer = SimpleNamespace(fill_=flushed.append, sum=lambda: None)
+    monkeypatch.setattr(Event, "questions", 1)  # the call is queued before the GPU is there
+    assert clock(lambda: None) == 1.5
+    assert (len(flushed), clock.prime, clock.exposed) == (timing.PRIME, timing.PRIME, 0)
+    monkeypatch.setattr(Event, "questions", 0)  # the GPU is always there first
+    assert clock(lambda: None) == 1.5
+    assert (clock.prime, clock.exposed) == (timing.LONGEST, 1)

@@ -180,9 +180,8 @@ class Regions:
                     pending.append(m)
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
         again = frozenset(n for s in members for n in self.again(s) if n not in found)
-        nodes = sorted(
-            found | again | self.convolutions(found, level, state), key=self.order.__getitem__
-        )
+        beside = self.convolutions(found, level, state)
+        nodes = sorted(found | again | beside, key=self.order.__getitem__)
         return Region(nodes, members, self.problem(nodes, found, again, members), again)
 
     def again(self, d: Decision) -> list[fx.Node]:
