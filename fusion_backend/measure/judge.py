@@ -9,6 +9,7 @@ the gate, which decides once more. What it then proposes instead is judged in tu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ class Judge:
         self.options, self.record = options, record
         wanted = options.gate == "measure" or (options.gate == "auto" and options.measure_s > 0)
         self.measures = compiles and wanted and TARGET.get() is None
-        self.ranks = Ranks() if compiles else None
+        self.compiles = compiles
         self.open = True
         self.thread_s = 0.0  # of measuring, in the time of this thread
 
@@ -136,6 +137,11 @@ class Judge:
                 ops = [op for op in codes if op is not None]
                 c.key = digest(name, ops, gpu_name(c.cut.device))
         return [*found.values()]
+
+    @functools.cached_property
+    def ranks(self) -> Ranks | None:
+        """Those that compile this graph, too."""
+        return Ranks() if self.compiles else None
 
     def answers(self, classes: list[Class]) -> list[Answer]:
         """An answer for each: this process measures what no other rank has begun to measure, and
