@@ -1,9 +1,12 @@
 """What is cut out around a site, and what it is called."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.subjects.tiny_models import MODELS
+from fusion_backend.decide import gate as gating
 from fusion_backend.measure.bound import bound
 from fusion_backend.measure.inputs import made_up
 from fusion_backend.measure.region import MOST_NODES
@@ -236,6 +239,29 @@ def test_inputs_that_are_views_of_one_value_have_one_value():
     for cut in cuts_of(residual, x, torch.ones(16), options=NORMS):
         given = made_up(cut, torch.device("cpu"))
         torch.testing.assert_close(cut.graph([])(*given), cut.graph(cut.region.sites)(*given))
+
+
+def test_inputs_that_are_equal_or_follow_from_each_other_are_made_up_so(monkeypatch):
+    linear = nn.Linear(16, 16)
+
+    def equal(x):
+        q, k, v = (linear(x).view(2, 2, 8, 8) for _ in range(3))
+        return F.scaled_dot_product_attention(q, k, v, x.view(2, 2, 8, 8))
+
+    pytest.importorskip("transformers")
+    tiny = MODELS["t5"]  # whose bias the replacement reads, and the code a mask made of it
+    model, given = tiny.model().eval(), tiny.example(2, 16)
+    options = Options(gate="always", only=("attention",))
+    monkeypatch.setattr(gating, "on_gpu", lambda t: True)
+    with torch.no_grad():
+        cuts = cuts_of(equal, torch.randn(2, 16, 8).view(2, 8, 16), options=options)
+        cuts += cuts_of(lambda: model(**given), options=options, dynamic=False)
+        assert len(cuts) >= 3
+        for cut in cuts:
+            given = made_up(cut, torch.device("cpu"))
+            torch.testing.assert_close(
+                cut.graph([])(*given), cut.graph(cut.region.sites)(*given), rtol=1e-3, atol=1e-3
+            )
 
 
 def test_a_cut_computes_what_the_graph_computes():

@@ -4,34 +4,52 @@ and masks as the graph computes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+
 import torch
 from torch import fx
 
 from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import hinted, overlaps_itself, pytree, schema_of
 from fusion_backend.decide.neighbours import elementwise
+from fusion_backend.ir.expr import Expr
 from fusion_backend.measure.cut import Cut, number
 from fusion_backend.measure.region import INDEXING, MOVING, NUMBERS
 
+EMPTY: Mapping = MappingProxyType({})
 LONGEST = 64  # operators that compute a mask from what is no float
 # Besides elementwise operators and views: what masks are computed with.
 MASKS = {
     f"aten::{name}"
     for name in """
     arange ones zeros full empty scalar_tensor ones_like zeros_like full_like new_ones new_zeros
-    new_full tril triu cumsum diff all any eye lift_fresh_copy __and__ __or__ __xor__ index
+    new_full tril triu cumsum diff all any eye lift_fresh_copy __and__ __or__ __xor__ index where
+    masked_fill
     """.split()
 }
 
 
 def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
     """A tensor for each input of the cut, and `requires_grad` where its gradient is wanted. What
-    masks are computed from is the same wherever it is read.
+    masks are computed from is the same wherever it is read, an input that is computed from others,
+    such as a bias with a mask from the bias, has the value that follows from theirs, and inputs
+    that are equal in the graph are equal.
     """
     chains = {a: chain for a in cut.inputs if (chain := chain_of(a))}
     chains |= {n: [n] for chain in chains.values() for n in chain if n.op == "placeholder"}
-    found = [tensor(a, cut, device, chains.get(a, [])) for a in cut.inputs]
-    return [t.requires_grad_(a in cut.grads) for a, t in zip(cut.inputs, found, strict=True)]
+    found = {a: tensor(a, cut, device, chains.get(a, [])) for a in cut.inputs}
+    equal: dict[Expr | fx.Node, fx.Node] = {}  # value -> the first input that has it
+    for a in sorted(found):
+        content = None
+        if chain := chain_of(a, found.keys() - {a}):
+            content = computed(chain, device, found)
+        elif (same := equal.setdefault(cut.facts.canon.of.get(a, a), a)) is not a:
+            content = found[same]
+        if content is not None:
+            laid_out = room(a.meta["val"], found[a].device)[1]
+            found[a] = content if overlaps_itself(laid_out) else laid_out.copy_(content)
+    return [found[a].requires_grad_(a in cut.grads) for a in cut.inputs]
 
 
 def nbytes(value) -> int:
@@ -114,26 +132,31 @@ def indexed(n: fx.Node, index: fx.Node) -> int:
     return min(sizes)
 
 
-def chain_of(a: fx.Node) -> list[fx.Node]:
+def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
     """The operators that compute a mask, or ids, from no floats, and what they are given, in graph
-    order; nothing where that is not so.
+    order; nothing where that is not so. With `others`: that compute it from some of these.
     """
     chain: set[fx.Node] = set()
-    pending = [a] if a.op == "call_function" else []
+    met, pending = not others, [a] if a.op == "call_function" else []
     while pending:
         n = pending.pop()
-        if n in chain:
+        met |= n in others
+        if n in chain or n in others:
             continue
         chain.add(n)
         if len(chain) > LONGEST or not simple(n):
             return []
         pending += n.all_input_nodes
-    return sorted(chain)
+    return sorted(chain) if met else []
 
 
-def computed(chain: list[fx.Node], device: torch.device) -> torch.Tensor:
-    """The value of the last node of a chain, with ones and zeros for what the graph is given."""
-    values: dict[fx.Node, object] = {}
+def computed(
+    chain: list[fx.Node], device: torch.device, known: Mapping[fx.Node, torch.Tensor] = EMPTY
+) -> torch.Tensor:
+    """The value of the last node of a chain, with ones and zeros for what the graph is given, where
+    it is not known.
+    """
+    values: dict[fx.Node, object] = dict(known)
     with torch.no_grad():
         for n in chain:
             values[n] = run(n, values, device)
