@@ -61,6 +61,25 @@ def test_indices_are_within_what_they_index():
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
 
 
+def test_an_index_that_follows_from_another_or_equals_it_stays_in_its_own_range():
+    large, small = nn.Embedding(100, 16), nn.Embedding(3, 16)
+
+    def fn(i):
+        both = large(i) + small(i * 1 % 3) + small(i.clone() * 7)  # as ids of words and of kinds
+        return F.layer_norm(both + large(i.clone() * 7), (16,))
+
+    (cut,) = cuts_of(fn, torch.zeros(64, dtype=torch.int64), only="layer_norm")
+    found = made_up(cut, torch.device("cpu"))
+    assert sum(t.dtype == torch.int64 for t in found) > 2
+    cut.graph([])(*found)  # where a GPU would stop, a CPU raises IndexError
+
+    def views(i):
+        return F.layer_norm(large(i[0]) + small(i.diagonal()), (16,))
+
+    (cut,) = cuts_of(views, torch.zeros(64, 64, dtype=torch.int64), only="layer_norm")
+    cut.graph([])(*made_up(cut, torch.device("cpu")))
+
+
 def test_integers_that_are_no_index_are_ones_and_zeros():
     def fn(x, i):
         return F.layer_norm(x * i, (16,))

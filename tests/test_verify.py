@@ -400,11 +400,11 @@ def test_under_dynamic_shapes(eager_kernels):
 # The first call, from inside.
 
 
-def contest_of(ours, plain) -> verify.Verified:
+def comparison_of(ours, plain) -> verify.Verified:
     gm = fx.symbolic_trace(lambda x: (x + 1,))
     pair = verify.Pair(ours, plain)
     record = fusion_backend.reporting.records.GraphRecord(3)
-    return verify.Verified(verify.Contest(pair, pair, gm, set(), 1e-7, record))
+    return verify.Verified(verify.Comparison(pair, pair, gm, set(), 1e-7, record))
 
 
 def test_a_second_thread_waits_for_the_verdict(undecided):
@@ -423,7 +423,7 @@ def test_a_second_thread_waits_for_the_verdict(undecided):
         assert threading.current_thread() is not second
         return (x + 1,)
 
-    both = contest_of(ours, plain)
+    both = comparison_of(ours, plain)
     out.append(both(torch.ones(2)))
     second.join(60)
     assert waited == [True] and both.chosen is plain and len(undecided) == 1
@@ -439,7 +439,7 @@ def test_a_call_from_inside_a_run_is_ours():
             inner.append(both(x))
         return (x + 1,)
 
-    both = contest_of(lambda x: (x + 1,), plain)
+    both = comparison_of(lambda x: (x + 1,), plain)
     both(torch.ones(2))
     assert len(inner) == 1 and both.chosen is not None
 
@@ -457,7 +457,7 @@ def test_a_race_that_is_run(monkeypatch):
         seen.append(x.item())
         return (x.add_(1),)
 
-    both, x = contest_of(ours, plain), torch.zeros(1)
+    both, x = comparison_of(ours, plain), torch.zeros(1)
     both(x)
     assert both.chosen is plain and x == 1 and set(seen) == {0.0} and len(seen) > 16
 
@@ -502,7 +502,7 @@ def test_the_loser_is_freed(undecided, ms):
     undecided.append(of_times(1.5, ms))
     ours, plain = (lambda x: (x + 1,)), (lambda x: (x + 1,))
     refs = {"ours": weakref.ref(ours), "plain": weakref.ref(plain)}
-    both = contest_of(ours, plain)
+    both = comparison_of(ours, plain)
     del ours, plain
     both(torch.ones(2))
     gc.collect()
@@ -511,7 +511,7 @@ def test_the_loser_is_freed(undecided, ms):
 
 
 def test_a_traced_call_decides_nothing():
-    both = contest_of(lambda x: (x + 1,), lambda x: (x + 1,))
+    both = comparison_of(lambda x: (x + 1,), lambda x: (x + 1,))
     with FakeTensorMode() as mode:
         both(mode.from_tensor(torch.ones(2)))
     torch.func.vmap(both)(torch.ones(2, 2))
@@ -525,11 +525,11 @@ def test_a_shape_that_changes_is_not_verified():
         x.resize_(1)
         return (x,)
 
-    both, x = contest_of(resizes, resizes), torch.ones(4)
-    record = both.contest.record
+    both, x = comparison_of(resizes, resizes), torch.ones(4)
+    record = both.comparison.record
     both(x)
     assert record.verified == "not verified: it changes the shape or the memory of an input"
-    assert both.contest is None and x.shape == (1,)
+    assert both.comparison is None and x.shape == (1,)
 
 
 # Inputs, and graphs, for which it is not done.

@@ -27,6 +27,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 # As an H200 says of itself; Inductor splits reductions by them.
 H200 = SimpleNamespace(
     name="NVIDIA H200",
+    gcnArchName="",  # torch 2.13 asks before a matrix product; it names GPUs of AMD
     major=9,
     minor=0,
     multi_processor_count=132,

@@ -17,7 +17,6 @@ import sympy
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.utils._pytree as pytree
-import triton
 from torch import fx
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
@@ -367,10 +366,6 @@ def collective(target) -> bool:
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace (TORCH_TRACE), where tlparse shows it."""
     trace_structured_artifact(name, "string", text)
-
-
-def triton_version() -> str:
-    return triton.__version__
 
 
 def default_store():

@@ -46,3 +46,7 @@ def index_of_one_element() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1" and triton.__version__.startswith("3.6."):
     index_of_one_element()
+
+
+def triton_version() -> str:
+    return triton.__version__

@@ -88,7 +88,7 @@ def compile_both(
     except Exception as error:
         not_verified(record, f"it cannot be compiled a second time: {described(error)}")
         return ours
-    return Verified(Contest(stay, rivals, eager, places, eps, record))
+    return Verified(Comparison(stay, rivals, eager, places, eps, record))
 
 
 def unsuitable(gm: fx.GraphModule) -> str:
@@ -120,9 +120,9 @@ def communicates(target) -> bool:
 class Verified:
     """The compiled graph: both, until the first call that can decide has decided."""
 
-    def __init__(self, contest: Contest):
-        self.contest: Contest | None = contest
-        self.chosen: Compiled | None = None  # set before `contest` becomes None
+    def __init__(self, comparison: Comparison):
+        self.comparison: Comparison | None = comparison
+        self.chosen: Compiled | None = None  # set before `comparison` becomes None
         self.lock = threading.RLock()
         self.deciding = False
 
@@ -131,24 +131,24 @@ class Verified:
 
     def decided(self, args: tuple) -> Compiled:
         """What computes this call: ours, where it cannot decide."""
-        contest = self.contest
-        if contest is not None and interposed(args):
-            return contest.stay.ours
+        comparison = self.comparison
+        if comparison is not None and interposed(args):
+            return comparison.stay.ours
         with self.lock:
             # A hook of the user's may call the model inside a run, from the same thread.
             if self.deciding:
-                return contest.stay.ours
+                return comparison.stay.ours
             if self.chosen is None:
                 self.deciding = True
                 try:
-                    self.chosen = contest.winner(args)
-                    self.contest = None
+                    self.chosen = comparison.winner(args)
+                    self.comparison = None
                 finally:
                     self.deciding = False
             return self.chosen
 
 
-class Contest(NamedTuple):
+class Comparison(NamedTuple):
     """stay: of which one is chosen; rivals: the same without CUDA graphs, which run. eager: the
     graph to run operator by operator. places, eps: see Twins and `disagreement`.
     """

@@ -128,10 +128,10 @@ def contest(cut: Cut) -> Iterator[Contest]:
     here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
     drawn = torch.random.fork_rng(devices=[cut.device] if on_gpu else [])
     try:
-        plain = torch.inference_mode(False), torch.enable_grad(), without_compiled_autograd()
-        with contextlib.ExitStack() as modes:
-            for mode in (here, drawn, *plain):
-                modes.enter_context(mode)
+        usual = torch.inference_mode(False), torch.enable_grad(), without_compiled_autograd()
+        with contextlib.ExitStack() as inside:
+            for mode in (here, drawn, *usual):
+                inside.enter_context(mode)
             held = Contest(cut)
             yield held
     except torch.OutOfMemoryError as error:

@@ -16,7 +16,7 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
-from fusion_backend.measure.region import NUMBERS, Region, call_reads
+from fusion_backend.measure.region import NUMBERS, Region, call_reads, is_index
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
@@ -133,7 +133,8 @@ def views_of_one(inputs: list[fx.Node]) -> set[fx.Node]:
     for a in inputs:
         if source[a] in several:
             found |= {a, *seen_through(a)} - {source[a]}
-    return found
+    # integers stay outside, where their range is known
+    return {n for n in found if not is_index(n)}
 
 
 def seen_through(n: fx.Node) -> list[fx.Node]:

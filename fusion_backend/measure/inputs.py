@@ -47,8 +47,7 @@ def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
         elif (same := equal.setdefault(cut.facts.canon.of.get(a, a), a)) is not a:
             content = found[same]
         if content is not None:
-            laid_out = room(a.meta["val"], found[a].device)[1]
-            found[a] = content if overlaps_itself(laid_out) else laid_out.copy_(content)
+            found[a] = placed(content, a, cut, found[a].device)
     return [found[a].requires_grad_(a in cut.grads) for a in cut.inputs]
 
 
@@ -64,21 +63,29 @@ def span(sizes, strides) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
+def placed(content: torch.Tensor, a: fx.Node, cut: Cut, device: torch.device) -> torch.Tensor:
+    """The content of an input, in memory as the graph has it, and where it is an index in its
+    range: out of range it would stop the GPU for good.
+    """
+    if bounds := limits(a, {*cut.region.nodes}):
+        content = content.clamp(0, max(0, min(bounds) - 1))
+    laid_out = room(a.meta["val"], device)[1]
+    return content.expand(laid_out.shape) if overlaps_itself(laid_out) else laid_out.copy_(content)
+
+
 def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> torch.Tensor:
     value, bounds = a.meta["val"], limits(a, {*cut.region.nodes})
     device = place(value, device)
-    memory, laid_out = room(value, device)
     given = not chain or any(n.op == "placeholder" for n in chain)
     if bounds and given:  # an index, though it may be a mask, too
+        memory, laid_out = room(value, device)
         memory.random_(0, max(1, min(bounds)))
         return laid_out
     if not chain and (value.is_floating_point() or value.is_complex()):
+        memory, laid_out = room(value, device)
         memory.normal_()
         return laid_out
-    content = computed(chain, device) if chain else masking(value, device)
-    if bounds:
-        content = content.clamp(0, max(0, min(bounds) - 1))
-    return content.expand(laid_out.shape) if overlaps_itself(laid_out) else laid_out.copy_(content)
+    return placed(computed(chain, device) if chain else masking(value, device), a, cut, device)
 
 
 def room(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -243,7 +243,8 @@ def obey(gate: Gate) -> None:
         answer = gate.evidence.of(d.match)
         if d.fused and answer is not None and answer.take != d.providers:
             d.fused, d.forward, d.backward = False, None, None
-            d.reason, d.cause = "left to Inductor: too much was proposed there", UNPROFITABLE
+            lost = "left to Inductor: it was answered too late, in the last round of decisions"
+            d.reason, d.cause = lost if answer.take else answer.reason, UNPROFITABLE
 
 
 def device_of(d: Decision):

@@ -15,7 +15,8 @@ import torch
 
 from fusion_backend.cache.fingerprint import built_in, fingerprint
 from fusion_backend.compat.inductor_settings import changed_settings, custom_passes
-from fusion_backend.compat.torch import torch_version, triton_version
+from fusion_backend.compat.torch import torch_version
+from fusion_backend.compat.triton import triton_version
 from fusion_backend.ops.definition import Definition
 
 # Settings of Inductor that change no code, or that a contest overrides.

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from fusion_backend.compat.torch import refusals_unlogged
+from fusion_backend.frontends.commands.asked_model import DTYPES, asked_for
 from fusion_backend.frontends.commands.failure import Failure
 from fusion_backend.frontends.explain import classes_of, explain
-from fusion_backend.frontends.own_model import ModelError, OwnModel, built, where
+from fusion_backend.frontends.own_model import OwnModel, where
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.ir import counts
 from fusion_backend.kernels.common.target import GPUS
@@ -20,7 +21,6 @@ from fusion_backend.options import GATES
 from fusion_backend.reporting.report import Report
 from fusion_backend.reporting.text import IN_SHELL, terminal_width, text_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DESCRIPTION = """Run your model once, without compiling it, and say what would be fused in it, what
 would not, and why. SPEC names a function without arguments that returns (model, inputs) or (model,
 inputs, loss); inputs are a tensor, a tuple or list of positional arguments, or a dict of keyword
@@ -59,13 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise Failure("--meta needs --target: no GPU is asked about", 2)
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("meta" if arguments.meta else usual)
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    try:
-        made = built(arguments.spec, device, dtype)
-        if arguments.train:
-            made.check_trainable()
-    except ModelError as error:
-        raise Failure(str(error), 2) from error.__cause__
+    made = asked_for(arguments, device)
     report = explained(made, arguments)
     if made.loss and not arguments.train:
         told = "explained in inference, without the loss; --train explains the training step"

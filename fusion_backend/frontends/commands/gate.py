@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fusion_backend.frontends.commands.explain import DTYPES
+from fusion_backend.frontends.commands.asked_model import DTYPES
 from fusion_backend.frontends.commands.failure import Failure
 from fusion_backend.frontends.commands.gate_files import clear, export, read_in
 from fusion_backend.frontends.commands.gate_measure import measure

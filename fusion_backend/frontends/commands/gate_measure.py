@@ -8,12 +8,13 @@ import sys
 import torch
 
 from fusion_backend.compat.torch import refusals_unlogged
-from fusion_backend.frontends.commands.explain import DTYPES, eager_error
+from fusion_backend.frontends.commands.asked_model import asked_for
+from fusion_backend.frontends.commands.explain import eager_error
 from fusion_backend.frontends.commands.failure import Failure
 from fusion_backend.frontends.commands.gate_measured import HEAD, line
 from fusion_backend.frontends.commands.gate_store import counted, opened
 from fusion_backend.frontends.dynamo import fusion
-from fusion_backend.frontends.own_model import ModelError, OwnModel, built, where
+from fusion_backend.frontends.own_model import OwnModel, where
 from fusion_backend.measure.store import Answer
 from fusion_backend.reporting.report import Report, report
 from fusion_backend.reporting.text import IN_SHELL, terminal_width, text_of
@@ -30,13 +31,7 @@ def measure(arguments: argparse.Namespace) -> None:
     """
     device = gpu()
     held = opened(to_write=True)  # before anything is measured that could not be kept
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
-    try:
-        made = built(arguments.spec, device, dtype)
-        if arguments.train:
-            made.check_trainable()
-    except ModelError as error:
-        raise Failure(str(error), 2) from error.__cause__
+    made = asked_for(arguments, device)
     before, graphs = {a.key: a for a in held.all()}, len(report().graphs)
     compile_and_run(made, arguments.train)
     found = Report(report().graphs[graphs:])
