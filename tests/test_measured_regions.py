@@ -61,6 +61,16 @@ def test_indices_are_within_what_they_index():
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
 
 
+def test_what_is_indexed_is_no_index():
+    def fn(x, y):
+        return F.cross_entropy(x.flatten(0, 1), y)
+
+    x, y = torch.randn(2, 32, 16), torch.randint(0, 16, (64,))
+    cut, (logits, labels) = inputs_of(fn, x, y, only="cross_entropy")
+    assert not limits(cut.inputs[0], {*cut.region.nodes})
+    assert not torch.equal(logits, logits.round()) and labels.max() < 16
+
+
 def test_an_index_that_follows_from_another_or_equals_it_stays_in_its_own_range():
     large, small = nn.Embedding(100, 16), nn.Embedding(3, 16)
 
@@ -165,7 +175,7 @@ def test_a_contest_compiles_and_times_both(training):
         race, more = held.against(cut.region.sites, 0.2)
         values = len(held.plain.values)
     assert race.ratio > 0 and more == 0
-    assert values == len(cut.outputs) + len(cut.grads) and bool(cut.grads) == training
+    assert values == len(cut.outputs) + len(cut.rows) + len(cut.grads) and bool(cut.grads) == training
     assert torch.equal(drawn, torch.get_rng_state())
     assert not held.__dict__  # it holds no memory
 

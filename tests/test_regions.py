@@ -52,6 +52,23 @@ def test_what_is_computed_early_for_a_later_level_is_in_the_region_that_reads_it
     assert names(region) == ["sigmoid", "mul", "mul", "layer_norm"]
 
 
+def test_a_site_that_is_read_at_a_later_level_alone_is_in_the_region_that_reads_it():
+    linear, after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def fn(x, c):
+        return after(F.layer_norm(x, (16,)) * (1 + linear(c)))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["layer_norm", "add", "mul"]
+
+    def read_early(x, c):
+        y = F.layer_norm(x, (16,))
+        return after(y) + y * linear(after(c))
+
+    _, (region,) = regions_of(read_early, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["layer_norm"]
+
+
 def test_a_reduction_stays_at_its_level():
     linear = nn.Linear(16, 16)
 
@@ -279,6 +296,23 @@ def test_a_cut_computes_what_the_graph_computes():
         assert any("fusion" in str(n.target) for n in cut.graph(cut.region.sites).graph.nodes) or (
             "attention" in patterns(cut.region)
         )
+
+
+def test_what_a_product_copies_into_rows_is_copied_in_the_region():
+    linear, norm = nn.Linear(8, 4), nn.GroupNorm(2, 8)
+
+    def tokens(x, also_read):
+        y = norm(x).flatten(2).transpose(1, 2)
+        return (linear(y), y) if also_read else linear(y)
+
+    for also_read in (False, True):
+        (cut,) = cuts_of(lambda x, r=also_read: tokens(x, r), torch.randn(2, 8, 5, 5))
+        assert len(cut.rows) == 1 and len(cut.outputs) == also_read
+        x, *rest = (torch.randn(n.meta["val"].shape) for n in cut.inputs)
+        *_, rows = cut.graph(cut.region.sites)(x, *rest)
+        assert rows.shape == (50, 8) and rows.is_contiguous()
+    (cut,) = cuts_of(lambda x: linear(F.layer_norm(x, (8,))), torch.randn(2, 5, 8))
+    assert not cut.rows and len(cut.outputs) == 1
 
 
 # Bounds.

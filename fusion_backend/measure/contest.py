@@ -71,7 +71,7 @@ class Contest:
         return Run(step, self.named(values), saved)
 
     def named(self, values: list) -> list[Value]:
-        results, count = [], len(self.cut.outputs)
+        results, count = [], len(self.cut.outputs) + len(self.cut.rows)
         for i, v in enumerate(values):
             name = f"result {i}" if i < count else f"gradient {i - count}"
             results.append(Value(name, None if v is None else v.detach()))

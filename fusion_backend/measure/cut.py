@@ -21,19 +21,22 @@ from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
 CASTS = {"aten::to", "aten::_to_copy"}
+PRODUCTS = {"aten::linear", "aten::matmul"}
 
 
 @dataclasses.dataclass
 class Cut:
     """A region with its edges. inputs: the nodes outside that it reads, or that a replacement in it
-    reads. outputs: its nodes that are read outside. grads: the inputs whose gradient is wanted;
-    none in inference.
+    reads. outputs: its nodes that are read outside. rows: those that a matrix product outside reads,
+    for which they are copied into rows. grads: the inputs whose gradient is wanted; none in
+    inference.
     """
 
     facts: Facts
     region: Region
     inputs: list[fx.Node]
     outputs: list[fx.Node]
+    rows: list[fx.Node]
     grads: set[fx.Node]
 
     @property
@@ -57,6 +60,9 @@ class Cut:
         for d in chosen:
             self.replace(graph, d, replaced, now)
         results = [last(now[n], replaced) for n in self.outputs]
+        for n in self.rows:
+            rows = (last(now[n], replaced), [-1, number(n.meta["val"].shape[-1])])
+            results.append(graph.call_function(torch.ops.aten.reshape.default, rows))
         graph.output(tuple(results))
         graph.eliminate_dead_code()
         return fx.GraphModule({}, graph)
@@ -92,7 +98,7 @@ class Cut:
             lines.append(f"{name[n]} = {n.target}{told((n.args, n.kwargs), name)}")
         for d in self.region.sites:
             lines.append(f"{d.match.pattern.name} {call_text(d, name)}")
-        lines.append(f"return {told([*self.outputs], name)}")
+        lines.append(f"return {told([*self.outputs], name)} rows {told([*self.rows], name)}")
         return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", "\n".join(lines))
 
 
@@ -100,18 +106,32 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     """`wanted`: does anything want the gradient of this input?"""
     views = views_of_one(inputs_of(region))
     inside = {*region.nodes}
-    outputs = [
-        n
-        for n in region.nodes
-        if isinstance(n.meta.get("val"), torch.Tensor)
-        and n not in region.again
-        and not inside.issuperset(n.users)
-    ]
+    tensors = [n for n in region.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    outside = {n: n.users.keys() - inside for n in tensors if n not in region.again}
+    copying = {n: {u for u in users if copies(u, n)} for n, users in outside.items()}
+    outputs = [n for n, users in outside.items() if users - copying[n]]
+    rows = [n for n in outside if copying[n]]
     nodes = sorted(inside | views, key=facts.order.__getitem__)
     region = dataclasses.replace(region, nodes=nodes)
     inputs = inputs_of(region)
     grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wanted(a)}
-    return Cut(facts, region, inputs, outputs, grads)
+    return Cut(facts, region, inputs, outputs, rows, grads)
+
+
+def copies(product: fx.Node, n: fx.Node) -> bool:
+    """Does it multiply the rows of n by a matrix, when n is in memory as no matrix of rows?"""
+    if not is_lowered(product) or name_of(product) not in PRODUCTS:
+        return False
+    left, right = (a.meta["val"] if isinstance(a, fx.Node) else None for a in product.args[:2])
+    if product.args[0] is not n or left.dim() < 3 or right is None or right.dim() != 2:
+        return False
+    sizes, strides = hinted(left.shape), hinted(left.stride())
+    if sizes is None or strides is None or 0 in sizes:
+        return False
+    return any(
+        size > 1 and stride != strides[i + 1] * sizes[i + 1]
+        for i, (size, stride) in enumerate(zip(sizes[:-2], strides[:-2], strict=True))
+    )
 
 
 def inputs_of(region: Region) -> list[fx.Node]:

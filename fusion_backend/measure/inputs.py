@@ -15,7 +15,7 @@ from fusion_backend.compat.torch import hinted, overlaps_itself, pytree, schema_
 from fusion_backend.decide.neighbours import elementwise
 from fusion_backend.ir.expr import Expr
 from fusion_backend.measure.cut import Cut, number
-from fusion_backend.measure.region import INDEXING, MOVING, NUMBERS
+from fusion_backend.measure.region import INDEXING, MOVING, NUMBERS, is_index
 
 EMPTY: Mapping = MappingProxyType({})
 LONGEST = 64  # operators that compute a mask from what is no float
@@ -121,7 +121,7 @@ def limits(a: fx.Node, inside: set[fx.Node]) -> list[int]:
                 continue
             seen.add(u)
             name = name_of(u)
-            if name in INDEXING:
+            if name in INDEXING and is_index(n):
                 bounds.append(indexed(u, n))
             elif is_lowered(u) and name in MOVING:
                 pending.append(u)

@@ -105,8 +105,8 @@ class Regions:
         return [*{id(r): r for r in done.values()}.values()]
 
     def levels(self) -> dict[fx.Node, int]:
-        """The level of each node. What an elementwise operator computes for later levels alone
-        belongs to the first of them, where Inductor computes it. A mask that sites of several
+        """The level of each node. What a site or an elementwise operator computes for later levels
+        alone belongs to the first of them, where Inductor computes it. A mask that sites of several
         levels read inside stays where it is: it is computed once, and in memory for all.
         """
 
@@ -124,10 +124,18 @@ class Regions:
         for d in self.decisions:
             roots = max(level[r] for r in d.match.roots)
             level |= dict.fromkeys(self.own(d), roots)
+
+        def latest(nodes: Iterable[fx.Node]) -> int:
+            """The last level at which these can be computed, for those that read them."""
+            readers = {u for n in nodes for u in n.users} - {*nodes}
+            return min((level[u] - (u not in self.site and self.ends(u)) for u in readers), default=0)
+
         for n in reversed(self.nodes):
-            if n.users and n not in self.site and elementwise(n) and not apart(n):
-                latest = min(level[u] - (u not in self.site and self.ends(u)) for u in n.users)
-                level[n] = max(level[n], latest)
+            if n in self.site:
+                nodes = self.own(self.site[n])
+                level |= dict.fromkeys(nodes, max(level[n], latest(nodes)))
+            elif n.users and elementwise(n) and not apart(n):
+                level[n] = max(level[n], latest([n]))
         return level
 
     def own(self, d: Decision) -> list[fx.Node]:
