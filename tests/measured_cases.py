@@ -87,10 +87,14 @@ class Stub:
     """A contest whose races end as a function of the sites that are replaced says."""
 
     ratio_of: object
-    asked: list = dataclasses.field(default_factory=list)
+    replaced: list = dataclasses.field(default_factory=list)
+
+    @property
+    def asked(self) -> list[list[str]]:
+        return [[d.match.pattern.name for d in chosen] for chosen in self.replaced]
 
     def against(self, chosen, seconds):
-        self.asked.append([d.match.pattern.name for d in chosen])
+        self.replaced.append(chosen)
         given = self.ratio_of(chosen)
         if isinstance(given, Exception):
             raise given

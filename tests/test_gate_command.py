@@ -128,9 +128,6 @@ def test_everything_of_one_answer_is_shown(held, capsys, monkeypatch):
         "0.071 ms, Inductor 0.159 ms here with its neighbours, 12 MB more kept for backward, mea",
     ):
         assert said in out
-    assert "tried" not in out
-    held.put(dataclasses.replace(NORM, whole=False))
-    assert "without the sites that the tables refuse" in gate(capsys, "show", "3f2a")[1]
     assert "(not the GPU and the versions that are here)" in gate(capsys, "show", SOFTMAX.key)[1]
 
 

@@ -218,33 +218,60 @@ def test_after_a_refusal_the_smaller_pattern_has_its_turn(monkeypatch, tmp_path)
     assert [s.pattern for s in record.sites if s.fused] == ["layer_norm"]
 
 
-def test_what_the_tables_refuse_is_not_measured_by_default(monkeypatch, tmp_path):
-    small = torch.randn(16384, 1024)
-
-    def fn(x):
-        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
-
-    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
-        record = decided(fn, small, measure_s=20)
-        table = decided(fn, small, gate="table")
-    assert told(record, "layer_norm") == told(table, "layer_norm")
-    assert not told(record, "layer_norm")[0][1]
+def refused_by_the_tables(x):
+    return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
 
 
-def test_on_another_gpu_everything_is_worth_measuring(monkeypatch, tmp_path):
-    def fn(x):
-        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+def test_what_the_tables_refuse_is_measured_after_what_they_accept(monkeypatch, tmp_path):
+    def fn(x, y):
+        return refused_by_the_tables(x), norm(y) if y.shape[-1] > 4096 else y
 
-    gpu = "NVIDIA L40S"
-    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5, gpu=gpu):
-        record = decided(fn, torch.randn(16384, 1024), measure_s=20)
-    assert told(record, "layer_norm")[0][1]
+    x = torch.randn(65536, 1024)  # more bytes than the other
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        record = decided(fn, x, long_norm(), measure_s=20)
+        assert [fused for _, fused, _ in told(record, "layer_norm")] == [True, True]
+        (first, *_) = stub.replaced
+        assert first[0].match.roots[0].meta["val"].shape == (64, 65536)
+        measuring.ALLOWANCE.spend(20)
+        stored.store().clear()
+        record = decided(refused_by_the_tables, x, measure_s=20)
+        table = decided(refused_by_the_tables, x, gate="table")
+    ((_, fused, reason),) = told(record, "layer_norm")
+    assert not fused and reason.startswith(told(table, "layer_norm")[0][2])
+    assert reason.endswith("used up")
+
+
+def test_a_small_part_of_a_graph_is_not_measured(monkeypatch, tmp_path):
+    """Nor counted as slow: the bound decides."""
+
+    def fn(x, y, w):
+        return norm(x), F.layer_norm(y @ w, (4096,))
+
+    x, y = torch.randn(64, 4096), torch.randn(16384, 4096)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        record = decided(fn, x, y, torch.randn(4096, 4096), measure_s=20)
+        large, small = told(record, "layer_norm")  # what is fused comes first
+        assert not small[1] and "less than 1% of the graph" in small[2] and large[1]
+        assert len(stub.asked) == 1
+        record = decided(fn, x, y, torch.randn(4096, 4096), gate="measure")
+        assert all(fused for _, fused, _ in told(record, "layer_norm"))
+
+
+def test_a_smaller_form_of_what_lost_is_not_tried(monkeypatch, tmp_path):
+    def fn(x, w):
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return w * y.to(x.dtype)
+
+    x, w = torch.randn(16384, 4096, dtype=torch.bfloat16), torch.randn(4096, dtype=torch.bfloat16)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.9) as stub:
+        record = decided(fn, x, w, gate="measure", only=("rms_norm",))
+    assert stub.asked == [["rms_norm"]]
+    assert not any(s.fused for s in record.sites)
 
 
 def test_a_win_that_the_tables_did_not_expect_is_remembered(monkeypatch, tmp_path):
-    def fn(x):
-        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
-
+    fn = refused_by_the_tables
     x = torch.randn(16384, 1024)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
         assert told(decided(fn, x, gate="measure"), "layer_norm")[0][1]
@@ -254,9 +281,7 @@ def test_a_win_that_the_tables_did_not_expect_is_remembered(monkeypatch, tmp_pat
 
 
 def test_when_rounds_run_out_nothing_doubtful_is_fused(monkeypatch, tmp_path):
-    def fn(x):
-        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
-
+    fn = refused_by_the_tables
     x = torch.randn(16384, 1024)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
         for rounds, fused in ((1, False), (8, True)):
@@ -267,9 +292,7 @@ def test_when_rounds_run_out_nothing_doubtful_is_fused(monkeypatch, tmp_path):
 
 
 def test_a_fault_in_judging_leaves_everything_to_the_tables(monkeypatch, tmp_path):
-    def fn(x):
-        return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
-
+    fn = refused_by_the_tables
     x = torch.randn(16384, 1024)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
         table = decided(fn, x, gate="table")

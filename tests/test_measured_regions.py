@@ -175,7 +175,9 @@ def test_a_contest_compiles_and_times_both(training):
         race, more = held.against(cut.region.sites, 0.2)
         values = len(held.plain.values)
     assert race.ratio > 0 and more == 0
-    assert values == len(cut.outputs) + len(cut.rows) + len(cut.grads) and bool(cut.grads) == training
+    assert (
+        values == len(cut.outputs) + len(cut.rows) + len(cut.grads) and bool(cut.grads) == training
+    )
     assert torch.equal(drawn, torch.get_rng_state())
     assert not held.__dict__  # it holds no memory
 

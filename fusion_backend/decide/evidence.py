@@ -38,5 +38,10 @@ class Evidence:
         answer = self.of(match)
         return answer is not None and answer.take != ""
 
+    def lost(self, match: Match) -> bool:
+        """Was it measured, and is it left to Inductor?"""
+        answer = self.of(match)
+        return answer is not None and answer.take == ""
+
     def tell(self, match: Match, answer: Measured) -> None:
         self.answers[match.pattern.name, match.roots[0]] = answer

@@ -8,12 +8,14 @@ what the memory of an H200 moves meanwhile (4.3 TB/s; 700 TFLOP/s of products in
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import name_of
-from fusion_backend.compat.torch import hinted
+from fusion_backend.capture.view import is_lowered, name_of
+from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import library_call
 from fusion_backend.ir.argument_views import Viewed
@@ -23,6 +25,10 @@ LAUNCH = 2e-6 * 4.3e12  # of 2 µs
 OPERATION = 4.3e12 / 700e12
 OURS = 0.8  # of the bandwidth that a kernel of ours reaches at least, where it is large
 ATTENTION = "aten::scaled_dot_product_attention"
+# Matrix products, and which of the arguments has rows of the length that is summed over.
+INNER = {f"aten::{name}": 0 for name in ("linear", "matmul", "mm", "bmm")} | {
+    f"aten::{name}": 1 for name in ("addmm", "baddbmm")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +67,35 @@ def bound(d: Decision) -> Bound:
     half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
     ours = sum(map(size, (*read, *written))) / OURS + half * attention + LAUNCH
     return Bound(plain, ours, len(calls))
+
+
+def least(nodes: Iterable[fx.Node]) -> float:
+    """What the library calls of a graph take at least."""
+    total = 0.0
+    for n in nodes:
+        if is_lowered(n) and library_call(name_of(n)):
+            results = pytree.tree_leaves(n.meta.get("val"))
+            read = [a.meta.get("val") for a in n.all_input_nodes]
+            total += sum(map(size, (*read, *results))) + OPERATION * products(n) + LAUNCH
+    return total
+
+
+def products(n: fx.Node) -> float:
+    """The operations of a matrix product, a convolution or attention; 0.0 of another call."""
+    name, values = name_of(n), [a.meta.get("val") for a in n.all_input_nodes]
+    if name == ATTENTION:
+        return operations(n)
+    shapes = [v.shape for v in values if isinstance(v, torch.Tensor)]
+    out = n.meta.get("val")
+    if len(shapes) < 2 or not isinstance(out, torch.Tensor) or hinted(out.shape) is None:
+        return 0.0
+    if name.startswith("aten::conv"):  # the weight: [out, in / groups, ...]
+        factors = hinted(shapes[1][1:])
+    elif name in INNER and len(shapes[INNER[name]]):
+        factors = hinted(shapes[INNER[name]][-1:])
+    else:
+        factors = None
+    return 2.0 * math.prod(map(float, (*hinted(out.shape), *factors))) if factors else 0.0
 
 
 def operations(attention: fx.Node) -> float:

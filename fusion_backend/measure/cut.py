@@ -27,8 +27,8 @@ PRODUCTS = {"aten::linear", "aten::matmul"}
 @dataclasses.dataclass
 class Cut:
     """A region with its edges. inputs: the nodes outside that it reads, or that a replacement in it
-    reads. outputs: its nodes that are read outside. rows: those that a matrix product outside reads,
-    for which they are copied into rows. grads: the inputs whose gradient is wanted; none in
+    reads. outputs: its nodes that are read outside. rows: those that a matrix product outside
+    copies, row by row, before it reads them. grads: the inputs whose gradient is wanted; none in
     inference.
     """
 

@@ -22,7 +22,7 @@ from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.bound import ENOUGH, bound
+from fusion_backend.measure.bound import ENOUGH, bound, least
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
 from fusion_backend.measure.measuring import measured, unanswered
@@ -35,7 +35,7 @@ from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
-TABLES = "H200"  # the GPU that the tables of the patterns were measured on
+SMALL = 0.01  # of a graph's time: to compile and time less costs more than it can gain
 LATE = "another rank did not answer in time"
 # For the answer of another rank, beyond the time that it may measure, which is no limit under
 # fusion.gate=measure.
@@ -59,6 +59,14 @@ class Class:
         """What plain Inductor needs for these sites at least, in bytes moved."""
         return sum(bound(d).plain for d in self.sites) * len(self.members)
 
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """What comes first if the time does not suffice: what the tables accept, and what nobody
+        has timed, by its value.
+        """
+        refused = (d.doubt is not None and not isinstance(d.doubt, Unmeasured) for d in self.sites)
+        return not all(refused), self.value
+
 
 class Judge:
     """Of the sites of one Dynamo graph. compiles: is the graph compiled next? Only then is anything
@@ -71,6 +79,7 @@ class Judge:
         self.measures = compiles and wanted and TARGET.get() is None
         self.compiles = compiles
         self.open = True
+        self.least = 0.0  # what the graph takes at least, in bytes moved
         self.thread_s = 0.0  # of measuring, in the time of this thread
 
     @property
@@ -113,7 +122,12 @@ class Judge:
 
     def hear(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
-        classes = sorted(self.classes(gates), key=lambda c: -c.value)
+        for gate in gates:
+            self.open |= smaller_forms(gate)
+        classes = sorted(self.classes(gates), key=lambda c: c.urgency, reverse=True)
+        if not self.least and classes and self.measures:
+            self.least = sum(least(gate.facts.view.graph.nodes) for gate in gates)
+            self.least += sum(c.value for c in classes)
         for c, answer in zip(classes, self.answers(classes), strict=True):
             self.tell(c, answer)
 
@@ -178,21 +192,13 @@ class Judge:
         found = stored.seed().get(c.key or "")
         if self.options.gate != "table" and c.key:
             found = stored.store().get(c.key) or found
-        if self.options.gate == "measure" and found is not None and not found.whole:
-            found = None
         if found is None and self.measures:
-            candidates = [d for d in c.sites if self.candidate(d)]
-            if candidates:
-                started = time.thread_time()
-                found = measured(c, candidates, self.options, self.record)
-                self.thread_s += time.thread_time() - started
+            if self.options.gate == "auto" and c.value < SMALL * self.least:
+                return unanswered(c, f"less than {SMALL:.0%} of the graph, too little to measure")
+            started = time.thread_time()
+            found = measured(c, self.options, self.record)
+            self.thread_s += time.thread_time() - started
         return found or unanswered(c, "")
-
-    def candidate(self, d: Decision) -> bool:
-        """Is a site worth measuring? Not what the tables refuse, where they know better."""
-        if d.doubt is None or self.options.gate == "measure":
-            return True
-        return isinstance(d.doubt, Unmeasured) or TABLES not in gpu_name(device_of(d))
 
     def tell(self, c: Class, answer: Answer) -> None:
         """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
@@ -210,11 +216,10 @@ class Judge:
     def said(self, d: Decision, answer: Answer, take: str) -> Measured:
         """The answer about one site."""
         together = len(answer.sites) > 1
-        if answer.verdict and (take or d.doubt is None or answer.whole):
+        if answer.verdict:
             return Measured(take, answer_text.reason(answer, take, together))
         if d.doubt is not None:
-            asked = answer.why and self.candidate(d)
-            return Measured("", f"{d.doubt.reason}; {answer.why}" if asked else d.doubt.reason)
+            return Measured("", f"{d.doubt.reason}; {answer.why}".removesuffix("; "))
         if not answer.why:  # nobody asked
             later = "; it is measured when it is compiled" if self.later else ""
             return Measured(d.providers, d.reason + later)
@@ -225,6 +230,24 @@ class Judge:
     def later(self) -> bool:
         """Would a compilation measure what nobody has measured?"""
         return self.options.gate == "auto" and self.options.measure_s > 0 and not self.measures
+
+
+def smaller_forms(gate: Gate) -> bool:
+    """Answer for what is proposed inside of a larger form of the same pattern that lost where it
+    stands: what that leaves out, Inductor would compute besides. Was there any?
+    """
+    lost = [d for d in gate.found if not d.fused and gate.evidence.lost(d.match)]
+    found = False
+    for d in gate.found:
+        if not d.fused or gate.evidence.of(d.match):
+            continue
+        own = {*d.match.interior, *d.match.roots}
+        for larger in lost:
+            same = larger.match.pattern is d.match.pattern
+            if same and own < {*larger.match.interior, *larger.match.roots}:
+                gate.evidence.tell(d.match, Measured("", larger.reason))
+                found = True
+    return found
 
 
 def cut_of(gate: Gate, region: Region) -> Cut:

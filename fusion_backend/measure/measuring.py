@@ -54,14 +54,11 @@ class Allowance:
 ALLOWANCE = Allowance()
 
 
-def measured(c: Class, candidates: list[Decision], options: Options, record: GraphRecord) -> Answer:
-    """The answer for a class, of which these sites may be replaced; kept in the store where it is
-    certain.
-    """
-    whole = len(candidates) == len(c.sites)
+def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
+    """The answer for a class; kept in the store where it is certain."""
     if c.cut.region.problem:
         return unanswered(c, c.cut.region.problem)
-    if all(bound(d).hopeless for d in candidates) and options.gate != "measure":
+    if all(bound(d).hopeless for d in c.sites) and options.gate != "measure":
         return unanswered(c, "it is one short launch, too little to gain from")
     left, started = ALLOWANCE.left(options), time.perf_counter()
     if left <= 0:
@@ -69,7 +66,7 @@ def measured(c: Class, candidates: list[Decision], options: Options, record: Gra
         return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
     try:
         with contest(c.cut) as held:
-            found = Choice(c, held, started + left).of(candidates)
+            found = Choice(c, held, started + left).of(c.sites)
     except Exception as error:
         why = str(error) if isinstance(error, Lost) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
@@ -78,7 +75,6 @@ def measured(c: Class, candidates: list[Decision], options: Options, record: Gra
         ALLOWANCE.spend(took)
         record.measure_s += took
         record.measured += 1
-    found = dataclasses.replace(found, whole=whole)
     if found.verdict and c.key and (why := stored.store().put(found)):
         told = f"fusion: what was measured is forgotten when this process ends: {why}"
         warn_once("measured answers", told)

@@ -128,7 +128,8 @@ class Regions:
         def latest(nodes: Iterable[fx.Node]) -> int:
             """The last level at which these can be computed, for those that read them."""
             readers = {u for n in nodes for u in n.users} - {*nodes}
-            return min((level[u] - (u not in self.site and self.ends(u)) for u in readers), default=0)
+            ends = {u: u not in self.site and self.ends(u) for u in readers}
+            return min((level[u] - ends[u] for u in readers), default=0)
 
         for n in reversed(self.nodes):
             if n in self.site:

@@ -37,8 +37,7 @@ class Answer:
     their ratios of one round each; low, high: the interval of that median, at 99 %. verdict:
     "faster", "same", "slower", or "" for undecided. more_bytes: what it keeps for backward beyond
     what Inductor keeps. why: of an answer without times. about: the GPU, the versions, the mode and
-    the operators of the region, for people. whole: all sites were tried, those too that the tables
-    refuse. seed: it ships with the package.
+    the operators of the region, for people. seed: it ships with the package.
     """
 
     key: str
@@ -54,7 +53,6 @@ class Answer:
     why: str = ""
     date: str = ""
     about: dict = dataclasses.field(default_factory=dict)
-    whole: bool = True
     seed: bool = False
 
     def to_json(self) -> str:
@@ -82,7 +80,6 @@ TYPES = {
     "why": str,
     "date": str,
     "about": dict,
-    "whole": bool,
 }
 
 

@@ -25,7 +25,6 @@ VERDICTS = {
     "same": "as fast as Inductor",
     "slower": "slower than Inductor",
 }
-PART = "without the sites that the tables refuse; fusion.gate=measure tries them too"
 HEAD = (
     f"{'key':{SHORT}}  {'date':10}  {'GPU':20}  {'Inductor / ours':20}  {'ms, Inductor ms':16}  "
     "sites, and who computes them"
@@ -100,7 +99,6 @@ def shown(a: Answer) -> str:
         ("of", ", ".join([gpu_of(a), *versions]) + away),
         ("mode", "training: forward and backward" if a.about.get("training") else "inference"),
         *(("site", f"{s}: {who(take)}") for s, take in zip(a.sites, a.take, strict=True)),
-        ("tried", "" if a.whole else PART),
         ("times", times_of(a)),
         ("memory", memory_of(a)),
         ("operators", operators_of(a)),
