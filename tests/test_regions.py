@@ -90,6 +90,23 @@ def test_a_convolution_belongs_to_the_region_it_touches():
     assert names(region) == ["conv2d", "group_norm", "silu", "conv2d"]
 
 
+def test_a_product_whose_rows_inductor_pads_belongs_to_the_region():
+    y = torch.randint(0, 1000, (4,))
+    for rows, found in ((1030, ["linear", "cross_entropy_loss"]), (1056, ["cross_entropy_loss"])):
+        head = nn.Linear(16, rows)
+
+        def fn(x, head=head):
+            return F.cross_entropy(head(x), y)
+
+        _, (region,) = regions_of(fn, torch.randn(4, 16), only="cross_entropy")
+        assert names(region) == found and not region.problem
+    norm, after = nn.LayerNorm(1030), nn.Linear(1030, 1030)
+    _, (region,) = regions_of(
+        lambda x: after(norm(x).sin()), torch.randn(4, 1030), only="layer_norm"
+    )
+    assert names(region) == ["layer_norm", "sin"]
+
+
 def test_a_convolution_on_a_shortcut_does_not():
     stem, first, second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
     norm = nn.GroupNorm(2, 8)

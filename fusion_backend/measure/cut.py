@@ -21,7 +21,7 @@ from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
 CASTS = {"aten::to", "aten::_to_copy"}
-PRODUCTS = {"aten::linear", "aten::matmul"}
+FOLDED = {"aten::linear", "aten::matmul"}  # products that take more dimensions as rows
 
 
 @dataclasses.dataclass
@@ -120,7 +120,7 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
 
 def copies(product: fx.Node, n: fx.Node) -> bool:
     """Does it multiply the rows of n by a matrix, when n is in memory as no matrix of rows?"""
-    if not is_lowered(product) or name_of(product) not in PRODUCTS:
+    if not is_lowered(product) or name_of(product) not in FOLDED:
         return False
     left, right = (a.meta["val"] if isinstance(a, fx.Node) else None for a in product.args[:2])
     if product.args[0] is not n or left.dim() < 3 or right is None or right.dim() != 2:

@@ -3,7 +3,7 @@
 Nodes of one region have the same *level*: the number of library calls on the longest path to them.
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
-theirs.
+theirs; and so does a matrix product whose rows Inductor pads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
 from fusion_backend.ir.argument_views import Viewed
 
+PRODUCTS = {f"aten::{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")}
+# Inductor's padding_stride_threshold, in elements, and padding_alignment_bytes.
+LONG_ROW, ALIGNED = 1024, 128
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MOST_NODES = 256
 # Operators that read memory at an index, of which inputs.py knows the range: out of range, it stops
@@ -189,7 +192,7 @@ class Regions:
                     pending.append(m)
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
         again = frozenset(n for s in members for n in self.again(s) if n not in found)
-        beside = self.convolutions(found, level, state)
+        beside = self.beside(found, level, state)
         nodes = sorted(found | again | beside, key=self.order.__getitem__)
         return Region(nodes, members, self.problem(nodes, found, again, members), again)
 
@@ -211,14 +214,21 @@ class Regions:
             return self.fusable(m.args[0])
         return m.op == "call_function" and not self.ends(m)
 
-    def convolutions(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
-        """Those that make or read a value of the region; not those of earlier levels, whose results
-        other convolutions stand between.
+    def beside(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
+        """The convolutions that make or read a value of the region, and the products that make one
+        whose rows Inductor pads: what decides how it is in memory. Not those of earlier levels,
+        whose results other library calls stand between.
         """
-        beside = {m for n in found for m in (*n.all_input_nodes, *n.users)} - found
-        near = (m for m in beside if self.level[m] in (level, level + 1) and measurable(m))
-        of_aten = (m for m in near if is_lowered(m) and name_of(m).startswith("aten::conv"))
-        return {m for m in of_aten if self.view.region.get(m) == state}
+        makes = {m for n in found for m in n.all_input_nodes} - found
+        near = makes | ({m for n in found for m in n.users} - found)
+        of_aten = (m for m in near if is_lowered(m) and measurable(m))
+        return {
+            m
+            for m in of_aten
+            if self.level[m] in (level, level + 1)
+            and self.view.region.get(m) == state
+            and (name_of(m).startswith("aten::conv") or (m in makes and padded(m)))
+        }
 
     def problem(
         self,
@@ -284,6 +294,16 @@ def measurable(n: fx.Node) -> bool:
         and hinted((*v.shape, *v.stride(), v.storage_offset())) is not None
         for v in tensors(n)
     )
+
+
+def padded(n: fx.Node) -> bool:
+    """Is it a matrix product between whose rows Inductor leaves room, so that each begins at a
+    multiple of 128 bytes?
+    """
+    if name_of(n) not in PRODUCTS:
+        return False
+    row = hinted(n.meta["val"].shape)[-1]
+    return row > LONG_ROW and row * n.meta["val"].element_size() % ALIGNED != 0
 
 
 def whole_numbers(value) -> bool:
