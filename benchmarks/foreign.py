@@ -9,9 +9,10 @@
 
 Each graph of benchmarks/foreign_code/ is compiled by plain Inductor and by fusion in a process of
 its own, with empty caches. It is compared with fp64: outputs and, in training, gradients may not be
-further off than Inductor's. Then both are timed in turns, with Inductor's twin for the noise. Many
-processes compile at once; whoever times is alone on the GPU. Sizes are tiny on a CPU, where times
-mean nothing. Exit status: 0; 1 when a graph went wrong or is slower than 0.98 beyond its noise; 2
+further off than both Inductor's and eager's. Then both are timed in turns, with Inductor's twin for
+the noise. Kernels that both graphs have in common are tuned once, unless --apart. Many processes
+compile at once; whoever times is alone on the GPU. Sizes are tiny on a CPU, where times mean
+nothing. Exit status: 0; 1 when a graph went wrong or is slower than 0.98 beyond its noise; 2
 when the arguments make no sense; 130 after Ctrl-C. What was measured until then is kept.
 """
 

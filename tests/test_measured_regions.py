@@ -19,6 +19,7 @@ from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.contest import Lost, contest
 from fusion_backend.measure.inputs import limits, made_up
 from fusion_backend.measure.store import Answer
+from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord
 from tests.measured_cases import Block, cuts_of
@@ -180,6 +181,28 @@ def test_a_contest_compiles_and_times_both(training):
     )
     assert torch.equal(drawn, torch.get_rng_state())
     assert not held.__dict__  # it holds no memory
+
+
+def test_beside_a_convolution_a_gain_must_be_larger(monkeypatch):
+    """What is copied to channels-last at the edge may be so already in the whole graph."""
+    norm, first = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3)
+    seen = []
+    monkeypatch.setattr(contests, "race", lambda *args: seen.append(args[-1]) or Race())
+    x = torch.randn(2, 8, 9, 9)
+    for fn in (lambda x: norm(first(x)).sin(), lambda x: norm(x).sin()):
+        (cut,) = cuts_of(fn, x, only="group_norm")
+        with contest(cut) as held:
+            held.against(cut.region.sites, 0.1)
+    beside, alone = seen
+    assert beside == 0.05 and alone == 0.02
+
+
+@pytest.mark.parametrize("gain, verdict", [(1.04, "same"), (1.06, "faster")])
+def test_what_a_gain_is_worth(gain, verdict):
+    found = Race(0.05)
+    for _ in range(20):
+        found.add(gain, 1.0)
+    assert found.verdict == verdict and found.no_faster == (verdict == "same")
 
 
 def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):

@@ -66,7 +66,27 @@ def test_a_site_that_is_read_at_a_later_level_alone_is_in_the_region_that_reads_
         return after(y) + y * linear(after(c))
 
     _, (region,) = regions_of(read_early, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
-    assert names(region) == ["layer_norm"]
+    assert names(region) == ["layer_norm", "mul"]  # at its own level
+
+
+def test_what_reads_a_value_later_element_by_element_belongs_to_the_region():
+    up, down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def fn(x, y):
+        h = x + y
+        return h + down(up(F.layer_norm(h, (16,))).relu())
+
+    x = torch.randn(4, 16)
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            _, (region,) = regions_of(fn, x, x + 1, only="add_layer_norm")
+            (cut,) = cuts_of(fn, x, x + 1, only="add_layer_norm")
+        assert names(region) == ["add", "layer_norm", "add"] and not region.problem
+        assert [n.name for n in cut.inputs][-1] == "linear_1" and len(cut.outputs) == 2
+        given = [torch.randn(4, 16) for _ in cut.inputs]
+        torch.testing.assert_close(
+            cut.graph([])(*given), cut.graph(cut.region.sites)(*given), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_reduction_stays_at_its_level():

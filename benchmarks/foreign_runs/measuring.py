@@ -142,23 +142,30 @@ def shortened(reason: str) -> str:
 
 
 def check(step: Step, functions: dict[str, Callable], row: GraphRow, dtype: torch.dtype) -> None:
-    """Note the errors; ours is wrong where it is worse than Inductor's."""
+    """Note the errors; ours is wrong where it is worse than Inductor's, and than eager's."""
     if step.random:
         row.note = "it draws random numbers: no errors"
         return
     exact = exactly(step, row, dtype)
     if exact is None:
         return
+
+    def distances(function: Callable) -> list[Distance]:
+        got = step(function, step.inputs)
+        return [distance(*three) for three in zip(got, exact, step.dtypes, strict=True)]
+
     found: dict[str, list[Distance]] = {}
     for name, function in functions.items():
-        got = step(function, step.inputs)
-        found[name] = [distance(*three) for three in zip(got, exact, step.dtypes, strict=True)]
-        del got
+        found[name] = distances(function)
         side, n = row.side(name), step.outputs
         side.output_error = max(d.relative for d in found[name][:n])
         if step.train:
             side.gradient_error = max((d.relative for d in found[name][n:]), default=None)
     if why := worse(found[FUSION], found[INDUCTOR], dtype, step.outputs):
+        # Inductor rounds fewer intermediate values than the model says: less than eager is right
+        if not worse(found[FUSION], distances(step.module), dtype, step.outputs):
+            row.note = f"no further off than eager, but than Inductor: {why}"
+            return
         row.status, row.note, row.side(FUSION).status = WRONG, why, WRONG
 
 

@@ -72,6 +72,7 @@ def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     """
     theirs = {"triton.cudagraphs": False, "fx_graph_cache": False, "fx_graph_remote_cache": False}
     theirs["trace.enabled"] = False  # TORCH_COMPILE_DEBUG is about the user's graphs
+    theirs["triton.unique_kernel_names"] = False  # what is alike in two graphs is tuned once
     # A backward that is compiled when it first runs would wait for Dynamo's lock, in a thread of
     # autograd's, while this thread holds the lock and waits for the gradient.
     at_once = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}

@@ -10,15 +10,19 @@ from itertools import starmap
 
 import torch
 
+from fusion_backend.capture.view import name_of
 from fusion_backend.compat.inductor import compiled_apart, without_compiled_autograd
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
 from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
-from fusion_backend.measure.timing import Clock, Race, race
+from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
 TIMING_S = 2.0  # for one race
+# The gain that counts where a region has convolutions: what it reads comes as the graph has it, and
+# Inductor copies it to channels-last, which in the whole graph it may be already.
+WORTH_OF_LAYOUT = 0.05
 
 
 class Lost(Exception):
@@ -44,6 +48,8 @@ class Contest:
         check_memory(cut, self.device)
         self.inputs = made_up(cut, self.device)
         self.clock = Clock(self.device)
+        convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
+        self.worth = WORTH_OF_LAYOUT if convolves else WORTH
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
         # random numbers of ours are others than Inductor's, whose own differ from run to run
@@ -113,7 +119,7 @@ class Contest:
         until = time.perf_counter() + seconds
         with alone(self.device, seconds):
             left = min(until - time.perf_counter(), TIMING_S)
-            found = race(self.plain.call, ours.call, self.clock, left)
+            found = race(self.plain.call, ours.call, self.clock, left, self.worth)
         return found, ours.saved - self.plain.saved
 
 

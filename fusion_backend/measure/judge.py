@@ -16,8 +16,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from fusion_backend.capture.view import name_of
 from fusion_backend.decide.evidence import Measured
 from fusion_backend.decide.gate import Decision, Gate
+from fusion_backend.decide.neighbours import library_call
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
@@ -36,6 +38,7 @@ from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
 SMALL = 0.01  # of a graph's time: to compile and time less costs more than it can gain
+SMALL_PART = "it is less than a hundredth of the graph, too little to measure"
 LATE = "another rank did not answer in time"
 # For the answer of another rank, beyond the time that it may measure, which is no limit under
 # fusion.gate=measure.
@@ -123,7 +126,7 @@ class Judge:
     def hear(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
         for gate in gates:
-            self.open |= smaller_forms(gate)
+            self.open |= inside_of_lost(gate)
         classes = sorted(self.classes(gates), key=lambda c: c.urgency, reverse=True)
         if not self.least and classes and self.measures:
             self.least = sum(least(gate.facts.view.graph.nodes) for gate in gates)
@@ -194,7 +197,9 @@ class Judge:
             found = stored.store().get(c.key) or found
         if found is None and self.measures:
             if self.options.gate == "auto" and c.value < SMALL * self.least:
-                return unanswered(c, f"less than {SMALL:.0%} of the graph, too little to measure")
+                return unanswered(
+                    c, "it is less than a hundredth of the graph, too little to measure"
+                )
             started = time.thread_time()
             found = measured(c, self.options, self.record)
             self.thread_s += time.thread_time() - started
@@ -232,19 +237,26 @@ class Judge:
         return self.options.gate == "auto" and self.options.measure_s > 0 and not self.measures
 
 
-def smaller_forms(gate: Gate) -> bool:
-    """Answer for what is proposed inside of a larger form of the same pattern that lost where it
-    stands: what that leaves out, Inductor would compute besides. Was there any?
+def inside_of_lost(gate: Gate) -> bool:
+    """Answer for what is proposed inside of a larger match that lost where it stands: if that is of
+    the same pattern, Inductor would compute the rest besides; if it has library calls before and
+    after it, as attention has around a softmax, Inductor may replace all of it. Was there any?
     """
-    lost = [d for d in gate.found if not d.fused and gate.evidence.lost(d.match)]
+    order = gate.facts.order.__getitem__
+    lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
+    lost = [(d, inside) for d, inside in lost if gate.evidence.lost(d.match)]
     found = False
     for d in gate.found:
         if not d.fused or gate.evidence.of(d.match):
             continue
         own = {*d.match.interior, *d.match.roots}
-        for larger in lost:
+        for larger, inside in lost:
+            if not own < inside:
+                continue
             same = larger.match.pattern is d.match.pattern
-            if same and own < {*larger.match.interior, *larger.match.roots}:
+            calls = [order(n) for n in inside - own if library_call(name_of(n))]
+            first, last = min(map(order, own)), max(map(order, own))
+            if same or (calls and min(calls) < first and last < max(calls)):
                 gate.evidence.tell(d.match, Measured("", larger.reason))
                 found = True
     return found

@@ -3,7 +3,9 @@
 Nodes of one region have the same *level*: the number of library calls on the longest path to them.
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
-theirs; and so does a matrix product whose rows Inductor pads.
+theirs; and so does a matrix product whose rows Inductor pads. What reads a value of the region
+later, element by element, belongs to it as well; what else that reads, though it may follow from
+the region, is made up like any input.
 """
 
 from __future__ import annotations
@@ -193,8 +195,10 @@ class Regions:
         members = sorted(sites.values(), key=lambda s: self.order[s.match.roots[0]])
         again = frozenset(n for s in members for n in self.again(s) if n not in found)
         beside = self.beside(found, level, state)
-        nodes = sorted(found | again | beside, key=self.order.__getitem__)
-        return Region(nodes, members, self.problem(nodes, found, again, members), again)
+        later = self.later(found, level, state)
+        nodes = sorted(found | again | beside | later, key=self.order.__getitem__)
+        problem = self.problem([n for n in nodes if n not in later], found, again, members)
+        return Region(nodes, members, problem, again)
 
     def again(self, d: Decision) -> list[fx.Node]:
         """What a site has inside of its arguments alone. As an input of the region it would be
@@ -228,6 +232,21 @@ class Regions:
             if self.level[m] in (level, level + 1)
             and self.view.region.get(m) == state
             and (name_of(m).startswith("aten::conv") or (m in makes and padded(m)))
+        }
+
+    def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
+        """The elementwise operators of later levels that read a value of the region: instead of
+        writing it, Inductor may compute it once more for them.
+        """
+        readers = {u for n in found for u in n.users} - found
+        return {
+            u
+            for u in readers
+            if self.level[u] > level
+            and self.view.region.get(u) == state
+            and elementwise(u)
+            and not self.ends(u)
+            and measurable(u)
         }
 
     def problem(

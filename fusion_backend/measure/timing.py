@@ -66,10 +66,11 @@ class Clock:
 
 class Race:
     """The times of two calls, `plain` and `ours`, one sample of each a round. The ratio is plain's
-    time over ours: above 1, ours is faster.
+    time over ours: above 1, ours is faster. A gain of `worth` or less is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, worth: float = WORTH) -> None:
+        self.worth = worth
         self.plain: list[float] = []
         self.ours: list[float] = []
 
@@ -97,21 +98,22 @@ class Race:
 
     @property
     def verdict(self) -> str:
-        """ "faster" where the interval excludes a gain of 2 % or less, "slower" where it excludes a
-        loss of 1 % or less, "same" where it is between them, "" where it is undecided.
+        """ "faster" where the interval excludes a gain of no more than `worth`, "slower" where it
+        excludes a loss of no more than 1 %, "same" where it is between them, "" where it is
+        undecided.
         """
         low, high = self.interval
-        if low > 1 + WORTH:
+        if low > 1 + self.worth:
             return "faster"
         if high < 1 / (1 + SMALLEST):
             return "slower"
-        inside = low > 1 / (1 + SMALLEST) and high < 1 + WORTH
+        inside = low > 1 / (1 + SMALLEST) and high < 1 + self.worth
         return "same" if inside else ""
 
     @property
     def no_faster(self) -> bool:
-        """Is it certain that ours is not faster by more than 2 %?"""
-        return self.interval[1] < 1 + WORTH
+        """Is it certain that ours gains no more than `worth`?"""
+        return self.interval[1] < 1 + self.worth
 
 
 def race(
@@ -119,13 +121,14 @@ def race(
     ours: Callable[[], object],
     clock: Callable[[Callable[[], object]], float],
     seconds: float,
+    worth: float = WORTH,
 ) -> Race:
     """Time two calls, which have both run before, until the verdict is certain or the time is up.
 
     Clock frequency and neighbours drift slowly, so only times of the same round compare: in each
     round both have a turn, and who is first alternates.
     """
-    found, until = Race(), time.perf_counter() + seconds
+    found, until = Race(worth), time.perf_counter() + seconds
     took = max(clock(plain), clock(ours), 1e-3)
     calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / took)))
     while len(found.plain) < ROUNDS[1] and not found.verdict:
