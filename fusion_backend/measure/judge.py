@@ -197,9 +197,7 @@ class Judge:
             found = stored.store().get(c.key) or found
         if found is None and self.measures:
             if self.options.gate == "auto" and c.value < SMALL * self.least:
-                return unanswered(
-                    c, "it is less than a hundredth of the graph, too little to measure"
-                )
+                return unanswered(c, SMALL_PART)
             started = time.thread_time()
             found = measured(c, self.options, self.record)
             self.thread_s += time.thread_time() - started
