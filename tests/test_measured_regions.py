@@ -183,6 +183,19 @@ def test_a_contest_compiles_and_times_both(training):
     assert not held.__dict__  # it holds no memory
 
 
+def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, w):
+        return F.layer_norm(linear(x) + linear(x + 1), (16,), w)
+
+    (cut,) = cuts_of(fn, torch.randn(4, 16), torch.randn(16), only="add_layer_norm")
+    with contest(cut) as held:
+        names = {id(t): n.name for n, t in zip(cut.inputs, held.inputs, strict=True)}
+        recent = [names[id(t)] for t in held.clock.recent]
+    assert recent == ["linear", "linear_1"]  # and not the weight
+
+
 def test_beside_a_convolution_a_gain_must_be_larger(monkeypatch):
     """What is copied to channels-last at the edge may be so already in the whole graph."""
     norm, first = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3)
@@ -443,10 +456,13 @@ def test_the_gpu_is_waited_for_but_not_for_ever(cuda, monkeypatch):
 def test_a_clock_flushes_the_cache_and_counts_what_waited_for_the_host(cuda, monkeypatch):
     ones, flushed = torch.ones, []
     monkeypatch.setattr(torch, "ones", lambda n, **how: ones(4))
-    clock = timing.Clock(cuda)
+    read, one = [], SimpleNamespace(sum=lambda: read.append(len(flushed)))
+    one.detach = lambda: one
+    clock = timing.Clock(cuda, [one])
     clock.buffer = SimpleNamespace(fill_=flushed.append, sum=lambda: None)
     monkeypatch.setattr(Event, "questions", 1)  # the call is queued before the GPU is there
     assert clock(lambda: None) == 1.5
+    assert read == [timing.PRIME]  # after the cache was flushed
     assert (len(flushed), clock.prime, clock.exposed) == (timing.PRIME, timing.PRIME, 0)
     monkeypatch.setattr(Event, "questions", 0)  # the GPU is always there first
     assert clock(lambda: None) == 1.5

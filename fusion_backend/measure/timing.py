@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,12 +21,12 @@ WORTH = 0.02  # ... nor a gain of 2 %: any change of a graph is tuned anew, whic
 
 
 class Clock:
-    """Device time of a call in milliseconds, with a cold L2 and the host out of sight. On CPU, its
-    wall time.
+    """Device time of a call in milliseconds, with the host out of sight and an L2 that is cold but
+    for `recent`: what was computed before the call, in that order. On CPU, its wall time.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, recent: Sequence[torch.Tensor] = ()):
+        self.device, self.recent = device, recent
         on_gpu = device.type == "cuda"
         numbers = dict(dtype=torch.float32, device=device)
         self.buffer = torch.ones(FLUSH // 4, **numbers) if on_gpu else None
@@ -55,6 +55,8 @@ class Clock:
         for _ in range(self.prime):
             self.buffer.fill_(1.0)
             self.buffer.sum()
+        for t in self.recent:
+            t.detach().sum()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
