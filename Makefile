@@ -6,7 +6,7 @@
 #   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
 #   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
 #   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md), foreign, host
-#   FOREIGN="--option fusion.measure_s=20 --minutes 8"   arguments of benchmarks.foreign
+#   FOREIGN="--minutes 8"    arguments of benchmarks.foreign
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch of RANGE already in VENV is kept.
 
 RANGE := torch>=2.11,<2.16
@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3
 OUT ?= build/results
 BENCH ?=
 PARTS ?= tests figures
-FOREIGN ?= --option fusion.measure_s=20
+FOREIGN ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again

@@ -30,7 +30,7 @@ from benchmarks.foreign_code.problems import SIZES, Graph
 from benchmarks.foreign_runs import request
 from benchmarks.foreign_runs.measuring import How
 from benchmarks.foreign_runs.rows import GraphRow
-from benchmarks.foreign_runs.running import Runner, before, load, until
+from benchmarks.foreign_runs.running import Runner, before, together, until
 from benchmarks.foreign_runs.summary import line, markdown, status, summary, text
 from benchmarks.records.runs import Run, machine
 
@@ -86,7 +86,7 @@ def add_files(add) -> None:
     add("--out", type=output, metavar="FILE", help="write the results as JSON after each graph")
     add("--add", action="store_true", help="keep the rows of FILE, and measure what it lacks")
     add("--markdown", type=output, metavar="FILE", help="write summary and table as Markdown")
-    only = "measure nothing: the summary of these files together"
+    only = "measure nothing: the summary of these files together, and with --out one file of them"
     add("--read", type=Path, nargs="+", metavar="FILE", help=only)
 
 
@@ -98,8 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.list:
             return show_list(found)
         if args.read:
-            rows = {row.name: row for path in args.read for row in load(path)[1]}
-            return finish(list(rows.values()), args.markdown)
+            run = together(args.read)
+            if args.out:
+                run.save(args.out)
+            return finish(run.rows, args.markdown)
         options = request.options(args.gate, args.option)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         size = args.size or ("full" if device.type == "cuda" else "tiny")

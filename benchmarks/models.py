@@ -75,8 +75,8 @@ def add_contenders(add) -> None:
     add("--attention", choices=("sdpa", "eager"), default="sdpa", help=attention)
     gate = "the option fusion.gate (default: auto; on a CPU always)"
     add("--gate", choices=GATES, help=gate)
-    seconds = "the option fusion.measure_s, for each model anew (default: 0)"
-    add("--measure-s", type=float, default=0.0, metavar="S", help=seconds)
+    seconds = "the option fusion.measure_s, for each model anew (default: 20)"
+    add("--measure-s", type=float, default=20.0, metavar="S", help=seconds)
     verify = "the option fusion.verify: the compile time has what its comparison costs"
     add("--verify", action="store_true", help=verify)
     add("--max-autotune", action="store_true", help="one more contender, which compiles slowly")

@@ -23,6 +23,7 @@ are meant:
                             is faster
     models FILE: NAME MODE  a table of a run of benchmarks.models
     shares FILE: NAME MODE  where the time of a model's step goes, before and after
+    foreign FILE            a paragraph and two tables of a run of benchmarks.foreign
     compared FILE           a paragraph: how much the sides of a run of benchmarks.compare differ
     block-sizes FILE        a table of a run of benchmarks.block_size
     swept FILE              a table of a run of benchmarks.sweep

@@ -24,7 +24,7 @@ class Options:
         with the package alone, so that builds are the same everywhere; "always", wherever it is
         possible; "never", report only.
     measure_s: the seconds that a process may spend on measuring under "auto". With 0, sites that
-        were not measured before are decided as under "table".
+        were not measured before are decided by tables alone.
     exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.
     verify: a graph with fused sites stays only where, on its first inputs, it computes what plain
     Inductor's does and is not slower.
@@ -36,7 +36,7 @@ class Options:
     limit: int | None = None
     gate: str = "auto"
     # no part of a cache's key
-    measure_s: float = dataclasses.field(default=0.0, repr=False)
+    measure_s: float = dataclasses.field(default=20.0, repr=False)
     exact_masks: bool = False
     # no part of a cache's key, as the next
     verify: bool = dataclasses.field(default=False, repr=False)

@@ -262,6 +262,16 @@ def test_a_run_in_parts(lost_and_found, capsys):
     page = path.with_suffix(".md")
     assert foreign.main(["--read", str(path), "--markdown", str(page)]) == 1
     assert "4 graphs, 2 timed" in capsys.readouterr().out and page.read_text().count("\n| ") == 6
+    whole = Run.load(path)
+    halves = [path.with_name(f"{i}.json") for i in range(2)]
+    for i, half in enumerate(halves):
+        about = whole.about | dict(command=f"command {i}", revision="abc1234")
+        Run("foreign", about, whole.rows[i::2]).save(half)
+    assert foreign.main(["--read", *map(str, halves), "--out", str(path)]) == 1
+    again = Run.load(path)
+    assert {one["name"] for one in again.rows} == set(names)
+    assert again.about["command"] == "command 0; command 1"
+    assert again.about["revision"] == "abc1234" and again.about["summary"]["graphs"] == 4
     with pytest.raises(SystemExit):
         foreign.main([*command, "--add", "--option", "fusion.limit=1"])
     assert "another options" in capsys.readouterr().err

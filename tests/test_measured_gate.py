@@ -111,7 +111,7 @@ def test_a_second_compilation_measures_nothing(monkeypatch, tmp_path):
 
 def test_nothing_is_measured_where_nothing_is_compiled_or_asked(monkeypatch, tmp_path):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
-        plain = told(decided(norm, long_norm()), "layer_norm")
+        plain = told(decided(norm, long_norm(), measure_s=0), "layer_norm")
         assert told(decided(norm, long_norm(), gate="table"), "layer_norm") == plain
         decided(norm, long_norm(), gate="always")
         decided(norm, long_norm(), gate="never", measure_s=20)
@@ -119,6 +119,15 @@ def test_nothing_is_measured_where_nothing_is_compiled_or_asked(monkeypatch, tmp
             decided(norm, long_norm(), compiles=False, measure_s=20), "layer_norm"
         )
     assert fused and plain[0][1]
+
+
+def test_what_the_tables_refuse_is_not_fused_where_nobody_judges_it(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        monkeypatch.setattr(judging, "on_gpu", lambda d: False)
+        record = decided(refused_by_the_tables, torch.randn(16384, 1024))
+        table = decided(refused_by_the_tables, torch.randn(16384, 1024), gate="table")
+    assert told(record, "layer_norm") == told(table, "layer_norm")
+    assert not told(record, "layer_norm")[0][1]
 
 
 def test_answers_that_ship_come_after_those_of_this_user_and_alone_under_the_table(

@@ -106,6 +106,22 @@ def load(path: Path) -> tuple[dict, list[GraphRow]]:
         ) from None
 
 
+def together(paths: list[Path]) -> Run:
+    """The rows of several files, of parts of the set say, under what the first says about its run;
+    with the commands and revisions of all. A graph that is in two has its row from the later one.
+    """
+    about, rows = load(paths[0])
+    found = {row.name: row for row in rows}
+    for path in paths[1:]:
+        found |= {row.name: row for row in before(path, about)}
+        other = load(path)[0]
+        for key in ("command", "revision"):
+            about[key] = "; ".join(dict.fromkeys(f"{about[key]}; {other[key]}".split("; ")))
+        about["seconds"] = max(about.get("seconds", 0), other.get("seconds", 0))
+    rows = list(found.values())
+    return Run("foreign", about | dict(summary=summary(rows)), rows)
+
+
 def before(path: Path, about: dict) -> list[GraphRow]:
     """The rows of a file, where there is one, that a run on this machine may go on from."""
     if not path.exists():

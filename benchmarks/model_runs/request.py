@@ -130,7 +130,7 @@ def measured(job: Job, args: argparse.Namespace, device: torch.device, say) -> M
         dropout="on" if args.dropout else None,
         gate=gate,
         verify="on" if args.verify else None,
-        measure_s=args.measure_s or None,
+        measure_s=args.measure_s if gate == "auto" else None,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
     plan = Plan(

@@ -17,7 +17,7 @@ Compile = Callable[[Callable], Callable]  # what a contender makes of a function
 
 
 def contenders(
-    gate: str = "auto", max_autotune: bool = False, verify: bool = False, measure_s: float = 0.0
+    gate: str = "auto", max_autotune: bool = False, verify: bool = False, measure_s: float = 20.0
 ) -> dict[str, Compile]:
     def compiled(**how) -> Compile:
         return lambda step: torch.compile(step, dynamic=False, **how)

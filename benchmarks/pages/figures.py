@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from benchmarks.pages.foreign_figures import foreign
 from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept
 from benchmarks.pages.markdown import where, wrapped
 from benchmarks.pages.model_figures import models, shares
@@ -36,6 +37,7 @@ FIGURES = {
     "losses": Figure(("patterns", "models"), losses),
     "models": Figure(("models",), models),
     "shares": Figure(("models",), shares),
+    "foreign": Figure(("foreign",), foreign),
     "compared": Figure(("compare",), compared),
     "block-sizes": Figure(("block_size",), block_sizes),
     "swept": Figure(("sweep",), swept),

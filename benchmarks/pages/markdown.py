@@ -69,7 +69,8 @@ def where(run: Run) -> str:
     versions += f", transformers {about['transformers']}" if about.get("transformers") else ""
     revision = f", revision {about['revision']}" if about.get("revision") else ""
     first, *more = about["command"].split("; ")
-    more = f", and {len(more)} commands more that the file names" if more else ""
+    plural = "s" if len(more) > 1 else ""
+    more = f", and {len(more)} more command{plural} that the file names" if more else ""
     return f"{versions}, {about['date']}{revision}: `{first}`{more}."
 
 

@@ -133,6 +133,11 @@ class Judge:
             self.least += sum(c.value for c in classes)
         for c, answer in zip(classes, self.answers(classes), strict=True):
             self.tell(c, answer)
+        for gate in gates:  # what the tables refuse is fused on a measurement, or not at all
+            for d in gate.found:
+                if d.fused and d.doubt is not None and gate.evidence.of(d.match) is None:
+                    gate.evidence.tell(d.match, Measured("", d.doubt.reason))
+                    self.open = True
 
     def classes(self, gates: list[Gate]) -> list[Class]:
         """What is proposed and has no answer, by regions, those that are alike together."""

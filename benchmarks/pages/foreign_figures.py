@@ -1,0 +1,57 @@
+"""The figures of a run of benchmarks.foreign, whose rows are plain dicts here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import geometric_mean
+
+from benchmarks.pages.markdown import table, where, wrapped
+from benchmarks.records.runs import Run
+
+NEARLY = 0.99
+
+
+def foreign(run: Run, _: list[str]) -> str:
+    """A paragraph, a table with a line a family, and the graphs that are slower than 0.99."""
+    found = run.about["summary"]
+    said = (
+        f"{found['graphs']} graphs, {found['with_sites']} of them with a fused site. Plain "
+        f"Inductor's GPU time divided by fusion's has a geometric mean of "
+        f"{found['mean_with_sites']:.2f} over those, and of {found['mean']:.2f} over all; the "
+        f"smallest is {found['min']:.2f} ({found['min_name']}). Beyond the noise "
+        f"{found['faster']} are faster and {found['slower']} slower. In "
+        f"{len(found['errors']) or 'none'} a result is further from fp64 than both Inductor's and "
+        "eager's, or missing."
+    )
+    parts = [wrapped(where(run)), wrapped(said), families(run.rows)]
+    if slow := sorted((r for r in run.rows if (r["ratio"] or 1.0) < NEARLY), key=ratio):
+        heads = ("below 0.99", "plain Inductor ms", "fusion ms", "ratio", "noise", "fused")
+        parts.append(table(heads, map(cells, slow)))
+    return "\n".join(parts)
+
+
+def ratio(row: dict) -> float:
+    return row["ratio"]
+
+
+def families(rows: list[dict]) -> str:
+    """How many graphs of each family have a fused site, and their ratios."""
+    lines = []
+    for family in sorted({row["family"] for row in rows}):
+        own = [row for row in rows if row["family"] == family and row["ratio"]]
+        fused = sorted(row["ratio"] for row in own if row["accepted"])
+        mean = f"{geometric_mean(fused):.2f}" if fused else "–"
+        span = f"{fused[0]:.2f} to {fused[-1]:.2f}" if fused else "–"
+        lines.append((family.replace("_", " "), str(len(own)), str(len(fused)), mean, span))
+    heads = ("family", "graphs", "with a fused site", "their geometric mean", "their ratios")
+    return table(heads, lines)
+
+
+def cells(row: dict) -> tuple[str, ...]:
+    ms = {side["name"]: side["kernel"]["median"] for side in row["sides"] if side["kernel"]}
+    counts: Counter[str] = Counter()
+    for site in row["accepted"]:
+        counts[site["pattern"]] += site["count"]
+    fused = ", ".join(f"{n} {name}" for name, n in counts.items())
+    times = f"{ms['inductor']:.4f}", f"{ms['fusion']:.4f}"
+    return row["name"], *times, f"{row['ratio']:.2f}", f"{row['noise']:.1%}", fused
