@@ -11,8 +11,8 @@ from torch import nn
 
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.measure import agree, key, measuring
 from fusion_backend.measure import judge as judging
-from fusion_backend.measure import key, measuring
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.contest import Lost
 from fusion_backend.measure.timing import Race, race
@@ -151,7 +151,7 @@ def test_explain_says_what_a_compilation_would_measure(monkeypatch, tmp_path):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
         record = decided(norm, long_norm(), compiles=False, measure_s=20)
         ((_, fused, reason),) = told(record, "layer_norm")
-    assert fused and reason.endswith("it is measured when it is compiled")
+    assert fused and reason.endswith("it will be measured when it is compiled")
 
 
 def test_what_cannot_be_kept_is_told_once(monkeypatch, tmp_path):
@@ -266,6 +266,39 @@ def test_a_small_part_of_a_graph_is_not_measured(monkeypatch, tmp_path):
         assert len(stub.asked) == 1
         record = decided(fn, x, y, torch.randn(4096, 4096), gate="measure")
         assert all(fused for _, fused, _ in told(record, "layer_norm"))
+
+
+def test_what_was_not_measured_has_not_lost(monkeypatch, tmp_path):
+    """The tables refuse the attention, and take the softmax inside of it."""
+
+    def fn(q, mask):
+        scores = (q @ q.transpose(-2, -1) * 0.125).masked_fill(mask, -1e9)
+        return torch.softmax(scores, -1) @ q
+
+    q = torch.randn(1, 1, 8192, 64, dtype=torch.bfloat16)
+    inputs = q, torch.rand(1, 1, 8192, 8192) < 0.5
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
+        table = told(decided(fn, *inputs, gate="table"), "softmax")
+        assert table[0][1]
+        decided(norm, long_norm())  # the store is not empty
+        assert told(decided(fn, *inputs, measure_s=0), "softmax") == table
+        ((_, fused, reason),) = told(decided(fn, *inputs, compiles=False), "softmax")
+        assert fused and reason.endswith("it will be measured when it is compiled")
+
+
+def test_what_is_small_in_one_graph_is_measured_in_another(monkeypatch, tmp_path):
+    """The ranks share what was measured, and not what a graph makes of it."""
+
+    def beside(x, y, w):
+        return norm(x), F.layer_norm(y @ w, (4096,))
+
+    x, y, w = torch.randn(64, 65536), torch.randn(65536, 8192), torch.randn(8192, 4096)
+    shared = torch.distributed.HashStore()
+    monkeypatch.setattr(agree, "default_store", lambda: (shared, 0))
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        first = told(decided(beside, x, y, w, only=("layer_norm",)), "layer_norm")
+        assert any("hundredth" in reason for _, _, reason in first)
+        assert told(decided(norm, x), "layer_norm")[0][1]
 
 
 def test_a_smaller_form_of_what_lost_is_not_tried(monkeypatch, tmp_path):

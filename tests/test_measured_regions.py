@@ -195,6 +195,15 @@ def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
         recent = [names[id(t)] for t in held.clock.recent]
     assert recent == ["linear", "linear_1"]  # and not the weight
 
+    def residual(x):
+        y = F.layer_norm(x, (16,))
+        return y + linear(linear(y))
+
+    (cut,) = cuts_of(residual, torch.randn(4, 16), only="layer_norm")
+    assert "linear_1" in [n.name for n in cut.inputs]  # computed after the region
+    with contest(cut) as held:
+        assert not held.clock.recent
+
 
 def test_beside_a_convolution_a_gain_must_be_larger(monkeypatch):
     """What is copied to channels-last at the edge may be so already in the whole graph."""

@@ -89,6 +89,36 @@ def test_what_reads_a_value_later_element_by_element_belongs_to_the_region():
         )
 
 
+def test_a_result_of_the_graph_stays_with_what_makes_it():
+    linear = nn.Linear(16, 16)
+
+    def fn(x):
+        h = x.sin() * 2
+        return F.layer_norm(h, (16,)), linear(h)
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), only="layer_norm")
+    assert names(region) == ["sin", "mul", "layer_norm"]
+
+
+def test_nothing_random_is_added_to_a_region():
+    up, down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def fn(x):
+        y = F.layer_norm(x, (16,))
+        return F.dropout(y + 0 * down(up(y)), 0.5), torch.bernoulli(y.sigmoid())
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), only="layer_norm")
+    assert not {"dropout", "bernoulli"} & {*names(region)}
+
+
+def test_a_product_of_two_vectors_has_no_rows():
+    def fn(x, a):
+        return F.layer_norm(x * (a @ a), (16,))
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), torch.randn(9), only="layer_norm")
+    assert names(region) == ["mul", "layer_norm"]
+
+
 def test_a_reduction_stays_at_its_level():
     linear = nn.Linear(16, 16)
 
@@ -347,6 +377,10 @@ def test_what_a_product_copies_into_rows_is_copied_in_the_region():
         x, *rest = (torch.randn(n.meta["val"].shape) for n in cut.inputs)
         *_, rows = cut.graph(cut.region.sites)(x, *rest)
         assert rows.shape == (50, 8) and rows.is_contiguous()
+    linear.weight.requires_grad_(False)  # then torch multiplies one matrix after the other
+    (cut,) = cuts_of(lambda x: tokens(x, False), torch.randn(2, 8, 5, 5))
+    assert not cut.rows and len(cut.outputs) == 1
+    linear.weight.requires_grad_()
     (cut,) = cuts_of(lambda x: linear(F.layer_norm(x, (8,))), torch.randn(2, 5, 8))
     assert not cut.rows and len(cut.outputs) == 1
 

@@ -111,26 +111,31 @@ def together(paths: list[Path]) -> Run:
     with the commands and revisions of all. A graph that is in two has its row from the later one.
     """
     about, rows = load(paths[0])
+    about.pop("seconds", None)
     found = {row.name: row for row in rows}
     for path in paths[1:]:
-        found |= {row.name: row for row in before(path, about)}
-        other = load(path)[0]
+        other, rows = like(path, about)
+        found |= {row.name: row for row in rows}
         for key in ("command", "revision"):
             about[key] = "; ".join(dict.fromkeys(f"{about[key]}; {other[key]}".split("; ")))
-        about["seconds"] = max(about.get("seconds", 0), other.get("seconds", 0))
     rows = list(found.values())
     return Run("foreign", about | dict(summary=summary(rows)), rows)
 
 
 def before(path: Path, about: dict) -> list[GraphRow]:
     """The rows of a file, where there is one, that a run on this machine may go on from."""
-    if not path.exists():
-        return []
+    return like(path, about)[1] if path.exists() else []
+
+
+def like(path: Path, about: dict) -> tuple[dict, list[GraphRow]]:
+    """`load`, of a file that was measured on the same machine with the same options. ValueError
+    where it was not.
+    """
     old, rows = load(path)
     keys = ("gpu", "torch", "triton", "options", "size")
     if other := [key for key in keys if old.get(key) != about.get(key)]:
         raise ValueError(f"{path} was measured with another {' and '.join(other)}")
-    return rows
+    return old, rows
 
 
 def until(minutes: float | None) -> float:

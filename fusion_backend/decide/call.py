@@ -194,3 +194,8 @@ def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
             with value.fake_mode:
                 pending.append((u, u.target(value, *u.args[1:], **u.kwargs)))
     return False
+
+
+def draws_random_numbers(match: Match) -> bool:
+    """Are there random numbers in this form of the pattern?"""
+    return match.template.kinds in match.pattern.memo.get("random", ())

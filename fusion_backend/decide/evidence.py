@@ -12,11 +12,12 @@ from fusion_backend.match.matcher import Match
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Who computes a site, "kernel/vjp" for forward and backward, or "" for Inductor; and why, in a
-    sentence.
+    sentence. certain: a measurement says so; else a bound or the tables.
     """
 
     take: str
     reason: str
+    certain: bool = False
 
 
 class Evidence:
@@ -41,7 +42,7 @@ class Evidence:
     def lost(self, match: Match) -> bool:
         """Was it measured, and is it left to Inductor?"""
         answer = self.of(match)
-        return answer is not None and answer.take == ""
+        return answer is not None and answer.certain and answer.take == ""
 
     def tell(self, match: Match, answer: Measured) -> None:
         self.answers[match.pattern.name, match.roots[0]] = answer

@@ -22,6 +22,7 @@ from fusion_backend.decide.call import (
     call_of_op,
     call_of_torch,
     differs,
+    draws_random_numbers,
     needs_copy,
     replacement_of,
     values_of,
@@ -98,14 +99,17 @@ class Gate:
         self.claimed: dict[fx.Node, Match] = {}
         self.fused = 0  # sites, in this graph and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
+        self.provided: dict[int, tuple] = {}  # a match -> the evidence, and what was decided by it
         self.found: list[Decision] = []  # the latest
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
         """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is
         left out.
         """
-        for _ in self.trials.rounds():
-            self.claimed, self.fused, self.tried = {}, fused, {}
+        for number, _ in enumerate(self.trials.rounds()):
+            self.claimed, self.fused = {}, fused
+            if number:  # a kernel has failed, on which something was decided
+                self.tried, self.provided = {}, {}
             self.found = [d for d in map(self.decide, matches) if d is not None]
         return self.found
 
@@ -131,7 +135,7 @@ class Gate:
             if other is None:
                 return Decision(match, False, reason, cause=ILLEGAL)
             match = other
-        decision = self.provide(match, self.facts.training(match))
+        decision = self.provided_once(match)
         if decision.fused and (answer := self.evidence.of(match)):
             decision = self.as_measured(decision, answer)
         decision.bytes_saved = match.bytes_inside(self.canon)
@@ -204,6 +208,15 @@ class Gate:
         return ""
 
     # What would replace it, may it, is it worthwhile?
+
+    def provided_once(self, match: Match) -> Decision:
+        """`provide`, asked again only where there is other evidence than before."""
+        evidence = (self.evidence.of(match), self.evidence.wanted)
+        known = self.provided.get(id(match))
+        if known is None or known[1] != evidence:
+            decision = self.provide(match, self.facts.training(match))
+            known = self.provided[id(match)] = (match, evidence, decision)
+        return dataclasses.replace(known[2])
 
     def provide(self, match: Match, training: bool) -> Decision:
         """The replacement's decision; where that is refused, the rule's own op may be inlined."""
@@ -384,8 +397,3 @@ class Gate:
         if not strides:
             call.contiguous = needs_copy(match.roots[0], call.values[0], self.facts.writers)
         return decision
-
-
-def draws_random_numbers(match: Match) -> bool:
-    """Are there random numbers in this form of the pattern?"""
-    return match.template.kinds in match.pattern.memo.get("random", ())

@@ -82,13 +82,16 @@ def least(nodes: Iterable[fx.Node]) -> float:
 
 def products(n: fx.Node) -> float:
     """The operations of a matrix product, a convolution or attention; 0.0 of another call."""
-    name, values = name_of(n), [a.meta.get("val") for a in n.all_input_nodes]
+    name, out = name_of(n), n.meta.get("val")
     if name == ATTENTION:
         return operations(n)
-    shapes = [v.shape for v in values if isinstance(v, torch.Tensor)]
-    out = n.meta.get("val")
+    shapes = [a.meta["val"].shape for a in n.args if isinstance(a, fx.Node)]
     if len(shapes) < 2 or not isinstance(out, torch.Tensor) or hinted(out.shape) is None:
         return 0.0
+    if name.startswith("aten::conv_transpose"):  # the weight: [in, out / groups, ...]
+        return 2.0 * math.prod(
+            map(float, (*(hinted(shapes[0]) or ()), *(hinted(shapes[1][1:]) or ())))
+        )
     if name.startswith("aten::conv"):  # the weight: [out, in / groups, ...]
         factors = hinted(shapes[1][1:])
     elif name in INNER and len(shapes[INNER[name]]):

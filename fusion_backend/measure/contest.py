@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import starmap
 
 import torch
+from torch import fx
 
 from fusion_backend.capture.view import name_of
 from fusion_backend.compat.inductor import compiled_apart, without_compiled_autograd
@@ -47,9 +48,10 @@ class Contest:
         self.cut, self.device = cut, cut.device
         check_memory(cut, self.device)
         self.inputs = made_up(cut, self.device)
-        # what is computed in front of a region is in L2, as far as there is room
-        made = dict(zip(cut.inputs, self.inputs, strict=True))
-        before = sorted((n for n in made if n.op == "call_function"), key=cut.facts.order.get)
+        # what is computed before a region is in L2, as far as there is room
+        made, order = dict(zip(cut.inputs, self.inputs, strict=True)), cut.facts.order
+        last = max(order[r] for d in cut.region.sites for r in d.match.roots)
+        before = sorted((n for n in made if order[n] < last and computed(n)), key=order.get)
         recent = [made[n] for n in before if made[n].is_floating_point()]
         self.clock = Clock(self.device, recent)
         convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
@@ -163,6 +165,10 @@ def check_memory(cut: Cut, device: torch.device) -> None:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if need > free:
         raise Lost(f"it takes up to {need / 1e9:.1f} GB to measure, and {free / 1e9:.1f} are free")
+
+
+def computed(n: fx.Node) -> bool:
+    return n.op == "call_function"
 
 
 def memory(device: torch.device) -> int:

@@ -108,7 +108,8 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     inside = {*region.nodes}
     tensors = [n for n in region.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     outside = {n: n.users.keys() - inside for n in tensors if n not in region.again}
-    copying = {n: {u for u in users if copies(u, n)} for n, users in outside.items()}
+    trained = facts.view.requires_grad
+    copying = {n: {u for u in users if copies(u, n, trained)} for n, users in outside.items()}
     outputs = [n for n, users in outside.items() if users - copying[n]]
     rows = [n for n in outside if copying[n]]
     nodes = sorted(inside | views, key=facts.order.__getitem__)
@@ -118,12 +119,17 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     return Cut(facts, region, inputs, outputs, rows, grads)
 
 
-def copies(product: fx.Node, n: fx.Node) -> bool:
-    """Does it multiply the rows of n by a matrix, when n is in memory as no matrix of rows?"""
+def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
+    """Does it multiply the rows of n by a matrix, when n is in memory as no matrix of rows? Only by
+    a weight that requires a gradient: by another, torch multiplies one matrix of n after the other.
+    """
     if not is_lowered(product) or name_of(product) not in FOLDED:
         return False
-    left, right = (a.meta["val"] if isinstance(a, fx.Node) else None for a in product.args[:2])
-    if product.args[0] is not n or left.dim() < 3 or right is None or right.dim() != 2:
+    left, weight = product.args[:2]
+    if left is not n or weight not in trained or weight.meta["val"].dim() != 2:
+        return False
+    left = n.meta["val"]
+    if left.dim() < 3:
         return False
     sizes, strides = hinted(left.shape), hinted(left.stride())
     if sizes is None or strides is None or 0 in sizes:

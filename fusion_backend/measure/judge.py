@@ -128,8 +128,12 @@ class Judge:
         for gate in gates:
             self.open |= inside_of_lost(gate)
         classes = sorted(self.classes(gates), key=lambda c: c.urgency, reverse=True)
-        if not self.least and classes and self.measures:
-            self.least = sum(least(gate.facts.view.graph.nodes) for gate in gates)
+        if not self.least and self.measures and self.options.gate == "auto":
+            inside = {
+                n for c in classes for d in c.sites for n in (*d.match.interior, *d.match.roots)
+            }
+            for gate in gates:
+                self.least += least(n for n in gate.facts.view.graph.nodes if n not in inside)
             self.least += sum(c.value for c in classes)
         for c, answer in zip(classes, self.answers(classes), strict=True):
             self.tell(c, answer)
@@ -171,24 +175,34 @@ class Judge:
         """
         found: dict[int, Answer] = {}
         for c in classes:
-            if self.ranks is None or c.key is None or self.ranks.claim(c.key):
+            key = self.key_of(c)
+            if self.ranks is None or key is None or self.ranks.claim(key):
                 found[id(c)] = self.own(c)
-                if self.ranks is not None and c.key is not None:
+                if self.ranks is not None and key is not None:
                     mine = found[id(c)].to_json()
-                    told = self.ranks.publish(c.key, mine)
+                    told = self.ranks.publish(key, mine)
                     if told != mine:  # this rank was too late
                         found[id(c)] = answer_of(json.loads(told))
         patience = self.waiting_s
         for c in classes:
             if id(c) not in found:
                 late = unanswered(c, LATE).to_json()
-                told = self.ranks.wait(c.key, late, patience)
+                told = self.ranks.wait(self.key_of(c), late, patience)
                 found[id(c)] = answer_of(json.loads(told))
                 if found[id(c)].why == LATE:  # what a dead rank has claimed is waited for once
                     patience = 0.0
                 if found[id(c)].verdict:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
+
+    def small(self, c: Class) -> bool:
+        """Is it too small a part of this graph to be measured?"""
+        auto = self.options.gate == "auto" and self.least > 0
+        return auto and c.value < SMALL * self.least
+
+    def key_of(self, c: Class) -> str | None:
+        """What the ranks call it. That it is small holds for graphs like this one alone."""
+        return f"{c.key} of {self.least:.0f}" if c.key and self.small(c) else c.key
 
     @property
     def waiting_s(self) -> float:
@@ -201,7 +215,7 @@ class Judge:
         if self.options.gate != "table" and c.key:
             found = stored.store().get(c.key) or found
         if found is None and self.measures:
-            if self.options.gate == "auto" and c.value < SMALL * self.least:
+            if self.small(c):
                 return unanswered(c, SMALL_PART)
             started = time.thread_time()
             found = measured(c, self.options, self.record)
@@ -225,11 +239,11 @@ class Judge:
         """The answer about one site."""
         together = len(answer.sites) > 1
         if answer.verdict:
-            return Measured(take, answer_text.reason(answer, take, together))
+            return Measured(take, answer_text.reason(answer, take, together), certain=True)
         if d.doubt is not None:
             return Measured("", f"{d.doubt.reason}; {answer.why}".removesuffix("; "))
         if not answer.why:  # nobody asked
-            later = "; it is measured when it is compiled" if self.later else ""
+            later = "; it will be measured when it is compiled" if self.later else ""
             return Measured(d.providers, d.reason + later)
         taken = bound(d).gain >= ENOUGH
         return Measured(d.providers if taken else "", answer_text.unmeasured(answer.why, taken))
@@ -242,8 +256,9 @@ class Judge:
 
 def inside_of_lost(gate: Gate) -> bool:
     """Answer for what is proposed inside of a larger match that lost where it stands: if that is of
-    the same pattern, Inductor would compute the rest besides; if it has library calls before and
-    after it, as attention has around a softmax, Inductor may replace all of it. Was there any?
+    the same pattern, Inductor would still compute the rest; if it has library calls before and
+    after it, as attention has around a softmax, Inductor may replace all of it. Returns whether
+    anything was answered.
     """
     order = gate.facts.order.__getitem__
     lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
@@ -260,7 +275,7 @@ def inside_of_lost(gate: Gate) -> bool:
             calls = [order(n) for n in inside - own if library_call(name_of(n))]
             first, last = min(map(order, own)), max(map(order, own))
             if same or (calls and min(calls) < first and last < max(calls)):
-                gate.evidence.tell(d.match, Measured("", larger.reason))
+                gate.evidence.tell(d.match, Measured("", larger.reason, certain=True))
                 found = True
     return found
 

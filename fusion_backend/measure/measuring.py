@@ -66,7 +66,7 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
         return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
     try:
         with contest(c.cut) as held:
-            found = Choice(c, held, started + left).of(c.sites)
+            found = Choice(c, held, started + left).answer()
     except Exception as error:
         why = str(error) if isinstance(error, Lost) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
@@ -89,18 +89,18 @@ class Choice:
         self.races: list[tuple[list[Decision], Race, int]] = []
         self.failed = ""
 
-    def of(self, candidates: list[Decision]) -> Answer:
-        """All candidates; if they are not faster, each alone, and those that are, together; of a
-        single one, the other half (the backward alone, or both).
+    def run(self) -> None:
+        """All sites; if they are not faster, each alone, and those that are, together; of a single
+        one, the other half (the backward alone, or both).
         """
-        if not self.faster(candidates):
-            if len(candidates) > 1:
-                alone = [d for d in candidates if self.faster([d])]
-                if 1 < len(alone) < len(candidates):
+        sites = self.c.sites
+        if not self.faster(sites):
+            if len(sites) > 1:
+                alone = [d for d in sites if self.faster([d])]
+                if 1 < len(alone) < len(sites):
                     self.faster(alone)
-            elif other := self.c.members[0][0].other_half(candidates[0]):
+            elif other := self.c.members[0][0].other_half(sites[0]):
                 self.faster([other])
-        return self.answer()
 
     def faster(self, chosen: list[Decision]) -> bool:
         """Race plain Inductor against the region with these sites replaced."""
@@ -121,6 +121,7 @@ class Choice:
         """The fastest certain choice; else that Inductor keeps the sites, or that it is
         uncertain.
         """
+        self.run()
         if not self.races:
             return unanswered(self.c, self.failed or "the time to measure it was up")
         won = [r for r in self.races if r[1].verdict == "faster"]

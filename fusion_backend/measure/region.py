@@ -132,7 +132,7 @@ class Regions:
 
         def latest(nodes: Iterable[fx.Node]) -> int:
             """The last level at which these can be computed, for those that read them."""
-            readers = {u for n in nodes for u in n.users} - {*nodes}
+            readers = {u for n in nodes for u in n.users if u.op != "output"} - {*nodes}
             ends = {u: u not in self.site and self.ends(u) for u in readers}
             return min((level[u] - ends[u] for u in readers), default=0)
 
@@ -197,7 +197,7 @@ class Regions:
         beside = self.beside(found, level, state)
         later = self.later(found, level, state)
         nodes = sorted(found | again | beside | later, key=self.order.__getitem__)
-        problem = self.problem([n for n in nodes if n not in later], found, again, members)
+        problem = self.problem(nodes, found, again, members, later)
         return Region(nodes, members, problem, again)
 
     def again(self, d: Decision) -> list[fx.Node]:
@@ -236,7 +236,8 @@ class Regions:
 
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators of later levels that read a value of the region: instead of
-        writing it, Inductor may compute it once more for them.
+        writing it, Inductor may compute it once more for them. (In the region alone it may even
+        compute them in the same kernel, which favours Inductor.)
         """
         readers = {u for n in found for u in n.users} - found
         return {
@@ -246,7 +247,7 @@ class Regions:
             and self.view.region.get(u) == state
             and elementwise(u)
             and not self.ends(u)
-            and measurable(u)
+            and not random(u)
         }
 
     def problem(
@@ -255,6 +256,7 @@ class Regions:
         found: set[fx.Node],
         again: frozenset[fx.Node],
         sites: list[Decision],
+        later: set[fx.Node],
     ) -> str:
         """Why a region cannot be measured; "" where it can."""
         if len(found) > MOST_NODES:
@@ -272,14 +274,15 @@ class Regions:
             if name_of(n) in INDEXING and not all(known_range(a, inside) for a in whole):
                 return f"an index of {n.name} is computed in it, from its inputs"
         # what is computed outside from the region's results must not come back into it
-        seen, level = set(), max(self.level[n] for n in nodes)
-        pending = [u for n in nodes if n not in again for u in n.users if u not in inside]
+        core = inside - later
+        seen, level = set(), max(self.level[n] for n in core)
+        pending = [u for n in core if n not in again for u in n.users if u not in inside]
         while pending:
             n = pending.pop()
             if n in seen or self.level[n] > level:
                 continue
             seen.add(n)
-            if not inside.isdisjoint(n.users):
+            if not core.isdisjoint(n.users):
                 return f"{n.name} is computed outside of it from its results, and read in it"
             pending += n.users
         return ""
@@ -321,8 +324,13 @@ def padded(n: fx.Node) -> bool:
     """
     if name_of(n) not in PRODUCTS:
         return False
-    row = hinted(n.meta["val"].shape)[-1]
+    row = (hinted(n.meta["val"].shape) or (0,))[-1]
     return row > LONG_ROW and row * n.meta["val"].element_size() % ALIGNED != 0
+
+
+def random(n: fx.Node) -> bool:
+    seeded = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+    return seeded or name_of(n) == "aten::dropout"
 
 
 def whole_numbers(value) -> bool:

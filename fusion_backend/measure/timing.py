@@ -100,9 +100,8 @@ class Race:
 
     @property
     def verdict(self) -> str:
-        """ "faster" where the interval excludes a gain of no more than `worth`, "slower" where it
-        excludes a loss of no more than 1 %, "same" where it is between them, "" where it is
-        undecided.
+        """ "faster" where the interval lies above a gain of `worth`, "slower" where it lies below a
+        loss of 1 %, "same" where it lies between them, "" where it is undecided.
         """
         low, high = self.interval
         if low > 1 + self.worth:

@@ -22,7 +22,7 @@ from fusion_backend.reporting.records import computed_by
 SHORT = 8  # characters of a key
 VERDICTS = {
     "faster": "faster than Inductor",
-    "same": "as fast as Inductor",
+    "same": "no gain that counts",
     "slower": "slower than Inductor",
 }
 HEAD = (
