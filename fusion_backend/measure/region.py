@@ -247,7 +247,6 @@ class Regions:
             and self.view.region.get(u) == state
             and elementwise(u)
             and not self.ends(u)
-            and not random(u)
         }
 
     def problem(
@@ -326,11 +325,6 @@ def padded(n: fx.Node) -> bool:
         return False
     row = (hinted(n.meta["val"].shape) or (0,))[-1]
     return row > LONG_ROW and row * n.meta["val"].element_size() % ALIGNED != 0
-
-
-def random(n: fx.Node) -> bool:
-    seeded = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-    return seeded or name_of(n) == "aten::dropout"
 
 
 def whole_numbers(value) -> bool:
