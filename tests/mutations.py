@@ -228,6 +228,30 @@ MUTATIONS = {
         "gate.evidence.wanted = active",
         "tests/test_measured_gate.py",
     ),
+    "regions: what reads a value later is left out": Mutation(
+        "fusion_backend/measure/region.py",
+        "nodes = sorted(found | again | beside | later, key=",
+        "nodes = sorted(found | again | beside, key=",
+        "tests/test_regions.py",
+    ),
+    "regions: what a product copies is not counted": Mutation(
+        "fusion_backend/measure/cut.py",
+        "rows = [n for n in outside if copying[n]]",
+        "rows = []",
+        "tests/test_regions.py",
+    ),
+    "judge: what nobody has judged is fused": Mutation(
+        "fusion_backend/measure/judge.py",
+        "if d.fused and d.doubt is not None and gate.evidence.of(d.match) is None:",
+        "if False:",
+        "tests/test_measured_gate.py",
+    ),
+    "judge: what was not measured has lost": Mutation(
+        "fusion_backend/decide/evidence.py",
+        "answer.certain and answer.take",
+        "answer.take",
+        "tests/test_measured_gate.py",
+    ),
     "store: an answer may be read while it is written": Mutation(
         "fusion_backend/measure/store.py",
         'os.replace(scratch, self.folder / f"{answer.key}.json")',
