@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=SMALL_GRAPHS, default=list(SMALL_GRAPHS))
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--rounds", type=positive, default=60, help="turns of each contender")
+    parser.add_argument("--rounds", type=positive, default=300, help="turns of each contender")
     launcher = "who launches our kernels (compat/launchers.py)"
     parser.add_argument(
         "--launcher", choices=("triton", "inductor"), default="triton", help=launcher
