@@ -1,5 +1,6 @@
 """What the judge makes of measurements: proposed, measured, kept, told, and decided again."""
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.compat.torch import inductor_config
+from fusion_backend.decide import gate as gating
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import agree, key, measuring
 from fusion_backend.measure import judge as judging
@@ -80,6 +82,25 @@ def test_a_site_that_is_fast_alone_and_loses_in_context_is_declined(monkeypatch,
     assert not site.fused and site.cause == UNPROFITABLE
     assert site.reason == "left to Inductor: 0.94 in context, measured today"
     assert record.measured == 1
+
+
+def test_kernels_that_were_measured_are_not_compiled_besides(monkeypatch, tmp_path):
+    compiled, tried_out = [], gating.Gate.tried_out
+
+    def recorded(self, op, *args):
+        compiled.append((op.name, args[-1]))
+        return tried_out(self, op, *args)
+
+    monkeypatch.setattr(gating.Gate, "tried_out", recorded)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
+        for measured in (1, 0):  # then, from the store
+            record = decided(norm, long_norm())
+            assert told(record, "layer_norm")[0][1] and record.measured == measured
+        assert compiled and not any(compiles for _, compiles in compiled)
+        # whose class has no answer: as the tables say, with kernels that nobody has compiled
+        longer = torch.randn(32, 65536, dtype=torch.bfloat16)
+        record = decided(norm, longer, measure_s=0)
+        assert told(record, "layer_norm")[0][1] and compiled[-1] == ("layer_norm", True)
 
 
 def test_what_is_as_fast_is_left_to_inductor(monkeypatch, tmp_path):
@@ -420,7 +441,10 @@ def test_the_code_of_an_op_is_its_file_and_the_kernels_that_it_imports():
 )
 def test_a_provider_that_fails_costs_its_site_alone(monkeypatch, tmp_path, error, said):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: error):
-        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+        fails = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        warns = pytest.warns(RuntimeWarning, match="layer_norm.*its kernel failed")
+        with warns if fails else contextlib.nullcontext():
+            ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
         assert not fused and said in reason
         assert stored.store().empty  # it may succeed another time
 

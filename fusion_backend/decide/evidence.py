@@ -44,5 +44,10 @@ class Evidence:
         answer = self.of(match)
         return answer is not None and answer.certain and answer.take == ""
 
+    def runs(self, match: Match) -> bool:
+        """Has a measurement compiled and run its kernels, or will one, before they are used?"""
+        answer = self.of(match)
+        return self.wanted if answer is None else answer.certain
+
     def tell(self, match: Match, answer: Measured) -> None:
         self.answers[match.pattern.name, match.roots[0]] = answer

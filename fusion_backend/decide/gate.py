@@ -327,8 +327,8 @@ class Gate:
         forward: str = "",
         doubt: Reject | None = None,
     ) -> Decision:
-        """An op of ours, tried out on fakes before the graph depends on it. Where there is a doubt,
-        its kernels are compiled when a measurement has cleared it.
+        """An op of ours, tried out on fakes before the graph depends on it. Its kernels are
+        compiled here, unless a measurement does that.
         """
         op = answer.op
         forward = forward or ("kernel" if op.kernel_fn else "reference")
@@ -344,7 +344,7 @@ class Gate:
         doubt = None if known and known.take else doubt
         decision = Decision(match, True, answer.why, forward, backward, op=op, doubt=doubt)
         try:
-            trial = doubt is None
+            trial = doubt is None and not self.evidence.runs(match)
             decision.call = self.tried_out(op, arguments, values, answer.kwargs, chosen, trial)
         except Exception as error:
             if doubt is not None:

@@ -137,10 +137,15 @@ class Judge:
             self.least += sum(c.value for c in classes)
         for c, answer in zip(classes, self.answers(classes), strict=True):
             self.tell(c, answer)
-        for gate in gates:  # what the tables refuse is fused on a measurement, or not at all
+        # What nobody has judged: what the tables refuse is fused on a measurement, or not at all;
+        # of all else nobody has compiled the kernels yet.
+        for gate in gates:
             for d in gate.found:
-                if d.fused and d.doubt is not None and gate.evidence.of(d.match) is None:
-                    gate.evidence.tell(d.match, Measured("", d.doubt.reason))
+                if d.fused and gate.evidence.of(d.match) is None:
+                    told = (
+                        Measured("", d.doubt.reason) if d.doubt else Measured(d.providers, d.reason)
+                    )
+                    gate.evidence.tell(d.match, told)
                     self.open = True
 
     def classes(self, gates: list[Gate]) -> list[Class]:
@@ -230,7 +235,9 @@ class Judge:
             for i, d in enumerate(region.sites):
                 told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
                 gate.evidence.tell(d.match, told)
-                if told.take == d.providers and d.doubt is None:
+                # what is taken without a measurement has kernels that nobody has compiled yet
+                compiled = told.certain or not gate.evidence.wanted
+                if told.take == d.providers and d.doubt is None and compiled:
                     d.reason = told.reason
                 else:
                     self.open = True

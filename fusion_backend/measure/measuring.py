@@ -113,6 +113,10 @@ class Choice:
             raise
         except Exception as error:
             self.failed = str(error) if isinstance(error, Lost) else of_kernel(error)
+            if not isinstance(error, Lost):
+                names = ", ".join(dict.fromkeys(d.match.pattern.where for d in chosen))
+                told = f"fusion: {names}: {self.failed}; its sites are left to Inductor"
+                warn_once(f"measured {names}", told)
             return False
         self.races.append((chosen, race, more))
         return race.verdict == "faster"
