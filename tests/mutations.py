@@ -242,7 +242,7 @@ MUTATIONS = {
     ),
     "judge: what nobody has judged is fused": Mutation(
         "fusion_backend/measure/judge.py",
-        "if d.fused and d.doubt is not None and gate.evidence.of(d.match) is None:",
+        "if d.fused and gate.evidence.of(d.match) is None:",
         "if False:",
         "tests/test_measured_gate.py",
     ),
