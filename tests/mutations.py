@@ -242,8 +242,8 @@ MUTATIONS = {
     ),
     "judge: what nobody has judged is fused": Mutation(
         "fusion_backend/measure/judge.py",
-        "if d.fused and gate.evidence.of(d.match) is None:",
-        "if False:",
+        'gate.evidence.tell(d.match, Measured("", d.doubt.reason))',
+        'gate.evidence.tell(d.match, Measured(d.providers, ""))',
         "tests/test_measured_gate.py",
     ),
     "judge: what was not measured has lost": Mutation(

@@ -103,6 +103,14 @@ def test_kernels_that_were_measured_are_not_compiled_besides(monkeypatch, tmp_pa
         assert told(record, "layer_norm")[0][1] and compiled[-1] == ("layer_norm", True)
 
 
+def test_a_cpu_graph_is_decided_once(monkeypatch):
+    """Its attention becomes a call of the library: no kernel waits for an answer."""
+    rounds, decide_all = [], gating.Gate.decide_all
+    monkeypatch.setattr(gating.Gate, "decide_all", lambda *a: rounds.append(1) or decide_all(*a))
+    record = decided(Block(), torch.randn(2, 8, 16))
+    assert [s.pattern for s in record.sites if s.fused] == ["attention"] and len(rounds) == 1
+
+
 def test_what_is_as_fast_is_left_to_inductor(monkeypatch, tmp_path):
     for ratio in (1.004, 1.017):  # less than what tuning the rest anew can cost
         with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen, ratio=ratio: ratio):

@@ -137,16 +137,22 @@ class Judge:
             self.least += sum(c.value for c in classes)
         for c, answer in zip(classes, self.answers(classes), strict=True):
             self.tell(c, answer)
-        # What nobody has judged: what the tables refuse is fused on a measurement, or not at all;
-        # of all else nobody has compiled the kernels yet.
         for gate in gates:
             for d in gate.found:
                 if d.fused and gate.evidence.of(d.match) is None:
-                    told = (
-                        Measured("", d.doubt.reason) if d.doubt else Measured(d.providers, d.reason)
-                    )
-                    gate.evidence.tell(d.match, told)
-                    self.open = True
+                    self.not_judged(gate, d)
+
+    def not_judged(self, gate: Gate, d: Decision) -> None:
+        """What the tables refuse is fused on a measurement, or not at all; of all else the kernels,
+        which no measurement has compiled, are compiled when it is decided again.
+        """
+        if d.doubt is not None:
+            gate.evidence.tell(d.match, Measured("", d.doubt.reason))
+        elif has_kernels(d):
+            gate.evidence.tell(d.match, Measured(d.providers, d.reason))
+        else:
+            return
+        self.open = True
 
     def classes(self, gates: list[Gate]) -> list[Class]:
         """What is proposed and has no answer, by regions, those that are alike together."""
@@ -236,7 +242,7 @@ class Judge:
                 told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
                 gate.evidence.tell(d.match, told)
                 # what is taken without a measurement has kernels that nobody has compiled yet
-                compiled = told.certain or not gate.evidence.wanted
+                compiled = told.certain or not gate.evidence.wanted or not has_kernels(d)
                 if told.take == d.providers and d.doubt is None and compiled:
                     d.reason = told.reason
                 else:
@@ -305,6 +311,10 @@ def obey(gate: Gate) -> None:
             d.fused, d.forward, d.backward = False, None, None
             lost = "left to Inductor: it was answered too late, in the last round of decisions"
             d.reason, d.cause = lost if answer.take else answer.reason, UNPROFITABLE
+
+
+def has_kernels(d: Decision) -> bool:
+    return "kernel" in (d.forward, d.backward)
 
 
 def device_of(d: Decision):
