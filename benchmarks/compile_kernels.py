@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := set(args.patterns) - set(known):
         parser.error(f"no pattern {', '.join(sorted(unknown))} here; there are {', '.join(known)}")
+    torch.set_float32_matmul_precision("high")  # kernels of products take fp32 only as TF32
     found = list(all_launches(args.patterns))
     if not args.patterns and (missing := kernels() - {one.launch.name for one in found}):
         names = ", ".join(sorted(missing))

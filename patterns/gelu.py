@@ -1,14 +1,11 @@
 """GELU, x · Φ(x), in bf16 and fp16: exact, and with approximate="tanh", x · σ(2 √(2/π) (x +
 0.044715 x³)).
 
-x of any shape and strides. erf and tanh of fp32 have two branches each, of which 32 lanes mostly
-take both, one element after another: Inductor's gelu is bound by instructions, not by memory. Here
-the same functions are plain torch code without a branch, which Inductor fuses with its neighbours
-as before. With h = Φ(-|x|) the exact one is exp(-x²/2) · t · P(t), t = 1 / (1 + 0.295 |x|), P of
-degree 5: to |x| = 6.5 within 1e-6, far below the rounding of the result (after Abramowitz and
-Stegun 1964, 7.1.26; coefficients fitted for this range); the derivative has the same exponential. 1
-/ y is computed as rsqrt(y²): an instruction where a division is five. In fp32 such an error would
-be seen, and Inductor is closer to the memory limit. Source: Hendrycks and Gimpel 2016.
+x of any shape and strides. Inductor's gelu is bound by the instructions of erf and tanh, not by
+memory. Here the same functions are plain torch code without a branch (kernels/common/gelu.py),
+which Inductor fuses with its neighbours as before. Its error, 1e-6, is far below the rounding of
+the result. In fp32 such an error would be seen, and Inductor is closer to the memory limit.
+Source: Hendrycks and Gimpel 2016.
 """
 
 from __future__ import annotations
@@ -20,13 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Op, Pattern, Reject, Replacement
+from fusion_backend.kernels.common.gelu import branchless, branchless_slope
 
-LOG2E = 1.4426950408889634
-NEAR = 0.295
-# of t⁶, ..., t
-COEFFICIENTS = -0.0874210231, 0.26418225, -0.0721303569, 0.172581036, 0.103912945, 0.118875099
 LOST = "timed at 0.82 to 0.93 of Inductor on an H200"
-SLOPE, CUBIC = 1.5957691216057308, 0.07135481282553557  # 2 √(2/π), and that times 0.044715
 
 
 @Pattern
@@ -66,32 +59,10 @@ def _(x, approximate):
     return Replacement(branchless_gelu, (x, approximate), {}, why, otherwise="gelu stays")
 
 
-def normal_distribution(x: Tensor, bell: Tensor, sign: int) -> Tensor:
-    """Φ(x) of an x in fp32, given exp(-x²/2). sign: of the number that is squared."""
-    y = sign * NEAR * x.abs() + sign
-    t = torch.rsqrt(y * y)
-    p = torch.full_like(x, COEFFICIENTS[0])
-    for c in COEFFICIENTS[1:]:
-        p = p * t + c
-    tail = p * t * bell
-    return torch.where(x < 0, tail, 1 - tail)
-
-
-def sigmoid(exponential: Tensor, sign: int) -> Tensor:
-    """1 / (1 + exponential)"""
-    y = sign * exponential + sign
-    return torch.rsqrt(y * y)
-
-
 @Op
 def branchless_gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     """x · Φ(x), where Φ is computed in fp32 by one formula for all x."""
-    wide = x.float()
-    if approximate == "tanh":
-        cubic = wide * (-LOG2E * SLOPE - LOG2E * CUBIC * wide * wide)
-        return (wide * sigmoid(torch.exp2(cubic), 1)).to(x.dtype)
-    bell = torch.exp2(wide * (-0.5 * LOG2E) * wide)
-    return (wide * normal_distribution(wide, bell, 1)).to(x.dtype)
+    return branchless(x.float(), approximate).to(x.dtype)
 
 
 @branchless_gelu.guard
@@ -103,18 +74,9 @@ def _(x, approximate):
         )
 
 
-# Not written as the forward is: of what is, AOTAutograd makes one node, and may keep it for
-# backward, in fp32.
 @branchless_gelu.backward(plain=True)
 def _(saved, dy):
-    x = saved.x.float()
-    square = x * x
-    if saved.approximate == "tanh":
-        s = sigmoid(torch.exp2(x * (square * (-LOG2E * CUBIC) - LOG2E * SLOPE)), -1)
-        slope = s + x * s * (1 - s) * (3 * CUBIC * square + SLOPE)
-    else:
-        bell = torch.exp2(square * (-0.5 * LOG2E))
-        slope = normal_distribution(x, bell, -1) + 0.3989422804014327 * x * bell
+    slope = branchless_slope(saved.x.float(), saved.approximate)
     return (dy.float() * slope).to(saved.x.dtype)
 
 

@@ -1,21 +1,31 @@
-"""Linear layer, then activation: act(x W + b), for relu, gelu (exact, tanh and quick), silu and
-tanh.
+"""Linear layer, then activation: act(x W + b), for relu, squared relu, gelu (exact, tanh and
+quick), silu, sigmoid and tanh.
 
-x is `[..., k]`, W `[k, n]` with any strides (nn.Linear holds its transpose), b `[n]` may be
-missing.
+x is `[..., k]`, W `[k, n]` with dense rows or columns (nn.Linear holds its transpose), b `[n]` may
+be missing. bf16, fp16, or fp32 with TF32; sums in fp32, rounded once. Rows begin at multiples of 16
+bytes. relu and the tanh form of gelu are an epilogue of the library's product, too, which is taken
+where b is given. The gradient reads the result, or the sum before the activation, which is kept.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import reject_dtypes
-from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.activations import activate, activation_gradient
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.gemm.decode import decode, is_few
+from fusion_backend.kernels.gemm.gradients import linear_gradients
+from fusion_backend.kernels.gemm.library import library_linear, library_takes
+from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
 
-Act = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "tanh"]
+Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh"]
+BY_RESULT = ("relu", "sigmoid", "tanh")  # their gradient needs no more than the result
 
 
 @Pattern
@@ -33,9 +43,51 @@ def _(x, w, b, act):
 
 @linear_act.guard
 def _(x, w, b, act):
-    return reject_dtypes(x=x, w=w, b=b)
+    return (
+        reject_dtypes(x=x, w=w, b=b)
+        or reject_precision(x)
+        or reject_product(x, w=w)
+        or reject_bias(w.shape[1], b=b)
+    )
 
 
-@linear_act.inputs(dict(m=5, k=33, n=17), dict(m=16384, k=1024, n=4096))
+@linear_act.worthwhile
+def _(x, w, b, act, training):
+    return UNMEASURED
+
+
+@linear_act.kernel(saves=("pre",))
+def _(x, w, b, act, save):
+    save = save and act not in BY_RESULT
+    if not save and library_takes(x, w, b, act):
+        return library_linear(x, w, b, act), x.new_empty(0)
+    if not save and is_few(math.prod(x.shape[:-1])):
+        return decode(x, w, b, act), x.new_empty(0)
+    out, pre, _ = linear(x, w, b, act, save=(save, False))
+    return out, pre
+
+
+@linear_act.saved
+def _(x, w, b, act):
+    y = x @ w
+    return x.new_empty(0) if act in BY_RESULT else y if b is None else y + b
+
+
+@linear_act.backward(plain=True, result=True)
+def _(saved, dy):
+    dy, y, act = dy.float(), saved.result.float(), saved.act
+    if act == "relu":
+        d = dy * (y > 0)
+    elif act == "sigmoid":
+        d = dy * y * (1 - y)
+    elif act == "tanh":
+        d = dy * (1 - y * y)
+    else:
+        d = activation_gradient(dy, saved.pre.float(), act, saved.x.element_size() == 2)
+    needs = tuple(saved.needs[name] for name in ("x", "w", "b"))
+    return linear_gradients(d, saved.x, saved.w, saved.b, needs)
+
+
+@linear_act.inputs(dict(m=5, k=48, n=24), dict(m=16384, k=1024, n=4096))
 def _(tensor, m, k, n):
     return tensor(m, k), tensor(k, n), tensor(n), "gelu"

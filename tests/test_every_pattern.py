@@ -8,6 +8,7 @@ import torch
 import fusion_backend
 import fusion_backend.match.templates as template_module
 from fusion_backend.frontends.loading import patterns
+from fusion_backend.kernels.gemm import operands
 from fusion_backend.match.templates import subexpressions, template, templates
 from fusion_backend.testing import (
     DropoutOfKernels,
@@ -99,8 +100,14 @@ def split(args):
     return tensors, call
 
 
+@pytest.fixture
+def with_tf32(monkeypatch):
+    """Kernels of matrix products take fp32 only as TF32, which the interpreter does not know."""
+    monkeypatch.setattr(operands, "precision", lambda: "tf32")
+
+
 @every
-@pytest.mark.usefixtures("forms_by_default")
+@pytest.mark.usefixtures("forms_by_default", "with_tf32")
 def test_pattern_keeps_the_contract(pattern):
     # the files of the kernels run fp16, and --full does here
     dtypes = (torch.float32, torch.bfloat16, *((torch.float16,) if selection.FULL else ()))
@@ -119,7 +126,11 @@ def test_pattern_keeps_the_contract(pattern):
                 or what == "kernel, with gradients"
                 or not pattern.memo["differentiable"]
             )
-            named = ", ".join(("fp32", "bf16", "fp16")[: len(dtypes) if every_dtype else 1])
+            names = ("fp32", "bf16", "fp16")[: len(dtypes) if every_dtype else 1]
+            # some kernels take 16 bits only
+            refused = [line for line in proof.not_run if line.startswith("kernel in fp32 in all")]
+            names = names[1:] if refused and pattern.name in SIXTEEN_BITS else names
+            named = ", ".join(names)
             assert line.endswith(f" in {named}"), str(proof)
     if pattern.replacement_fn is not None:
         called = any(line.startswith("replacement: ") for line in proof.checked)
@@ -142,6 +153,7 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
         assert close(got, p, w) == ""
 
 
+SIXTEEN_BITS = {"mlp", "gated_mlp"}
 GENERATED = {"layer_norm", "softmax", "attention", "gated_linear", "quantize_int8"}
 
 

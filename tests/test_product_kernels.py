@@ -1,4 +1,5 @@
-"""The kernels of gated_linear, against fp64."""
+"""The kernel of gated_linear for many rows and any layout, against fp64. Few rows, and other
+activations than sigmoid: tests/test_linear_kernels.py."""
 
 import itertools
 from types import SimpleNamespace
@@ -31,15 +32,12 @@ def linear_pair(k, n, dtype, transposed):
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "m, k, n", [(1, 1, 1), (5, 33, 17), (130, 100, 136), (64, 128, 256), (0, 32, 16)]
-)
+@pytest.mark.parametrize("m, k, n", [(65, 1, 5), (70, 33, 17), (130, 100, 136), (66, 128, 256)])
 def test_gated_linear(m, k, n, transposed, dtype):
     (w1, w2), x = linear_pair(k, n, dtype, transposed), randn(m, k, dtype=dtype)
     b1, b2 = randn(n, dtype=dtype), randn(n, dtype=dtype)
     check_value("gated_linear", x, w1, b1, w2, b2, "sigmoid")
-    if m:
-        check_gradient("gated_linear", x, w1, b1, w2, b2, "sigmoid")
+    check_gradient("gated_linear", x, w1, b1, w2, b2, "sigmoid")
 
 
 @runs_kernels
@@ -49,19 +47,19 @@ def test_gated_linear_without_biases(biases):
         linear_pair(33, 17, torch.float32, True),
         (randn(17) if have else None for have in biases),
     )
-    check_value("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid")
-    check_gradient("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid")
-    check_gradient("gated_linear", randn(2, 3, 33), w1, b1, w2, b2, "sigmoid", needs=["w2"])
+    check_value("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid")
+    check_gradient("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid")
+    check_gradient("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid", needs=["w2"])
 
 
 @runs_kernels
 def test_gated_linear_layouts():
     w1, w2 = randn(40, 24), randn(24, 40).t()  # one of each
     for x in (
-        randn(7, 64)[:, :40],
-        randn(40, 7).t(),
-        randn(3, 2, 40).transpose(0, 1),
-        randn(1, 40).expand(5, 40),
+        randn(70, 64)[:, :40],
+        randn(40, 70).t(),
+        randn(33, 2, 40).transpose(0, 1),
+        randn(1, 40).expand(65, 40),
     ):
         out = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", False)[0]
         want = FUSION_RULES["gated_linear"].reference(
@@ -73,13 +71,14 @@ def test_gated_linear_layouts():
 
 @runs_kernels
 def test_gated_linear_gradients_lie_in_memory_like_the_weights():
-    x, (w1, w2) = randn(5, 8), linear_pair(8, 6, torch.float32, True)
-    out, gate = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
+    x, (w1, w2) = randn(65, 8), linear_pair(8, 6, torch.float32, True)
+    out, gate, up = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
     needs = dict.fromkeys(("x", "w1", "b1", "w2", "b2"), True)
     saved = SimpleNamespace(
-        x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, act="sigmoid", result=out, needs=needs
-    )
-    _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(5, 6))
+        x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, up=up, act="sigmoid", result=out,
+        needs=needs,
+    )  # fmt: skip
+    _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(65, 6))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
 
 
@@ -91,14 +90,15 @@ def test_gated_linear_refusals():
     x, w = randn(256, 32, dtype=torch.half), randn(32, 16, dtype=torch.half)
     for args, sentence in [
         ((x, w, None, w[:, :8], None, "sigmoid"), "w1 has shape (32, 16) and w2 (32, 8)"),
-        ((x[0], w, None, w, None, "sigmoid"), "x has 1 dimensions"),
+        ((x[0], w, None, w, None, "silu"), "x has 1 dimensions"),
         ((x, w, None, w.float(), None, "sigmoid"), "x is torch.float16 and w2 is torch.float32"),
         ((x, w, w[:, 0], w, None, "sigmoid"), "b1 with shape (32,)"),
     ]:
         answer = guard(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason
     assert worthwhile(x, w, None, w, None, "sigmoid", False) is None
-    assert "16 rows" in worthwhile(x[:16], w, None, w, None, "sigmoid", False).reason
+    for few in ((x[:16], "sigmoid"), (x, "silu")):
+        assert "not been timed" in worthwhile(few[0], w, None, w, None, few[1], False).reason
     assert "not aligned" in worthwhile(x, w[:31], None, w[:31], None, "sigmoid", False).reason
     assert (
         "TF32" in worthwhile(x.float(), w.float(), None, w.float(), None, "sigmoid", False).reason

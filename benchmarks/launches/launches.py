@@ -31,9 +31,15 @@ TYPES = {
     torch.int64: "i64",
     torch.int32: "i32",
 }
-# programs wait for one another
 # Other forms of the arguments, which are launched differently.
-OTHER_WAYS = {"gated_linear": [dict(transposed=True)], "softmax": [dict(form=-1)]}
+OTHER_WAYS = {
+    "gated_linear": [dict(transposed=True), dict(transposed=True, form=1)],  # of sigmoid, of silu
+    "linear_act": [dict(transposed=True)],
+    "mlp": [dict(transposed=True, form=2)],  # of gelu
+    "gated_mlp": [dict(transposed=True, form=5)],  # of silu
+    "softmax": [dict(form=-1)],
+}
+# Kernels whose programs wait for one another.
 SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
 
 

@@ -49,6 +49,9 @@ TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
 
 OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
+# cuBLASLt's product with its epilogue; Inductor calls it as it is (2.11 to 2.15)
+addmm_activation = torch._addmm_activation
+
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """The name, arguments and results of an operator."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 from triton import AsyncCompileMode, FutureKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
+from triton.runtime._allocation import NullAllocator, _allocator
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -46,6 +48,18 @@ def index_of_one_element() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1" and triton.__version__.startswith("3.6."):
     index_of_one_element()
+
+
+def lend_scratch() -> None:
+    """Let kernels that make descriptors have the memory for them, in code that is not compiled:
+    Triton has no allocator by itself. Inductor sets one, and an allocator of the user's stays.
+    """
+    if isinstance(_allocator.get(), NullAllocator):
+        triton.set_allocator(scratch)
+
+
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def triton_version() -> str:

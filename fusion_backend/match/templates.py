@@ -21,7 +21,7 @@ from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.ir.canonicalize import Canon, unrepeatable
-from fusion_backend.ir.expr import LEAVES, Expr
+from fusion_backend.ir.expr import LEAVES, Expr, peel
 from fusion_backend.ir.rules import version
 from fusion_backend.match.prefilter import Skeleton, make_room, skeleton_of
 from fusion_backend.match.root_index import needs
@@ -256,7 +256,9 @@ def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: flo
     check_operators(pattern, gm.graph, kinds)
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)
-    return roots, sum(e.op not in LEAVES for e in subexpressions(roots))
+    size = sum(e.op not in LEAVES for e in subexpressions(roots))
+    # what a result is rounded to is compared with the graph's dtypes, not looked for
+    return tuple(map(peel, roots)), size
 
 
 def empty(*shape) -> torch.Tensor:

@@ -178,6 +178,8 @@ class Operator:
         taken = self.kernel_takes(args)
         if not own or not (op.can_inline_forward or (taken and choice["forward"] == "kernel")):
             return self.vjp(flat, needs, grads)
+        if torch.is_grad_enabled() and (op.saves or not op.backward_plain):
+            return self.vjp(flat, needs, grads)  # to autograd, what a kernel saved is a constant
         needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
         for name, other in op.backward_same.items():
             if other in needed:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_backend.kernels.common.gelu import branchless_slope
+
 
 def activate(x: Tensor, act: str) -> Tensor:
     """act(x) for the words that patterns take; quick_gelu is x · sigmoid(1.702 x)."""
@@ -30,31 +32,43 @@ def activate(x: Tensor, act: str) -> Tensor:
             return torch.tanh(x)
         case "sigmoid":
             return torch.sigmoid(x)
+        case "relu_squared":
+            return F.relu(x).square()
     raise ValueError(f"no activation is called {act!r}")
 
 
-def activation_gradient(dy: Tensor, x: Tensor, act: str) -> Tensor:
-    """dy · act'(x), for the activations of gated linear units."""
+def activation_gradient(dy: Tensor, x: Tensor, act: str, rounded: bool = False) -> Tensor:
+    """dy · act'(x) of fp32, in plain torch code that Inductor fuses and that may be differentiated
+    again. rounded: to 16 bits, afterwards; then GELU's is computed without branches, to 1e-6.
+    """
     match act:
         case "identity":
             return dy
         case "relu":
             return torch.where(x > 0, dy, 0.0)
+        case "relu_squared":
+            return dy * 2 * F.relu(x)
         case "gelu" | "gelu_tanh":
-            return torch.ops.aten.gelu_backward(
-                dy, x, approximate="tanh" if act == "gelu_tanh" else "none"
-            )
+            approximate = "tanh" if act == "gelu_tanh" else "none"
+            if rounded:
+                return dy * branchless_slope(x, approximate)
+            return torch.ops.aten.gelu_backward(dy, x, approximate=approximate)
+        case "quick_gelu":
+            s = torch.sigmoid(1.702 * x)
+            return dy * (s + 1.702 * x * s * (1 - s))
         case "silu":
             return torch.ops.aten.silu_backward(dy, x)
         case "sigmoid":
             return dy * torch.sigmoid(x) * (1 - torch.sigmoid(x))
+        case "tanh":
+            return dy * (1 - torch.tanh(x) ** 2)
     raise ValueError(f"no gradient of {act!r}")
 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
-    """act(x) in a kernel, x in fp32, for identity, relu, exp_relu, gelu, gelu_tanh, silu, tanh and
-    sigmoid.
+    """act(x) in a kernel, x in fp32, for identity, relu, exp_relu, relu_squared, gelu, gelu_tanh,
+    quick_gelu, silu, tanh and sigmoid.
     """
     tl.static_assert(x.dtype == tl.float32)
     if ACT == "identity":
@@ -63,11 +77,16 @@ def activated(x, ACT: tl.constexpr):
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
     elif ACT == "exp_relu":
         y = exp(tl.where(x < 0.0, 0.0, x))
+    elif ACT == "relu_squared":
+        y = tl.where(x < 0.0, 0.0, x)
+        y = y * y
     elif ACT == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
     elif ACT == "silu":
         y = x * tl.sigmoid(x)
     elif ACT == "tanh":

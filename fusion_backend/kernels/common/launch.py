@@ -14,7 +14,7 @@ import torch
 from torch.library import wrap_triton
 
 from fusion_backend.compat.inductor import ANALYSED
-from fusion_backend.compat.triton import InterpretedFunction
+from fusion_backend.compat.triton import InterpretedFunction, lend_scratch
 from fusion_backend.kernels.common.target import TARGET
 
 # Takes a launch in place of the GPU: the kernel, the grid, the arguments, the options.
@@ -50,6 +50,7 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> No
         return
     if not interpreted(kernel):
         ANALYSED.setdefault(kernel, {})
+        lend_scratch()
     if trial is not None:
         trial(kernel, grid, args, options)
     elif interpreted(kernel):

@@ -74,3 +74,6 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {
         8192: {"block": 8192, "rows": 1, "warps": 8},
     },
 }
+
+# Tiles of matrix products: the number of weights, columns of x, and columns of the result.
+PRODUCTS: dict[str, dict[str, int]] = {}

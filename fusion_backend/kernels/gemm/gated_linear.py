@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.inputs import as_rows
+from fusion_backend.kernels.common.inputs import as_rows, dynamic
 from fusion_backend.kernels.common.launch import interpreted, launch
+from fusion_backend.reporting.reject import Reject
 
 
 def tile_config(x: Tensor) -> dict:
@@ -28,6 +29,24 @@ def tile_config(x: Tensor) -> dict:
     return dict(
         BM=64 if short else 128, BN=128, BK=64, GROUP=8, num_warps=4 if short else 8, num_stages=4
     )
+
+
+def reject_weights(x: Tensor, w1: Tensor, w2: Tensor) -> Reject | None:
+    """Refuse what is no product of rows with two weights of one known shape."""
+    if x.dim() < 2 or w1.dim() != 2 or w2.dim() != 2:
+        return Reject(
+            f"x has {x.dim()} dimensions, w1 {w1.dim()} and w2 {w2.dim()}; at least 2, 2 and 2 "
+            "are needed"
+        )
+    sizes = (*w1.shape, *w2.shape, *w1.stride(), *w2.stride())
+    if any(dynamic(size) for size in sizes):
+        return Reject("a weight has a dynamic shape")
+    if tuple(w1.shape) != tuple(w2.shape):
+        return Reject(f"w1 has shape {tuple(w1.shape)} and w2 {tuple(w2.shape)}")
+    pairs = [zip(w.shape, w.stride(), strict=True) for w in (w1, w2)]
+    if max(size * stride for pair in pairs for size, stride in pair) >= 2**31:
+        return Reject(f"weights of {tuple(w1.shape)} exceed offsets of 32 bits")
+    return None
 
 
 def forward(

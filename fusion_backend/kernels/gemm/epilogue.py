@@ -1,0 +1,88 @@
+"""What a program does with its tile of a product before it stores it: activations and their slopes.
+
+Where the result is rounded to 16 bits, they are computed without branches, and without a division:
+1 / y is rsqrt(y²), one instruction where a division is five, so that the epilogue of one program
+takes no longer than the products of the other. Φ, the normal distribution, is that of
+kernels/common/activations.py, to 1e-6; the others have the precision of the hardware's 2^x and
+rsqrt, about 1e-7. In fp32 they are those of kernels/common/activations.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusion_backend.kernels.common.activations import activated
+
+
+@triton.jit
+def logistic(exponent):
+    """1 / (1 + 2^exponent)"""
+    y = 1.0 + tl.exp2(exponent)
+    return tl.rsqrt(y * y)
+
+
+@triton.jit
+def bell_of(x):
+    """exp(-x² / 2)"""
+    return tl.exp2(x * x * -0.7213475204444817)
+
+
+@triton.jit
+def normal_distribution(x, bell):
+    """Φ(x), given exp(-x² / 2)."""
+    y = 1.0 + 0.295 * tl.abs(x)
+    t = tl.rsqrt(y * y)
+    p = (-0.0874210231 * t + 0.26418225) * t - 0.0721303569
+    p = ((p * t + 0.172581036) * t + 0.103912945) * t + 0.118875099
+    tail = p * t * bell
+    return tl.where(x < 0.0, tail, 1.0 - tail)
+
+
+@triton.jit
+def gelu_tanh_logistic(x):
+    """The factor of x in the tanh form of GELU."""
+    return logistic(x * (-2.302208198 - 0.1029432397 * x * x))
+
+
+@triton.jit
+def epilogue(x, ACT: tl.constexpr, ROUNDED: tl.constexpr):
+    """act(x), x in fp32. ROUNDED: to 16 bits, afterwards."""
+    if ROUNDED and ACT == "gelu":
+        y = x * normal_distribution(x, bell_of(x))
+    elif ROUNDED and ACT == "gelu_tanh":
+        y = x * gelu_tanh_logistic(x)
+    elif ROUNDED and ACT == "quick_gelu":
+        y = x * logistic(x * -2.455466829)  # 1.702 log2(e)
+    elif ROUNDED and ACT == "silu":
+        y = x * logistic(x * -1.4426950408889634)
+    elif ROUNDED and ACT == "sigmoid":
+        y = logistic(x * -1.4426950408889634)
+    else:
+        y = activated(x, ACT)
+    return y
+
+
+@triton.jit
+def slope(x, ACT: tl.constexpr):
+    """act'(x), x in fp32, for a gradient that is rounded to 16 bits; act is relu, relu_squared,
+    gelu, gelu_tanh, quick_gelu or silu.
+    """
+    if ACT == "relu":
+        y = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACT == "relu_squared":
+        y = tl.where(x > 0.0, 2.0 * x, 0.0)
+    elif ACT == "gelu":
+        bell = bell_of(x)
+        y = normal_distribution(x, bell) + 0.3989422804014327 * x * bell
+    elif ACT == "gelu_tanh":
+        s = gelu_tanh_logistic(x)
+        y = s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406443837 * x * x)
+    elif ACT == "quick_gelu":
+        s = logistic(x * -2.455466829)
+        y = s + 1.702 * x * s * (1.0 - s)
+    else:
+        tl.static_assert(ACT == "silu")
+        s = logistic(x * -1.4426950408889634)
+        y = s + x * s * (1.0 - s)
+    return y

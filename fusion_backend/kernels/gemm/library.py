@@ -1,0 +1,23 @@
+"""A linear layer and its activation as one call of the library: cuBLASLt adds the bias and applies
+relu, or the tanh form of gelu, before it rounds and stores its product.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusion_backend.compat.torch import addmm_activation
+
+ACTIVATIONS = ("relu", "gelu_tanh")
+
+
+def library_takes(x: Tensor, w: Tensor, b: Tensor | None, act: str) -> bool:
+    """Can the library compute act(x W + b) in one call? On a CPU its gelu is another one."""
+    return act in ACTIVATIONS and b is not None and x.is_cuda and x.element_size() == 2
+
+
+def library_linear(x: Tensor, w: Tensor, b: Tensor, act: str) -> Tensor:
+    """act(x W + b) `[..., n]`, contiguous, for what `library_takes`. Sums in fp32, rounded once."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = addmm_activation(b, rows, w, use_gelu=act == "gelu_tanh")
+    return y.view(*x.shape[:-1], w.shape[1])

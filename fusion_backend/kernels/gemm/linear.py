@@ -1,0 +1,147 @@
+"""A linear layer with what follows it, in one pass: act(x W + b), act(x W1 + b1) · (x W2 + b2), a
+residual added, int8 scaled back.
+
+A program walks through tiles of the result, with one accumulator for each weight. Sums in fp32
+(int32 of int8), rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusion_backend.kernels.common.inputs import as_rows, maybe_rows
+from fusion_backend.kernels.common.launch import interpreted, launch
+from fusion_backend.kernels.gemm.epilogue import epilogue
+from fusion_backend.kernels.gemm.main_loop import (
+    corner,
+    halves,
+    multiply,
+    weight_matrix,
+    weight_tile,
+)
+from fusion_backend.kernels.gemm.operands import by_output, distance_of, precision
+from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
+
+
+def linear(
+    x: Tensor, w: Tensor, b: Tensor | None, act: str, *, w2: Tensor | None = None,
+    b2: Tensor | None = None, residual: Tensor | None = None,
+    row_scale: Tensor | None = None, column_scale: Tensor | None = None,
+    save: tuple[bool, bool] = (False, False), dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """act(x W + b) `[..., n]`, and the products with their biases, empty unless saved.
+
+    x is `[..., k]`, w and w2 `[k, n]`, as `operands.reject_product` asks; b and b2 `[n]` or None.
+    With w2: act(x W + b) · (x W2 + b2). residual `[..., n]` is added. row_scale `[m]` and
+    column_scale `[n]`: of the product, before b. dtype: of the result, that of x where none is
+    given. All results are contiguous. Grid: programs that walk through the tiles of the result.
+    """
+    (k, n), shape = w.shape, (*x.shape[:-1], w.shape[1])
+    dtype = x.dtype if dtype is None else dtype
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]
+    x, m, x_row = as_rows(x)
+    residual, _, residual_row = maybe_rows(residual)
+    tile = tile_for(x, m, k, n, 1 if w2 is None else 2) if tile is None else tile
+    launch(
+        linear_kernel, (programs(tile, m, n, x.device),), x, w, w2, b, b2, residual,
+        row_scale, column_scale, out, *(t if s else None for t, s in zip(kept, save, strict=True)),
+        m, N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
+        W2_STRIDE=0 if w2 is None else distance_of(w2), RESIDUAL_ROW=residual_row,
+        BY_OUTPUT=by_output(w), BY_OUTPUT2=w2 is not None and by_output(w2), ACT=act,
+        PRECISION=precision(), UPCAST=interpreted(linear_kernel),
+        **tile.constants,
+    )  # fmt: skip
+    return out, *kept
+
+
+# Operations: 2 m n k a weight. Bytes: x, the weights, what is added, and the results, once.
+@triton.jit
+def linear_kernel(
+    X, W, W2, B, B2, RESIDUAL, ROW_SCALE, COLUMN_SCALE, OUT, KEPT, KEPT2, m,
+    N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W_STRIDE: tl.constexpr,
+    W2_STRIDE: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BY_OUTPUT: tl.constexpr,
+    BY_OUTPUT2: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    STORED: tl.constexpr = BN // PIECES
+    SUM: tl.constexpr = tl.int32 if X.dtype.element_ty == tl.int8 else tl.float32
+    x = tl.make_tensor_descriptor(X, [m, K], [X_ROW, 1], [BM, BK])
+    w = weight_matrix(W, N, K, W_STRIDE, BY_OUTPUT, BN, BK)
+    out = tl.make_tensor_descriptor(OUT, [m, N], [N, 1], [BM, STORED])
+    w2 = None
+    residual = None
+    kept = None
+    kept2 = None
+    if W2 is not None:
+        w2 = weight_matrix(W2, N, K, W2_STRIDE, BY_OUTPUT2, BN, BK)
+    if RESIDUAL is not None:
+        residual = tl.make_tensor_descriptor(RESIDUAL, [m, N], [RESIDUAL_ROW, 1], [BM, STORED])
+    if KEPT is not None:
+        kept = tl.make_tensor_descriptor(KEPT, [m, N], [N, 1], [BM, STORED])
+    if KEPT2 is not None:
+        kept2 = tl.make_tensor_descriptor(KEPT2, [m, N], [N, 1], [BM, STORED])
+    tiles = tl.cdiv(m, BM) * ((N + BN - 1) // BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        top, left = corner(tile, m, N, BM, BN, GROUP)
+        y = tl.zeros([BM, BN], SUM)
+        up = tl.zeros([BM, BN], SUM)
+        for start in tl.range(0, K, BK):
+            part = x.load([top, start])
+            y = multiply(part, weight_tile(w, start, left, BY_OUTPUT), y, PRECISION, UPCAST)
+            if W2 is not None:
+                factor = weight_tile(w2, start, left, BY_OUTPUT2)
+                up = multiply(part, factor, up, PRECISION, UPCAST)
+        if PIECES == 1:
+            finish(
+                y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
+                N, W2 is not None, ACT, BM, STORED,
+            )  # fmt: skip
+        else:
+            first, second = halves(y, BM, BN)
+            first_up, second_up = halves(up, BM, BN)
+            finish(
+                first, first_up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept,
+                kept2, N, W2 is not None, ACT, BM, STORED,
+            )  # fmt: skip
+            finish(
+                second, second_up, top, left + STORED, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual,
+                out, kept, kept2, N, W2 is not None, ACT, BM, STORED,
+            )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
+    N: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """From the sums of a tile, or of half of it, to what is stored."""
+    KIND: tl.constexpr = out.dtype
+    column = left + tl.arange(0, COLUMNS)
+    y = y.to(tl.float32)
+    if ROW_SCALE is not None:
+        row = top + tl.arange(0, ROWS)
+        y *= tl.load(ROW_SCALE + row, row < m, 0.0).to(tl.float32)[:, None]
+    if COLUMN_SCALE is not None:
+        y *= tl.load(COLUMN_SCALE + column, column < N, 0.0).to(tl.float32)[None, :]
+    if B is not None:
+        y += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
+    if kept is not None:
+        kept.store([top, left], y.to(KIND))
+    y = epilogue(y, ACT, KIND != tl.float32)
+    if GATED:
+        up = up.to(tl.float32)
+        if B2 is not None:
+            up += tl.load(B2 + column, column < N, 0.0).to(tl.float32)[None, :]
+        if kept2 is not None:
+            kept2.store([top, left], up.to(KIND))
+        y *= up
+    if residual is not None:
+        y += residual.load([top, left]).to(tl.float32)
+    out.store([top, left], y.to(KIND))
