@@ -4,8 +4,9 @@
     python -m benchmarks.tune FILE.json ...
 
 This writes fusion_backend/kernels/common/tuned.py: the fastest configuration of each row kernel for
-each row length. `--check` writes nothing, and exits with 1 where the table is not what the files
-give. The default is the file of the committed sweeps.
+each row length, and the fastest tile of each matrix product for each size of its weight. `--check`
+writes nothing, and exits with 1 where the table is not what the files give. The default is the file
+of the committed sweeps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = [Run.load(f) for f in args.files]
     if wrong := [str(f) for f, run in zip(args.files, runs, strict=True) if run.kind != "sweep"]:
         parser.error(f"not results of benchmarks.sweep: {', '.join(wrong)}")
-    text = written(fastest(runs), runs, args.files)
+    text = written(runs, args.files)
     if args.check:
         same = TABLE.read_text() == text
         print("the table is " + ("" if same else "not ") + "what the sweeps give")

@@ -136,5 +136,6 @@ def _(saved, dy):
 
 
 @gated_linear.inputs(dict(m=7, k=48, n=24), dict(m=16384, k=1024, n=4096))
-def _(tensor, m, k, n):
-    return tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n), "sigmoid"
+def _(tensor, m, k, n, silu=0):
+    act = "silu" if silu else "sigmoid"
+    return tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n), act

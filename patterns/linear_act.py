@@ -89,5 +89,10 @@ def _(saved, dy):
 
 
 @linear_act.inputs(dict(m=5, k=48, n=24), dict(m=16384, k=1024, n=4096))
-def _(tensor, m, k, n):
-    return tensor(m, k), tensor(k, n), tensor(n), "gelu"
+def _(tensor, m, k, n, tanh=0, relu=0):
+    return (
+        tensor(m, k),
+        tensor(k, n),
+        tensor(n),
+        "relu" if relu else "gelu_tanh" if tanh else "gelu",
+    )

@@ -2,12 +2,12 @@
 a gate (act(x W1 + b1) · (x W3 + b3)) W2 + b2, the feed-forward block of transformers.
 
 x is `[..., k]`, W1 and W3 `[k, n]`, W2 `[n, o]`, all with dense rows or columns; b1, b3 `[n]` and
-b2 `[o]` may be missing. bf16 or fp16; sums in fp32, rounded once; rows begin at multiples of 16 bytes.
-Forward keeps the sums before the activation and nothing else of the hidden layer. In backward the
-product dy W2ᵀ applies the derivative of the activation before it stores anything, computes the
-hidden layer again for the gradient of W2, and sums the columns for those of b1 and b3. Without
-gradients linear_act and gated_linear are all that can be fused. Source: Vaswani et al. 2017,
-Shazeer 2020.
+b2 `[o]` may be missing. bf16 or fp16; sums in fp32, rounded once. Rows begin at multiples of 16
+bytes. Forward keeps the sums before the activation and nothing else of the hidden layer. In
+backward the product dy W2ᵀ applies the derivative of the activation before it stores anything,
+computes the hidden layer again for the gradient of W2, and sums the columns for those of b1 and b3.
+Without gradients linear_act and gated_linear are all that can be fused. Source: Vaswani et al.
+2017, Shazeer 2020.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
 SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
 # layer_norm backward 16384x4096: rows of 4096
 WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
+# linear gelu m=16384 k=1024 n=4096 (137.4 GFLOP): a product and its epilogue
+PRODUCT = re.compile(r"(?P<what>(?:linear|gated) \w+) m=(?P<m>\d+) k=(?P<k>\d+) n=(?P<n>\d+).*")
 HEAD = '''"""The fastest configurations for 16-bit elements, by kernel and row length.
 
 Written by `python -m benchmarks.tune {files}`.
@@ -27,6 +29,11 @@ follows the rule in the kernel's own file.
 
 TABLE: dict[str, dict[int, dict[str, int]]] = {{
 '''
+
+
+TILES_HEAD = """
+# Of products, by their epilogue and the size of the weight: tiles, or the library's own.
+PRODUCTS: dict[str, dict[str, int]] = {"""
 
 
 def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
@@ -53,13 +60,34 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
     return table
 
 
+def fastest_tiles(runs: list[Run]) -> dict[str, dict[str, int]]:
+    """Product, its epilogue and the size of its weight -> tile, or {"library": 1}. Of several
+    numbers of rows the largest counts.
+    """
+    best: dict[str, tuple[int, float, str]] = {}  # -> -rows, milliseconds, configuration
+    for row in (row for run in runs for row in run.rows):
+        work = PRODUCT.fullmatch(row["work"])
+        if work and row["config"] != "product alone":
+            key = "{what} {k}x{n}".format(**work.groupdict())
+            found = -int(work["m"]), row["ms"], row["config"]
+            best[key] = min(best.get(key, found), found)
+    return {
+        key: {"library": 1}
+        if config == "library"
+        else {name: int(number) for name, number in (word.split("=") for word in config.split())}
+        for key, (_, _, config) in sorted(best.items())
+    }
+
+
 def named(file: Path) -> str:
     """As it is called from the root of the checkout."""
     file = file.resolve()
     return str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name)
 
 
-def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files: list[Path]) -> str:
+def written(runs: list[Run], files: list[Path]) -> str:
+    """The text of the file."""
+    table, tiles = fastest(runs), fastest_tiles(runs)
     about = {
         name: ", ".join(sorted({str(run.about[name]) for run in runs}))
         for name in ("gpu", "torch", "triton")
@@ -69,4 +97,6 @@ def written(table: dict[str, dict[int, dict[str, int]]], runs: list[Run], files:
         lines.append(f'    "{kernel}": {{\n')
         lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
         lines.append("    },\n")
+    lines += ["}\n", TILES_HEAD, "\n" if tiles else ""]
+    lines += [f'    "{key}": {json.dumps(config)},\n' for key, config in tiles.items()]
     return "".join([*lines, "}\n"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 import triton
 
-from fusion_backend.kernels.common.launch import trial
+from fusion_backend.decide.kernel_trials import Trials
+from fusion_backend.kernels.common.launch import TRIAL, trial
 from fusion_backend.kernels.common.rows import Config
 
 NO_GPU = (
@@ -64,11 +67,31 @@ def read_ahead(configs: list[tuple]) -> list[tuple]:
     return [c for c in dict.fromkeys(ahead) if c[0] * c[1] * 2 * (c[4] - 1) * c[3] <= 220 << 10]
 
 
+def compile_ahead(configs: list[Call]) -> None:
+    """Compile what all of them launch, several kernels at a time. Whatever fails here fails again
+    when it is timed, and is named there.
+    """
+    trials = Trials()
+    for _ in trials.rounds():
+        with trial(trials):
+            for config in configs:
+                with contextlib.suppress(Exception):
+                    config.run()
+
+
+def compiling() -> bool:
+    """Are launches only compiled at the moment, so that results are not computed?"""
+    return TRIAL.get() is not run_now
+
+
 def timed(configs: Iterator[Call], clock: Callable, calls: int) -> dict[str, list[Time]]:
     """The times of every configuration that runs, by work; one that does not compile is named."""
     found: dict[str, list[Time]] = {}
+    asked = list(configs)
+    if torch.cuda.is_available():
+        compile_ahead(asked)
     with trial(run_now):
-        for work, config, run in configs:
+        for work, config, run in asked:
             try:
                 run()
             except Exception as error:  # out of registers or shared memory: worth a line

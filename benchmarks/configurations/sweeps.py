@@ -6,6 +6,8 @@ from benchmarks.configurations.attention import attention, attention_dropout, at
 from benchmarks.configurations.channels import by_channels, group_norms
 from benchmarks.configurations.elementwise import elementwise, gated, integers
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
+from benchmarks.configurations.products import few_rows as few_rows_of_products
+from benchmarks.configurations.products import gates, hidden_gradients, linears
 from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
 
 SWEEPS = {
@@ -15,6 +17,10 @@ SWEEPS = {
     "dropout_add": dropouts,
     "dropout_add_layer_norm": dropouts,
     "gated_linear": gated,
+    "gates": gates,
+    "linear_act": linears,
+    "hidden_gradient": hidden_gradients,
+    "decode": few_rows_of_products,
     "softmax": softmaxes,
     "quantize_per_token": quantisations,
     "rms_norm_quantize": quantisations,

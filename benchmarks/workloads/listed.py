@@ -9,6 +9,8 @@ from benchmarks.workloads.work import BF16, F16, F32, Work
 
 ROWS = [(16384, 4096), (8192, 8192), (2048, 32768), (64, 131072)]
 FEW = [(192, 5120), (16, 8192), (4096, 768)]
+# first layers of MLPs: rows, inputs, outputs
+LAYERS = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
 # of models, and the longest that is shared
 WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
 OTHER_DTYPES = {
@@ -127,6 +129,25 @@ WORK = [
     Work("gated_linear", dict(m=8192, k=4096, n=14336), BF16, linear=True),
     Work("gated_linear", dict(m=16, k=4096, n=14336), BF16, linear=True),
     *(
+        Work("linear_act", dict(m=m, k=k, n=n) | form, BF16, linear=True)
+        for form in ({}, dict(tanh=1), dict(relu=1))
+        for m, k, n in LAYERS
+    ),
+    *(
+        Work("gated_linear", dict(m=m, k=k, n=n, silu=1), BF16, linear=True)
+        for m, k, n in ((16384, 512, 2048), *LAYERS, (16, 4096, 14336), (1, 4096, 14336))
+    ),
+    *(
+        Work("gated_linear", dict(m=m, k=k, n=n), BF16, linear=True)
+        for m, k, n in (LAYERS[0], LAYERS[2], (1, 4096, 14336))
+    ),
+    Work("gated_linear", dict(m=16384, k=1024, n=4096, silu=1), BF16, train=True, linear=True),
+    *(
+        Work(name, dict(m=16384, k=1024, n=4096, o=1024), BF16, train=True, linear=True)
+        for name in ("mlp", "gated_mlp")
+    ),
+    Work("dequantize_linear", dict(m=8192, k=4096, n=14336), BF16),
+    *(
         Work("patch_embedding", dict(b=b, c=c, n=n, p=p, o=o), BF16, train)
         for train in (False, True)
         for b, c, n, p, o in (
@@ -198,4 +219,8 @@ SMALL = [
     Work("patch_embedding", dict(b=2, c=3, n=11, p=4, o=10), F32, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
+    Work("linear_act", dict(m=64, k=64, n=64), BF16, linear=True),
+    Work("mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
+    Work("gated_mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
+    Work("dequantize_linear", dict(m=64, k=64, n=64), BF16),
 ]

@@ -60,11 +60,10 @@ class Work(NamedTuple):
             )
             return [x, 0.125, *masks]
         args = list(FUSION_RULES[self.pattern].inputs_fn(tensor, **self.case))
-        if self.pattern == "gated_linear":
-            for i in (1, 3):
-                args[i] *= self.case["k"] ** -0.5
+        for i in WEIGHTS.get(self.pattern, ()):
+            args[i] *= args[i].shape[0] ** -0.5
         if self.linear:
-            for i in (1, 3) if self.pattern == "gated_linear" else (1,):
+            for i in WEIGHTS.get(self.pattern, (1,)):
                 args[i] = args[i].t().contiguous().t()
         for i, value in PLAIN.get(self.pattern, {}).items():
             args[i] = value
@@ -176,6 +175,8 @@ def attended(case: dict) -> float:
     return sum(max(0, min(i + 1, end) - max(0, i + 1 - window)) for i in range(n)) / n**2
 
 
+# Arguments (by position) that are weights of products.
+WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4),

@@ -9,7 +9,7 @@ def reason(answer: Answer, take: str, together: bool) -> str:
     """Of an answer with a verdict, about one site that `take` computes: the times, or the ratio.
     together: it was measured with other sites.
     """
-    if not take and answer.why and not answer.plain_ms:
+    if not take and answer.why:
         return f"left to Inductor: {answer.why}, {answer.when}"
     if not take and answer.verdict == "faster":
         return f"left to Inductor: its neighbours are faster without it, {answer.when}"

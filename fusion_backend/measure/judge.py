@@ -269,9 +269,8 @@ class Judge:
 
 def inside_of_lost(gate: Gate) -> bool:
     """Answer for what is proposed inside of a larger match that lost where it stands: if that is of
-    the same pattern, Inductor would still compute the rest; if it has library calls before and
-    after it, as attention has around a softmax, Inductor may replace all of it. Returns whether
-    anything was answered.
+    the same pattern, Inductor would still compute the rest; if it is a softmax between library
+    calls, as in attention, Inductor may replace all of it. Returns whether anything was answered.
     """
     order = gate.facts.order.__getitem__
     lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
@@ -285,7 +284,8 @@ def inside_of_lost(gate: Gate) -> bool:
             if not own < inside:
                 continue
             same = larger.match.pattern is d.match.pattern
-            calls = [order(n) for n in inside - own if library_call(name_of(n))]
+            weighs = any("softmax" in name_of(n) for n in own)
+            calls = [order(n) for n in inside - own if weighs and library_call(name_of(n))]
             first, last = min(map(order, own)), max(map(order, own))
             if same or (calls and min(calls) < first and last < max(calls)):
                 gate.evidence.tell(d.match, Measured("", larger.reason, certain=True))

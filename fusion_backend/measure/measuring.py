@@ -19,6 +19,7 @@ from fusion_backend.measure.bound import bound
 from fusion_backend.measure.contest import Contest, Lost, contest
 from fusion_backend.measure.cut import summary
 from fusion_backend.measure.key import gpu_name, machine
+from fusion_backend.measure.rivals import rivals
 from fusion_backend.measure.store import Answer
 from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
@@ -87,20 +88,27 @@ class Choice:
     def __init__(self, c: Class, held: Contest, until: float):
         self.c, self.held, self.until = c, held, until
         self.races: list[tuple[list[Decision], Race, int]] = []
+        self.rivals: list[tuple[list[Decision], Race, int]] = []
         self.failed = ""
 
     def run(self) -> None:
         """All sites; if they are not faster, each alone, and those that are, together; of a single
-        one, the other half (the backward alone, or both).
+        one, the other half (the backward alone, or both). Against what is faster runs what it
+        covers.
         """
-        sites = self.c.sites
+        sites, gate = self.c.sites, self.c.members[0][0]
         if not self.faster(sites):
             if len(sites) > 1:
                 alone = [d for d in sites if self.faster([d])]
                 if 1 < len(alone) < len(sites):
                     self.faster(alone)
-            elif other := self.c.members[0][0].other_half(sites[0]):
+            elif other := gate.other_half(sites[0]):
                 self.faster([other])
+        if any(race.verdict == "faster" for _, race, _ in self.races):
+            own, self.races = self.races, []
+            for rival in rivals(gate, sites):
+                self.faster(rival)
+            self.rivals, self.races = self.races, own
 
     def faster(self, chosen: list[Decision]) -> bool:
         """Race plain Inductor against the region with these sites replaced."""
@@ -134,6 +142,12 @@ class Choice:
         low, high = race.interval
         verdict = race.verdict or ("same" if race.no_faster else "")
         why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} in context"
+        better = [r for r in self.rivals if r[1].verdict == "faster" and r[1].ratio > race.ratio]
+        if won and better:
+            rival, faster, _ = max(better, key=lambda r: r[1].ratio)
+            names = ", ".join(dict.fromkeys(d.match.pattern.name for d in rival))
+            why = f"{names} inside of it gains more, {faster.ratio:.2f} over {race.ratio:.2f}"
+            taken = {}
         return dataclasses.replace(
             unanswered(self.c, why),
             take=tuple(taken.get(d.match.roots[0], "") for d in self.c.sites),

@@ -75,5 +75,5 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {
     },
 }
 
-# Tiles of matrix products: the number of weights, columns of x, and columns of the result.
+# Of products, by their epilogue and the size of the weight: tiles, or the library's own.
 PRODUCTS: dict[str, dict[str, int]] = {}

@@ -7,13 +7,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusion_backend.compat.torch import addmm_activation
+from fusion_backend.kernels.gemm.tiles import measured
 
 ACTIVATIONS = ("relu", "gelu_tanh")
 
 
 def library_takes(x: Tensor, w: Tensor, b: Tensor | None, act: str) -> bool:
-    """Can the library compute act(x W + b) in one call? On a CPU its gelu is another one."""
-    return act in ACTIVATIONS and b is not None and x.is_cuda and x.element_size() == 2
+    """Is act(x W + b) one call of the library, and none of our tiles known to be faster? On a CPU
+    its gelu is another one.
+    """
+    can = act in ACTIVATIONS and b is not None and x.is_cuda and x.element_size() == 2
+    return can and "bm" not in measured(1, *w.shape, act)
 
 
 def library_linear(x: Tensor, w: Tensor, b: Tensor, act: str) -> Tensor:

@@ -46,7 +46,7 @@ def linear(
     kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]
     x, m, x_row = as_rows(x)
     residual, _, residual_row = maybe_rows(residual)
-    tile = tile_for(x, m, k, n, 1 if w2 is None else 2) if tile is None else tile
+    tile = tile_for(x, m, k, n, 1 if w2 is None else 2, act) if tile is None else tile
     launch(
         linear_kernel, (programs(tile, m, n, x.device),), x, w, w2, b, b2, residual,
         row_scale, column_scale, out, *(t if s else None for t, s in zip(kept, save, strict=True)),

@@ -23,6 +23,7 @@ PRODUCTS_A_SECOND = 700e12
 BYTES_A_SECOND = 4.3e12
 LATENCY = 1e-6  # seconds from the first request of a tile to its first product
 MANY = 1 << 14  # rows that are assumed where their number is not known
+FEWEST = 2048  # rows from which on the table counts
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
 
@@ -94,17 +95,25 @@ def seconds(
     return max(waves * each, moved / BYTES_A_SECOND)
 
 
-def tile_for(x: Tensor, m, k: int, n: int, weights: int = 1) -> Tile:
+def tile_for(x: Tensor, m, k: int, n: int, weights: int = 1, act: str = "gelu") -> Tile:
     """The tile to take for `[m, k]`, in the dtype of x, times `weights` weights `[k, n]`."""
     rows = MANY if dynamic(m) else max(int(m), 1)
     size = x.element_size()
-    if rows >= 2048 and size == 2 and (known := PRODUCTS.get(f"{weights} {k}x{n}")):
+    known = measured(weights, k, n, act) or measured(
+        weights, k, n, "gelu" if weights == 1 else "silu"
+    )
+    if rows >= FEWEST and size == 2 and known and "bm" in known:
         return Tile(**known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
     # where all of them are too large, Triton says so, and the site is left to Inductor
     fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
     fits = fits or candidates(weights, size)[-1:]
     return min(fits, key=lambda t: seconds(t, rows, k, n, weights, size, processors))
+
+
+def measured(weights: int, k: int, n: int, act: str) -> dict[str, int]:
+    """What was fastest for many rows: the fields of a tile, {"library": 1}, or nothing."""
+    return PRODUCTS.get(f"{'linear' if weights == 1 else 'gated'} {act} {k}x{n}", {})
 
 
 def shared_memory(device: torch.device) -> int:

@@ -1,0 +1,156 @@
+"""The tiles of the kernels of matrix products that are worth timing, and the library beside them.
+For benchmarks.sweep.
+
+GFLOP / ms are TFLOP/s. "product alone" is the library's product without an epilogue, the speed to
+compare with; "library" is its product with the epilogue, where it has one. Each result is compared
+with that of the first that runs: a fast wrong kernel is none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.configurations.attention import checked
+from benchmarks.configurations.running import Call
+from fusion_backend.kernels.gemm.decode import decode, sizes
+from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
+from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
+from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.tiles import Tile, candidates, seconds
+
+# m, k, n: of GPT-2 and BERT and ViT, of the models of the table, of Llama
+LINEAR = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
+GATED = [(16384, 512, 2048), *LINEAR]
+FEW = [(16, 4096, 14336), (1, 4096, 14336), (16, 4096, 4096), (1, 768, 3072)]
+# beside those that the launcher chooses from
+MORE = {
+    1: [
+        Tile(128, 256, 64, 8, 3, 1, 1),
+        Tile(128, 256, 64, 8, 4, 1, 2),
+        Tile(128, 128, 64, 4, 3, 2, 2, group=16),
+        Tile(256, 64, 64, 4, 3, 2, 1),
+    ],
+    2: [
+        Tile(128, 128, 64, 8, 3, 1, 1),
+        Tile(128, 64, 64, 4, 3, 2, 2),
+        Tile(128, 64, 64, 4, 3, 2, 1, group=16),
+        Tile(256, 64, 64, 8, 3, 1, 1),
+    ],
+}
+
+
+def tiles(weights: int, m: int, k: int, n: int) -> list[Tile]:
+    """All that are worth timing, those first that the model of the cost prefers."""
+    found = candidates(weights, 2) + MORE[weights]
+    return sorted(found, key=lambda t: seconds(t, m, k, n, weights, 2, 132))
+
+
+def words(tile: Tile) -> str:
+    return " ".join(f"{name}={number}" for name, number in tile._asdict().items())
+
+
+def operands(m: int, k: int, n: int, device, weights: int = 1) -> tuple[Tensor, list, list]:
+    """x, weights as linear layers have them, and biases."""
+
+    def tensor(*shape):
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    return (
+        tensor(m, k),
+        [(tensor(n, k) * k**-0.5).t() for _ in range(weights)],
+        [tensor(n) for _ in range(weights)],
+    )
+
+
+def sized(shapes: list) -> list[tuple[int, int, int]]:
+    return shapes if torch.cuda.is_available() else [(64, 64, 64)]
+
+
+def same(call: Callable[[], Tensor], name: str, want: dict) -> Callable[[], object]:
+    return checked(lambda: dict(out=call()), name, want)
+
+
+def linears(device, acts=("gelu", "gelu_tanh", "relu")) -> Iterator[Call]:
+    for m, k, n in sized(LINEAR):
+        x, (w,), (b,) = operands(m, k, n, device)
+        for act in acts:
+            work, want = f"linear {act} m={m} k={k} n={n} ({2e-9 * m * n * k:.1f} GFLOP)", {}
+            if act in ACTIVATIONS and torch.cuda.is_available():
+                call = functools.partial(library_linear, x, w, b, act)
+                yield Call(work, "library", same(call, "library", want))
+            for tile in tiles(1, m, k, n):
+
+                def call(tile=tile, act=act, x=x, w=w, b=b):
+                    return linear(x, w, b, act, tile=tile)[0]
+
+                yield Call(work, words(tile), same(call, words(tile), want))
+            yield Call(work, "product alone", functools.partial(torch.mm, x, w))
+
+
+def gates(device, acts=("sigmoid", "silu")) -> Iterator[Call]:
+    for m, k, n in sized(GATED):
+        x, (w, w2), (b, b2) = operands(m, k, n, device, 2)
+        for act in acts:
+            work, want = f"gated {act} m={m} k={k} n={n} ({4e-9 * m * n * k:.1f} GFLOP)", {}
+            for tile in tiles(2, m, k, n):
+
+                def call(tile=tile, act=act, x=x, w=w, b=b, w2=w2, b2=b2):
+                    return linear(x, w, b, act, w2=w2, b2=b2, tile=tile)[0]
+
+                yield Call(work, words(tile), same(call, words(tile), want))
+            both = torch.cat([w, w2], 1).t().contiguous().t()
+            yield Call(work, "product alone", functools.partial(torch.mm, x, both))
+
+
+def hidden_gradients(device) -> Iterator[Call]:
+    """Of an MLP whose outer width is k: dy `[m, k]` times W₃ᵀ `[k, n]`."""
+    for m, k, n in sized(LINEAR):
+        dy, (w,), _ = operands(m, k, n, device)
+        w = w.contiguous()  # nn.Linear's, transposed once more
+        gate, up = (torch.randn(m, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        for name, other, act in (("plain", None, "gelu"), ("gated", up, "silu")):
+            work, want = f"hidden gradient {name} m={m} k={k} n={n}", {}
+            for tile in tiles(1, m, k, n):
+                tile = tile._replace(pieces=min(4, tile.bn // 32))
+
+                def call(tile=tile, act=act, other=other, dy=dy, w=w, gate=gate):
+                    return hidden_gradient(dy, w, gate, other, act, True, tile)[1]
+
+                yield Call(work, words(tile), same(call, words(tile), want))
+            yield Call(work, "product alone", functools.partial(torch.mm, dy, w))
+
+
+def few_rows(device) -> Iterator[Call]:
+    for m, k, n in sized(FEW):
+        x, (w, w2), (b, b2) = operands(m, k, n, device, 2)
+        for act, second in (("gelu", None), ("silu", w2)):
+            weights = 1 if second is None else 2
+            own = sizes(m, k, n, weights, 2, 132)
+            kind = "linear" if second is None else "gated"
+            work, want = f"few rows {kind} m={m} k={k} n={n}", {}
+            for constants in others(own, k):
+                text = " ".join(f"{key}={value}" for key, value in constants.items())
+
+                def call(constants=constants, act=act, second=second, x=x, w=w, b=b, b2=b2):
+                    return decode(x, w, b, act, second, None if second is None else b2, constants)
+
+                yield Call(work, text, same(call, text, want))
+            yield Call(work, "product alone", functools.partial(F.linear, x, w.t(), b))
+
+
+def others(own: dict[str, int], k: int) -> Iterator[dict[str, int]]:
+    """The launcher's own choice, and others: columns, stages, warps, and shares."""
+    yield own
+    for change in (dict(BN=own["BN"] * 2), dict(BN=own["BN"] // 2), dict(num_stages=6)):
+        if change.get("BN", 16) >= 16:
+            yield own | change
+    if own["SHARES"] == 1:
+        yield own | dict(BK=own["BK"] * 2, SHARE=-(-k // (2 * own["BK"])) * 2 * own["BK"])
+    if own["SHARES"] == 1 and k >= 1024:
+        half = -(-k // (2 * own["BK"])) * own["BK"]
+        yield own | dict(SHARE=half, SHARES=-(-k // half))

@@ -1,0 +1,95 @@
+"""What a larger site covers is measured beside it, where the larger one has a matrix product that
+Inductor leaves to the library.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.measured_cases import as_on_a_gpu
+from tests.test_measured_gate import decided
+
+# what each site gains where it stands, by its pattern
+GAINS = dict(mlp=1.1, linear_act=1.1, gelu=1.05, layer_norm=1.05, add_layer_norm=1.1)
+
+
+def layer(x, w, b):
+    return F.gelu(F.linear(x, w, b))
+
+
+def feed_forward(x, w, b, v):
+    return F.linear(F.gelu(F.linear(x, w, b)), v)
+
+
+def tensors(*shapes, grad=False):
+    return [torch.randn(s, dtype=torch.bfloat16).requires_grad_(grad) for s in shapes]
+
+
+@pytest.fixture
+def one():
+    return tensors((4096, 64), (4096, 64), (4096,))
+
+
+@pytest.fixture
+def two():
+    return tensors((4096, 64), (4096, 64), (4096,), (64, 4096), grad=True)
+
+
+def fused(record):
+    return [s.pattern for s in record.sites if s.fused]
+
+
+def gains(**changed):
+    return lambda chosen: (GAINS | changed)[chosen[0].match.pattern.name]
+
+
+def test_the_larger_one_is_taken_where_it_gains_more(monkeypatch, tmp_path, one):
+    with as_on_a_gpu(monkeypatch, tmp_path, gains()) as stub:
+        record = decided(layer, *one)
+    assert fused(record) == ["linear_act"] and stub.asked == [["linear_act"], ["gelu"]]
+
+
+def test_what_is_inside_of_it_is_taken_where_that_gains_more(monkeypatch, tmp_path, one):
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(gelu=1.2)) as stub:
+        record = decided(layer, *one)
+        assert fused(record) == ["gelu"]
+        assert stub.asked == [["linear_act"], ["gelu"], ["gelu"]]  # the last where it stands alone
+        (site,) = [s for s in record.sites if s.pattern == "linear_act"]
+        assert "gelu inside of it gains more, 1.20 over 1.10" in site.reason
+        stub.replaced.clear()
+        assert fused(decided(layer, *one)) == ["gelu"] and not stub.asked
+
+
+def test_after_a_loss_what_is_inside_has_its_turn(monkeypatch, tmp_path, one):
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(linear_act=0.9)) as stub:
+        assert fused(decided(layer, *one)) == ["gelu"]
+    assert stub.asked == [["linear_act"], ["gelu"]]
+
+
+def test_of_three_the_best_is_taken(monkeypatch, tmp_path, two):
+    for better in ("mlp", "linear_act", "gelu"):
+        with as_on_a_gpu(monkeypatch, tmp_path / better, gains(**{better: 1.3})) as stub:
+            assert fused(decided(feed_forward, *two)) == [better]
+            assert stub.asked[:3] == [["mlp"], ["linear_act"], ["gelu"]]
+
+
+def test_between_products_that_lost_an_activation_may_still_win(monkeypatch, tmp_path, two):
+    """Only a softmax between products is part of what Inductor may replace as a whole."""
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(mlp=0.9, linear_act=0.9)):
+        assert fused(decided(feed_forward, *two)) == ["gelu"]
+
+
+def test_without_a_product_nothing_else_is_tried(monkeypatch, tmp_path):
+    def norm_of_sum(x, r, w, b):
+        h = x + r
+        return F.layer_norm(h, (4096,), w, b), h
+
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(layer_norm=1.5)) as stub:
+        record = decided(norm_of_sum, *tensors((2048, 4096), (2048, 4096), (4096,), (4096,)))
+    assert fused(record) == ["add_layer_norm"] and stub.asked == [["add_layer_norm"]]
+
+
+def test_what_the_user_has_switched_off_is_no_rival(monkeypatch, tmp_path, one):
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(gelu=1.2)) as stub:
+        assert fused(decided(layer, *one, skip=("gelu",))) == ["linear_act"]
+    assert stub.asked == [["linear_act"]]
