@@ -129,6 +129,8 @@ def _(tensor, m, k, n, o):
 
 # The same with a gate.
 
+Gate = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
 
 @Pattern
 def gated_mlp(
@@ -139,7 +141,7 @@ def gated_mlp(
     b3: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
-    act: Act,
+    act: Gate,
 ) -> Tensor:
     gate, up = x @ w1, x @ w3
     gate = gate if b1 is None else gate + b1

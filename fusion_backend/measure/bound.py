@@ -24,6 +24,9 @@ ENOUGH = 1.15  # the predicted gain from which a site is taken without a measure
 LAUNCH = 2e-6 * 4.3e12  # of 2 µs
 OPERATION = 4.3e12 / 700e12
 OURS = 0.8  # of the bandwidth that a kernel of ours reaches at least, where it is large
+LIBRARY = (
+    0.9  # of the speed of the library's products that ours reach at least, where they are large
+)
 ATTENTION = "aten::scaled_dot_product_attention"
 # Matrix products, and which of the arguments has rows of the length that is summed over.
 INNER = {f"aten::{name}": 0 for name in ("linear", "matmul", "mm", "bmm")} | {
@@ -61,11 +64,14 @@ def bound(d: Decision) -> Bound:
     given = sum(size(value(a)) for a in d.match.tensors.values())
     between = sum(2 * size(n.meta["val"]) for n in calls if n not in d.match.roots)
     attention = sum(OPERATION * operations(n) for n in calls if name_of(n) == ATTENTION)
-    plain = given + sum(map(size, results)) + between + attention + LAUNCH * max(1, len(calls))
+    other = sum(OPERATION * products(n) for n in calls if name_of(n) != ATTENTION)
+    plain = given + sum(map(size, results)) + between + LAUNCH * max(1, len(calls))
+    plain += attention + other
     read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
     written = [v for i, v in enumerate(results) if i not in d.call.unread]
     half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
-    ours = sum(map(size, (*read, *written))) / OURS + half * attention + LAUNCH
+    ours = sum(map(size, (*read, *written))) / OURS + LAUNCH
+    ours += half * attention + other / LIBRARY
     return Bound(plain, ours, len(calls))
 
 

@@ -27,6 +27,8 @@ def test_compiled_with_its_kernels(pattern, dtype):
         for kinds, args in forms
         if pattern.guard_fn is None or pattern.guard_fn(*args) is None
     ]
+    if not forms and dtype == torch.float32:
+        pytest.skip("its kernel takes 16-bit dtypes, or fp32 as TF32")
     for kinds, args in (forms[0], forms[-1]):
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
 

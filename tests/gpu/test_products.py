@@ -1,0 +1,222 @@
+"""On a GPU: matrix products with their epilogue, launched directly and through Inductor, against
+fp64.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusion_backend
+from benchmarks.measure.distance import distance
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.gemm.decode import decode
+from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
+from fusion_backend.kernels.gemm.library import library_linear, library_takes
+from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.tiles import candidates
+from fusion_backend.ops.operator import call
+from fusion_backend.ops.registry import FUSION_RULES
+from tests.gpu.test_on_gpu import ALWAYS, as_close_as_eager, fused, profiled, ran
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16]
+ACTS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid tanh".split()
+# One rounding of the result, and that of what the hardware approximates.
+CLOSE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 2e-3}
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def weight(k, n, dtype=torch.bfloat16, by_output=True):
+    w = tensor(n, k, dtype=dtype).t() if by_output else tensor(k, n, dtype=dtype)
+    return w * k**-0.5
+
+
+def product(x, w, b=None):
+    y = x.double() @ w.double()
+    return y if b is None else y + b.double()
+
+
+def close(got, want):
+    assert got.shape == want.shape and not got.isnan().any()
+    assert distance(got, want) <= CLOSE[got.dtype], distance(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ACTS)
+def test_every_activation(act, dtype):
+    x, w, b = tensor(1000, 512, dtype=dtype), weight(512, 768, dtype), tensor(768, dtype=dtype)
+    w2 = weight(512, 768, dtype, False)
+    y, kept, _ = linear(x, w, b, act, save=(True, False))
+    close(y, activate(product(x, w, b), act))
+    close(kept, product(x, w, b))
+    y, gate, up = linear(x, w, b, act, w2=w2, save=(True, True))
+    close(y, activate(product(x, w, b), act) * product(x, w2))
+    close(gate, product(x, w, b))
+    close(up, product(x, w2))
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_every_tile(weights):
+    """Also where tiles stick out below and on the right, and a sum ends within a step."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for tile in candidates(weights, dtype.itemsize):
+            for m, k, n in ((2000, 520, 1032), (128, 64, 256), (1, 8, 8)):
+                x, w = tensor(m, k, dtype=dtype), weight(k, n, dtype)
+                w2 = weight(k, n, dtype, False) if weights == 2 else None
+                torch.set_float32_matmul_precision("high")
+                try:
+                    y, _, _ = linear(x, w, None, "silu", w2=w2, tile=tile)
+                finally:
+                    torch.set_float32_matmul_precision("highest")
+                want = activate(product(x, w), "silu")
+                close(y, want if w2 is None else want * product(x, w2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"])
+def test_gradient_of_a_hidden_layer(act, dtype):
+    dy, w = tensor(1000, 512, dtype=dtype), weight(512, 776, dtype, False)
+    gate, up = tensor(1000, 776, dtype=dtype), tensor(1000, 776, dtype=dtype)
+    for other in (None, up):
+        got = hidden_gradient(dy, w, gate, other, act, True)
+        leaves = [t.double().requires_grad_() for t in (gate, up)]
+        h = activate(leaves[0], act) * (1 if other is None else leaves[1])
+        wanted = leaves[:1] if other is None else leaves
+        d = torch.autograd.grad(h, wanted, product(dy, w))
+        close(got[0], h.detach())
+        close(got[1], d[0])
+        close(got[3], d[0].sum(0))
+        if other is not None:
+            close(got[2], d[1])
+            close(got[4], d[1].sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 16, 40, 64])
+@pytest.mark.parametrize("k, n", [(4096, 14336), (4096, 1024), (776, 3080)])
+def test_few_rows(m, k, n, dtype):
+    x, w, w2 = tensor(m, k, dtype=dtype), weight(k, n, dtype), weight(k, n, dtype, False)
+    b = tensor(n, dtype=dtype)
+    want = activate(product(x, w, b), "silu")
+    close(decode(x, w, b, "silu"), want)
+    close(decode(x, w, b, "silu", w2, b), want * product(x, w2, b))
+
+
+@pytest.mark.parametrize("act", ["relu", "gelu_tanh"])
+def test_the_library_computes_the_same_function(act):
+    x, w, b = tensor(3, 500, 512), weight(512, 768), tensor(768)
+    assert library_takes(x, w, b, act) and not library_takes(x, w, b, "gelu")
+    close(library_linear(x, w, b, act), activate(product(x, w, b), act))
+
+
+def test_int8_is_exact():
+    shapes = (999, 4096), (1040, 4096)
+    q, w = (torch.randint(-128, 128, s, device="cuda").to(torch.int8) for s in shapes)
+    one = torch.ones(1040, device="cuda")
+    y, _, _ = linear(q, w.t(), None, "identity", column_scale=one, dtype=torch.float32)
+    assert torch.equal(y.double(), (q.double() @ w.t().double()).float().double())
+
+
+def test_more_than_two_to_the_31_elements():
+    m, k, n = 600_000, 64, 4096
+    x, w = tensor(m, k), weight(k, n)
+    y, _, _ = linear(x, w, None, "relu")
+    for part in (slice(0, 300), slice(m - 300, m)):
+        close(y[part], activate(product(x[part], w), "relu"))
+
+
+def test_rows_of_other_tensors():
+    w = weight(512, 768)
+    wide = tensor(700, 1024)
+    for x in (wide[:, :512], wide[:, 512:], tensor(1, 512).expand(300, 512), tensor(512, 300).t()):
+        assert FUSION_RULES["linear_act"].guard_fn(x, w, None, "gelu") is None
+        y = call(FUSION_RULES["linear_act"], (x, w, None, "gelu"))
+        close(y, activate(product(x, w), "gelu"))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, gated: bool, bias: bool, width: int = 512, inner: int = 2048):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias), nn.Linear(inner, width, bias)
+        self.gate = nn.Linear(width, inner, bias) if gated else None
+
+    def forward(self, x):
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_block_trains(gated, bias, dtype):
+    m = FeedForward(gated, bias).to("cuda", dtype)
+    x = tensor(3, 700, 512, dtype=dtype)
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    as_close_as_eager(m, compiled, x)
+    (site,) = fused()["gated_mlp" if gated else "mlp"]
+    assert (site.forward, site.backward) == ("kernel", "kernel"), site
+    x.requires_grad_()
+    kernels, host = profiled(lambda: compiled(x).sum().backward())
+    assert ran("linear_kernel", kernels) and ran("hidden_gradient_kernel", kernels), kernels
+    assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_feed_forward_block_infers(gated):
+    m, x = FeedForward(gated, True).to("cuda", torch.bfloat16), tensor(3, 700, 512)
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    with torch.no_grad():
+        got = compiled(x)
+        kernels, _ = profiled(lambda: compiled(x))
+    assert ran("linear_kernel", kernels), kernels
+    assert distance(got, copy.deepcopy(m).double()(x.double())) <= 6e-3
+
+
+@pytest.mark.parametrize("rows", [1, 16, 500])
+def test_cuda_graphs(rows):
+    """Descriptors are made by each launch, in memory that a replay has, too."""
+    m = FeedForward(True, False).to("cuda", torch.bfloat16)
+    wide = copy.deepcopy(m).double()
+    options = ALWAYS | {"triton.cudagraphs": True}
+    compiled = torch.compile(m, backend="fusion", options=options)
+    with torch.no_grad():
+        for _ in range(4):
+            x = tensor(rows, 512)
+            assert distance(compiled(x), wide(x.double())) <= 6e-3
+    assert fused()["gated_linear"]
+
+
+def test_the_number_of_rows_may_change():
+    m = FeedForward(False, True).to("cuda", torch.bfloat16)
+    wide = copy.deepcopy(m).double()
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, dynamic=True)
+    with torch.no_grad():
+        for rows in (300, 77, 2000, 1, 65):
+            x = tensor(rows, 512)
+            assert distance(compiled(x), wide(x.double())) <= 6e-3
+    assert fused()["linear_act"]
+
+
+def test_no_more_is_kept_for_backward():
+    """What an MLP keeps for backward is what Inductor keeps, or less."""
+    m, x = FeedForward(False, True, 1024, 4096).to("cuda", torch.bfloat16), tensor(8192, 1024)
+    kept = {}
+    for backend in ("inductor", "fusion"):
+        torch.compiler.reset()
+        options = ALWAYS if backend == "fusion" else None
+        compiled = torch.compile(m, backend=backend, options=options)
+        compiled(x).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = compiled(x)
+        kept[backend] = torch.cuda.memory_allocated() - before
+        del out
+    assert kept["fusion"] <= 1.01 * kept["inductor"], kept
+    assert fusion_backend.report().fused
