@@ -28,6 +28,7 @@ from fusion_backend.kernels.gemm.gradients import (
     weight_gradient,
 )
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
+from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_product
 
@@ -53,7 +54,7 @@ def reject_layers(x: Tensor, hidden: dict, w2: Tensor, b2: Tensor | None) -> Rej
 
 
 def second_layer(h: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-    y = h @ w2
+    y = h.to(w2.dtype) @ w2  # autocast adds b1 in fp32 and multiplies in bf16
     return y if b2 is None else y + b2
 
 
@@ -99,13 +100,18 @@ def _(x, w1, b1, w2, b2, act, training):
 
 @mlp.kernel(saves=("pre",))
 def _(x, w1, b1, w2, b2, act, save):
-    h, pre, _ = linear(x, w1, b1, act, save=(save, False))
+    if act == "relu":  # where it is positive, and its value, h says as well as what it is made of
+        takes = library_takes(x, w1, b1, act)
+        h = pre = library_linear(x, w1, b1, act) if takes else linear(x, w1, b1, act)[0]
+    else:
+        h, pre, _ = linear(x, w1, b1, act, save=(save, False))
     return F.linear(h, w2.t(), b2), pre
 
 
 @mlp.saved
 def _(x, w1, b1, w2, b2, act):
-    return x @ w1 if b1 is None else x @ w1 + b1
+    y = x @ w1 if b1 is None else x @ w1 + b1
+    return F.relu(y) if act == "relu" else y
 
 
 @mlp.backward

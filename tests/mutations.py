@@ -40,6 +40,72 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "products: the second half of a tile is stored over the first": Mutation(
+        "fusion_backend/kernels/gemm/linear.py",
+        "second, second_up, top, left + STORED, m,",
+        "second, second_up, top, left, m,",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: a shorter last group of tiles is as high as the others": Mutation(
+        "fusion_backend/kernels/gemm/main_loop.py",
+        "    height = min(down - group * GROUP, GROUP)\n",
+        "    height = GROUP\n",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: few rows leave out the last share of a weight": Mutation(
+        "fusion_backend/kernels/gemm/decode.py",
+        "for share in tl.static_range(SHARES):",
+        "for share in tl.static_range(SHARES - 1):",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: the slope of the gate is not applied": Mutation(
+        "fusion_backend/kernels/gemm/hidden_gradient.py",
+        "    dh *= slope(x, ACT)\n",
+        "",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: a weight that begins in the middle of 16 bytes is taken": Mutation(
+        "fusion_backend/kernels/gemm/operands.py",
+        "if not statically_known_true(t.storage_offset() * t.element_size() % ALIGNED == 0):",
+        "if False:",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: under autocast the hidden layer is not cast": Mutation(
+        "patterns/mlp.py",
+        "y = h.to(w2.dtype) @ w2",
+        "y = h @ w2",
+        "tests/test_linear_kernels.py",
+    ),
+    "operator: what a kernel saved is a constant in a second derivative": Mutation(
+        "fusion_backend/ops/operator.py",
+        "if torch.is_grad_enabled() and (op.saves or not op.backward_plain):",
+        "if False:",
+        "tests/test_linear_kernels.py",
+    ),
+    "matcher: what a result is rounded to must stand in the graph as well": Mutation(
+        "fusion_backend/match/templates.py",
+        "return tuple(map(peel, roots)), size",
+        "return roots, size",
+        "tests/test_products_on_cuda.py",
+    ),
+    "judge: what a larger site covers is not raced against it": Mutation(
+        "fusion_backend/measure/measuring.py",
+        "            for rival in rivals(gate, sites):\n",
+        "            for rival in ():\n",
+        "tests/test_measured_rivals.py",
+    ),
+    "judge: an activation between products that lost is not tried": Mutation(
+        "fusion_backend/measure/judge.py",
+        'weighs = any("softmax" in name_of(n) for n in own)',
+        "weighs = True",
+        "tests/test_measured_rivals.py",
+    ),
+    "bound: a product inside a site counts as gained": Mutation(
+        "fusion_backend/measure/bound.py",
+        "    ours += half * attention + other / LIBRARY\n",
+        "    ours += half * attention\n",
+        "tests/test_regions.py",
+    ),
     "matcher: the dtype of the result is not compared": Mutation(
         "fusion_backend/match/outcomes.py",
         "            if dtype != want.dtype:\n",

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fusion_backend.kernels.common.activations import activate, activation_gradient
 from fusion_backend.kernels.gemm import operands
@@ -17,6 +18,7 @@ from fusion_backend.kernels.gemm.tiles import Tile
 from fusion_backend.ops.operator import call
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject, Unmeasured
+from fusion_backend.testing import fused_nodes, rewritten
 from tests.kernel_checks import (
     FLOATS,
     assert_close,
@@ -296,3 +298,17 @@ def test_fp32_needs_tf32(monkeypatch):
     answer = FUSION_RULES["linear_act"].guard_fn(x, w, None, "gelu")
     assert "set_float32_matmul_precision" in answer.reason
     assert "bf16 and fp16" in FUSION_RULES["mlp"].guard_fn(x, w, None, w.t(), None, "gelu").reason
+
+
+def test_a_bias_in_fp32_under_autocast():
+    """The hidden layer is fp32 then, and cast for the second product."""
+
+    def block(x, w1, b1, w2):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.silu(F.linear(x, w1) + b1) @ w2
+
+    args = [t.requires_grad_() for t in (randn(9, 16), randn(24, 16), randn(24), randn(24, 8))]
+    fused = rewritten(block, *args)
+    assert [n.target.namespace for n in fused_nodes(fused)] == ["fusion"]
+    (result,) = fused(*args)
+    torch.testing.assert_close(result, block(*args), rtol=0.02, atol=0.02)

@@ -32,11 +32,16 @@ def as_matrices(x: Tensor, *others: Tensor, weight: Tensor) -> list[Tensor]:
 def linear_gradients(
     d: Tensor, x: Tensor, w: Tensor, b: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, w and b, from d, that of x W + b in fp32. needs: whose are wanted."""
-    d_b = bias_gradient(d, b) if b is not None and needs[2] else None
-    rows, d_rows = as_matrices(x, d.to(x.dtype), weight=w)
+    """The gradients of x, w and b, from d, that of x W + b in fp32. needs: whose are wanted.
+
+    The bias sums what the products read, and comes after them: before it is written for them,
+    Inductor would compute it again for the sum, and keep parts of it in fp32.
+    """
+    d = d.to(x.dtype)
+    rows, d_rows = as_matrices(x, d, weight=w)
     d_x = (d_rows @ w.mT).sum_to_size(rows.shape).reshape(x.shape) if needs[0] else None
-    return d_x, weight_gradient(rows, d_rows, w) if needs[1] else None, d_b
+    d_w = weight_gradient(rows, d_rows, w) if needs[1] else None
+    return d_x, d_w, bias_gradient(d.float(), b) if b is not None and needs[2] else None
 
 
 def sum_of_products(a: Tensor, v: Tensor, b: Tensor, w: Tensor) -> Tensor:
