@@ -91,6 +91,9 @@ def test_rows_of_other_tensors():
     w, packed = weight(40, 24, torch.half), randn(48, 40, dtype=torch.half).t() * 0.2
     for x in (
         randn(7, 64, dtype=torch.half)[:, :40],
+        randn(7, 64, dtype=torch.half)[:, 3:43],  # begins in the middle of 16 bytes
+        randn(7, 45, dtype=torch.half)[:, :40],  # rows that are no multiple of 16 bytes apart
+        randn(300, dtype=torch.half).as_strided((7, 40), (8, 1)),  # rows that overlap
         randn(1, 40, dtype=torch.half).expand(5, 40),
         randn(3, 2, 40, dtype=torch.half).transpose(0, 1),
         randn(40, 7, dtype=torch.half).t(),
@@ -209,6 +212,10 @@ def test_gradient_of_a_hidden_layer_without_sums_or_rows():
     assert h.shape == d.shape == (0, 72) and d_up.numel() == 0 and other is None
     assert sums.shape == (72,) and not sums.any()
     gate = randn(3, 72, dtype=torch.half)
+    for dy in (randn(1, 40).half(), randn(3, 45).half()[:, 3:43], randn(1, 1).half()):
+        dy = dy.expand(3, 40)
+        d = hidden_gradient(dy, w, gate, None, "relu", False, SMALL)[1]
+        assert_close(d, product(dy, w) * (gate > 0), torch.half)
     assert hidden_gradient(randn(3, 40).half(), w, gate, None, "gelu", False, SMALL)[3] is None
 
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import as_rows
 from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.gemm.epilogue import epilogue, slope
 from fusion_backend.kernels.gemm.main_loop import (
@@ -24,7 +23,7 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_matrix,
     weight_tile,
 )
-from fusion_backend.kernels.gemm.operands import by_output, distance_of, precision
+from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
 from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 
@@ -35,13 +34,14 @@ def hidden_gradient(
     """The hidden layer h, d_gate, d_up (empty without up), and the sums of their columns in fp32,
     None unless asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, contiguous. The results are
-    contiguous. Grid: programs that walk through the tiles of d_gate.
+    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`. The results are contiguous.
+    Grid: programs that walk through the tiles of d_gate.
     """
     (k, n), shape = w.shape, gate.shape
     hidden, d_gate = torch.empty_like(gate), torch.empty_like(gate)
     d_up = torch.empty(shape if up is not None else (0,), dtype=gate.dtype, device=gate.device)
-    dy, m, dy_row = as_rows(dy)
+    dy, m, dy_row = aligned_rows(dy)
+    gate, up = gate.contiguous(), None if up is None else up.contiguous()
     if tile is None:
         tile = tile_for(dy, m, k, n)
         # of larger pieces the registers could not hold what is read and what is stored

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import as_rows, maybe_rows
 from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.gemm.epilogue import epilogue
 from fusion_backend.kernels.gemm.main_loop import (
@@ -22,7 +21,7 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_matrix,
     weight_tile,
 )
-from fusion_backend.kernels.gemm.operands import by_output, distance_of, precision
+from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
 from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 
@@ -44,8 +43,8 @@ def linear(
     dtype = x.dtype if dtype is None else dtype
     out = torch.empty(shape, dtype=dtype, device=x.device)
     kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]
-    x, m, x_row = as_rows(x)
-    residual, _, residual_row = maybe_rows(residual)
+    x, m, x_row = aligned_rows(x)
+    residual, _, residual_row = (None, 0, 0) if residual is None else aligned_rows(residual)
     tile = tile_for(x, m, k, n, 1 if w2 is None else 2, act) if tile is None else tile
     launch(
         linear_kernel, (programs(tile, m, n, x.device),), x, w, w2, b, b2, residual,

@@ -43,18 +43,36 @@ def reject_product(x: Tensor, **weights: Tensor) -> Reject | None:
 
 
 def reject_alignment(x: Tensor, n: int, **weights: Tensor) -> Reject | None:
-    """Refuse rows that do not begin at multiples of 16 bytes."""
-    rows, _, distance = as_rows(x)
-    distances = dict(x=distance) | {name: distance_of(w) for name, w in weights.items()}
+    """Refuse rows that do not begin at multiples of 16 bytes, copied or not."""
+    distances = dict(x=aligned_rows(x)[2])
+    distances |= {name: distance_of(w) for name, w in weights.items()}
     for name, apart in (distances | dict(result=n)).items():
-        if apart * x.element_size() % ALIGNED:
+        if not statically_known_true(apart * x.element_size() % ALIGNED == 0):
             return Reject(
                 f"the rows of {name}, {apart} elements apart, are not aligned to 16 bytes"
             )
-    for name, t in (dict(x=rows) | weights).items():
-        if not statically_known_true(t.storage_offset() * t.element_size() % ALIGNED == 0):
+    for name, w in weights.items():
+        if not begins_aligned(w):
             return Reject(f"{name} begins in the middle of 16 bytes of its memory")
     return None
+
+
+def aligned_rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """As `as_rows`, but a copy also where rows overlap, as those of an expanded tensor do, or do
+    not begin at multiples of 16 bytes.
+    """
+    rows, count, distance = as_rows(x)
+    length = number(x.shape[-1])
+    apart = statically_known_true(distance >= length)
+    aligned = statically_known_true(distance * x.element_size() % ALIGNED == 0)
+    if apart and aligned and begins_aligned(rows):
+        return rows, count, distance
+    return x.clone(memory_format=torch.contiguous_format), count, length
+
+
+def begins_aligned(t: Tensor) -> bool:
+    """Is its first element known to be at a multiple of 16 bytes? PyTorch allocates at those."""
+    return statically_known_true(t.storage_offset() * t.element_size() % ALIGNED == 0)
 
 
 def by_output(w: Tensor) -> bool | None:
