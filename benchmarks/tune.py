@@ -5,8 +5,8 @@
 
 This writes fusion_backend/kernels/common/tuned.py: the fastest configuration of each row kernel for
 each row length, and the fastest tile of each matrix product for each size of its weight. `--check`
-writes nothing, and exits with 1 where the table is not what the files give. The default is the file
-of the committed sweeps.
+writes nothing, and exits with 1 where the table is not what the files give. The default is the
+files of the committed sweeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.configurations.fastest import SWEEPS, TABLE, fastest, written
+from benchmarks.configurations.fastest import SWEEPS, TABLE, fastest, fastest_tiles, written
 from benchmarks.records.runs import Run
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="*", type=Path, default=[SWEEPS], metavar="FILE.json")
+    parser.add_argument("files", nargs="*", type=Path, default=SWEEPS, metavar="FILE.json")
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     args = parser.parse_args(argv)
     runs = [Run.load(f) for f in args.files]
@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         print("the table is " + ("" if same else "not ") + "what the sweeps give")
         return 0 if same else 1
     TABLE.write_text(text)
-    print(f"wrote {TABLE}: {sum(map(len, fastest(runs).values()))} configurations")
+    found = sum(map(len, fastest(runs).values())) + len(fastest_tiles(runs))
+    print(f"wrote {TABLE}: {found} configurations")
     return 0
 
 

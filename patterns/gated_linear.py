@@ -2,7 +2,7 @@
 
 x is `[..., k]`, W1 and W2 `[k, n]` with dense rows or columns (nn.Linear holds their transposes),
 b1 and b2 `[n]` may be missing; the weights may be columns of one packed weight. bf16, fp16, or fp32
-with TF32; sums in fp32, rounded once. Rows begin at multiples of 16 bytes, unless act is sigmoid.
+with TF32; sums in fp32, rounded once. Rows begin at multiples of 16 bytes.
 The gradient reads both sums, of sigmoid the gate's alone. Source: Dauphin et al. 2017,
 Shazeer 2020.
 """
@@ -20,7 +20,6 @@ from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate, activation_gradient
 from fusion_backend.kernels.common.rows import RESULTS, UNMEASURED
 from fusion_backend.kernels.gemm.decode import decode, is_few
-from fusion_backend.kernels.gemm.gated_linear import forward, reject_weights
 from fusion_backend.kernels.gemm.gradients import (
     as_matrices,
     bias_gradient,
@@ -29,6 +28,7 @@ from fusion_backend.kernels.gemm.gradients import (
 )
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
+from fusion_backend.kernels.gemm.tiles import are_many
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
 
@@ -56,42 +56,29 @@ def _(x, w1, b1, w2, b2, act):
     return activate(x @ w1, act) + x @ w2
 
 
-def timed(x: Tensor, act: str) -> bool:
-    """Is it computed by the kernel that has been timed on its own?"""
-    return act == "sigmoid" and not is_few(math.prod(x.shape[:-1]))
-
-
 @gated_linear.guard
 def _(x, w1, b1, w2, b2, act):
-    if refused := reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2):
-        return refused
-    if not timed(x, act):
-        return (
-            reject_precision(x)
-            or reject_product(x, w1=w1, w2=w2)
-            or reject_bias(w1.shape[1], b1=b1, b2=b2)
-        )
-    return reject_weights(x, w1, w2) or reject_bias(w1.shape[1], b1=b1, b2=b2)
+    return (
+        reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
+        or reject_precision(x)
+        or reject_product(x, w1=w1, w2=w2)
+        or reject_bias(w1.shape[1], b1=b1, b2=b2)
+    )
 
 
 @gated_linear.worthwhile
 def _(x, w1, b1, w2, b2, act, training):
-    if not timed(x, act):
+    if act not in ("sigmoid", "silu") or not are_many(x):
         return UNMEASURED
-    k, n = w1.shape
     if training:
         return Reject(f"Inductor's training step is as fast ({RESULTS})")
-    if k > 1024:
-        return Reject(f"with {k} columns of x the library's product wins ({RESULTS})")
-    if k % 8 or n % 8:
-        return Reject(f"weights of {k} x {n} are not aligned to 16 bytes")
-    return reject_precision(x)
+    if len(w1) > 1024:
+        return Reject(f"with {len(w1)} columns of x the library's product wins ({RESULTS})")
+    return None
 
 
 @gated_linear.kernel(saves=("gate", "up"))
 def _(x, w1, b1, w2, b2, act, save):
-    if timed(x, act):
-        return *forward(x, w1, b1, w2, b2, save), x.new_empty(0)
     if not save and is_few(math.prod(x.shape[:-1])):
         return decode(x, w1, b1, act, w2, b2), x.new_empty(0), x.new_empty(0)
     return linear(x, w1, b1, act, w2=w2, b2=b2, save=(save, save and act != "sigmoid"))

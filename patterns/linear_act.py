@@ -23,6 +23,7 @@ from fusion_backend.kernels.gemm.gradients import linear_gradients
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
+from fusion_backend.kernels.gemm.tiles import are_many
 
 Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid", "tanh"]
 BY_RESULT = ("relu", "sigmoid", "tanh")  # their gradient needs no more than the result
@@ -53,7 +54,9 @@ def _(x, w, b, act):
 
 @linear_act.worthwhile
 def _(x, w, b, act, training):
-    return UNMEASURED
+    if training or act not in ("relu", "gelu", "gelu_tanh") or not are_many(x):
+        return UNMEASURED
+    return None
 
 
 @linear_act.kernel(saves=("pre",))

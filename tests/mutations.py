@@ -58,9 +58,9 @@ MUTATIONS = {
         "for share in tl.static_range(SHARES - 1):",
         "tests/test_linear_kernels.py",
     ),
-    "products: the slope of the gate is not applied": Mutation(
+    "products: the slope of a hidden layer is not applied": Mutation(
         "fusion_backend/kernels/gemm/hidden_gradient.py",
-        "    dh *= slope(x, ACT)\n",
+        "    dh *= slope(pre.load([top, left]).to(tl.float32), ACT, KIND, INTERPRETED)\n",
         "",
         "tests/test_linear_kernels.py",
     ),

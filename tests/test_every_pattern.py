@@ -153,7 +153,7 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
         assert close(got, p, w) == ""
 
 
-SIXTEEN_BITS = {"mlp", "gated_mlp"}
+SIXTEEN_BITS = {"mlp"}
 GENERATED = {"layer_norm", "softmax", "attention", "gated_linear", "quantize_int8"}
 
 

@@ -33,15 +33,19 @@ for grad in (False, True):
     assert [s.pattern for s in record.sites if s.fused] == ["gelu"], record
 """,
     "a feed-forward block is one site in training, and half of it is in inference": """
-for fn, shapes, both, half in (
-    (feed_forward, TWO, "mlp", "linear_act"), (swiglu, GATED, "gated_mlp", "gated_linear"),
-):
-    record = run(fn, *shapes, gate="always", grad=True)[2]
-    assert took(record) == [(both, "kernel", "kernel")], record
-    record = run(fn, *shapes, gate="always")[2]
-    assert took(record) == [(half, "kernel", None)], record
-    (refused,) = [s for s in record.sites if s.pattern == both]
-    assert "its first half" in refused.reason, refused
+record = run(feed_forward, *TWO, gate="always", grad=True)[2]
+assert took(record) == [("mlp", "kernel", "kernel")], record
+no_bias = lambda x, w, v: feed_forward(x, w, None, v, None)
+record = run(no_bias, TWO[0], TWO[1], TWO[3], gate="always", grad=True)[2]
+assert took(record) == [("mlp", "kernel", "kernel")], record
+record = run(feed_forward, *TWO, gate="always")[2]
+assert took(record) == [("linear_act", "kernel", None)], record
+(refused,) = [s for s in record.sites if s.pattern == "mlp"]
+assert "its first half" in refused.reason, refused
+for grad in (False, True):
+    record = run(swiglu, *GATED, gate="always", grad=grad)[2]
+    backward = "formula" if grad else None
+    assert took(record) == [("gated_linear", "kernel", backward)], record
 """,
     "a hidden layer that somebody else reads is no inner value": """
 def read(x, w, b, v, c):

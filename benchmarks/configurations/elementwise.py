@@ -1,4 +1,4 @@
-"""The configurations of elementwise kernels and of gated_linear that are worth timing."""
+"""The configurations of elementwise kernels that are worth timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fusion_backend.patterns import add_mul_exp, quantize_int8
 
 from benchmarks.configurations.running import Call, run_now
 from fusion_backend.kernels.common.blocks import blocks_of
-from fusion_backend.kernels.gemm import gated_linear
 
 
 def elementwise(device) -> Iterator[Call]:
@@ -43,27 +42,3 @@ def integers(device) -> Iterator[Call]:
                 f"BLOCK={each * 32 * warps} warps={warps}",
                 run,
             )
-
-
-def gated(device) -> Iterator[Call]:
-    big = torch.cuda.is_available()
-    for m, k, n in (
-        ((16384, 1024, 4096), (16384, 512, 2048), (8192, 4096, 14336)) if big else ((64, 64, 64),)
-    ):
-        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        w1, w2 = (
-            torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5 for _ in range(2)
-        )
-        b = torch.randn(n, device=device, dtype=torch.bfloat16)
-        tiles = ((128, 128, 8), (128, 64, 4), (64, 128, 4), (256, 64, 8))
-        for (bm, bn, warps), stages, group in itertools.product(tiles, (3, 4), (8, 16)):
-            if group != 8 and bm * bn < 128 * 128:
-                continue
-            config = dict(BM=bm, BN=bn, BK=64, GROUP=group, num_warps=warps, num_stages=stages)
-            words = " ".join(f"{key}={value}" for key, value in config.items())
-            for layout, a1, a2 in (
-                ("linear", w1.t(), w2.t()),
-                ("plain", w1.view(k, n), w2.view(k, n)),
-            ):
-                run = functools.partial(gated_linear.forward, x, a1, b, a2, b, False, config)
-                yield Call(f"gated_linear {layout} m={m} k={k} n={n}", words, run)

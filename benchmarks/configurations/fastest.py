@@ -14,14 +14,15 @@ from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
-SWEEPS = ROOT / "benchmarks" / "results" / "sweeps.json"
+SWEEPS = [ROOT / "benchmarks" / "results" / f for f in ("sweeps.json", "sweep-products.json")]
 # layer_norm backward 16384x4096: rows of 4096
 WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
 # linear gelu m=16384 k=1024 n=4096 (137.4 GFLOP): a product and its epilogue
 PRODUCT = re.compile(r"(?P<what>(?:linear|gated) \w+) m=(?P<m>\d+) k=(?P<k>\d+) n=(?P<n>\d+).*")
 HEAD = '''"""The fastest configurations for 16-bit elements, by kernel and row length.
 
-Written by `python -m benchmarks.tune {files}`.
+Written by `python -m benchmarks.tune` from
+{files}.
 Measured on {gpu}, torch {torch}, triton {triton}.
 A row length stands for all up to it, from the next smaller power of two on. What is not here
 follows the rule in the kernel's own file.
@@ -32,8 +33,9 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {{
 
 
 TILES_HEAD = """
-# Of products, by their epilogue and the size of the weight: tiles, or the library's own.
-PRODUCTS: dict[str, dict[str, int]] = {"""
+# Of matrix products, by their epilogue and the size of the weight: the numbers of a tile
+# (kernels/gemm/tiles.py), or nothing where the library is the fastest.
+PRODUCTS: dict[str, tuple[int, ...]] = {"""
 
 
 def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
@@ -60,8 +62,8 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
     return table
 
 
-def fastest_tiles(runs: list[Run]) -> dict[str, dict[str, int]]:
-    """Product, its epilogue and the size of its weight -> tile, or {"library": 1}. Of several
+def fastest_tiles(runs: list[Run]) -> dict[str, tuple[int, ...]]:
+    """Product, its epilogue and the size of its weight -> tile, or () for the library. Of several
     numbers of rows the largest counts.
     """
     best: dict[str, tuple[int, float, str]] = {}  # -> -rows, milliseconds, configuration
@@ -72,9 +74,9 @@ def fastest_tiles(runs: list[Run]) -> dict[str, dict[str, int]]:
             found = -int(work["m"]), row["ms"], row["config"]
             best[key] = min(best.get(key, found), found)
     return {
-        key: {"library": 1}
+        key: ()
         if config == "library"
-        else {name: int(number) for name, number in (word.split("=") for word in config.split())}
+        else tuple(int(word.partition("=")[2]) for word in config.split())
         for key, (_, _, config) in sorted(best.items())
     }
 
@@ -92,11 +94,11 @@ def written(runs: list[Run], files: list[Path]) -> str:
         name: ", ".join(sorted({str(run.about[name]) for run in runs}))
         for name in ("gpu", "torch", "triton")
     }
-    lines = [HEAD.format(files=" ".join(map(named, files)), **about)]
+    lines = [HEAD.format(files=" and ".join(map(named, files)), **about)]
     for kernel, configs in table.items():
         lines.append(f'    "{kernel}": {{\n')
         lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
         lines.append("    },\n")
     lines += ["}\n", TILES_HEAD, "\n" if tiles else ""]
-    lines += [f'    "{key}": {json.dumps(config)},\n' for key, config in tiles.items()]
+    lines += [f'    "{key}": {tile},\n' for key, tile in tiles.items()]
     return "".join([*lines, "}\n"])

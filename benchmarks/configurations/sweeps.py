@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.configurations.attention import attention, attention_dropout, attention_wide
 from benchmarks.configurations.channels import by_channels, group_norms
-from benchmarks.configurations.elementwise import elementwise, gated, integers
+from benchmarks.configurations.elementwise import elementwise, integers
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
 from benchmarks.configurations.products import gates, hidden_gradients, linears
@@ -16,7 +16,6 @@ SWEEPS = {
     "layer_norm": normalisations,
     "dropout_add": dropouts,
     "dropout_add_layer_norm": dropouts,
-    "gated_linear": gated,
     "gates": gates,
     "linear_act": linears,
     "hidden_gradient": hidden_gradients,

@@ -36,7 +36,6 @@ OTHER_WAYS = {
     "gated_linear": [dict(transposed=True), dict(transposed=True, form=1)],  # of sigmoid, of silu
     "linear_act": [dict(transposed=True)],
     "mlp": [dict(transposed=True, form=2)],  # of gelu
-    "gated_mlp": [dict(transposed=True, form=3)],  # of silu
     "softmax": [dict(form=-1)],
 }
 # Kernels whose programs wait for one another.

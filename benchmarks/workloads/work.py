@@ -176,7 +176,7 @@ def attended(case: dict) -> float:
 
 
 # Arguments (by position) that are weights of products.
-WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
+WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4),

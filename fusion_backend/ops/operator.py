@@ -223,7 +223,10 @@ class Operator:
             setattr(saved, name, tensor)
         if m:
             saved.result = results if n > 1 else results[0]
-        saved.needs = dict(zip(self.tensors, needs, strict=True))
+        saved.needs = {
+            name: need and getattr(saved, name) is not None  # an argument that may be missing
+            for name, need in zip(self.tensors, needs, strict=True)
+        }
         with without_autocast():
             out = self.op.backward_fn(saved, *grads)
         out = out if isinstance(out, tuple) else (out,)

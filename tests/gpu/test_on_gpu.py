@@ -16,6 +16,7 @@ from benchmarks.measure.distance import joint_distance
 from benchmarks.measure.memory import peak_bytes
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import launch
+from fusion_backend.measure import measuring
 from fusion_backend.ops.registry import unregister
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,7 @@ KERNELS = {
     "add_mul_exp": "add_mul_exp_kernel",
     "quantize_int8": "quantize_int8_kernel",
     "layer_norm": "norm_kernel",
-    "gated_linear": "gated_linear_kernel",
+    "gated_linear": "linear_kernel",
 }
 BACKWARD_KERNELS = {"norm_backward_kernel", "add_up_kernel"}
 
@@ -228,6 +229,7 @@ def test_an_argument_computed_again(build):
 )
 def test_modes(mode):
     m, x = model(), rows(4096)
+    measuring.ALLOWANCE.took.clear()  # as in a process of its own
     compiled = torch.compile(m, backend="fusion", mode=mode, fullgraph=True)
 
     def call(x):
@@ -272,7 +274,7 @@ def test_in_place_gate(transposed):
         assert ours <= 2 * eager
         assert fused()["gated_linear"][0].forward == "kernel", str(fusion_backend.report())
         kernels, _ = profiled(lambda: compiled(x, w1, b1, w2, b2))
-    assert ran("gated_linear_kernel", kernels)
+    assert ran("linear_kernel", kernels)
 
 
 @triton.jit

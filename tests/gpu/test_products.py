@@ -4,6 +4,7 @@ fp64.
 
 import copy
 
+import fusion_backend.patterns  # noqa: F401 (the rules by name)
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
 ACTS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid tanh".split()
 # One rounding of the result, and that of what the hardware approximates.
-CLOSE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 2e-3}
+CLOSE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-3}
 
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -82,19 +83,13 @@ def test_every_tile(weights):
 @pytest.mark.parametrize("act", ["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"])
 def test_gradient_of_a_hidden_layer(act, dtype):
     dy, w = tensor(1000, 512, dtype=dtype), weight(512, 776, dtype, False)
-    gate, up = tensor(1000, 776, dtype=dtype), tensor(1000, 776, dtype=dtype)
-    for other in (None, up):
-        got = hidden_gradient(dy, w, gate, other, act, True)
-        leaves = [t.double().requires_grad_() for t in (gate, up)]
-        h = activate(leaves[0], act) * (1 if other is None else leaves[1])
-        wanted = leaves[:1] if other is None else leaves
-        d = torch.autograd.grad(h, wanted, product(dy, w))
-        close(got[0], h.detach())
-        close(got[1], d[0])
-        close(got[3], d[0].sum(0))
-        if other is not None:
-            close(got[2], d[1])
-            close(got[4], d[1].sum(0))
+    pre = tensor(1000, 776, dtype=dtype)
+    leaf = pre.double().requires_grad_()
+    (want,) = torch.autograd.grad(activate(leaf, act), leaf, product(dy, w))
+    for tile in candidates(1, 2):
+        d, sums = hidden_gradient(dy, w, pre, act, True, tile)
+        close(d, want)
+        close(sums, want.sum(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,11 +155,12 @@ def test_a_feed_forward_block_trains(gated, bias, dtype):
     x = tensor(3, 700, 512, dtype=dtype)
     compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
     as_close_as_eager(m, compiled, x)
-    (site,) = fused()["gated_mlp" if gated else "mlp"]
-    assert (site.forward, site.backward) == ("kernel", "kernel"), site
+    (site,) = fused()["gated_linear" if gated else "mlp"]
+    assert (site.forward, site.backward) == ("kernel", "formula" if gated else "kernel"), site
     x.requires_grad_()
     kernels, host = profiled(lambda: compiled(x).sum().backward())
-    assert ran("linear_kernel", kernels) and ran("hidden_gradient_kernel", kernels), kernels
+    assert ran("linear_kernel", kernels), kernels
+    assert gated or ran("hidden_gradient_kernel", kernels), kernels
     assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
 
 

@@ -33,7 +33,7 @@ def is_few(rows) -> bool:
 def sizes(m, k: int, n: int, weights: int, itemsize: int, processors: int) -> dict[str, int]:
     """The constants of the kernel: blocks, and in how many shares the weights are divided."""
     bk = 256 // itemsize
-    bn = 64 // weights
+    bn = 64
     columns = -(-n // bn)
     most = max(1, k // (4 * bk))  # a share of fewer blocks would end before its loads overlap
     shares = 1 if columns >= 2 * processors else -(-PROGRAMS * processors // columns)
@@ -77,7 +77,8 @@ def decode(
     if parts is not None:
         launch(
             decode_sum_kernel, ((m * n + 1023) // 1024,), parts, b, b2, out, m,
-            N=n, ACT=act, SHARES=shares, GATED=w2 is not None, BLOCK=1024, num_warps=4,
+            N=n, ACT=act, SHARES=shares, GATED=w2 is not None,
+            INTERPRETED=interpreted(decode_sum_kernel), BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -109,7 +110,8 @@ def decode_kernel(
     at = row[:, None] * N + column[None, :]
     keep = (row[:, None] < m) & (column[None, :] < N)
     if SHARES == 1:
-        y = activated_product(y, up, B, B2, column, N, ACT, W2 is not None, OUT.dtype.element_ty)
+        KIND: tl.constexpr = OUT.dtype.element_ty
+        y = activated_product(y, up, B, B2, column, N, ACT, W2 is not None, KIND, UPCAST)
         tl.store(OUT + at, y, keep)
     else:
         PARTS += tl.program_id(1) * (2 if W2 is not None else 1) * m * N
@@ -136,12 +138,12 @@ def few_columns(
 @triton.jit
 def activated_product(
     y, up, B, B2, column, N: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """From the sums of products to what is stored. column broadcasts from the last dimension."""
     if B is not None:
         y += tl.load(B + column, column < N, 0.0).to(tl.float32)
-    y = epilogue(y, ACT, KIND != tl.float32)
+    y = epilogue(y, ACT, KIND, INTERPRETED)
     if GATED:
         if B2 is not None:
             up += tl.load(B2 + column, column < N, 0.0).to(tl.float32)
@@ -152,7 +154,7 @@ def activated_product(
 @triton.jit
 def decode_sum_kernel(
     PARTS, B, B2, OUT, m, N: tl.constexpr, ACT: tl.constexpr, SHARES: tl.constexpr,
-    GATED: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The shares added, in a fixed order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -164,5 +166,6 @@ def decode_sum_kernel(
         y += tl.load(PARTS + share * WEIGHTS * m * N + at, keep, 0.0)
         if GATED:
             up += tl.load(PARTS + (share * WEIGHTS + 1) * m * N + at, keep, 0.0)
-    y = activated_product(y, up, B, B2, at % N, N, ACT, GATED, OUT.dtype.element_ty)
+    KIND: tl.constexpr = OUT.dtype.element_ty
+    y = activated_product(y, up, B, B2, at % N, N, ACT, GATED, KIND, INTERPRETED)
     tl.store(OUT + at, y, keep)

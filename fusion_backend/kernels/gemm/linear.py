@@ -99,25 +99,25 @@ def linear_kernel(
         if PIECES == 1:
             finish(
                 y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
-                N, W2 is not None, ACT, BM, STORED,
+                N, W2 is not None, ACT, UPCAST, BM, STORED,
             )  # fmt: skip
         else:
             first, second = halves(y, BM, BN)
             first_up, second_up = halves(up, BM, BN)
             finish(
                 first, first_up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept,
-                kept2, N, W2 is not None, ACT, BM, STORED,
+                kept2, N, W2 is not None, ACT, UPCAST, BM, STORED,
             )  # fmt: skip
             finish(
                 second, second_up, top, left + STORED, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual,
-                out, kept, kept2, N, W2 is not None, ACT, BM, STORED,
+                out, kept, kept2, N, W2 is not None, ACT, UPCAST, BM, STORED,
             )  # fmt: skip
 
 
 @triton.jit
 def finish(
     y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
-    N: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    N: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From the sums of a tile, or of half of it, to what is stored."""
@@ -133,7 +133,7 @@ def finish(
         y += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
     if kept is not None:
         kept.store([top, left], y.to(KIND))
-    y = epilogue(y, ACT, KIND != tl.float32)
+    y = epilogue(y, ACT, KIND, INTERPRETED)
     if GATED:
         up = up.to(tl.float32)
         if B2 is not None:

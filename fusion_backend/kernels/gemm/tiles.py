@@ -8,10 +8,12 @@ the same multiprocessor multiplies meanwhile.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.inputs import dynamic
 from fusion_backend.kernels.common.rows import multiprocessors
@@ -23,6 +25,7 @@ PRODUCTS_A_SECOND = 700e12
 BYTES_A_SECOND = 4.3e12
 LATENCY = 1e-6  # seconds from the first request of a tile to its first product
 MANY = 1 << 14  # rows that are assumed where their number is not known
+USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the number of weights
 FEWEST = 2048  # rows from which on the table counts
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
@@ -99,11 +102,9 @@ def tile_for(x: Tensor, m, k: int, n: int, weights: int = 1, act: str = "gelu") 
     """The tile to take for `[m, k]`, in the dtype of x, times `weights` weights `[k, n]`."""
     rows = MANY if dynamic(m) else max(int(m), 1)
     size = x.element_size()
-    known = measured(weights, k, n, act) or measured(
-        weights, k, n, "gelu" if weights == 1 else "silu"
-    )
-    if rows >= FEWEST and size == 2 and known and "bm" in known:
-        return Tile(**known)
+    known = measured(weights, k, n, act) or measured(weights, k, n, USUAL[weights])
+    if rows >= FEWEST and size == 2 and known:
+        return Tile(*known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
     # where all of them are too large, Triton says so, and the site is left to Inductor
     fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
@@ -111,9 +112,15 @@ def tile_for(x: Tensor, m, k: int, n: int, weights: int = 1, act: str = "gelu") 
     return min(fits, key=lambda t: seconds(t, rows, k, n, weights, size, processors))
 
 
-def measured(weights: int, k: int, n: int, act: str) -> dict[str, int]:
-    """What was fastest for many rows: the fields of a tile, {"library": 1}, or nothing."""
-    return PRODUCTS.get(f"{'linear' if weights == 1 else 'gated'} {act} {k}x{n}", {})
+def are_many(x: Tensor) -> bool:
+    """Has x, in 16 bits, as many rows as what was timed, and is that known?"""
+    rows = math.prod(x.shape[:-1])
+    return x.element_size() == 2 and statically_known_true(rows >= FEWEST)
+
+
+def measured(weights: int, k: int, n: int, act: str) -> tuple[int, ...] | None:
+    """What was fastest for many rows: the fields of a tile, () for the library, None if unknown."""
+    return PRODUCTS.get(f"{'linear' if weights == 1 else 'gated'} {act} {k}x{n}")
 
 
 def shared_memory(device: torch.device) -> int:
