@@ -8,11 +8,11 @@ from benchmarks.foreign_code.listed import graphs
 from benchmarks.foreign_runs import measuring, request, running
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.measuring import How, measure
-from benchmarks.foreign_runs.pool import Lost
-from benchmarks.foreign_runs.rows import CRASHED, NO_BASELINE, TIMEOUT, GraphRow, Side
+from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
 from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN
 from benchmarks.foreign_runs.summary import geometric_mean, line, markdown, status, summary, text
-from benchmarks.foreign_runs.turns import Turns
+from benchmarks.processes.pool import CRASHED, TIMEOUT, Lost
+from benchmarks.processes.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 from benchmarks.records.runs import Run
 

@@ -19,12 +19,12 @@ from benchmarks.foreign_code.problems import DTYPES, INFER, Graph
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
 from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN, Step, contenders, entry
-from benchmarks.foreign_runs.turns import Turns
 from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
 from benchmarks.measure.timing import Clock, in_turn, noise, verdict
 from benchmarks.measure.wall_time import synchronize, whole_calls
 from benchmarks.model_runs.compiling import cache_in
+from benchmarks.processes.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 
 

@@ -10,9 +10,9 @@ import dataclasses
 from benchmarks.foreign_code.problems import Graph
 from benchmarks.records.rows import OK, Spread
 
-# Status of a row, besides those of a contender: it took too long, its process died, or Inductor
-# itself failed, so that there is nothing to compare with.
-TIMEOUT, CRASHED, NO_BASELINE = "timeout", "crashed", "no baseline"
+# Status of a row, besides those of a contender and of a lost process: Inductor itself failed, so
+# that there is nothing to compare with.
+NO_BASELINE = "no baseline"
 
 
 @dataclasses.dataclass

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks.foreign_code.problems import Graph
 from benchmarks.foreign_runs.measuring import How
-from benchmarks.foreign_runs.pool import Lost, outcomes
 from benchmarks.foreign_runs.rows import GraphRow
 from benchmarks.foreign_runs.summary import summary
 from benchmarks.foreign_runs.worker import LOG, Work, work
+from benchmarks.processes.pool import Lost, outcomes
 from benchmarks.records.runs import Run
 
 SECONDS_TO_START = 300  # of the process that fills the caches which the others begin with

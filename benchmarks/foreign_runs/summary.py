@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from benchmarks.foreign_runs.rows import CRASHED, NO_BASELINE, TIMEOUT, GraphRow
+from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow
 from benchmarks.foreign_runs.steps import FUSION, INDUCTOR
+from benchmarks.processes.pool import CRASHED, TIMEOUT
 from benchmarks.records.rows import FAILED, OK, WRONG
 
 LEAST, NEARLY = 0.98, 0.99  # ratios: what no graph may be below, and what is counted besides

@@ -18,8 +18,8 @@ from benchmarks.foreign_code.listed import graphs
 from benchmarks.foreign_runs.measuring import How, measure, start
 from benchmarks.foreign_runs.rows import GraphRow
 from benchmarks.foreign_runs.steps import contenders
-from benchmarks.foreign_runs.turns import Turns, lock_file, measure_alone
 from benchmarks.measure.failures import said
+from benchmarks.processes.turns import Turns, lock_file, measure_alone
 from benchmarks.records.rows import FAILED
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.frontends.loading import patterns

@@ -1,4 +1,4 @@
 """Comes in: whole models.
 Goes out: a row for each with compile time, step time, memory, errors and kernels of all contenders.
-May import: command_line, records, measure, subjects, pages.
+May import: command_line, processes, records, measure, subjects, pages.
 """

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
-from benchmarks.foreign_runs.rows import CRASHED, TIMEOUT
-from benchmarks.foreign_runs.turns import WAITING
+from benchmarks.processes.turns import WAITING
 
+# Status of a job whose process took too long, or died.
+TIMEOUT, CRASHED = "timeout", "crashed"
 TICK_S = 0.5  # how often the limits are looked at
 SECONDS_TO_END = 2  # of a process that has sent its result
 PATIENCE = 5  # times the limit: how long a process may wait for the GPU

@@ -1,4 +1,4 @@
-"""The processes of benchmarks.foreign: whoever times is alone on the GPU, and one may be lost."""
+"""Processes that share a GPU: whoever times is alone on it, and one may be lost."""
 
 import fcntl
 import multiprocessing
@@ -8,10 +8,9 @@ import time
 
 import pytest
 
-from benchmarks.foreign_runs import turns
-from benchmarks.foreign_runs.pool import Lost, outcomes
-from benchmarks.foreign_runs.rows import CRASHED, TIMEOUT
-from benchmarks.foreign_runs.turns import WAITING, Turns
+from benchmarks.processes import turns
+from benchmarks.processes.pool import CRASHED, TIMEOUT, Lost, outcomes
+from benchmarks.processes.turns import WAITING, Turns
 
 
 class Silent(Turns):
