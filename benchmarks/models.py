@@ -5,7 +5,8 @@ errors, kernels.
     python -m benchmarks.models --module path/to/file.py:build --mode train       # your own model
     python -m benchmarks.models --timm resnet50
 
-The weights are random and the same for all contenders, which take turns in one process. A training
+The weights are random and the same for all contenders, which take turns in one process. With
+--processes N models compile at the same time, and whoever is timed is alone on the GPU. A training
 step is forward (with the loss, compiled together), backward, and with --optimizer the optimizer's
 step. Errors are against the same weights in the dtype of --exact. Sizes are realistic on a GPU and
 tiny on a CPU, where times mean nothing and every site that can be rewritten is (--gate always);
@@ -24,7 +25,8 @@ import torch
 
 from benchmarks.command_line.options import duration, output, positive
 from benchmarks.command_line.status import Status
-from benchmarks.model_runs.request import EXACT, NAMES, SIZES, asked, finish, measure_all, refused
+from benchmarks.model_runs.request import asked, finish, measure_all, refused
+from benchmarks.model_runs.row import EXACT, NAMES, SIZES
 from benchmarks.records.runs import Run, installed, machine
 from benchmarks.subjects.model_zoo import ENTRIES
 from benchmarks.subjects.subject import INFER, MODES
@@ -97,6 +99,8 @@ def add_measurements(add) -> None:
     add("--trace", type=Path, metavar="DIR", help=trace)
     profile = "look at no kernels: for a run under nsys or ncu"
     add("--no-profile", action="store_true", help=profile)
+    processes = "models that are measured at a time, each in a process of its own; with --once"
+    add("--processes", type=positive, default=1, metavar="N", help=processes)
     minutes = "begin no model that would take longer than what is left of this time"
     add("--minutes", type=duration, help=minutes)
 

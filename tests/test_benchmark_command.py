@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from benchmarks import models
-from benchmarks.model_runs import compiling, request
+from benchmarks.model_runs import compiling, row, running
+from benchmarks.processes.pool import CRASHED, Lost
 from benchmarks.records.rows import OK, ModelContender, ModelRow, Spread
 from benchmarks.records.runs import Run
 from benchmarks.subjects import own_model
@@ -143,7 +144,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return ModelRow(job.name, job.mode, "f32", {}, None, [ModelContender("eager")])
 
-    monkeypatch.setattr(request, "measured", stub)
+    monkeypatch.setattr(running, "measured", stub)
     out = tmp_path / "results.json"
     assert (
         models.main(["--model", "plain_llama", "plain_bert", "plain_vit", "--out", str(out)]) == 130
@@ -165,7 +166,7 @@ def measured_as(monkeypatch, clock=lambda: None, ratio=2.0):
         ]
         return ModelRow(job.name, job.mode, "f32", dict(layers=args.layers or 2), None, ones)
 
-    monkeypatch.setattr(request, "measured", stub)
+    monkeypatch.setattr(running, "measured", stub)
 
 
 def test_no_model_is_begun_that_the_time_does_not_suffice_for(tmp_path, monkeypatch, capsys):
@@ -250,13 +251,13 @@ def test_training_with_the_models_own_dropout(dropout, monkeypatch):
     """It is left out, for the sake of the errors, or kept, and then no errors are asked for."""
     seen = []
 
-    def measure(subject, makes, plan, row, device, say):
+    def measure(subject, makes, plan, row, device, say, alone):
         seen.append((subject.model.training, plan.exact, row.title.endswith("dropout on)")))
         return row
 
-    monkeypatch.setattr(request, "measure", measure)
+    monkeypatch.setattr(row, "measure", measure)
     args = models.arguments(["--model", "bert", "--mode", "train", *["--dropout"] * dropout])
-    request.measured(request.Job("model", "bert", TRAIN), args, CPU, print)
+    row.measured(row.Job("model", "bert", TRAIN), args, CPU, print)
     assert seen == [(True, None, True) if dropout else (False, torch.float64, False)]
 
 
@@ -269,14 +270,54 @@ def test_a_model_that_cannot_be_built_is_a_row(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_models_at_once(own, monkeypatch, capsys):
+    """Compile times are left out, a lost process is a row, and the GPU is one's own while timed."""
+    argv = ["--module", f"{own}:build", f"{own}:raises", "--processes", "2", "--minutes", "1"]
+    with pytest.raises(SystemExit):
+        models.main(argv)
+    assert "give --once" in capsys.readouterr().err
+    found = ModelRow("mine", INFER, "f32", {}, None, [ModelContender("fusion", cold_s=3.0)])
+    seen = []
+
+    def outcomes(jobs, work, processes, limit, deadline, context):
+        seen.append((processes, context.get_start_method()))
+        first, second = jobs
+        yield second, Lost(CRASHED, "exit status 3 while timing")
+        yield first, found
+
+    monkeypatch.setattr(running, "outcomes", outcomes)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    assert models.main([*argv, "--once"]) == 1
+    assert seen == [(2, "spawn")] and found.contenders[0].cold_s is None
+    assert "not measured: crashed: exit status 3 while timing" in capsys.readouterr().out
+
+
+def test_a_process_times_alone(tmp_path, monkeypatch):
+    sent, held = [], []
+    monkeypatch.setattr(running, "lock_file", lambda device: tmp_path / "gpu.lock")
+    monkeypatch.setattr(running, "measure_alone", lambda turns: held.append(turns))
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+
+    def measured(job, args, device, say, alone):
+        say("compiling")
+        with alone:
+            assert held[0].depth == 1
+        assert held[0].depth == 0
+        return "the row"
+
+    monkeypatch.setattr(running, "measured", measured)
+    running.work(running.Work("job", None, CPU, 1), types.SimpleNamespace(send=sent.append))
+    assert sent[0] == ("stage", "compiling") and sent[-1] == ("done", "the row")
+
+
 def test_the_other_models_go_on(tmp_path, monkeypatch, capsys):
     def fail(*args):
         raise RuntimeError("no such thing")
 
     with monkeypatch.context() as patch:
-        patch.setattr(request, "build", fail)
+        patch.setattr(row, "build", fail)
         assert models.main(["--model", "plain_vit"]) == 1
-    monkeypatch.setattr(request, "measure", fail)
+    monkeypatch.setattr(row, "measure", fail)
     assert models.main(["--model", "plain_vit"]) == 1
     shown = capsys.readouterr().out
     assert "not measured: building it raised RuntimeError: no such thing" in shown
@@ -310,7 +351,7 @@ def test_sizes_from_the_command_line():
     args = models.arguments(
         ["--model", "plain_llama", "--layers", "1", "--batch", "3", "--seq", "5"]
     )
-    subject = request.subject_of(request.Job("model", "plain_llama", INFER), args, CPU)
+    subject = row.subject_of(row.Job("model", "plain_llama", INFER), args, CPU)
     assert (
         subject().shape == (3, 5, 128)
         and subject.about["layers"] == 1

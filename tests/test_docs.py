@@ -24,7 +24,7 @@ import torch
 import fusion_backend
 import fusion_backend.kernels
 import fusion_backend.testing
-from benchmarks.model_runs.request import SIZES
+from benchmarks.model_runs.row import SIZES
 from fusion_backend.frontends.catalogue import catalogue
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.frontends.loading import patterns

@@ -6,6 +6,7 @@ the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -27,6 +28,7 @@ from benchmarks.subjects.subject import Subject
 from fusion_backend.compat.torch import many_recompiles
 
 AGAIN = "-again"
+NOBODY_ELSE = contextlib.nullcontext()  # uses the GPU
 
 
 def measure(
@@ -36,8 +38,9 @@ def measure(
     row: ModelRow,
     device: torch.device,
     say=print,
+    alone: contextlib.AbstractContextManager = NOBODY_ELSE,
 ) -> ModelRow:
-    """Fill the row. `say` is told what goes on."""
+    """Fill the row. `say` is told what goes on; what was compiled is timed inside of `alone`."""
     found = {name: ModelContender(name) for name in makes}
     row.contenders = list(found.values())
     folder = tempfile.mkdtemp(prefix="benchmark-cache-")
@@ -46,21 +49,26 @@ def measure(
             start_compilers(makes, plan.train, device, f"{folder}/start")
             steps = {name: Step(subject, make, plan) for name, make in makes.items()}
             compile_all(steps, found, plan, device, folder, say)
-            compare_all(subject, steps, found, row, say)
-            alive = {name: step for name, step in steps.items() if found[name].status != FAILED}
-            time_all(alive, found, row, device, say)
-            for name, step in alive.items():
-                if found[name].status == FAILED:
-                    continue
-                say(f"{name}: memory and kernels")
-                with failing(found[name]):
-                    look_inside(step, found[name], device, row)
+            with alone:
+                time_and_compare(subject, steps, found, row, device, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         clear_gradients(subject)
         torch.compiler.reset()  # compiled code holds on to the model
         give_back()
     return row
+
+
+def time_and_compare(subject: Subject, steps: dict[str, Step], found, row, device, say) -> None:
+    compare_all(subject, steps, found, row, say)
+    alive = {name: step for name, step in steps.items() if found[name].status != FAILED}
+    time_all(alive, found, row, device, say)
+    for name, step in alive.items():
+        if found[name].status == FAILED:
+            continue
+        say(f"{name}: memory and kernels")
+        with failing(found[name]):
+            look_inside(step, found[name], device, row)
 
 
 def time_all(alive: dict[str, Step], found, row: ModelRow, device, say) -> None:
