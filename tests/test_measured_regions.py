@@ -184,7 +184,7 @@ def test_a_contest_compiles_and_times_both(training):
 
 
 def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
-    linear = nn.Linear(16, 16, bias=False)
+    linear = nn.Linear(16, 16)
 
     def fn(x, w):
         return F.layer_norm(linear(x) + linear(x + 1), (16,), w)

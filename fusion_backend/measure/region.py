@@ -3,9 +3,9 @@
 Nodes of one region have the same *level*: the number of library calls on the longest path to them.
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
-theirs; and so does a matrix product whose rows Inductor pads, or whose bias it adds in the region.
-What reads a value of the region later, element by element, belongs to it as well; what else that
-reads, though it may follow from the region, is made up like any input.
+theirs; and so does a matrix product whose rows Inductor pads. What reads a value of the region
+later, element by element, belongs to it as well; what else that reads, though it may follow from
+the region, is made up like any input.
 """
 
 from __future__ import annotations
@@ -220,9 +220,8 @@ class Regions:
 
     def beside(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The convolutions that make or read a value of the region, and the products that make one
-        whose rows Inductor pads: what decides how it is in memory. The products whose bias becomes
-        a part of the region, too. Not those of earlier levels, whose results other library calls
-        stand between.
+        whose rows Inductor pads: what decides how it is in memory. Not those of earlier levels,
+        whose results other library calls stand between.
         """
         makes = {m for n in found for m in n.all_input_nodes} - found
         near = makes | ({m for n in found for m in n.users} - found)
@@ -232,23 +231,8 @@ class Regions:
             for m in of_aten
             if self.level[m] in (level, level + 1)
             and self.view.region.get(m) == state
-            and (
-                name_of(m).startswith("aten::conv")
-                or (m in makes and (padded(m) or self.unfused(m)))
-            )
+            and (name_of(m).startswith("aten::conv") or (m in makes and padded(m)))
         }
-
-    def unfused(self, n: fx.Node) -> bool:
-        """Is it a matrix product in fp32 or fp64 that Inductor would split into the product and the
-        addition of its bias, which it would fuse with what a site has inside? The library's product
-        with the bias may be slower than the one without, by more than a kernel gains; in 16 bits it
-        is as fast.
-        """
-        biased = name_of(n) == "aten::addmm" or (
-            name_of(n) == "aten::linear" and len(n.args) > 2 and n.args[2] is not None
-        )
-        wide = biased and n.meta["val"].element_size() > 2
-        return wide and any(u in self.site for u in n.users) and all(map(elementwise, n.users))
 
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators of later levels that read a value of the region: instead of
