@@ -297,6 +297,30 @@ def test_a_small_part_of_a_graph_is_not_measured(monkeypatch, tmp_path):
         assert all(fused for _, fused, _ in told(record, "layer_norm"))
 
 
+@pytest.mark.parametrize("ratio, others", [(1.5, False), (0.9, False), (1.5, True)])
+def test_a_small_part_is_decided_as_what_is_equal_but_for_its_neighbours(
+    ratio, others, monkeypatch, tmp_path
+):
+    """A last layer, where another operator reads the result. others: another length of rows."""
+    n = 4096
+
+    def fn(x, last, w):
+        for _ in range(3):
+            x = F.layer_norm(x, (n,)) @ w
+        return x, F.layer_norm(last, (last.shape[-1],)).sin()
+
+    x, w = torch.randn(1024, n), torch.randn(n, n)
+    monkeypatch.setattr(judging, "SMALL", 0.1)  # the last one's share lies below, theirs above
+    last = torch.randn(512, 2 * n) if others else x
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: ratio) as stub:
+        record = decided(fn, x, last, w, measure_s=20, only=("layer_norm",))
+        assert len(stub.asked) == 1
+    found = [(s.fused, s.reason) for s in record.sites]
+    taken = ratio > 1 and not others
+    assert [fused for fused, _ in found].count(True) == (4 if taken else 3 if ratio > 1 else 0)
+    assert any("as another one in this graph: " in why for _, why in found) == taken
+
+
 def test_what_was_not_measured_has_not_lost(monkeypatch, tmp_path):
     """The tables refuse the attention, and take the softmax inside of it."""
 

@@ -27,3 +27,11 @@ def unmeasured(why: str, taken: bool) -> str:
     has no answer.
     """
     return f"{'bytes and launches promise enough; ' if taken else 'left to Inductor: '}{why}"
+
+
+def like_another(answer: Answer) -> str:
+    """Of a site that was not measured itself: the times of one that is equal but for its
+    neighbours.
+    """
+    times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms"
+    return f"as another one in this graph: {times} there, {answer.when}"

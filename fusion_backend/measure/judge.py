@@ -14,17 +14,20 @@ import json
 import time
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from fusion_backend.capture.view import name_of
+from fusion_backend.compat.torch import pytree
 from fusion_backend.decide.evidence import Measured
 from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.decide.neighbours import library_call
+from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.bound import ENOUGH, bound, least
+from fusion_backend.measure.bound import ENOUGH, bound, least, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
 from fusion_backend.measure.measuring import measured, unanswered
@@ -84,6 +87,7 @@ class Judge:
         self.open = True
         self.least = 0.0  # what the graph takes at least, in bytes moved
         self.thread_s = 0.0  # of measuring, in the time of this thread
+        self.proven: dict[tuple, Answer] = {}  # of sites that were faster, alone in their region
 
     @property
     def active(self) -> bool:
@@ -135,7 +139,11 @@ class Judge:
             for gate in gates:
                 self.least += least(n for n in gate.facts.view.graph.nodes if n not in inside)
             self.least += sum(c.value for c in classes)
-        for c, answer in zip(classes, self.answers(classes), strict=True):
+        told = [*zip(classes, self.answers(classes), strict=True)]
+        for c, answer in told:
+            if answer.verdict == "faster" and answer.take == (c.sites[0].providers,):
+                self.proven[likeness(c.sites[0])] = answer
+        for c, answer in told:
             self.tell(c, answer)
         for gate in gates:
             for d in gate.found:
@@ -253,6 +261,8 @@ class Judge:
         together = len(answer.sites) > 1
         if answer.verdict:
             return Measured(take, answer_text.reason(answer, take, together), certain=True)
+        if answer.why == SMALL_PART and (like := self.proven.get(likeness(d))):
+            return Measured(d.providers, answer_text.like_another(like), certain=True)
         if d.doubt is not None:
             return Measured("", f"{d.doubt.reason}; {answer.why}".removesuffix("; "))
         if not answer.why:  # nobody asked
@@ -311,6 +321,21 @@ def obey(gate: Gate) -> None:
             d.fused, d.forward, d.backward = False, None, None
             lost = "left to Inductor: it was answered too late, in the last round of decisions"
             d.reason, d.cause = lost if answer.take else answer.reason, UNPROFITABLE
+
+
+def likeness(d: Decision) -> tuple:
+    """What sites that are equal but for their neighbours have in common: the pattern, who computes
+    it, what the replacement is given, tensors by dtype, shape and strides, and what the tables hold
+    against it.
+    """
+    given = pytree.tree_leaves((d.call.args, d.call.kwargs))
+    tensors = (value(a) if isinstance(a, (fx.Node, Viewed)) else a for a in given)
+    words = (
+        f"{t.dtype} {tuple(t.shape)} {t.stride()}" if isinstance(t, torch.Tensor) else repr(t)
+        for t in tensors
+    )
+    doubt = "" if d.doubt is None else d.doubt.reason
+    return d.match.pattern.name, d.providers, d.call.unread, doubt, *words
 
 
 def has_kernels(d: Decision) -> bool:
