@@ -107,6 +107,8 @@ def add_measurements(add) -> None:
 
 def add_files(add) -> None:
     add("--out", type=output, metavar="FILE", help="write the results as JSON after each model")
+    answers = "leave what the gate measured to later processes, as `fusion gate export` finds it"
+    add("--keep-answers", action="store_true", help=answers)
     parts = "keep what FILE has of other models: a run in parts"
     add("--add", action="store_true", help=parts)
 

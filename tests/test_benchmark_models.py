@@ -13,7 +13,7 @@ import fusion_backend
 from benchmarks.measure import wall_time
 from benchmarks.measure.distance import floats
 from benchmarks.measure.failures import said
-from benchmarks.model_runs import errors, measuring, steps
+from benchmarks.model_runs import compiling, errors, measuring, steps
 from benchmarks.model_runs.compiling import shortened
 from benchmarks.model_runs.measuring import measure
 from benchmarks.model_runs.steps import Plan, Step, contenders
@@ -21,6 +21,7 @@ from benchmarks.pages.model_text import measured, text
 from benchmarks.records.rows import FAILED, OK, WRONG, ModelContender, ModelRow
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from benchmarks.subjects.subject import DECODE, INFER, TRAIN, Problem, Subject
+from fusion_backend.measure import store
 
 CPU = torch.device("cpu")
 PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
@@ -347,6 +348,25 @@ def test_options_reach_the_backend(verify, measure_s, monkeypatch):
     contenders(verify=verify, measure_s=measure_s)["fusion"](abs)
     expected = {"fusion.gate": "auto", "fusion.verify": verify, "fusion.measure_s": measure_s}
     assert options == expected
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_the_gate_measured_is_kept_if_asked(keep, tmp_path, monkeypatch):
+    """In the user's store; the contender has one of its own, which is removed."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "user"))
+    store.store_in.cache_clear()
+
+    def seconds_to_compile(step, device):
+        store.store().put(store.Answer("some key", ("gelu",), ("kernel/None",), verdict="faster"))
+        return 1.0
+
+    monkeypatch.setattr(compiling, "seconds_to_compile", seconds_to_compile)
+    plan, found = Plan(cold=False, keep_answers=keep), {"fusion": ModelContender("fusion")}
+    own = str(tmp_path / "own")
+    compiling.compile_all({"fusion": None}, found, plan, CPU, own, lambda what: None)
+    store.store_in.cache_clear()
+    assert [a.key for a in store.store().all()] == ["some key"] * keep
+    assert found["fusion"].cold_s == 1.0
 
 
 def test_what_the_gate_measured_is_told_where_it_measured():

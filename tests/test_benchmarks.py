@@ -72,6 +72,12 @@ def row(name="add_mul f32 size=1", **fields) -> Row:
         # no line in PASSES: argument and result
         (Work("gated_act", dict(rows=8, n=10), F32), 4 * (160 + 80), None),
         (Work("gated_act", dict(rows=8, n=10), F32, True), 2 * 4 * (160 + 80), None),
+        # int8, and in fp32 scales, the bias and the result; an operation a product, a scale, a sum
+        (
+            Work("dequantize_linear", dict(m=32, k=64, n=16), F32),
+            32 * 64 + 64 * 16 + 4 * (32 + 16 + 16 + 32 * 16),
+            2 * 32 * 64 * 16 + 3 * 32 * 16,
+        ),
     ],
 )
 def test_bytes_and_operations(work, size, flops):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.configurations.attention import checked
 from benchmarks.configurations.running import Call
+from fusion_backend.compat.torch import int8_product
 from fusion_backend.kernels.gemm.decode import decode, sizes
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
@@ -42,6 +43,13 @@ MORE = {
         Tile(256, 64, 64, 8, 3, 1, 1),
     ],
 }
+INT8 = [
+    Tile(256, 128, 128, 8, 3, 1, 2),
+    Tile(128, 256, 128, 8, 3, 1, 1),
+    Tile(128, 256, 64, 8, 4, 1, 2),
+    Tile(128, 128, 64, 4, 4, 2, 2),
+    Tile(128, 128, 128, 4, 3, 2, 2, group=16),
+]
 
 
 def tiles(weights: int, m: int, k: int, n: int) -> list[Tile]:
@@ -121,6 +129,24 @@ def hidden_gradients(device) -> Iterator[Call]:
 
             yield Call(work, words(tile), same(call, words(tile), want))
         yield Call(work, "product alone", functools.partial(torch.mm, dy, w))
+
+
+def int8(device) -> Iterator[Call]:
+    for m, k, n in sized(LINEAR):
+        q, w = (
+            torch.randint(-127, 128, shape, device=device, dtype=torch.int8)
+            for shape in ((m, k), (n, k))
+        )
+        rows, columns = torch.rand(m, device=device), torch.rand(n, device=device)
+        work, want = f"int8 m={m} k={k} n={n} ({2e-9 * m * n * k:.1f} GFLOP)", {}
+        scales = dict(row_scale=rows, column_scale=columns, dtype=torch.bfloat16)
+        for tile in candidates(1, 1) + INT8:
+
+            def call(tile=tile, q=q, w=w, scales=scales):
+                return linear(q, w.t(), None, "identity", tile=tile, **scales)[0]
+
+            yield Call(work, words(tile), same(call, words(tile), want))
+        yield Call(work, "product alone", functools.partial(int8_product, q, w.t()))
 
 
 def few_rows(device) -> Iterator[Call]:

@@ -7,7 +7,7 @@ from benchmarks.configurations.channels import by_channels, group_norms
 from benchmarks.configurations.elementwise import elementwise, integers
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
-from benchmarks.configurations.products import gates, hidden_gradients, linears
+from benchmarks.configurations.products import gates, hidden_gradients, int8, linears
 from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
 
 SWEEPS = {
@@ -20,6 +20,7 @@ SWEEPS = {
     "linear_act": linears,
     "hidden_gradient": hidden_gradients,
     "decode": few_rows_of_products,
+    "dequantize_linear": int8,
     "softmax": softmaxes,
     "quantize_per_token": quantisations,
     "rms_norm_quantize": quantisations,

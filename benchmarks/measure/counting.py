@@ -46,6 +46,8 @@ class Operations(TorchDispatchMode):
         out, name = func(*args, **kwargs), func.overloadpacket.__name__
         if func.overloadpacket in flop_registry:
             self.count += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        elif name == "_int_mm":  # of integers, which torch's registry leaves out
+            self.count += 2 * args[0].shape[1] * out.numel()
         elif name in REDUCTIONS:
             self.count += args[0].numel() * REDUCTIONS[name]
         elif torch.Tag.pointwise in func.tags and name not in FREE:

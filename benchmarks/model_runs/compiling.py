@@ -73,6 +73,7 @@ def compile_all(
     say,
 ) -> None:
     """Compile every contender, each in a cache of its own, and note how long it took."""
+    answers = store.store()  # the user's, before each contender has its own
     for turn in ("cold", "warm") if plan.cold else ("cold",):
         for name, step in steps.items():
             one = found[name]
@@ -91,6 +92,9 @@ def compile_all(
                 seconds = seconds_to_compile(step, device)
                 if name != "eager":
                     setattr(one, f"{turn}_s", seconds)
+                if name == "fusion" and plan.keep_answers:
+                    for answer in store.store().all():
+                        answers.put(answer)
             if name == "fusion" and one.status != FAILED:
                 note_sites(one)
                 graphs = fusion_backend.report().graphs

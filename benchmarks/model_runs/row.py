@@ -106,6 +106,7 @@ def measured(
         least_ms=args.least_ms,
         profile=not args.no_profile,
         trace=args.trace,
+        keep_answers=args.keep_answers,
     )
     makes = contenders(gate, args.max_autotune, args.verify, args.measure_s)
     try:

@@ -35,7 +35,7 @@ class Plan:
     with an empty cache, forget, and compile again with the filled one; otherwise once, with an
     empty one. exact: the dtype of the run that errors are against, None for none. rounds: turns of
     each contender, of at least least_ms each. profile: look at kernels; trace: the folder of their
-    traces.
+    traces. keep_answers: put what the gate measured into the user's store.
     """
 
     train: bool = False
@@ -46,6 +46,7 @@ class Plan:
     least_ms: float = 50
     profile: bool = True
     trace: Path | None = None
+    keep_answers: bool = False
 
 
 class Step:

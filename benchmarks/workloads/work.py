@@ -77,14 +77,17 @@ class Work(NamedTuple):
         """What is measured: the reference, or what surrounds it in a model, where masks and indices
         are made.
         """
-        if self.pattern == "relative_bias":
-            return of_t5
+        if self.pattern in AS_WRITTEN:
+            return AS_WRITTEN[self.pattern]
         return (
             windowed(**self.case) if "window" in self.case else FUSION_RULES[self.pattern].reference
         )
 
     def floor_ms(self, bandwidth: float, matrix: float) -> float:
-        """The least time, given bytes and matrix operations a second."""
+        """The least time, given bytes and matrix operations a second, which are those of 16 bits:
+        of int8 there are twice as many.
+        """
+        matrix *= 2 if self.pattern == "dequantize_linear" else 1
         return max(self.bytes / bandwidth, self.flops / matrix) * 1e3
 
     @property
@@ -148,6 +151,13 @@ def of_t5(index: Tensor, weight: Tensor) -> Tensor:
     return FUSION_RULES["relative_bias"].reference(row, weight).contiguous()
 
 
+def of_int8(q, w, scale, w_scale, b, dtype) -> Tensor:
+    """A linear layer of int8 as it is written for a GPU: the reference multiplies in fp64."""
+    from fusion_backend.compat.torch import int8_product  # which an older revision lacks
+
+    return int8_product(q, w).to(w_scale.dtype) * scale * w_scale + b
+
+
 def windowed(window: int, **case) -> Callable:
     """Attention to the `window` keys up to the query's own that are no padding, by a mask made in
     the graph.
@@ -175,6 +185,8 @@ def attended(case: dict) -> float:
     return sum(max(0, min(i + 1, end) - max(0, i + 1 - window)) for i in range(n)) / n**2
 
 
+# What surrounds a pattern in a model, or how it is written there, if not as its reference.
+AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
 WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.

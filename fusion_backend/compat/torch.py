@@ -51,6 +51,7 @@ OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 # cuBLASLt's product with its epilogue; Inductor calls it as it is (2.11 to 2.15)
 addmm_activation = torch._addmm_activation
+int8_product = torch._int_mm  # of int8, summed in int32
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:

@@ -73,13 +73,23 @@ DOUBLE = [
     Tile(64, 64, 64, 4, 4, 2, 1),
     Tile(64, 32, 64, 4, 4, 3, 1),
 ]
+# Of int8, whose elements are half as large, and whose weights are never two.
+NARROW = [
+    Tile(128, 256, 128, 8, 3, 1, 2),
+    Tile(128, 128, 128, 4, 3, 2, 2),
+    Tile(128, 128, 128, 8, 4, 1, 1),
+    Tile(128, 64, 128, 4, 4, 2, 1),
+    Tile(64, 64, 128, 4, 4, 3, 1),
+]
 # Of fp32, whose elements are twice as large.
 WIDE = [Tile(128, 64, 32, 8, 3, 1, 1), Tile(64, 64, 32, 4, 3, 2, 1), Tile(64, 32, 32, 4, 3, 2, 1)]
 
 
 def candidates(weights: int, itemsize: int) -> list[Tile]:
     """The tiles worth timing."""
-    return WIDE if itemsize == 4 else SINGLE if weights == 1 else DOUBLE
+    if itemsize != 2:
+        return WIDE if itemsize == 4 else NARROW
+    return SINGLE if weights == 1 else DOUBLE
 
 
 def seconds(
@@ -89,7 +99,7 @@ def seconds(
     down, across, steps = -(-m // tile.bm), -(-n // tile.bn), -(-k // tile.bk)
     # smaller tiles read more of their operands for each product
     speed = PRODUCTS_A_SECOND / 132 / (1 + 16 / tile.bm + 16 / (tile.bn * weights))
-    speed = speed / 2 if itemsize == 4 else speed
+    speed *= 2 / itemsize
     multiplying = 2 * tile.bm * tile.bn * weights * steps * tile.bk / speed
     around = LATENCY + tile.bm * tile.bn * itemsize / (BYTES_A_SECOND / 132)
     each = max(tile.programs * multiplying, multiplying + around)
