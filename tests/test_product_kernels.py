@@ -1,5 +1,6 @@
-"""The kernel of gated_linear for many rows and any layout, against fp64. Few rows, and other
-activations than sigmoid: tests/test_linear_kernels.py."""
+"""The pattern gated_linear for many rows and any layout, against fp64. Few rows, and other
+activations than sigmoid: tests/test_linear_kernels.py.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -19,7 +20,16 @@ from tests.kernel_checks import (
     runs_kernels,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_empties")
+pytestmark = pytest.mark.usefixtures("poisoned_empties", "tf32")
+
+
+@pytest.fixture
+def tf32():
+    """fp32 may be multiplied as TF32, which the interpreter does not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def linear_pair(k, n, dtype, transposed):
@@ -32,7 +42,7 @@ def linear_pair(k, n, dtype, transposed):
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("m, k, n", [(65, 1, 5), (70, 33, 17), (130, 100, 136), (66, 128, 256)])
+@pytest.mark.parametrize("m, k, n", [(65, 8, 8), (70, 40, 24), (130, 104, 136), (66, 128, 256)])
 def test_gated_linear(m, k, n, transposed, dtype):
     (w1, w2), x = linear_pair(k, n, dtype, transposed), randn(m, k, dtype=dtype)
     b1, b2 = randn(n, dtype=dtype), randn(n, dtype=dtype)
@@ -44,12 +54,12 @@ def test_gated_linear(m, k, n, transposed, dtype):
 @pytest.mark.parametrize("biases", list(itertools.product([True, False], repeat=2)))
 def test_gated_linear_without_biases(biases):
     (w1, w2), (b1, b2) = (
-        linear_pair(33, 17, torch.float32, True),
-        (randn(17) if have else None for have in biases),
+        linear_pair(32, 20, torch.float32, True),
+        (randn(20) if have else None for have in biases),
     )
-    check_value("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid")
-    check_gradient("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid")
-    check_gradient("gated_linear", randn(2, 35, 33), w1, b1, w2, b2, "sigmoid", needs=["w2"])
+    check_value("gated_linear", randn(2, 35, 32), w1, b1, w2, b2, "sigmoid")
+    check_gradient("gated_linear", randn(2, 35, 32), w1, b1, w2, b2, "sigmoid")
+    check_gradient("gated_linear", randn(2, 35, 32), w1, b1, w2, b2, "sigmoid", needs=["w2"])
 
 
 @runs_kernels
@@ -71,35 +81,41 @@ def test_gated_linear_layouts():
 
 @runs_kernels
 def test_gated_linear_gradients_lie_in_memory_like_the_weights():
-    x, (w1, w2) = randn(65, 8), linear_pair(8, 6, torch.float32, True)
+    x, (w1, w2) = randn(65, 8), linear_pair(8, 12, torch.float32, True)
     out, gate, up = FUSION_RULES["gated_linear"].kernel_fn(x, w1, None, w2, None, "sigmoid", True)
     needs = dict.fromkeys(("x", "w1", "b1", "w2", "b2"), True)
     saved = SimpleNamespace(
         x=x, w1=w1, b1=None, w2=w2, b2=None, gate=gate, up=up, act="sigmoid", result=out,
         needs=needs,
     )  # fmt: skip
-    _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(65, 6))
+    _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(65, 12))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
 
 
 def test_gated_linear_refusals():
-    guard, worthwhile = (
-        FUSION_RULES["gated_linear"].guard_fn,
-        FUSION_RULES["gated_linear"].worthwhile_fn,
-    )
-    x, w = randn(256, 32, dtype=torch.half), randn(32, 16, dtype=torch.half)
+    pattern = FUSION_RULES["gated_linear"]
+    x, w = randn(2048, 32, dtype=torch.half), randn(32, 16, dtype=torch.half)
+    narrow = randn(32, 12, dtype=torch.half)
     for args, sentence in [
-        ((x, w, None, w[:, :8], None, "sigmoid"), "w1 has shape (32, 16) and w2 (32, 8)"),
+        ((x, w, None, w[:, :8], None, "sigmoid"), "the weights have shapes (32, 16) and (32, 8)"),
         ((x[0], w, None, w, None, "silu"), "x has 1 dimensions"),
         ((x, w, None, w.float(), None, "sigmoid"), "x is torch.float16 and w2 is torch.float32"),
         ((x, w, w[:, 0], w, None, "sigmoid"), "b1 with shape (32,)"),
+        ((x, narrow, None, narrow, None, "sigmoid"), "12 elements apart, are not aligned"),
     ]:
-        answer = guard(*args)
+        answer = pattern.guard_fn(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason
-    assert worthwhile(x, w, None, w, None, "sigmoid", False) is None
-    for few in ((x[:16], "sigmoid"), (x, "silu")):
-        assert "not been timed" in worthwhile(few[0], w, None, w, None, few[1], False).reason
-    assert "not aligned" in worthwhile(x, w[:31], None, w[:31], None, "sigmoid", False).reason
-    assert (
-        "TF32" in worthwhile(x.float(), w.float(), None, w.float(), None, "sigmoid", False).reason
-    )
+    torch.set_float32_matmul_precision("highest")
+    refused = pattern.guard_fn(x.float(), w.float(), None, w.float(), None, "sigmoid")
+    assert "TF32" in refused.reason
+    large = randn(2048, 16, dtype=torch.half)
+    for args, sentence in [
+        ((x, w, None, w, None, "sigmoid", False), None),
+        ((x, w, None, w, None, "silu", False), None),
+        ((x[:16], w, None, w, None, "sigmoid", False), "not been timed"),
+        ((x, w, None, w, None, "gelu", False), "not been timed"),
+        ((x, w, None, w, None, "silu", True), "training step is as fast"),
+        ((x, large, None, large, None, "silu", False), "the library's product wins"),
+    ]:
+        answer = pattern.worthwhile_fn(*args)
+        assert answer is None if sentence is None else sentence in answer.reason
