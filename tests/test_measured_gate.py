@@ -321,6 +321,28 @@ def test_a_small_part_is_decided_as_what_is_equal_but_for_its_neighbours(
     assert any("as another one in this graph: " in why for _, why in found) == taken
 
 
+def test_beside_a_product_that_lost_other_sites_are_timed_without_it(monkeypatch, tmp_path):
+    """It takes most of the time of the region, in which what a norm gains is not seen."""
+
+    def fn(x, r, w1, w2):
+        return F.layer_norm(F.silu(x @ w1) * (x @ w2) + r, (1024,)) @ w2.T
+
+    seen = []
+
+    def ratio(chosen):
+        seen.append(sorted(d.match.pattern.name for d in chosen))
+        return 1.5 if seen.count(["layer_norm"]) == 2 else 1.0  # the first time in their region
+
+    weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x, r = torch.randn(2048, 256).bfloat16(), torch.randn(2048, 1024).bfloat16()
+    with as_on_a_gpu(monkeypatch, tmp_path, ratio):
+        record = decided(fn, x, r, *weights, measure_s=20, only=("layer_norm", "gated_linear"))
+    assert seen[0] == ["gated_linear", "layer_norm"] and seen[-1] == ["layer_norm"]
+    ((_, norm_fused, _),) = told(record, "layer_norm")
+    ((_, gate_fused, reason),) = told(record, "gated_linear")
+    assert norm_fused and not gate_fused and reason.startswith("left to Inductor: 1.00 in context")
+
+
 def test_what_was_not_measured_has_not_lost(monkeypatch, tmp_path):
     """The tables refuse the attention, and take the softmax inside of it."""
 

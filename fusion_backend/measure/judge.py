@@ -243,10 +243,16 @@ class Judge:
 
     def tell(self, c: Class, answer: Answer) -> None:
         """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
-        reason, nothing is decided again.
+        reason, nothing is decided again. Where sites with a matrix product gain nothing, the other
+        sites of the region are judged without them: most of the time was the product's.
         """
+        products = [has_product(d) for d in c.sites]
+        apart = answer.verdict in ("same", "slower") and any(products) and not all(products)
         for gate, region in c.members:
             for i, d in enumerate(region.sites):
+                if apart and not products[i]:
+                    self.open = True
+                    continue
                 told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
                 gate.evidence.tell(d.match, told)
                 # what is taken without a measurement has kernels that nobody has compiled yet
@@ -336,6 +342,12 @@ def likeness(d: Decision) -> tuple:
     )
     doubt = "" if d.doubt is None else d.doubt.reason
     return d.match.pattern.name, d.providers, d.call.unread, doubt, *words
+
+
+def has_product(d: Decision) -> bool:
+    """Is a matrix product inside, other than those of attention?"""
+    names = [name_of(n) for n in (*d.match.interior, *d.match.roots)]
+    return any(map(library_call, names)) and not any("softmax" in name for name in names)
 
 
 def has_kernels(d: Decision) -> bool:
