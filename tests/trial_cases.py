@@ -260,13 +260,15 @@ def an_interrupt_waits_for_nobody():
     except KeyboardInterrupt:
         assert time.monotonic() - started < 30
     finally:
-        triton.compiler.compile = real
         release.set()
     # What was cancelled, the second of the two, is compiled when it is asked for again.
     trials, before = Trials(), list(calls)
-    with trial(trials):
-        for _ in trials.rounds():
-            launch(twice_kernel, (1,), torch.empty(4), torch.empty(4), 4, BLOCK=32)
+    try:
+        with trial(trials):
+            for _ in trials.rounds():
+                launch(twice_kernel, (1,), torch.empty(4), torch.empty(4), 4, BLOCK=32)
+    finally:
+        triton.compiler.compile = real
     assert (before, calls, trials.failed) == ([16], [16, 32], {}), (before, calls, trials.failed)
     twice_kernel.device_caches.clear()
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from fusion_backend.compat.torch import inductor_config
-from fusion_backend.compat.triton import AsyncCompileMode, FutureKernel
+from fusion_backend.compat.triton import AsyncCompileMode, FutureKernel, forget_compiled
 
 
 class Trials:
@@ -49,14 +49,11 @@ class Trials:
                 pool.shutdown()  # Inductor may fork
             finally:  # whoever interrupts a compile does not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
-                # Triton 3.9 would give the cancelled to who asks next
-                for kernel in self.started.values():
-                    if (
-                        isinstance(kernel, FutureKernel)
-                        and kernel.future
-                        and kernel.future.cancelled()
-                    ):
-                        error_of(kernel)
+                # Triton 3.8 and 3.9 would give the cancelled to who asks next
+                for (kernel, _), started in self.started.items():
+                    future = started.future if isinstance(started, FutureKernel) else None
+                    if future is not None and future.cancelled():
+                        forget_compiled(kernel)
 
     def __call__(self, kernel, grid, args, options) -> None:
         for a in args:
