@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=300, help="turns of each contender")
     launcher = "who launches our kernels (compat/launchers.py)"
     parser.add_argument(
-        "--launcher", choices=("triton", "inductor"), default="triton", help=launcher
+        "--launcher", choices=("triton", "inductor"), default="inductor", help=launcher
     )
     parser.add_argument("--code", type=Path, metavar="DIR", help="where generated code goes")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")

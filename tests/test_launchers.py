@@ -63,6 +63,15 @@ def test_what_inductor_does_not_take_keeps_tritons_launcher(both):
         assert Compiled("norm_kernel_0").make_launcher() == "Triton's"
 
 
+def test_where_inductors_fails_tritons_launcher_is_kept(both, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("a kernel of another Triton")
+
+    monkeypatch.setattr(launchers.StaticTritonCompileResult, "can_statically_launch", fails)
+    with inductors_launcher(lambda: {"norm_kernel"}):
+        assert Compiled("norm_kernel").make_launcher() == "Triton's"
+
+
 def test_the_launcher_is_put_back_after_an_error(both):
     before = launchers.TritonCompileResult.make_launcher
     with pytest.raises(ValueError), inductors_launcher(lambda: set()):

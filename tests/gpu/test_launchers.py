@@ -9,15 +9,13 @@ from benchmarks.host_runs.generated import is_ours
 from benchmarks.host_runs.measuring import ALWAYS
 from benchmarks.measure.trace import our_kernels
 from benchmarks.subjects.small_graphs import SMALL_GRAPHS
-from fusion_backend.compat import launchers
 from fusion_backend.compat.generated import forget_generated, generated_modules
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
-def test_our_kernels_get_inductors_launcher(name, monkeypatch):
-    monkeypatch.setattr(launchers, "USED", True)
+def test_our_kernels_get_inductors_launcher(name):
     graph = SMALL_GRAPHS[name]
     inputs = graph.inputs(torch.device("cuda"), train=True)
     torch._dynamo.reset()
