@@ -7,6 +7,7 @@
 #   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
 #   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md), foreign, host
 #   FOREIGN="--minutes 8"    arguments of benchmarks.foreign
+#   RANKS="--how ddp fsdp"   arguments of benchmarks.distributed, which `make gpus` runs on all GPUs of a machine
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch of RANGE already in VENV is kept.
 
 RANGE := torch>=2.11,<2.16
@@ -19,11 +20,12 @@ OUT ?= build/results
 BENCH ?=
 PARTS ?= tests figures
 FOREIGN ?=
+RANKS ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again
 
-.PHONY: demo test test-all environment gpu check docs clean
+.PHONY: demo test test-all environment gpu gpus check docs clean
 
 demo: $(VENV)/.bench
 	$(PY) -m benchmarks.demo $(DEMO)
@@ -51,6 +53,12 @@ gpu:
 	  host) $(GPU_PYTHON) -m benchmarks.host --out $(OUT)/host.json ;; \
 	  *) echo "PARTS has tests, figures, foreign and host, not $$part"; false ;; \
 	esac || status=1; done; exit $$status
+
+# Several GPUs: training spread over them, under plain Inductor and under fusion.
+gpus:
+	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
+	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	$(GPU_PYTHON) -m benchmarks.distributed $(RANKS) --out $(OUT)/ranks.json
 
 # Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
 check: $(VENV)/.check

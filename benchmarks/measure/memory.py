@@ -17,6 +17,7 @@ def saved_bytes(fn: Callable, args: list) -> int:
     """
     storages: dict[int, int] = {}
 
+    @torch.compiler.disable  # it is called from frames that Dynamo looks at
     def pack(t: Tensor) -> Tensor:
         storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t

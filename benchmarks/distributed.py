@@ -1,0 +1,94 @@
+"""Training on several GPUs under plain Inductor and fusion: losses, step time, memory, graphs.
+
+    python -m benchmarks.distributed --out benchmarks/results/ranks.json
+    python -m benchmarks.distributed --model gpt2 --how fsdp-blocks --steps 50 --ranks 2
+
+One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. Both
+backends train the same weights on the same batches with AdamW; then their steps are timed in turns.
+The ways to spread a model (--how) are those of benchmarks/rank_runs/wrapping.py; "alone" is the
+gain of one GPU, which the others are to keep. Exit status: 1 where a loss is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks.command_line.options import duration, output, positive
+from benchmarks.rank_runs.running import Work, work
+from benchmarks.rank_runs.summary import table, wrong
+from benchmarks.rank_runs.training import Plan
+from benchmarks.rank_runs.wrapping import WRAPPINGS
+from benchmarks.records.runs import Run, machine
+from benchmarks.subjects.model_zoo import ENTRIES
+from benchmarks.subjects.plain_models import Size
+
+# batch (of a rank), seq, layers, width, heads, inner, vocabulary, kv heads
+SIZES = {
+    "gpt2": Size(16, 1024, 6, 1024, 16, 4096, 50304),
+    "llama": Size(6, 2048, 4, 2048, 32, 8192, 32000, kv=8),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.distributed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--how", nargs="+", choices=WRAPPINGS, default=list(WRAPPINGS))
+    parser.add_argument(
+        "--ranks", type=positive, default=gpus or 2, help="processes (default: all)"
+    )
+    parser.add_argument("--layers", type=positive, help="of each model")
+    parser.add_argument("--steps", type=positive, default=200 if gpus else 5)
+    parser.add_argument("--rounds", type=positive, default=7 if gpus else 2, help="turns of each")
+    parser.add_argument("--gate", default="auto" if gpus else "always", help="fusion.gate")
+    parser.add_argument("--measure-s", type=duration, default=20.0, help="fusion.measure_s")
+    parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
+    args = parser.parse_args(argv)
+    if gpus and args.ranks > gpus:
+        parser.error(f"--ranks {args.ranks}: there are {gpus} GPUs")
+    options = {"fusion.gate": args.gate, "fusion.measure_s": args.measure_s}
+    plan = Plan(args.steps, args.rounds, options=options)
+    jobs = []
+    for name in args.model:
+        size = SIZES[name] if gpus else ENTRIES[name].tiny
+        size = dataclasses.replace(size, layers=args.layers or size.layers)
+        jobs += [(name, size, how) for how in args.how]
+    device = torch.device("cuda" if gpus else "cpu")
+    run = Run("distributed", machine(device, "benchmarks.distributed"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        mp.spawn(
+            work, (Work(jobs, plan, args.ranks, free_port(), device.type, rows),), nprocs=args.ranks
+        )
+        run.rows = [json.loads(line) for line in rows.read_text().splitlines()]
+    print(run.about["gpu"] or "no GPU: two processes through gloo, times mean nothing")
+    print(table(run.rows))
+    if args.out:
+        run.save(args.out)
+    lost = wrong(run.rows)
+    for line in lost:
+        print(line)
+    return 1 if lost else 0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A rank: one process of the run, which does all jobs in turn with the others."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.rank_runs.training import Plan, row_of
+from benchmarks.subjects.plain_models import Size
+
+
+class Work(NamedTuple):
+    """rows: the file to which rank 0 adds a line for each job."""
+
+    jobs: list[tuple[str, Size, str]]
+    plan: Plan
+    ranks: int
+    port: int
+    device: str
+    rows: Path
+
+
+def work(rank: int, mine: Work) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(mine.port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(mine.ranks),
+    }
+    warnings.simplefilter("ignore")
+    device = torch.device(mine.device, rank) if mine.device == "cuda" else torch.device("cpu")
+    if mine.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if mine.device == "cuda" else "gloo")
+    try:
+        for name, size, how in mine.jobs:
+            if rank == 0:
+                print(f"{name} {how}", flush=True)
+            row = row_of(name, size, how, mine.plan, device)
+            if rank == 0:
+                with mine.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            gc.collect()
+            if mine.device == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""The ways to spread a model over ranks, with torch.distributed and nothing of our own.
+
+Each takes a model in fp32 on this rank's device and `compiled`, which compiles a callable, and
+returns what a training step calls. Blocks are the layers of the model: the elements of its longest
+list of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+Compile = Callable[[Callable], Callable]
+Wrapped = Callable[..., object]
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def alone(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """Every rank by itself, on its own data: the gain that one GPU has."""
+    return compiled(model.to(torch.bfloat16))
+
+
+def ddp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """DistributedDataParallel, compiled as a whole: Dynamo cuts the graph where a bucket ends."""
+    model = model.to(torch.bfloat16)
+    ids = [torch.cuda.current_device()] if mesh.device_type == "cuda" else None
+    return compiled(DistributedDataParallel(model, device_ids=ids, process_group=mesh.get_group()))
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """FSDP2 by blocks, weights in fp32, computed in bf16; the whole model is compiled, and Dynamo
+    cuts the graph at each block.
+    """
+    return compiled(sharded(model, mesh))
+
+
+def fsdp_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """The same with each block compiled alone."""
+    for block in blocks(model):
+        block.forward = compiled(block.forward)
+    return sharded(model, mesh)
+
+
+def fsdp_checkpoint(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """The same with activation checkpoints: what is inside a block is computed again for its
+    backward.
+    """
+    for block in blocks(model):
+        block.forward = compiled(checkpointed(block.forward))
+    return sharded(model, mesh)
+
+
+def checkpointed(forward: Callable) -> Callable:
+    def again(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return again
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module, DeviceMesh, Compile], Wrapped]] = {
+    "alone": alone,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "fsdp-blocks": fsdp_blocks,
+    "fsdp-checkpoint": fsdp_checkpoint,
+}

@@ -1,0 +1,72 @@
+"""The command benchmarks.distributed: two gloo processes train a tiny model, and what its summary
+says.
+"""
+
+import json
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import distributed
+from benchmarks.rank_runs.summary import table, wrong
+from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
+
+
+def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0)):
+    def one(name, losses, step):
+        return {"name": name, "losses": list(losses), "step": {"median": step}, "graphs": 3,
+                "peak_bytes": 2_000_000_000, "saved_bytes": 1_000_000_000}  # fmt: skip
+
+    contenders = [
+        one("inductor", plain, ms[0]),
+        one("fusion", ours, ms[1]) | {"fused": {"gelu": 2}},
+    ]
+    about = {"name": "gpt2", "layers": 2, "width": 64, "world": 2, "wrapping": "ddp", "steps": 2}
+    return about | {"noise": 0.01, "contenders": contenders}
+
+
+def test_the_table_has_both_contenders():
+    line = table([row()]).splitlines()[-1]
+    assert "| 20.00 | 10.00 | 2.000 | 1.0% | 2.00 → 2.00 |" in line and line.endswith("| 2 |")
+
+
+@pytest.mark.parametrize("last", [4.9, float("nan")])
+def test_a_loss_that_goes_elsewhere_is_told(last):
+    assert not wrong([row(ours=(10.0, 4.1))])
+    (told,) = wrong([row(ours=(10.0, last))])
+    assert "gpt2 ddp: after 2 steps the loss is" in told
+
+
+def test_blocks_are_the_longest_list():
+    model = nn.Module()
+    model.heads, model.layers = (
+        nn.ModuleList([nn.Linear(1, 1)]),
+        nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]),
+    )
+    assert blocks(model) is model.layers
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
+def test_two_processes_train(tmp_path):
+    """Every way to spread a model: the same losses, no more graphs, and sites are fused."""
+    pytest.importorskip("transformers")
+    out = tmp_path / "ranks.json"
+    asked = ["--model", "gpt2", "--layers", "1", "--steps", "3", "--rounds", "1"]
+    assert distributed.main([*asked, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["wrapping"] for r in rows] == list(WRAPPINGS)
+    for r in rows:
+        plain, ours = r["contenders"]
+        assert ours["graphs"] == plain["graphs"] > 0, r["wrapping"]
+        assert sum(ours["fused"].values()) > 0, r["wrapping"]
+        assert len(ours["losses"]) == 3 and ours["losses"][2] == pytest.approx(
+            plain["losses"][2], rel=0.01
+        )
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit):
+        distributed.main(["--ranks", "2"])
+    assert "there are 1 GPUs" in capsys.readouterr().err
