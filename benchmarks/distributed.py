@@ -5,15 +5,15 @@
 
 One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. Both
 backends train the same weights on the same batches with AdamW; then their steps are timed in turns.
-The ways to spread a model (--how) are those of benchmarks/rank_runs/wrapping.py; "alone" is the
-gain of one GPU, which the others are to keep. Exit status: 1 where a loss is off.
+--how says how a model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains
+by itself: that is the gain of a single GPU, to compare with the others. Exit status: 1 where a loss
+is far from plain Inductor's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import socket
 import sys
 import tempfile
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(argv)
     if gpus and args.ranks > gpus:
-        parser.error(f"--ranks {args.ranks}: there are {gpus} GPUs")
+        parser.error(f"--ranks {args.ranks}: the number of GPUs is {gpus}")
     options = {"fusion.gate": args.gate, "fusion.measure_s": args.measure_s}
     plan = Plan(args.steps, args.rounds, options=options)
     jobs = []
@@ -69,15 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if gpus else "cpu")
     run = Run("distributed", machine(device, "benchmarks.distributed"))
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.jsonl"
-        mp.spawn(
-            work, (Work(jobs, plan, args.ranks, free_port(), device.type, rows),), nprocs=args.ranks
-        )
-        run.rows = [json.loads(line) for line in rows.read_text().splitlines()]
+        out = args.out or Path(folder) / "ranks.json"
+        each = Work(jobs, plan, args.ranks, free_port(), device.type, run, out)
+        mp.spawn(work, (each,), nprocs=args.ranks)
+        run = Run.load(out)
     print(run.about["gpu"] or "no GPU: two processes through gloo, times mean nothing")
     print(table(run.rows))
-    if args.out:
-        run.save(args.out)
     lost = wrong(run.rows)
     for line in lost:
         print(line)

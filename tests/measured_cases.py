@@ -23,7 +23,7 @@ from fusion_backend.measure.judge import Judge, cut_of
 from fusion_backend.measure.region import regions
 from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
-from fusion_backend.pipeline import Scope, analyse, decide, match, scope_of
+from fusion_backend.pipeline import Scope, analyse, decide, fuse_graph, match, scope_of
 from fusion_backend.reporting.records import GraphRecord
 
 
@@ -124,3 +124,52 @@ def as_on_a_gpu(monkeypatch, tmp_path, ratio_of=None, gpu: str = "NVIDIA H200"):
             m.setattr(measuring, "contest", lambda cut: contextlib.nullcontext(stub))
         yield stub
     store.store_in.cache_clear()
+
+
+def decided(fn, *inputs, compiles=True, dynamic=None, **options) -> GraphRecord:
+    record = GraphRecord(0)
+
+    def backend(gm, example_inputs):
+        fuse_graph(gm, Options(**options), record, usable(patterns()), compiles)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    assert record.error is None
+    return record
+
+
+def pattern(name):
+    return next(p for p in patterns() if p.name == name)
+
+
+def told(record, *names):
+    return [
+        (s.pattern, s.fused, s.reason) for s in record.sites if s.pattern in names and s.counted
+    ]
+
+
+def norm(x):
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def long_norm():
+    return torch.randn(64, 65536, dtype=torch.bfloat16)
+
+
+def two_norms(x, y):
+    return F.layer_norm(x, (4096,)) * torch.softmax(y, -1)
+
+
+class Answers:
+    """ratio_of for a stub: by the names of the sites that are replaced."""
+
+    def __init__(self, **ratios):
+        self.ratios = ratios
+
+    def __call__(self, chosen):
+        return self.ratios["_".join(sorted(d.match.pattern.name for d in chosen))]
+
+
+def refused_by_the_tables(x):
+    return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))

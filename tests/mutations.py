@@ -286,7 +286,7 @@ MUTATIONS = {
         "fusion_backend/measure/timing.py",
         "CONFIDENCE = 0.99",
         "CONFIDENCE = 0.6",
-        "tests/test_measured_gate.py",
+        "tests/test_race.py",
     ),
     "judge: what the tables refuse is fused when the rounds run out": Mutation(
         "fusion_backend/measure/judge.py",
@@ -306,6 +306,12 @@ MUTATIONS = {
         "rows = []",
         "tests/test_regions.py",
     ),
+    "judge: beside a product that lost, a site is taken without a measurement": Mutation(
+        "fusion_backend/measure/judge.py",
+        " and id(d) not in again:",
+        ":",
+        "tests/test_measured_order.py",
+    ),
     "judge: what nobody has judged is fused": Mutation(
         "fusion_backend/measure/judge.py",
         'gate.evidence.tell(d.match, Measured("", d.doubt.reason))',
@@ -316,7 +322,7 @@ MUTATIONS = {
         "fusion_backend/decide/evidence.py",
         "answer.certain and answer.take",
         "answer.take",
-        "tests/test_measured_gate.py",
+        "tests/test_measured_order.py",
     ),
     "store: an answer may be read while it is written": Mutation(
         "fusion_backend/measure/store.py",

@@ -49,10 +49,12 @@ def test_blocks_are_the_longest_list():
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
 def test_two_processes_train(tmp_path):
-    """Every way to spread a model: the same losses, no more graphs, and sites are fused."""
+    """Every way to spread a model: the same losses, no more graphs, and sites are fused. Nothing is
+    dropped out in Llama, so that losses differ by rounding alone.
+    """
     pytest.importorskip("transformers")
     out = tmp_path / "ranks.json"
-    asked = ["--model", "gpt2", "--layers", "1", "--steps", "3", "--rounds", "1"]
+    asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
     assert distributed.main([*asked, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [r["wrapping"] for r in rows] == list(WRAPPINGS)
@@ -60,13 +62,12 @@ def test_two_processes_train(tmp_path):
         plain, ours = r["contenders"]
         assert ours["graphs"] == plain["graphs"] > 0, r["wrapping"]
         assert sum(ours["fused"].values()) > 0, r["wrapping"]
-        assert len(ours["losses"]) == 3 and ours["losses"][2] == pytest.approx(
-            plain["losses"][2], rel=0.01
-        )
+        assert len(ours["losses"]) == 6
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3), r["wrapping"]
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit):
         distributed.main(["--ranks", "2"])
-    assert "there are 1 GPUs" in capsys.readouterr().err
+    assert "the number of GPUs is 1" in capsys.readouterr().err

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.measured_cases import as_on_a_gpu
-from tests.test_measured_gate import decided
+from tests.measured_cases import as_on_a_gpu, decided
 
 # what each site gains where it stands, by its pattern
 GAINS = dict(mlp=1.1, linear_act=1.1, gelu=1.05, layer_norm=1.05, add_layer_norm=1.1)

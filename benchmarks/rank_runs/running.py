@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import warnings
 from pathlib import Path
@@ -13,18 +12,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rank_runs.training import Plan, row_of
+from benchmarks.records.runs import Run
 from benchmarks.subjects.plain_models import Size
 
 
 class Work(NamedTuple):
-    """rows: the file to which rank 0 adds a line for each job."""
+    """What every rank is given. Rank 0 adds a row for each job to `run`, and saves it as `out`."""
 
     jobs: list[tuple[str, Size, str]]
     plan: Plan
     ranks: int
     port: int
     device: str
-    rows: Path
+    run: Run
+    out: Path
 
 
 def work(rank: int, mine: Work) -> None:
@@ -48,8 +49,8 @@ def work(rank: int, mine: Work) -> None:
                 print(f"{name} {how}", flush=True)
             row = row_of(name, size, how, mine.plan, device)
             if rank == 0:
-                with mine.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                mine.run.rows.append(row)
+                mine.run.save(mine.out)
             gc.collect()
             if mine.device == "cuda":
                 torch.cuda.empty_cache()

@@ -5,8 +5,9 @@ along, which takes the host longer. Inductor's option `static_launch_user_define
 meant to give those its own, too, but is not passed on to the processes that compile kernels, where
 that is decided. So it is decided again where a compiled kernel arrives from there.
 
-On an H200 that saves 3 to 5 microseconds a launch (benchmarks/results/h200-host.json). With USED =
-False, or under `benchmarks.host --launcher triton`, our kernels keep Triton's.
+On an H200 a call with one kernel of ours then takes the host 4 microseconds less
+(docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
+keep Triton's.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def base_name(compiled: TritonCompileResult) -> str:
 
 
 def static_kernel(compiled: TritonCompileResult):
-    """The kernel in the form that Inductor's launcher takes; None where it cannot take it, also
-    where it should have said so and fails: Triton's launcher takes every kernel.
+    """The kernel in the form that Inductor's launcher takes. None where it does not take it, or
+    where the question fails: Triton's launcher takes every kernel.
     """
     meta = compiled.inductor_meta, compiled.compile_meta
     try:

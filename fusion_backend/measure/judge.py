@@ -143,11 +143,10 @@ class Judge:
         for c, answer in told:
             if answer.verdict == "faster" and answer.take == (c.sites[0].providers,):
                 self.proven[likeness(c.sites[0])] = answer
-        for c, answer in told:
-            self.tell(c, answer)
+        again = {id(d) for c, answer in told for d in self.tell(c, answer)}
         for gate in gates:
             for d in gate.found:
-                if d.fused and gate.evidence.of(d.match) is None:
+                if d.fused and gate.evidence.of(d.match) is None and id(d) not in again:
                     self.not_judged(gate, d)
 
     def not_judged(self, gate: Gate, d: Decision) -> None:
@@ -241,17 +240,20 @@ class Judge:
             self.thread_s += time.thread_time() - started
         return found or unanswered(c, "")
 
-    def tell(self, c: Class, answer: Answer) -> None:
+    def tell(self, c: Class, answer: Answer) -> list[Decision]:
         """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
         reason, nothing is decided again. Where sites with a matrix product gain nothing, the other
-        sites of the region are judged without them: most of the time was the product's.
+        sites of the region are judged without them in the next round, for most of the time was the
+        product's: they are told nothing, and returned.
         """
+        again: list[Decision] = []
         products = [has_product(d) for d in c.sites]
         apart = answer.verdict in ("same", "slower") and any(products) and not all(products)
         for gate, region in c.members:
             for i, d in enumerate(region.sites):
                 if apart and not products[i]:
                     self.open = True
+                    again.append(d)
                     continue
                 told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
                 gate.evidence.tell(d.match, told)
@@ -261,6 +263,7 @@ class Judge:
                     d.reason = told.reason
                 else:
                     self.open = True
+        return again
 
     def said(self, d: Decision, answer: Answer, take: str) -> Measured:
         """The answer about one site."""

@@ -3,13 +3,14 @@ by rank.
 """
 
 import os
-import socket
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from benchmarks.distributed import free_port
 
 from .. import selection
 from . import jobs
@@ -29,12 +30,6 @@ FUSED = {
 def jobs_to_run() -> list[str]:
     test = "tests/oracle/test_distributed.py::test_two_processes"
     return [job for job in FUSED if selection.FULL or not selection.left_out(f"{test}[{job}]")]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

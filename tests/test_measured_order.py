@@ -1,0 +1,215 @@
+"""Which sites are measured, in which order, and which are not."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.measure import agree, measuring
+from fusion_backend.measure import judge as judging
+from fusion_backend.measure import store as stored
+from fusion_backend.options import Options
+from tests.measured_cases import (
+    Answers,
+    Block,
+    as_on_a_gpu,
+    decided,
+    long_norm,
+    norm,
+    refused_by_the_tables,
+    told,
+)
+
+
+def test_when_the_time_is_used_up_only_a_bound_decides(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        measuring.ALLOWANCE.spend(20)
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+    assert not fused and "the 20 s of fusion.measure_s are used up" in reason
+
+
+def test_what_is_left_must_do_for_a_class_like_those_before(monkeypatch, tmp_path):
+    allowance = measuring.Allowance()
+    options = Options(measure_s=20)
+    assert allowance.left(options) == 20
+    allowance.spend(12)
+    assert allowance.left(options) == 0.0
+    assert allowance.left(Options(gate="measure")) == math.inf
+
+
+def test_layers_that_are_alike_are_measured_once(monkeypatch, tmp_path):
+    blocks = nn.Sequential(*(Block(512) for _ in range(4)))
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        record = decided(blocks, torch.randn(16, 256, 512), gate="measure", skip=("norm_linear",))
+    fused = [s for s in record.sites if s.fused]
+    assert len(fused) >= 12 and record.measured <= 6
+
+
+def test_after_a_refusal_the_smaller_pattern_has_its_turn(monkeypatch, tmp_path):
+    def fn(x, y):
+        h = x + y
+        return F.layer_norm(h, (4096,)), h
+
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(add_layer_norm=0.9, layer_norm=1.4)):
+        record = decided(fn, torch.randn(64, 4096), torch.randn(64, 4096), gate="measure")
+    assert [s.pattern for s in record.sites if s.fused] == ["layer_norm"]
+
+
+def test_what_the_tables_refuse_is_measured_after_what_they_accept(monkeypatch, tmp_path):
+    def fn(x, y):
+        return refused_by_the_tables(x), norm(y) if y.shape[-1] > 4096 else y
+
+    x = torch.randn(65536, 1024)  # more bytes than the other
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        record = decided(fn, x, long_norm(), measure_s=20)
+        assert [fused for _, fused, _ in told(record, "layer_norm")] == [True, True]
+        (first, *_) = stub.replaced
+        assert first[0].match.roots[0].meta["val"].shape == (64, 65536)
+        measuring.ALLOWANCE.spend(20)
+        stored.store().clear()
+        record = decided(refused_by_the_tables, x, measure_s=20)
+        table = decided(refused_by_the_tables, x, gate="table")
+    ((_, fused, reason),) = told(record, "layer_norm")
+    assert not fused and reason.startswith(told(table, "layer_norm")[0][2])
+    assert reason.endswith("used up")
+
+
+def test_a_small_part_of_a_graph_is_not_measured(monkeypatch, tmp_path):
+    """Nor counted as slow: the bound decides."""
+
+    def fn(x, y, w):
+        return norm(x), F.layer_norm(y @ w, (4096,))
+
+    x, y = torch.randn(64, 4096), torch.randn(16384, 4096)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        record = decided(fn, x, y, torch.randn(4096, 4096), measure_s=20)
+        large, small = told(record, "layer_norm")  # what is fused comes first
+        assert not small[1] and "less than a hundredth of the graph" in small[2] and large[1]
+        assert len(stub.asked) == 1
+        record = decided(fn, x, y, torch.randn(4096, 4096), gate="measure")
+        assert all(fused for _, fused, _ in told(record, "layer_norm"))
+
+
+@pytest.mark.parametrize("ratio, others", [(1.5, False), (0.9, False), (1.5, True)])
+def test_a_small_part_is_decided_as_what_is_equal_but_for_its_neighbours(
+    ratio, others, monkeypatch, tmp_path
+):
+    """A last layer, where another operator reads the result. others: another length of rows."""
+    n = 4096
+
+    def fn(x, last, w):
+        for _ in range(3):
+            x = F.layer_norm(x, (n,)) @ w
+        return x, F.layer_norm(last, (last.shape[-1],)).sin()
+
+    x, w = torch.randn(1024, n), torch.randn(n, n)
+    monkeypatch.setattr(judging, "SMALL", 0.1)  # the last one's share lies below, theirs above
+    last = torch.randn(512, 2 * n) if others else x
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: ratio) as stub:
+        record = decided(fn, x, last, w, measure_s=20, only=("layer_norm",))
+        assert len(stub.asked) == 1
+    found = [(s.fused, s.reason) for s in record.sites]
+    taken = ratio > 1 and not others
+    assert [fused for fused, _ in found].count(True) == (4 if taken else 3 if ratio > 1 else 0)
+    assert any("as another one in this graph: " in why for _, why in found) == taken
+
+
+@pytest.mark.parametrize("alone", [1.5, 0.7])
+def test_beside_a_product_that_lost_other_sites_are_timed_without_it(alone, monkeypatch, tmp_path):
+    """It takes most of the time of the region, in which what a norm gains is not seen. What they
+    then gain, or lose, decides.
+    """
+
+    def fn(x, r, w1, w2):
+        return F.layer_norm(F.silu(x @ w1) * (x @ w2) + r, (1024,)) @ w2.T
+
+    seen = []
+
+    def ratio(chosen):
+        seen.append(sorted(d.match.pattern.name for d in chosen))
+        return alone if seen.count(["layer_norm"]) > 1 else 1.0  # the first time in their region
+
+    weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x, r = torch.randn(2048, 256).bfloat16(), torch.randn(2048, 1024).bfloat16()
+    with as_on_a_gpu(monkeypatch, tmp_path, ratio):
+        record = decided(fn, x, r, *weights, measure_s=20, only=("layer_norm", "gated_linear"))
+    assert seen[0] == ["gated_linear", "layer_norm"] and seen.count(["layer_norm"]) > 1
+    ((_, fused, reason),) = told(record, "layer_norm")
+    assert fused == (alone > 1) and "measured today" in reason
+    ((_, fused, reason),) = told(record, "gated_linear")
+    assert not fused and reason.startswith("left to Inductor: 1.00 in context")
+
+
+def test_what_was_not_measured_has_not_lost(monkeypatch, tmp_path):
+    """The tables refuse the attention, and take the softmax inside of it."""
+
+    def fn(q, mask):
+        scores = (q @ q.transpose(-2, -1) * 0.125).masked_fill(mask, -1e9)
+        return torch.softmax(scores, -1) @ q
+
+    q = torch.randn(1, 1, 8192, 64, dtype=torch.bfloat16)
+    inputs = q, torch.rand(1, 1, 8192, 8192) < 0.5
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
+        table = told(decided(fn, *inputs, gate="table"), "softmax")
+        assert table[0][1]
+        decided(norm, long_norm())  # the store is not empty
+        assert told(decided(fn, *inputs, measure_s=0), "softmax") == table
+        ((_, fused, reason),) = told(decided(fn, *inputs, compiles=False), "softmax")
+        assert fused and reason.endswith("it will be measured when it is compiled")
+
+
+def test_what_is_small_in_one_graph_is_measured_in_another(monkeypatch, tmp_path):
+    """The ranks share what was measured, and not what a graph makes of it."""
+
+    def beside(x, y, w):
+        return norm(x), F.layer_norm(y @ w, (4096,))
+
+    x, y, w = torch.randn(64, 65536), torch.randn(65536, 8192), torch.randn(8192, 4096)
+    shared = torch.distributed.HashStore()
+    monkeypatch.setattr(agree, "default_store", lambda: (shared, 0))
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
+        first = told(decided(beside, x, y, w, only=("layer_norm",)), "layer_norm")
+        assert any("hundredth" in reason for _, _, reason in first)
+        assert told(decided(norm, x), "layer_norm")[0][1]
+
+
+def test_a_smaller_form_of_what_lost_is_not_tried(monkeypatch, tmp_path):
+    def fn(x, w):
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return w * y.to(x.dtype)
+
+    x, w = torch.randn(16384, 4096, dtype=torch.bfloat16), torch.randn(4096, dtype=torch.bfloat16)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.9) as stub:
+        record = decided(fn, x, w, gate="measure", only=("rms_norm",))
+    assert stub.asked == [["rms_norm"]]
+    assert not any(s.fused for s in record.sites)
+
+
+def test_a_softmax_inside_of_attention_that_lost_is_not_tried(monkeypatch, tmp_path):
+    """Inductor replaces such attention as a whole."""
+
+    def fn(q, k, v, mask):
+        scores = (q @ k.transpose(-2, -1) * 0.125).masked_fill(mask, -1e9)
+        return torch.softmax(scores, -1) @ v
+
+    q = torch.randn(4, 8, 1024, 64, dtype=torch.bfloat16)
+    mask = torch.rand(1, 1, 1024, 1024) < 0.5
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(attention=0.7)) as stub:
+        record = decided(fn, q, q, q, mask, gate="measure")
+    assert stub.asked == [["attention"]]
+    (softmax,) = [s for s in record.sites if s.pattern == "softmax"]
+    assert not softmax.fused and softmax.reason == told(record, "attention")[0][2]
+
+    def loss(x, w, y):
+        return F.cross_entropy(F.linear(x, w), y)
+
+    # with library calls on one side alone, a part may win
+    x, w = torch.randn(4096, 512), torch.randn(32000, 512)
+    ratios = Answers(linear_cross_entropy=0.9, cross_entropy=1.4)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub:
+        record = decided(loss, x, w, torch.randint(0, 32000, (4096,)), gate="measure")
+    assert stub.asked == [["linear_cross_entropy"], ["cross_entropy"]]
+    assert told(record, "cross_entropy")[0][1]

@@ -1,0 +1,57 @@
+"""Races: when a difference between two times is certain, and when it is not."""
+
+import math
+import random
+
+from fusion_backend.measure.timing import Race, race
+
+
+def noisy(ratio, spread, seed=0):
+    numbers = random.Random(seed)
+    found = Race()
+    while len(found.plain) < 60 and not found.verdict:
+        found.add(ratio * numbers.lognormvariate(0, spread), numbers.lognormvariate(0, spread))
+    return found
+
+
+def test_a_race_is_certain_or_undecided():
+    assert {noisy(1.2, 0.01, s).verdict for s in range(20)} == {"faster"}
+    assert {noisy(0.9, 0.01, s).verdict for s in range(20)} == {"slower"}
+    assert {noisy(1.0, 0.001, s).verdict for s in range(20)} == {"same"}
+    wrong = sum(noisy(1.0, 0.05, s).verdict in ("faster", "slower") for s in range(300))
+    assert wrong <= 12  # of the sequence of looks; each by itself is wrong once in a hundred
+
+
+def test_a_few_rounds_prove_nothing():
+    found = Race()
+    for _ in range(7):
+        found.add(2.0, 1.0)
+    assert found.verdict == "" and found.interval == (0.0, math.inf)
+    found.add(2.0, 1.0)
+    assert found.verdict == "faster" and found.interval == (2.0, 2.0)
+
+
+def test_an_interval_holds_the_median_99_times_in_100():
+    numbers, missed = random.Random(1), 0
+    for _ in range(1000):
+        found = Race()
+        for _ in range(15):
+            found.add(numbers.lognormvariate(0.1, 0.3), 1.0)
+        low, high = found.interval
+        missed += not low <= math.exp(0.1) <= high
+    assert 0 < missed <= 20
+
+
+def test_a_race_ends_when_its_time_is_up_and_alternates():
+    turns = []
+    times = {"plain": 3.0, "ours": 2.0}
+
+    def clock(call):
+        turns.append(call())
+        return times[turns[-1]] * (1 + 0.3 * (len(turns) % 3))
+
+    found = race(lambda: "plain", lambda: "ours", clock, seconds=0.0)
+    assert len(found.plain) == 1 and found.plain[0] > found.ours[0]
+    turns.clear()
+    race(lambda: "plain", lambda: "ours", clock, seconds=1.0)
+    assert turns[2:4] == ["ours", "plain"] and turns[4:6] == ["plain", "ours"]
