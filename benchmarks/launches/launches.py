@@ -37,6 +37,8 @@ OTHER_WAYS = {
     "linear_act": [dict(transposed=True)],
     "mlp": [dict(transposed=True, form=2)],  # of gelu
     "softmax": [dict(form=-1)],
+    # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
+    "modulated_norm": [dict(form=form) for form in (8, 3)],
 }
 # Kernels whose programs wait for one another.
 SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
