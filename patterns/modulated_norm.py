@@ -2,8 +2,8 @@
 shift.
 
 x is `[b, ..., n]` of at least three dimensions, its rows up to 8192 long; norm is the layer norm or
-the RMS norm over the last dimension, weight and bias `[n]` may be missing (of the RMS norm the bias
-is). scale and shift are `[b, 1, ..., n]`, one row for all tokens of a sample, or `[1, 1, ..., n]`;
+the RMS norm over the last dimension, weight and bias `[n]` may be missing, and an RMS norm has no
+bias. scale and shift are `[b, 1, ..., n]`, one row for all tokens of a sample, or `[1, 1, ..., n]`;
 shift may be missing. All are fp32, bf16 or fp16; weight and bias have the dtype of x, and so has
 the result, scale and shift any. Computed in fp32. Source: Peebles and Xie 2023 (adaptive layer norm
 of diffusion transformers), after Perez et al. 2018.

@@ -13,6 +13,8 @@ FEW = [(192, 5120), (16, 8192), (4096, 768)]
 LAYERS = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
 # of models, and the longest that is shared
 WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
+# tokens of diffusion transformers: samples, tokens, width
+TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120)]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -181,6 +183,11 @@ WORK = [
         for rows, n in ((4096, 16384), (3072, 20480))
         for name in ("layer_norm", "rms_norm", "add_rms_norm")
     ),
+    *(
+        Work("modulated_norm", dict(b=b, t=t, n=n), BF16, train)
+        for train in (False, True)
+        for b, t, n in TOKENS
+    ),
 ]
 SMALL = [
     Work("add_mul", dict(size=10_000), F32),
@@ -197,6 +204,7 @@ SMALL = [
         for mask in ("additive", "boolean")
     ),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("modulated_norm", dict(b=2, t=32, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
     Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),

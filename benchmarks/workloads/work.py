@@ -121,6 +121,8 @@ class Work(NamedTuple):
             return self.case["b"] * self.case["c"] * self.case["n"] ** 2
         if self.pattern == "relative_bias":
             return self.case["h"] * self.case["n"] * self.case["m"]
+        if "t" in self.case:  # [b, t, n]
+            return self.case["b"] * self.case["t"] * self.case["n"]
         return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
 
     @property
@@ -196,6 +198,7 @@ PASSES = {
     "layer_norm": (2, 5),
     "rms_norm": (2, 5),
     "softmax": (2, 5),
+    "modulated_norm": (2, 5),
     "add_rms_norm": (4, 8),
     "add_layer_norm": (4, 8),
     "cross_entropy": (1, 3),
@@ -208,12 +211,14 @@ PASSES = {
     "relative_bias": (1, 2),
     "gelu": (2, 5),
 }
-# Arguments (by position) in the form that is measured: no mask, no offset, no smoothing.
+# Arguments (by position) in the form that is measured: no mask, no offset, no smoothing, no weight
+# of a norm that is modulated.
 PLAIN = {
     "softmax": dict.fromkeys((1, 2, 3, 4)),
     "rms_norm": {2: None},
     "rms_norm_quantize": {2: None},
     "add_rms_norm": {3: None},
+    "modulated_norm": {1: None, 2: None},
     "cross_entropy": {3: 0.0},
     "linear_cross_entropy": {2: None, 5: 0.0},
 }

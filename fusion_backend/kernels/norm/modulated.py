@@ -66,7 +66,12 @@ def by_tokens(x: Tensor) -> Tokens:
         statically_known_true(strides[i] == strides[i + 1] * shape[i + 1])
         for i in range(len(shape) - 1)
     )
-    if even and not dynamic(stride) and stride > 0 and (n == 1 or statically_known_true(column == 1)):
+    if (
+        even
+        and not dynamic(stride)
+        and stride > 0
+        and (n == 1 or statically_known_true(column == 1))
+    ):
         gap = 0 if statically_known_true(samples == 1) else number(first // stride)
         if statically_known_true(samples == 1) or statically_known_true(gap * stride == first):
             return Tokens(x, gap, stride)
@@ -113,8 +118,8 @@ def forward_config(n: int) -> Config:
 def forward(
     x: Tensor, modulation: Modulation, save: bool, config: Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y `[b, ..., n]`, contiguous and of x's dtype, and mean and rstd `[rows]` in fp32: empty unless
-    saved, mean also if not centred.
+    """y `[b, ..., n]`, contiguous and of x's dtype, and mean and rstd `[rows]` in fp32: empty
+    unless saved, mean also if not centred.
 
     x is `[b, ..., n]`, its columns one element apart; weight, bias, scale and shift as in
     Modulation, each fp32, bf16 or fp16; n is up to MAX_HELD. Grid: for each sample its tokens /

@@ -1,9 +1,9 @@
 """Backward of the modulated norms in modulated.py: gradients of x, scale, shift, weight and bias.
 
-With u the normalised value and g = dy · (1 + scale) · weight, dx = rstd (g - u mean(g u) - mean(g)),
-without mean(g) where the norm is not centred. All other gradients follow from two sums over the
-tokens of a sample, P = sum(dy · u) and D = sum(dy), `[b, n]`: dshift = D, dscale = weight P + bias
-D, and over samples dweight = sum((1 + scale) P) and dbias = sum((1 + scale) D).
+With u the normalised value and g = dy · (1 + scale) · weight, dx = rstd (g - u mean(g u) -
+mean(g)), without mean(g) where the norm is not centred. All other gradients follow from two sums
+over the tokens of a sample, P = sum(dy · u) and D = sum(dy), `[b, n]`: dshift = D, dscale = weight
+P + bias D, and over samples dweight = sum((1 + scale) P) and dbias = sum((1 + scale) D).
 
 Programs walk through tokens of one sample with both sums in registers. Another kernel adds up those
 of a sample in order, so that the bits are the same every time. Sums in fp32.
@@ -41,8 +41,8 @@ def backward(
     needs: Mapping[str, bool],
     config: Config | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight, bias, scale and shift, each contiguous and of its argument's shape
-    and dtype; None where nobody needs it.
+    """The gradients of x, weight, bias, scale and shift, each contiguous and of its argument's
+    shape and dtype; None where nobody needs it.
 
     dy and x are `[b, ..., n]`, mean (unread where the norm is not centred) and rstd `[rows]` in
     fp32.
@@ -172,8 +172,8 @@ def modulated_norm_backward_kernel(
 def add_up(
     sums: Tensor | None, strips, x: Tensor, dtypes: tuple, products: bool, plain: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The sums of products and the plain ones, `[b, n]` in these dtypes, from those of all programs;
-    None for what is not wanted. Grid: blocks of columns of each sample.
+    """The sums of products and the plain ones, `[b, n]` in these dtypes, from those of all
+    programs; None for what is not wanted. Grid: blocks of columns of each sample.
     """
     if sums is None:
         return None, None
