@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.configurations.attention import attention, attention_dropout, attention_wide
 from benchmarks.configurations.channels import by_channels, group_norms
 from benchmarks.configurations.elementwise import elementwise, integers
+from benchmarks.configurations.modulated import modulated_norms
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
 from benchmarks.configurations.products import gates, hidden_gradients, int8, linears
@@ -31,6 +32,7 @@ SWEEPS = {
     "group_norm": group_norms,
     "attention": attention,
     "add_rms_norm": few_rows,
+    "modulated_norm": modulated_norms,
     "attention_wide": attention_wide,
     "attention_dropout": attention_dropout,
 }
