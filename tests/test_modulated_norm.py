@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.foreign_code import diffusion, encoders
+from fusion_backend import explain
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import modulated, modulated_backward
@@ -33,6 +36,7 @@ from tests.kernel_checks import (
     symbolic,
 )
 from tests.selection import product
+from tests.test_saved import REDUCTIONS, expression
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "modulated_norm"
@@ -341,6 +345,36 @@ def test_a_smaller_norm_where_it_is_switched_off():
     x, c = torch.randn(3, 5, 16), torch.randn(3, 96)
     report = collect(block_norm, x, c, dynamic=False, options={"fusion.skip": NAME}).report
     assert [s.pattern for s in report.fused] == ["layer_norm"]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_where_it_is_declined_the_norm_may_be_taken(training):
+    """By the tables alone: in training the backward of the norm is a kernel."""
+    x, c = torch.randn(4, 1024, 1152, dtype=torch.bfloat16), torch.randn(4, 6 * 1152).bfloat16()
+    x.requires_grad_(training)
+    tables, always = (
+        explain(block_norm, x, c, target="H200", options={"fusion.gate": gate})
+        for gate in ("table", "always")
+    )
+    assert [s.pattern for s in always.fused] == [NAME]
+    assert [s.pattern for s in tables.fused] == ["layer_norm"] * training
+    reasons = [s.reason for s in tables.sites if s.pattern == NAME]
+    assert any("has not been timed" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_statistics_are_those_of_the_forward(norm):
+    """Decomposed as for Inductor, both reduce the same values: one reduction is left of the two."""
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+
+    def both(x, scale, shift):
+        args = x, None, None, scale, shift, 1e-6, norm
+        return PATTERN.reference(*args), PATTERN.saved_fn(*args)
+
+    table = select_decomp_table()
+    graph = make_fx(both, decomposition_table=table, tracing_mode="fake")(x, *modulation(x)).graph
+    found = [expression(n) for n in graph.nodes if n.target in REDUCTIONS]
+    assert len(found) == 2 and len(set(found)) == 1, graph
 
 
 # Blocks

@@ -23,6 +23,11 @@ CASES = [
     ("rms_norm", 131072, lambda x, v, rows: (x(), v(), None, 1e-5)),
     ("add_layer_norm", 4096, lambda x, v, rows: (x(), x(), v(), v(), 1e-5)),
     ("add_rms_norm", 65536, lambda x, v, rows: (x(), x(), v(), None, 1e-5)),
+    (
+        "modulated_norm",
+        4096,
+        lambda x, v, rows: (x()[None], None, None, *(v()[None, None] for _ in "ab"), 1e-6, "layer"),
+    ),
     ("l2_norm", 4096, lambda x, v, rows: (x(), 1e-6)),
     ("l2_norm", 100_000, lambda x, v, rows: (x(), 1e-6)),
     ("softmax", 4096, lambda x, v, rows: (x(), 0.5, None, None, None)),

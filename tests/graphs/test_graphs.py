@@ -2,6 +2,8 @@
 EXPECTTEST_ACCEPT=1.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -142,6 +144,38 @@ return (getitem,)""",
         assert_fuses(lambda x: norm(x, unbiased=True), x, pattern="layer_norm", count=0)
         assert_fuses(lambda x: F.layer_norm(x, (4, 4)), x, pattern="layer_norm", count=0)
         assert_fuses(lambda x, w: F.rms_norm(x, (4,), w), x, w, pattern="layer_norm", count=0)
+
+
+class ModulatedNorm(TestCase):
+    def test_fuses(self):
+        def modulated(x, c):
+            shift, scale = c.chunk(2, dim=1)
+            return F.layer_norm(x, (5,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
+
+        self.assertExpectedInline(text(modulated, tensor(2, 3, 5), tensor(2, 10)), """\
+chunk = chunk(l_c_, 2, dim=1)
+shift = getitem(chunk, 0)
+scale = getitem(chunk, 1)
+getitem_2 = getitem(scale, (slice(None, None, None), None))
+getitem_3 = getitem(shift, (slice(None, None, None), None))
+modulated_norm_default = fusion.modulated_norm(l_x_, None, None, getitem_2, getitem_3, 1e-06, layer, forward=reference, backward=vjp, save=False)
+getitem_4 = getitem(modulated_norm_default, 0)
+return (getitem_4,)""")
+
+    def test_near_misses(self):
+        x, scale, rows = tensor(2, 3, 5), tensor(2, 1, 5), tensor(2, 3, 5)
+        norm = lambda x: F.rms_norm(x, (5,), eps=1e-6)  # noqa: E731
+        fuses = functools.partial(assert_fuses, pattern="modulated_norm")
+        fuses(lambda x, s: norm(x) * (1 + s), x, scale)
+        fuses(lambda x, s: norm(x) * s, x, scale, count=0)
+        fuses(lambda x, s: norm(x) * (2 + s), x, scale, count=0)
+        fuses(lambda x, s: norm(x) * (1 - s), x, scale, count=0)
+        fuses(lambda x, s: norm(x) * (1 + s), x, rows, count=0)
+        fuses(lambda x, s: norm(x) * (1 + s), x, tensor(1, 3, 1), count=0)
+        fuses(lambda x, s: norm(x) * (1 + s), x[0], scale[0], count=0)
+        fuses(lambda x, s: norm(x * (1 + s)), x, scale, count=0)
+        fuses(lambda x, s: (norm(x) * (1 + s), norm(x)), x, scale, count=0)
+        fuses(lambda x, s: F.layer_norm(x, (3, 5)) * (1 + s), x, scale, count=0)
 
 
 class GatedLinear(TestCase):
