@@ -144,10 +144,11 @@ def test_programs_that_walk_through_tokens(tokens, norm, monkeypatch):
 @runs_kernels
 def test_scale_of_another_dtype():
     """As of autocast, and of models whose modulation stays in fp32: the result is x's."""
-    for dtype, other in itertools.permutations(FLOATS, 2):
+    for (dtype, other), affine in itertools.product(itertools.permutations(FLOATS, 2), (0, 1)):
         x = randn(3, 5, 33, dtype=dtype)
+        vectors = randn(2, 33, dtype=dtype) if affine else (None, None)
         scale, shift = (t.to(other) for t in modulation(x))
-        check(NAME, x, None, None, scale, shift, 1e-5, "layer")
+        check(NAME, x, *vectors, scale, shift, 1e-5, "layer")
 
 
 @runs_kernels

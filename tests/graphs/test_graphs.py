@@ -152,7 +152,9 @@ class ModulatedNorm(TestCase):
             shift, scale = c.chunk(2, dim=1)
             return F.layer_norm(x, (5,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
-        self.assertExpectedInline(text(modulated, tensor(2, 3, 5), tensor(2, 10)), """\
+        self.assertExpectedInline(
+            text(modulated, tensor(2, 3, 5), tensor(2, 10)),
+            """\
 chunk = chunk(l_c_, 2, dim=1)
 shift = getitem(chunk, 0)
 scale = getitem(chunk, 1)
@@ -160,7 +162,8 @@ getitem_2 = getitem(scale, (slice(None, None, None), None))
 getitem_3 = getitem(shift, (slice(None, None, None), None))
 modulated_norm_default = fusion.modulated_norm(l_x_, None, None, getitem_2, getitem_3, 1e-06, layer, forward=reference, backward=vjp, save=False)
 getitem_4 = getitem(modulated_norm_default, 0)
-return (getitem_4,)""")
+return (getitem_4,)""",
+        )
 
     def test_near_misses(self):
         x, scale, rows = tensor(2, 3, 5), tensor(2, 1, 5), tensor(2, 3, 5)
