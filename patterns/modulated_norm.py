@@ -51,8 +51,7 @@ def normalised(x, weight, bias, eps, norm):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if bias is not None:
         raise ValueError("an RMS norm has no bias")
-    y = F.rms_norm(x, x.shape[-1:], None, eps)
-    return y if weight is None else y * weight
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def is_per_sample(x, scale, shift):
