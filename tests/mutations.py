@@ -133,8 +133,8 @@ MUTATIONS = {
     ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/match/unify.py",
-        "graph_value(peel(before)) is not graph_value(peel(now)) or ("
-        "\n            had.pinned and pinned and before is not now\n        )",
+        "not one_value(graph_value(peel(before)), graph_value(peel(now))) or ("
+        "\n            had.pinned and pinned and not one_value(before, now)\n        )",
         "False",
         "tests/test_canonical.py tests/graphs",
     ),

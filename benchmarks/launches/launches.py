@@ -37,6 +37,7 @@ OTHER_WAYS = {
     "linear_act": [dict(transposed=True)],
     "mlp": [dict(transposed=True, form=2)],  # of gelu
     "softmax": [dict(form=-1)],
+    "norm_rotary": [dict(form=-1)],  # of neighbours
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
     "modulated_norm": [dict(form=form) for form in (8, 3)],
 }

@@ -59,6 +59,16 @@ CASES = [
     ("add_rms_norm", dict(rows=8192, n=8192), HALF, True),
     ("add_rms_norm", dict(rows=2048, n=32768), HALF, True),
     ("add_rms_norm", dict(rows=1024, n=65536), HALF, True),
+    *(
+        ("norm_rotary", dict(b=8, h=h, n=1024, d=128, transposed=1), dtype, True)
+        for dtype in (HALF, FULL)
+        for h in (16, 8)
+    ),
+    ("norm_rotary", dict(b=8, h=40, n=1024, d=128, transposed=1), HALF, True),
+    ("norm_rotary", dict(b=8, h=1, n=1024, d=256, transposed=1), HALF, True),
+    ("norm_rotary", dict(b=1, h=14, n=1, d=64, transposed=1), HALF, False),
+    ("norm_rotary", dict(b=2, h=3, n=512, d=80, transposed=1), HALF, True),
+    ("norm_rotary", dict(b=2, h=12, n=512, d=512, transposed=1), FULL, True),
     ("modulated_norm", dict(b=4, t=4096, n=3072), HALF, True),
     ("modulated_norm", dict(b=4, t=4096, n=3072), FULL, True),
     ("modulated_norm", dict(b=8, t=1024, n=1152), HALF, True),

@@ -60,6 +60,11 @@ WORK = [
         for name in ("layer_norm", "softmax", "add_rms_norm")
     ),
     *(
+        Work("norm_rotary", dict(b=8, h=h, n=1024, d=128, transposed=1), BF16, train)
+        for train in (False, True)
+        for h in (16, 8)
+    ),
+    *(
         Work("l2_norm", dict(rows=rows, n=n), BF16, train)
         for train in (False, True)
         for rows, n in ROWS[:3]
@@ -204,6 +209,7 @@ SMALL = [
         for mask in ("additive", "boolean")
     ),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("norm_rotary", dict(b=2, h=3, n=16, d=16, transposed=1), BF16, train=True),
     Work("modulated_norm", dict(b=2, t=32, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),

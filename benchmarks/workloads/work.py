@@ -67,10 +67,10 @@ class Work(NamedTuple):
                 args[i] = args[i].t().contiguous().t()
         for i, value in PLAIN.get(self.pattern, {}).items():
             args[i] = value
-        return [
-            a.requires_grad_(self.train and a.is_floating_point()) if isinstance(a, Tensor) else a
-            for a in args
-        ]
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor) and i not in CONSTANT.get(self.pattern, ()):
+                a.requires_grad_(self.train and a.is_floating_point())
+        return args
 
     @property
     def function(self) -> Callable:
@@ -119,6 +119,8 @@ class Work(NamedTuple):
         """Elements of the tensor that counts."""
         if "c" in self.case:  # [b, c, n, n]
             return self.case["b"] * self.case["c"] * self.case["n"] ** 2
+        if self.pattern == "norm_rotary":
+            return math.prod(self.case[name] for name in "bhnd")
         if self.pattern == "relative_bias":
             return self.case["h"] * self.case["n"] * self.case["m"]
         if "t" in self.case:  # [b, t, n]
@@ -191,12 +193,15 @@ def attended(case: dict) -> float:
 AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
 WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3)}
+# Arguments (by position) that are made of positions, and get no gradient.
+CONSTANT = {"norm_rotary": (4, 5)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4),
     "add_mul_exp": (3, 3),
     "layer_norm": (2, 5),
     "rms_norm": (2, 5),
+    "norm_rotary": (2, 5),
     "softmax": (2, 5),
     "modulated_norm": (2, 5),
     "add_rms_norm": (4, 8),
@@ -216,6 +221,7 @@ PASSES = {
 PLAIN = {
     "softmax": dict.fromkeys((1, 2, 3, 4)),
     "rms_norm": {2: None},
+    "norm_rotary": {2: None},
     "rms_norm_quantize": {2: None},
     "add_rms_norm": {3: None},
     "modulated_norm": {1: None, 2: None},

@@ -95,3 +95,9 @@ def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
         combined.pop(0)
     base = g.args[0] if g.op == "permute" else g
     return Expr("permute", (base,), tuple(combined), None, -1) if combined else base
+
+
+def one_value(a: Expr, b: Expr) -> bool:
+    """Are they one expression? What `unpermuted` makes is new each time, and not in any table."""
+    made = a.id == b.id == -1
+    return a is b or (made and (a.op, a.attr, a.args) == (b.op, b.attr, b.args))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.ir.argument_views import unpermuted
+from fusion_backend.ir.argument_views import one_value, unpermuted
 from fusion_backend.ir.expr import COMMUTATIVE, LEAVES, Expr, describe, graph_value, peel
 from fusion_backend.match.prefilter import OWN_ATTR, Fitting
 from fusion_backend.match.root_index import CHAINS, flat
@@ -187,8 +187,8 @@ class Unifier:
         if had is None:
             return {**env, name: Bound(g, pinned)}
         before, now = graph_value(had.expr), graph_value(g)
-        if graph_value(peel(before)) is not graph_value(peel(now)) or (
-            had.pinned and pinned and before is not now
+        if not one_value(graph_value(peel(before)), graph_value(peel(now))) or (
+            had.pinned and pinned and not one_value(before, now)
         ):
             return self.miss(g, f"argument {name} is two different values")
         return {**env, name: Bound(g, True)} if pinned else env
