@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic, reject_vectors
@@ -159,7 +160,12 @@ def reject_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Reject | None:
 
 @norm_rotary.worthwhile
 def _(x, weight, offset, eps, cos, sin, style, training):
-    return UNMEASURED
+    """Timed at 1.9 to 2.05 times Inductor in training at these sizes. Forward alone, Inductor's own
+    code was sometimes a fifth faster than at other times: what it does is measured.
+    """
+    timed = x.element_size() == 2 and style == "half" and statically_known_true(x.shape[-1] == 128)
+    if not (training and timed and statically_known_true(x.numel() >= 1 << 23)):
+        return UNMEASURED
 
 
 @norm_rotary.kernel(saves=("rstd",))

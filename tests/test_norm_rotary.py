@@ -110,23 +110,24 @@ def test_nothing(shape):
 
 
 @runs_kernels
-@pytest.mark.parametrize("config", [Heads(1, 1, 4), Heads(4, 1, 4), Heads(2, 4, 4, 1)])
+@pytest.mark.parametrize("config", [Heads(1, 1, 4), Heads(4, 1, 4), Heads(2, 4, 4)])
 def test_tiles(config, monkeypatch):
     """Heads and positions that do not fill their tiles, and programs that have several."""
-    for module in (forwards, backwards):
-        monkeypatch.setattr(module, "heads_config", lambda heads, d: config)
+    monkeypatch.setattr(forwards, "heads_config", lambda heads, d: config)
+    walks = config._replace(programs=1, stages=2)
+    monkeypatch.setattr(backwards, "backward_config", lambda heads, d: walks)
     check("norm_rotary", *of(as_in_models(2, 7, 5, 8)))
     check("norm_rotary", *of(as_in_models(3, 1, 5, 8), style="interleaved"))
 
 
 def test_the_tile_of_a_program():
-    assert heads_config(16, 128) == Heads(16, 1, 4)
-    assert heads_config(8, 128) == Heads(8, 2, 4)
-    assert heads_config(14, 64) == Heads(16, 2, 4)
-    assert heads_config(40, 128) == Heads(16, 1, 4)
-    assert heads_config(3, 64)[:2] == (1, 32)  # of four, one would be left over
-    assert heads_config(1, 256)[:2] == (1, 8)
-    assert heads_config(64, 512)[:2] == (4, 1)
+    assert heads_config(16, 128) == heads_config(40, 128) == Heads(8, 1, 2)
+    assert heads_config(4, 128) == Heads(4, 2, 2)
+    assert heads_config(14, 64) == Heads(16, 1, 2)
+    assert heads_config(3, 64)[:2] == (1, 16)  # of four, one would be left over
+    assert heads_config(1, 256)[:2] == (1, 4)
+    assert heads_config(64, 512)[:2] == (2, 1)
+    assert backwards.backward_config(16, 128) == Heads(1, 8, 2, 8, 3)
 
 
 @runs_kernels
@@ -428,3 +429,22 @@ def test_what_is_fused():
     assert "used elsewhere too" in reason
     for fn in (turned_back, of_all_heads, over_positions, of_two):
         assert told(fn, x, w, cos, sin) is None, fn
+
+
+@pytest.mark.parametrize(
+    "case, training, timed",
+    [
+        ((8, 1024, 8, 128), True, True),
+        ((8, 1024, 8, 128), False, False),
+        ((4, 1024, 8, 128), True, False),
+        ((8, 1024, 16, 64), True, False),
+    ],
+)
+def test_only_what_was_timed_is_taken_unmeasured(case, training, timed):
+    b, n, h, d = case
+    x = torch.empty(b, n, h, d, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    args = x, x[0, 0, 0], None, 1e-6, x[0, 0], x[0, 0]
+    worthwhile = FUSION_RULES["norm_rotary"].worthwhile_fn
+    assert (worthwhile(*args, "half", training) is None) == timed
+    assert worthwhile(*args, "interleaved", training) is not None
+    assert worthwhile(x.float(), *args[1:], "half", training) is not None

@@ -9,6 +9,7 @@ from benchmarks.configurations.modulated import modulated_norms
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
 from benchmarks.configurations.products import gates, hidden_gradients, int8, linears
+from benchmarks.configurations.rotary import norm_rotaries
 from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
 
 SWEEPS = {
@@ -33,6 +34,7 @@ SWEEPS = {
     "attention": attention,
     "add_rms_norm": few_rows,
     "modulated_norm": modulated_norms,
+    "norm_rotary": norm_rotaries,
     "attention_wide": attention_wide,
     "attention_dropout": attention_dropout,
 }

@@ -25,6 +25,7 @@ from benchmarks.measure.wall_time import synchronize
 from benchmarks.pattern_runs.contenders import (
     ALWAYS,
     CONTENDERS,
+    gradients_for,
     nothing_declined,
     results_of,
     sites,
@@ -113,7 +114,7 @@ def warm(work: Work, names: list[str]) -> None:
             fusion_backend.reset()
             fn = CONTENDERS[name](reference)
             if work.train and dys is None:
-                dys = [torch.randn_like(out) for out in results_of(fn, args)]
+                dys = gradients_for(results_of(fn, args))
             step(fn, args, dys)
             synchronize(device)
             found[name] = Contender(name, sites=sites(work.pattern)[0])

@@ -50,6 +50,21 @@ def results_of(fn: Callable, args: list) -> list[Tensor]:
     return list(out) if isinstance(out, tuple) else [out]
 
 
+def gradients_for(outs: list[Tensor]) -> list[Tensor]:
+    """Random gradients in memory as AOTAutograd has them: contiguous, or channels-last as the
+    result. It copies others first, outside of the code that contenders compile.
+    """
+    return [
+        torch.randn_like(
+            out,
+            memory_format=torch.channels_last
+            if out.dim() == 4 and out.is_contiguous(memory_format=torch.channels_last)
+            else torch.contiguous_format,
+        )
+        for out in outs
+    ]
+
+
 def sites(pattern: str) -> tuple[list[dict], str]:
     """What fusion reports about this row, and why the pattern is left to Inductor, if it is."""
     found = fusion_backend.report().sites

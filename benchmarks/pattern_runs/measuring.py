@@ -34,6 +34,7 @@ from benchmarks.pattern_runs.contenders import (
     CONTENDERS,
     TWIN,
     Maker,
+    gradients_for,
     nothing_declined,
     results_of,
     sites,
@@ -118,11 +119,7 @@ def measure(work: Work, bench: Bench, makers: dict[str, Maker] = CONTENDERS) -> 
 def traces(work: Work, bench: Bench, fns: dict[str, Callable]) -> None:
     """A Chrome trace of each contender, and its longest kernels on stdout."""
     args = work.arguments(bench.clock.device)
-    dys = (
-        [torch.randn_like(out) for out in results_of(next(iter(fns.values())), args)]
-        if work.train and fns
-        else None
-    )
+    dys = gradients_for(results_of(next(iter(fns.values())), args)) if work.train and fns else None
     for name, fn in fns.items():
         path = bench.trace / f"{work.name.replace(' ', '-')}-{name}.json.gz"
         found = profile(functools.partial(step, fn, args, dys), bench.clock.device, trace=path)
@@ -168,7 +165,7 @@ class Checked:
                 self.args[1].zero_()  # the residual: the last result shows what was dropped,
                 self.args[0].masked_fill_(self.args[0] == 0, 1.0)  # and nothing else is 0
         outs = results_of(self.reference, self.args)
-        self.dys = [torch.randn_like(out) for out in outs] if work.train else None
+        self.dys = gradients_for(outs) if work.train else None
         self.exact = self.plain = None
         del outs
         try:
@@ -226,7 +223,7 @@ def times(work: Work, bench: Bench, fns: dict[str, Callable], row: Row) -> None:
         return
     args = work.arguments(clock.device)
     outs = results_of(next(iter(fns.values())), args)
-    dys = [torch.randn_like(out) for out in outs] if work.train else None
+    dys = gradients_for(outs) if work.train else None
     del outs
     turns = {
         name: until_it_fails(row.of(name), lambda args, fn=fn: step(fn, args, dys))

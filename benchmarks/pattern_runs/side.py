@@ -12,7 +12,7 @@ import torch
 from benchmarks.measure.failures import said
 from benchmarks.measure.library import FUSION_RULES, fusion, patterns
 from benchmarks.measure.timing import Clock
-from benchmarks.pattern_runs.contenders import HOW, compiled, results_of, step
+from benchmarks.pattern_runs.contenders import HOW, compiled, gradients_for, results_of, step
 from benchmarks.workloads.work import Work
 
 
@@ -35,7 +35,7 @@ class Side:
         with torch.set_grad_enabled(work.train):
             args = work.arguments(self.device)
             outs = results_of(self.fn, args)
-            self.dys = [torch.randn_like(out) for out in outs] if work.train else None
+            self.dys = gradients_for(outs) if work.train else None
             step(self.fn, args, self.dys)
             return dict(
                 ms=statistics.median(

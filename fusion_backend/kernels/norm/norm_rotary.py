@@ -21,18 +21,19 @@ from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Broadcast
 
 MAX_HEAD = 512  # elements of a head, which a program holds
-TILE = 2048  # elements of a program
+TILE = 1024  # elements of a program
 
 
 class Heads(NamedTuple):
-    """How many heads and positions a program takes, and its warps. programs: a multiprocessor,
-    which walk through the tiles; only the backward has them.
+    """How many heads and positions a program takes, and its warps. Only the backward has programs,
+    so many a multiprocessor, which walk through the tiles, and stages, to read ahead of them.
     """
 
     heads: int
     positions: int
     warps: int
-    programs: int = 4
+    programs: int = 0
+    stages: int = 0
 
 
 def heads_config(heads: int, d: int) -> Heads:
@@ -42,7 +43,7 @@ def heads_config(heads: int, d: int) -> Heads:
     each = min(fits, triton.next_power_of_2(heads))
     while (heads + each - 1) // each * each * 4 > heads * 5:
         each //= 2
-    return Heads(each, max(1, fits // each), 4)
+    return Heads(each, max(1, fits // each), 2)
 
 
 def heads_axis(x: Tensor, cos: Tensor, sin: Tensor) -> int | None:

@@ -27,6 +27,11 @@ from fusion_backend.kernels.norm.norm_rotary import (
 from fusion_backend.kernels.norm.weight_sums import add_up
 
 
+def backward_config(heads: int, d: int) -> Heads:
+    """One head at several positions: the sums of dweight then fit in fewer registers."""
+    return heads_config(1, d)._replace(programs=8, stages=3)
+
+
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, offset: float, cos: Tensor, sin: Tensor, style: str,
     rstd: Tensor, needs: tuple[bool, bool], config: Heads | None = None,
@@ -41,7 +46,7 @@ def backward(
     if not any(needs):
         return None, None
     at = Geometry(x, cos, sin)
-    config = config or heads_config(at.heads, at.d)
+    config = config or backward_config(at.heads, at.d)
     dy = dy if statically_known_true(dy.stride(-1) == 1) else dy.contiguous()
     tiles = at.tiles(config)
     programs = grid(tiles, 1, config.programs, x.device)
@@ -54,7 +59,7 @@ def backward(
         dy, x, weight, cos, sin, rstd, dx, sums, at.positions, at.length, tiles, offset,
         *at.strides(dy), *at.strides(x), *at.strides(cos)[:2], *at.strides(sin)[:2],
         *dx_strides,
-        INTERLEAVED=style == "interleaved", **at.constants(config),
+        INTERLEAVED=style == "interleaved", STAGES=config.stages, **at.constants(config),
     )  # fmt: skip
     return dx, add_up(sums, weight.dtype, True, False)[0]
 
@@ -67,7 +72,7 @@ def norm_rotary_backward_kernel(
     dy_batch, dy_place, dy_head, x_batch, x_place, x_head, cos_batch, cos_place, sin_batch,
     sin_place, dx_batch, dx_place, dx_head,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    EACH: tl.constexpr, POSITIONS: tl.constexpr,
+    EACH: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     all_heads = tl.zeros([POSITIONS, EACH, 1], tl.int32)
     w1, w2 = read_pairs(W + all_heads, True, D, BLOCK, INTERLEAVED)
@@ -75,7 +80,7 @@ def norm_rotary_backward_kernel(
     w2 += tl.cast(offset, tl.float32)
     dw1 = tl.zeros([POSITIONS, EACH, BLOCK], tl.float32)
     dw2 = tl.zeros([POSITIONS, EACH, BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         batch, place, head, keep = tile_of(tile, positions, length, HEADS, EACH, POSITIONS)
         row = DY + batch * dy_batch + place * dy_place + head * dy_head
         dy1, dy2 = read_pairs(row, keep, D, BLOCK, INTERLEAVED)
