@@ -131,6 +131,12 @@ MUTATIONS = {
         "    env._check_frozen, env.evaluate_expr = env._check_frozen, env.evaluate_expr\n",
         "tests/test_guards.py",
     ),
+    "views: two orders of a value are one": Mutation(
+        "fusion_backend/ir/argument_views.py",
+        "(a.op, a.attr, a.args) == (b.op, b.attr, b.args)",
+        "(a.op, a.args) == (b.op, b.args)",
+        "tests/test_norm_rotary.py",
+    ),
     "unify: an argument may be two different values": Mutation(
         "fusion_backend/match/unify.py",
         "not one_value(graph_value(peel(before)), graph_value(peel(now))) or ("

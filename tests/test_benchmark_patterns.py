@@ -16,6 +16,7 @@ from benchmarks.measure.timing import Clock
 from benchmarks.pages import pattern_text as table
 from benchmarks.pages.quoted import quoted_names
 from benchmarks.pattern_runs import compiling, planning
+from benchmarks.pattern_runs.contenders import gradients_for
 from benchmarks.pattern_runs.measuring import Bench, measure
 from benchmarks.records.runs import Run
 from benchmarks.workloads.listed import SMALL, WORK
@@ -223,3 +224,13 @@ def test_max_autotune_that_is_not_compiled_in_time_is_left_out(monkeypatch):
         assert sum("max-autotune" in makers for _, makers in plan) == slow and found["late"] == 1
         if minutes:
             assert order[:2] == ["inductor"] * 2
+
+
+def test_gradients_are_in_memory_as_autograd_has_them():
+    """AOTAutograd copies a gradient in any other order, outside of what is timed."""
+    x = torch.randn(2, 5, 3, 8)
+    images = x.to(memory_format=torch.channels_last)
+    of_heads, of_images, of_rows = gradients_for([x.transpose(1, 2), images, x[0, 0].t()])
+    assert of_heads.shape == (2, 3, 5, 8) and of_heads.is_contiguous()
+    assert of_images.stride() == images.stride() != of_images.contiguous().stride()
+    assert of_rows.shape == (8, 3) and of_rows.is_contiguous()

@@ -435,16 +435,3 @@ def test_foreign_blocks(make, count):
     """Graphs that were not written for us."""
     module, inputs = make(2, 8, 32)
     assert_fuses(module, *inputs, pattern=NAME, count=count)
-
-
-@pytest.mark.parametrize(
-    "n, infers, trains", [(1152, 1, 1), (5120, 0, 1), (768, 0, 0), (8192, 0, 0)]
-)
-def test_only_what_was_timed_is_taken_unmeasured(n, infers, trains):
-    worthwhile = FUSION_RULES[NAME].worthwhile_fn
-    x = torch.empty(8, 2048, n, device="meta", dtype=torch.bfloat16)
-    rest = None, None, x[:, :1], x[:, :1], 1e-6
-    taken = [worthwhile(x, *rest, "layer", training) is None for training in (False, True)]
-    assert taken == [infers, trains]
-    for other, norm in ((x, "rms"), (x.float(), "layer"), (x[:1, :9], "layer")):
-        assert worthwhile(other, *rest, norm, True) is not None

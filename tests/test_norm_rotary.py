@@ -4,6 +4,7 @@ are found.
 
 import contextlib
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -448,3 +449,46 @@ def test_only_what_was_timed_is_taken_unmeasured(case, training, timed):
     assert (worthwhile(*args, "half", training) is None) == timed
     assert worthwhile(*args, "interleaved", training) is not None
     assert worthwhile(x.float(), *args[1:], "half", training) is not None
+
+
+@product(
+    first=list(itertools.permutations(range(3))),
+    second=list(itertools.permutations(range(3))),
+    inside=["norm", "rotation"],
+)
+def test_one_value_in_two_orders_is_two_values(first, second, inside):
+    """All dimensions are of one size, so that nothing but the order tells them apart."""
+    x, w, cos, sin = randn(4, 4, 4, 8), randn(8), randn(4, 8), randn(4, 8)
+
+    def fn(x, w, cos, sin):
+        if inside == "norm":
+            n, m = (norm(x, w).permute(*order, 3) for order in (first, second))
+        else:
+            n, m = (norm(x.permute(*order, 3), w) for order in (first, second))
+        return n * cos + rotate_half(m) * sin
+
+    found = told(fn, x, w, cos, sin)
+    # as a permutation of what was normalised, only heads and positions that change places are known
+    known = inside == "rotation" or first in ((0, 1, 2), (0, 2, 1))
+    assert found == ([True] if first == second and known else None)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as normalised", "heads and positions swap"])
+@pytest.mark.parametrize("of", ["the same", "another value", "another order", "no order"])
+def test_the_mean_is_of_what_is_normalised(of, turned):
+    x, z, w = randn(4, 4, 4, 8), randn(4, 4, 4, 8), randn(8)
+    cos, sin = randn(4, 8), randn(4, 8)
+
+    def fn(x, z, w, cos, sin):
+        h = x.permute(1, 0, 2, 3)
+        others = {
+            "the same": h,
+            "another value": z.permute(1, 0, 2, 3),
+            "another order": x.permute(1, 2, 0, 3),
+            "no order": x,
+        }
+        n = w * (h * torch.rsqrt(others[of].pow(2).mean(-1, keepdim=True) + 1e-6))
+        n = n.transpose(1, 2) if turned else n
+        return n * cos + rotate_half(n) * sin
+
+    assert told(fn, x, z, w, cos, sin) == ([True] if of == "the same" else None)
