@@ -4,7 +4,7 @@ logits is `[..., v]` in fp32, bf16 or fp16, target int64 with as many elements a
 rows whose target is ignore_index do not count; any other target outside [0, v) is an assertion, as
 in torch. smoothing mixes the target with the uniform distribution. With upcast "fp32" the logits
 are cast first, and the loss is fp32. The sums are in fp32; the logarithm of each row's sum and its
-target's logit are kept for the backward. Source: torch.nn.functional.cross_entropy.
+target's logit are kept for the backward, `[2, rows]`. Source: torch.nn.functional.cross_entropy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.loss.cross_entropy import forward, reject_target, valid
+
+FEW = 1 << 22  # logits: 8 MB in bf16, which an H200 reads and writes in 4 microseconds
 
 
 @Pattern
@@ -70,50 +72,53 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast, training):
         return UNMEASURED
 
 
-@cross_entropy.kernel(saves=("lse", "label"))
+@cross_entropy.kernel(saves=("rows",))
 def _(logits, target, ignore_index, smoothing, reduction, upcast, save):
     dtype = torch.float32 if upcast == "fp32" else logits.dtype
     counts = valid(target, ignore_index, logits.shape[-1])
-    losses, *kept = forward(logits, target, ignore_index, smoothing)
+    losses, rows = forward(logits, target, ignore_index, smoothing)
     if reduction == "none":
-        return losses.to(dtype), *kept
+        return losses.to(dtype), rows
     total = losses.sum()
-    return (total if reduction == "sum" else total / counts.sum()).to(dtype), *kept
+    return (total if reduction == "sum" else total / counts.sum()).to(dtype), rows
 
 
 @cross_entropy.saved
 def _(logits, target, ignore_index, smoothing, reduction, upcast):
     rows, counts = logits.reshape(-1, logits.shape[-1]).float(), target != ignore_index
     label = rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
-    return torch.where(counts, torch.logsumexp(rows, 1), math.inf), label
+    return torch.stack([torch.where(counts, torch.logsumexp(rows, 1), math.inf), label])
 
 
 @cross_entropy.backward(plain=True)
 def _(saved, dloss):
     """Of a row that counts (softmax - (1 - smoothing) onehot - smoothing / v) · scale, else 0. In
-    plain torch: Inductor writes it over the logits where nobody else needs them. Target and scale
-    are left to a scatter afterwards: read for every logit, they would take longer than the logits.
+    plain torch: Inductor writes it over the logits where nobody else needs them. Where there are
+    many logits, target and scale are left to a scatter afterwards: read for every logit, they would
+    take longer than the logits. Where there are few, one launch more would take the host longer.
     """
     logits = saved.logits.reshape(-1, saved.logits.shape[-1])
-    lse, uniform = saved.lse[:, None], saved.smoothing / logits.shape[-1]
-    counts, scale = saved.target != saved.ignore_index, dloss.float()
+    lse, label = saved.rows[:, :, None]
+    uniform, onehot = saved.smoothing / logits.shape[-1], 1.0 - saved.smoothing
+    # which rows count is read from what is kept: a mask would be one more tensor to keep
+    scale, counts = dloss.float(), lse != math.inf
     if saved.reduction == "mean":
         # With no row that counts, the loss is NaN and the gradient 0. The sum is the forward's,
         # operator for operator: it is kept, and no kernel adds it up again.
-        scale = scale / counts.sum().clamp(min=1)
-    counts = counts[:, None]
+        scale = scale / (saved.target != saved.ignore_index).sum().clamp(min=1)
     if saved.reduction == "none":
         scale = torch.where(counts, scale[:, None], 0.0)
-    others = torch.exp(logits.float() - lse)
-    if saved.smoothing:
-        others = torch.where(lse == math.inf, others, others - uniform)
-    at = torch.exp(saved.label[:, None] - lse) - uniform - (1.0 - saved.smoothing)
-    at = torch.where(counts, at * scale, 0.0)
-    d = (
-        (others * scale)
-        .to(logits.dtype)
-        .scatter(1, torch.where(counts, saved.target[:, None], 0), at.to(logits.dtype))
-    )
+    target = torch.where(counts, saved.target[:, None], 0)
+    d = torch.exp(logits.float() - lse)
+    if statically_known_true(logits.numel() < FEW):
+        classes = torch.arange(logits.shape[-1], device=logits.device)
+        d = d - uniform - torch.where(classes == target, onehot, 0.0)
+        d = torch.where(counts, d * scale, 0.0).to(logits.dtype)
+    else:
+        if saved.smoothing:
+            d = torch.where(counts, d - uniform, d)
+        at = torch.where(counts, (torch.exp(label - lse) - uniform - onehot) * scale, 0.0)
+        d = (d * scale).to(logits.dtype).scatter(1, target, at.to(logits.dtype))
     return d.view(saved.logits.shape), None
 
 

@@ -48,9 +48,10 @@ def config(v: int, block: int, warps: int, stages: int) -> dict:
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float,
     how: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of each row the loss, the logarithm of the sum of its exponentials (infinity if its target is
-    ignored), and the target's logit: `[rows]` in fp32.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of each row the loss, `[rows]`, and what the gradient reads, `[2, rows]`: the logarithm of
+    the sum of its exponentials (infinity if its target is ignored), and the target's logit. In
+    fp32.
 
     logits is `[..., v]` in fp32, bf16 or fp16, its columns one element apart (else it is copied);
     target `[rows]` int64, contiguous. Grid: rows.
@@ -58,12 +59,13 @@ def forward(
     v = number(logits.shape[-1])
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
     x, rows, stride = as_rows(logits)
-    losses, lse, label = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(3))
+    losses = torch.empty(rows, dtype=torch.float32, device=x.device)
+    kept = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     launch(
-        cross_entropy_kernel, (rows,), x, target, losses, lse, label, ignore_index, smoothing,
+        cross_entropy_kernel, (rows,), x, target, losses, kept, ignore_index, smoothing,
         STRIDE=stride, V=v, LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
     )  # fmt: skip
-    return losses, lse, label
+    return losses, kept
 
 
 def gradient_in_place(
@@ -159,7 +161,7 @@ def gradient_of_row(
 # Bytes: logits once.
 @triton.jit
 def cross_entropy_kernel(
-    X, TARGET, LOSS, LSE, LABEL, ignore_index, smoothing,
+    X, TARGET, LOSS, KEPT, ignore_index, smoothing,
     STRIDE: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +172,8 @@ def cross_entropy_kernel(
     label = tl.load(X + target, (target >= 0) & (target < V), 0.0).to(tl.float32)
     loss = loss_of_row(top, sum, label, plain, smoothing, V, SMOOTH)
     tl.store(LOSS + row, tl.where(target == ignore_index, 0.0, loss))
-    tl.store(LSE + row, tl.where(target == ignore_index, float("inf"), tl.log(sum) + top))
-    tl.store(LABEL + row, label)
+    tl.store(KEPT + row, tl.where(target == ignore_index, float("inf"), tl.log(sum) + top))
+    tl.store(KEPT + tl.num_programs(0) + row, label)
 
 
 # Bytes: logits once, their gradient once; the second reading of a row comes from L2.
