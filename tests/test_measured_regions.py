@@ -184,7 +184,7 @@ def test_a_contest_compiles_and_times_both(training):
 
 
 def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
-    linear = nn.Linear(16, 16)
+    linear = nn.Linear(16, 16, bias=False)
 
     def fn(x, w):
         return F.layer_norm(linear(x) + linear(x + 1), (16,), w)
@@ -205,18 +205,24 @@ def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
         assert not held.clock.recent
 
 
-def test_beside_a_convolution_a_gain_must_be_larger(monkeypatch):
-    """What is copied to channels-last at the edge may be so already in the whole graph."""
+def test_beside_some_library_calls_a_gain_must_be_larger(monkeypatch):
+    """What is copied to channels-last at the edge may be so already in the whole graph; a bias that
+    Inductor adds is added in place.
+    """
     norm, first = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3)
+    batch, layer, bare = nn.BatchNorm1d(8).eval(), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
     seen = []
     monkeypatch.setattr(contests, "race", lambda *args: seen.append(args[-1]) or Race())
-    x = torch.randn(2, 8, 9, 9)
-    for fn in (lambda x: norm(first(x)).sin(), lambda x: norm(x).sin()):
-        (cut,) = cuts_of(fn, x, only="group_norm")
+    x, y = torch.randn(2, 8, 9, 9), torch.randn(4, 8)
+    cases = [(lambda x: norm(first(x)).sin(), x, "group_norm")]
+    cases += [(lambda x: norm(x).sin(), x, "group_norm")]
+    cases += [(lambda y: batch(layer(y)), y, "batch_norm")]
+    cases += [(lambda y: batch(bare(y)), y, "batch_norm")]
+    for fn, given, only in cases:
+        (cut,) = cuts_of(fn, given, only=only)
         with contest(cut) as held:
             held.against(cut.region.sites, 0.1)
-    beside, alone = seen
-    assert beside == 0.05 and alone == 0.02
+    assert seen == [0.05, 0.02, 0.05, 0.02]
 
 
 @pytest.mark.parametrize("gain, verdict", [(1.04, "same"), (1.06, "faster")])

@@ -145,6 +145,22 @@ def test_a_product_whose_rows_inductor_pads_belongs_to_the_region():
     assert names(region) == ["layer_norm", "sin"]
 
 
+def test_a_product_whose_bias_inductor_adds_in_the_region_belongs_to_it():
+    norm = nn.BatchNorm1d(16).eval()
+
+    def found(layer, after, only, dtype=torch.float32):
+        fn = nn.Sequential(layer, after).to(dtype)
+        _, (region,) = regions_of(fn, torch.randn(4, 16, dtype=dtype), only=only)
+        assert not region.problem
+        return names(region)
+
+    assert found(nn.Linear(16, 16), norm, "batch_norm") == ["linear", "batch_norm"]
+    assert found(nn.Linear(16, 16, bias=False), norm, "batch_norm") == ["batch_norm"]
+    assert found(nn.Linear(16, 16), norm, "batch_norm", torch.bfloat16) == ["batch_norm"]
+    # the sum with the bias has to be in memory for a reduction
+    assert found(nn.Linear(16, 16), nn.LayerNorm(16), "layer_norm") == ["layer_norm"]
+
+
 def test_a_convolution_on_a_shortcut_does_not():
     stem, first, second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
     norm = nn.GroupNorm(2, 8)
@@ -203,7 +219,8 @@ def test_what_is_written_at_an_index_is_not_in_a_region():
 
 
 def test_a_cast_of_an_argument_that_is_read_before_is_computed_again():
-    first, second, norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+    first, second = (nn.Linear(16, 16, bias=False) for _ in range(2))
+    norm = nn.LayerNorm(16)
 
     def fn(x):
         h = F.dropout(norm(first(x)), 0.1, False)
