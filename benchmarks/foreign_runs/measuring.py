@@ -74,9 +74,11 @@ def start(makes: dict[str, Callable], train: bool, device: torch.device, number:
 def compiled(
     step: Step, how: How, row: GraphRow, turns: Turns, device: torch.device
 ) -> dict[str, Callable]:
-    """The functions of the contenders, each compiled and called twice."""
-    functions = {}
-    for name, make in contenders(how.options).items():
+    """The functions of the contenders, each compiled and called twice; and Inductor's twin: the
+    same code once more, from the cache, for which Inductor may choose other configurations.
+    """
+    functions, makes = {}, contenders(how.options)
+    for name, make in {**makes, TWIN: makes[INDUCTOR]}.items():
         side = Side(name)
         row.sides.append(side)
         turns.at(f"compiling under {name}")
@@ -90,7 +92,8 @@ def compiled(
             row.status = NO_BASELINE if name == INDUCTOR else FAILED
             row.note = f"{name}: {side.note}"
             return functions
-    note_sites(row)
+        if name == FUSION:
+            note_sites(row)
     return functions
 
 
@@ -188,10 +191,7 @@ def times(
     step: Step, functions: dict[str, Callable], row: GraphRow, rounds: int, device: torch.device
 ) -> None:
     """Device time and wall time of each contender in turn, with Inductor's twin."""
-    calls = dict(functions)
-    calls[TWIN] = functions[INDUCTOR]
-    row.sides.append(Side(TWIN))
-    turns = {name: lambda args, f=f: step(f, args) for name, f in calls.items()}
+    turns = {name: lambda args, f=f: step(f, args) for name, f in functions.items()}
     whole = whole_calls(
         {name: lambda turn=turn: turn(step.inputs) for name, turn in turns.items()}, device, rounds
     )
