@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -36,7 +36,7 @@ from fusion_backend.measure.judge import Judge
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord, RuleCount
-from fusion_backend.rewrite.writer import rewrite
+from fusion_backend.rewrite.writer import Origins, rewrite
 
 
 @dataclasses.dataclass
@@ -55,7 +55,8 @@ class Scope:
     matches: list[Match] = dataclasses.field(default_factory=list)
     gate: Gate | None = None  # made by decide, as are the decisions
     decisions: list[Decision] = dataclasses.field(default_factory=list)
-    result: fx.GraphModule | None = None  # made by write
+    result: fx.GraphModule | None = None  # made by write, as are the next
+    origins: Origins = dataclasses.field(default_factory=dict)
 
     def scopes(self) -> Iterator[Scope]:
         """The bodies first, then this one."""
@@ -119,7 +120,8 @@ def write(top: Scope) -> None:
     """Decisions -> graphs with the accepted sites; the very same object where there are none."""
     for scope in top.scopes():
         bodies = {name: body.result for name, body in scope.bodies.items()}
-        scope.result = rewrite(scope.view, scope.canon, scope.decisions, scope.chains, bodies)
+        written = rewrite(scope.view, scope.canon, scope.decisions, scope.chains, bodies)
+        scope.result, scope.origins = written
 
 
 def fuse_graph(
@@ -128,10 +130,11 @@ def fuse_graph(
     record: GraphRecord,
     rules: list[Rule],
     compiles: bool = True,
+    done: Callable[[Scope, Judge], None] = lambda top, judge: None,
 ) -> tuple[fx.GraphModule, list[Decision]]:
     """Run all passes on one Dynamo graph. Returns the graph to compile, the same object when
     nothing was accepted, and every decision. `compiles`: it is compiled next, so that what is not
-    known may be measured.
+    known may be measured. `done` is called with what the passes have made.
     """
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
@@ -150,6 +153,7 @@ def fuse_graph(
         write(top)
         record.rewrite_s += time.thread_time() - started
         dumped.result(top)
+        done(top, judge)
     return top.result, [d for scope in top.scopes() for d in scope.decisions]
 
 

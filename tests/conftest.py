@@ -16,6 +16,7 @@ import pytest
 import torch._inductor.config
 
 import fusion_backend
+from fusion_backend import remembered
 
 from . import selection
 from .eager_kernels import eager_kernels
@@ -79,6 +80,7 @@ def fresh():
     torch.compiler.reset()
     fusion_backend.reset()
     torch.manual_seed(0)
+    remembered.USED = False  # what the passes do is tested; test_remembered.py switches it on
 
 
 @pytest.fixture(autouse=True)

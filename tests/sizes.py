@@ -6,8 +6,8 @@ import contextlib
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusion_backend import remembered
 from fusion_backend.compat.torch import fake_mode_of
-from fusion_backend.frontends import dynamo as backend
 from fusion_backend.frontends import explain as collect
 from fusion_backend.frontends import exported as export
 
@@ -55,7 +55,7 @@ def watched():
 
         return run
 
-    places = [(backend, "fuse_graph"), (collect, "fuse_graph"), (export, "fuse_module")]
+    places = [(remembered, "fuse_graph"), (collect, "fuse_graph"), (export, "fuse_module")]
     before = [getattr(module, name) for module, name in places]
     for (module, name), pass_ in zip(places, before, strict=True):
         setattr(module, name, watching(pass_))

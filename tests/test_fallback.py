@@ -229,8 +229,8 @@ def test_a_graph_that_dynamo_hands_over_again_is_told_once(xy, monkeypatch):
     monkeypatch.setattr(backend, "inductor_of_ours", again)
     gm = fx.symbolic_trace(lambda x: x.sin())
     monkeypatch.setattr(
-        backend,
-        "fuse_graph",
+        backend.remembered,
+        "fuse",
         lambda *given: (fx.symbolic_trace(lambda x: x.sin()), []),
     )
     for _ in range(5):

@@ -33,6 +33,18 @@ LOOSE = {
         "reporting",
         "rewrite",
     },
+    "remembered": {
+        "cache",
+        "compat",
+        "ir",
+        "kernels",
+        "measure",
+        "ops",
+        "options",
+        "pipeline",
+        "reporting",
+        "rewrite",
+    },
     "dump": {"pipeline", "ir", "reporting", "compat"},
 }
 # a library call in place: there is nothing to open up

@@ -1,4 +1,5 @@
-"""The templates of patterns on disk, next to Inductor's caches, as JSON: reading it runs no code.
+"""Files of ours next to Inductor's caches, as JSON, and the templates of patterns in them: reading
+runs no code.
 
 A file is read only where nobody else could have written it: folder and file belong to the user or
 the administrator, and nobody else may write to them. A file that cannot be read, because of another
@@ -51,14 +52,7 @@ def file_of(pattern: Definition) -> Path | None:
 def load(file: Path | None) -> dict | None:
     """The value that was stored, or None."""
     with contextlib.suppress(Exception):
-        for path in (file.parent, file):
-            if why := unsafe(path):
-                warn_once(
-                    f"templates in {path.parent}",
-                    f"fusion: traced patterns are not read from the cache: {why}",
-                )
-                return None
-        return decoded(json.loads(file.read_text()))
+        return decoded(read(file, "traced patterns"))
     return None
 
 
@@ -67,7 +61,27 @@ def store(file: Path | None, value: dict) -> None:
     traces the pattern again.
     """
     with contextlib.suppress(Exception):
-        content = json.dumps(encoded(value))
+        write(file, encoded(value))
+
+
+def read(file: Path | None, what: str):
+    """The JSON in a file of ours; None where there is none, where it is incomplete, or where
+    somebody else could have written it, which is warned about: `what` is not read.
+    """
+    with contextlib.suppress(Exception):
+        for path in (file.parent, file):
+            if why := unsafe(path):
+                told = f"fusion: {what} are not read from the cache: {why}"
+                warn_once(f"{what} in {path.parent}", told)
+                return None
+        return json.loads(file.read_text())
+    return None
+
+
+def write(file: Path | None, value) -> None:
+    """Write JSON to a file, whole or not at all. Where that cannot be, nothing is written."""
+    with contextlib.suppress(Exception):
+        content = json.dumps(value)
         file.parent.parent.mkdir(parents=True, exist_ok=True)
         file.parent.mkdir(mode=0o700, exist_ok=True)
         if unsafe(file.parent):

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import fx
 
+from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
@@ -18,7 +19,6 @@ from fusion_backend.compat.torch import (
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
-from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
 
@@ -58,12 +58,11 @@ class FusionBackend:
         plain = inductor(mode, theirs)
         try:
             with inductor_config.patch(plain.config):
-                new, decisions = fuse_graph(gm, ours, record, usable(patterns()))
+                new, used = remembered.fuse(gm, ours, record, patterns(), usable)
             reporting.log(record)
             if new is not gm:
-                used = {d.match.pattern for d in decisions if d.fused}
                 key = key_of(
-                    list(used),
+                    used,
                     [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)],
                 )
 

@@ -30,7 +30,7 @@ from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.bound import ENOUGH, bound, least, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
-from fusion_backend.measure.measuring import measured, unanswered
+from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, measured, unanswered
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
@@ -88,6 +88,8 @@ class Judge:
         self.least = 0.0  # what the graph takes at least, in bytes moved
         self.thread_s = 0.0  # of measuring, in the time of this thread
         self.proven: dict[tuple, Answer] = {}  # of sites that were faster, alone in their region
+        self.asked: dict[str, Answer | None] = {}  # what the store had, by the key of the class
+        self.settled = True  # would another process ask nothing else, and measure nothing?
 
     @property
     def active(self) -> bool:
@@ -120,6 +122,7 @@ class Judge:
         try:
             self.hear(gates)
         except Exception as error:
+            self.settled = False
             fault = f"measured answers cannot be used: {described(error)}"
             self.record.faults.append(fault)
             warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
@@ -229,15 +232,17 @@ class Judge:
 
     def own(self, c: Class) -> Answer:
         """What this process knows or measures."""
-        found = stored.seed().get(c.key or "")
-        if self.options.gate != "table" and c.key:
-            found = stored.store().get(c.key) or found
+        found = known_answer(c.key, self.options)
         if found is None and self.measures:
             if self.small(c):
-                return unanswered(c, SMALL_PART)
-            started = time.thread_time()
-            found = measured(c, self.options, self.record)
-            self.thread_s += time.thread_time() - started
+                found = unanswered(c, SMALL_PART)
+            else:
+                started = time.thread_time()
+                found = measured(c, self.options, self.record)
+                self.thread_s += time.thread_time() - started
+            self.settled &= bool(found.verdict) or final(c, found)
+        if c.key:
+            self.asked[c.key] = known_answer(c.key, self.options)
         return found or unanswered(c, "")
 
     def tell(self, c: Class, answer: Answer) -> list[Decision]:
@@ -284,6 +289,21 @@ class Judge:
     def later(self) -> bool:
         """Would a compilation measure what nobody has measured?"""
         return self.options.gate == "auto" and self.options.measure_s > 0 and not self.measures
+
+
+def known_answer(key: str | None, options: Options) -> Answer | None:
+    """What was measured before: by this user, or else for the package."""
+    found = stored.seed().get(key or "")
+    if options.gate != "table" and key:
+        found = stored.store().get(key) or found
+    return found
+
+
+def final(c: Class, answer: Answer) -> bool:
+    """Is there no verdict because there is nothing to measure? Then another process has none
+    either; where the time was up or too much noise, it may.
+    """
+    return bool(c.cut.region.problem) or answer.why in (SMALL_PART, ONE_SHORT_LAUNCH)
 
 
 def inside_of_lost(gate: Gate) -> bool:

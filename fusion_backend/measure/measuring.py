@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fusion_backend.measure.judge import Class
 
 
+ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
+
+
 class Allowance:
     """The seconds that this process has spent on measuring, for whichever graph."""
 
@@ -60,7 +63,7 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
     if c.cut.region.problem:
         return unanswered(c, c.cut.region.problem)
     if all(bound(d).hopeless for d in c.sites) and options.gate != "measure":
-        return unanswered(c, "it is one short launch, too little to gain from")
+        return unanswered(c, ONE_SHORT_LAUNCH)
     left, started = ALLOWANCE.left(options), time.perf_counter()
     if left <= 0:
         seconds = f"{options.measure_s:g} s"

@@ -65,7 +65,15 @@ class Answer:
         if self.seed:
             return f"measured on an {self.about.get('gpu', 'unknown GPU')}"
         today = datetime.date.today().isoformat()
-        return "measured today" if self.date == today else f"measured on {self.date}"
+        return TODAY if self.date == today else on_date(self.date)
+
+
+TODAY = "measured today"
+
+
+def on_date(date: str) -> str:
+    """What is said of an answer of another day."""
+    return f"measured on {date}"
 
 
 TYPES = {

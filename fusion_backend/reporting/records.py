@@ -140,7 +140,8 @@ class GraphRecord:
     copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
     one site. operators: the names of its operators, with how many there are of each. broken: the
     user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
-    verified: what `fusion.verify` has found, in words.
+    verified: what `fusion.verify` has found, in words. remembered: an earlier process has decided
+    it, and its passes did not run.
     """
 
     nodes: int
@@ -160,6 +161,7 @@ class GraphRecord:
     operators: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     broken: tuple[str, str] | None = None
     verified: str = ""
+    remembered: bool = False
 
     def __repr__(self) -> str:
         fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)

@@ -144,7 +144,8 @@ def log(record: GraphRecord) -> None:
         print(
             f"[fusion] {record.nodes} nodes: capture {record.capture_s:.3f} s, match "
             f"{record.match_s:.3f} s, measure {record.measure_s:.3f} s, "
-            f"rewrite {record.rewrite_s:.3f} s; copied verbatim: {record.copied or 'nothing'}",
+            f"rewrite {record.rewrite_s:.3f} s{', as decided before' * record.remembered}; "
+            f"copied verbatim: {record.copied or 'nothing'}",
             file=sys.stderr,
         )
 

@@ -35,21 +35,26 @@ from fusion_backend.rewrite.recompute import MARK, computed_again
 CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
 
 
+# New node -> the Dynamo node that it is of, and whether it is a copy of that.
+Origins = dict[fx.Node, tuple[fx.Node, bool]]
+
+
 def rewrite(
     view: View,
     canon: Canon,
     decisions: list[Decision],
     chains: dict,
     bodies: dict[str, fx.GraphModule],
-) -> fx.GraphModule:
+) -> tuple[fx.GraphModule, Origins]:
     """The Dynamo graph with the accepted sites written in, or the very same object when there is
-    nothing to write.
+    nothing to write; and where its nodes come from.
     """
     accepted = [d for d in decisions if d.fused]
     bodies = {k: b for k, b in bodies.items() if b is not operator.attrgetter(k)(view.source)}
     if not accepted and not bodies:
-        return view.source
-    return Writer(view, canon, chains).write(accepted, bodies)
+        return view.source, {}
+    writer = Writer(view, canon, chains)
+    return writer.write(accepted, bodies), writer.origins
 
 
 def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
@@ -134,6 +139,7 @@ class Writer:
         self.touched: set[fx.Node] = set()  # Dynamo nodes
         # view nodes that a library call no longer reads, and what they are made of
         self.dropped: set[fx.Node] = set()
+        self.origins: Origins = {}
 
     def write(self, accepted: list[Decision], bodies: dict[str, fx.GraphModule]) -> fx.GraphModule:
         self.again = computed_again(self.view, accepted)
@@ -151,12 +157,7 @@ class Writer:
         graph = self.emit()
         source = self.view.source
         new = module_of(graph, source)
-        for name, child in source.named_children():
-            if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
-                # Inductor changes graphs in place: the source stays as it was
-                new.set_submodule(name, copied(child))
-        for name, body in bodies.items():
-            new.set_submodule(name, body)
+        copied_bodies(new, source, bodies)
         graph.lint()
         return new
 
@@ -244,6 +245,7 @@ class Writer:
             )
             if d not in self.touched and not gone:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
+                self.origins[dynamo[d]] = d, True
                 if self.only_computes(d):
                     unneeded.add(dynamo[d])
                 keep_source(dynamo[d], d)
@@ -265,6 +267,8 @@ class Writer:
                 dynamo[d].meta["example_value"] = d.meta["example_value"]
             self.rename(d, dynamo, names)
             self.repoint(d, dynamo, atens)
+            new = itertools.takewhile(lambda n: n not in self.origins, reversed(graph.nodes))
+            self.origins |= {n: (d, False) for n in [*new]}
         for n in reversed(list(graph.nodes)):
             if not n.users and (n in unneeded or (n.op == "call_function" and dead_if_unused(n))):
                 graph.erase_node(n)
@@ -308,6 +312,19 @@ class Writer:
                     for earlier in self.holders.get(held, ()):
                         if earlier in dynamo:
                             dynamo[earlier] = atens[self.now(m)]
+
+
+def copied_bodies(
+    new: fx.GraphModule, source: fx.GraphModule, bodies: dict[str, fx.GraphModule]
+) -> None:
+    """Give a rewritten graph its bodies: those that were rewritten, and copies of the others, for
+    Inductor changes graphs in place, and the source stays as it was.
+    """
+    for name, child in source.named_children():
+        if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
+            new.set_submodule(name, copied(child))
+    for name, body in bodies.items():
+        new.set_submodule(name, body)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

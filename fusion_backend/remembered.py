@@ -1,0 +1,176 @@
+"""Graphs that were decided before. Of a Dynamo graph that an earlier process has decided, only the
+result is written: capture, match and decide are left out.
+
+A graph is kept as soon as nothing of it is left to measure. Its key has everything that a decision
+depends on, but for measured answers: those that were asked for are looked up again, and where one
+has changed, the graph is decided anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from fusion_backend.cache import disk
+from fusion_backend.cache.fingerprint import fingerprint
+from fusion_backend.cache.graph_text import Unnamed, devices_of, graph_text
+from fusion_backend.cache.identity import own_sources
+from fusion_backend.compat.state import inside_functorch, state_of_torch
+from fusion_backend.compat.torch import cache_folder, default_store, torch_version, trace_artifact
+from fusion_backend.compat.triton import triton_version
+from fusion_backend.ir.rules import foreign_rules
+from fusion_backend.kernels.common.launch import interpreting
+from fusion_backend.kernels.common.reachable import make_known
+from fusion_backend.kernels.common.target import TARGET
+from fusion_backend.measure.judge import Judge, known_answer
+from fusion_backend.measure.key import inductor_settings
+from fusion_backend.measure.store import TODAY, Answer, on_date
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.registry import OPS
+from fusion_backend.ops.rule import Rule
+from fusion_backend.options import Options
+from fusion_backend.pipeline import Scope, fuse_graph
+from fusion_backend.reporting.records import GraphRecord, Miss, Site
+from fusion_backend.rewrite.recipe import NoRecipe, rebuilt, recipe_of
+
+USED = True  # False: every graph is decided anew
+FORMAT = 1
+
+
+def fuse(
+    gm: fx.GraphModule,
+    options: Options,
+    record: GraphRecord,
+    known: list[Rule],
+    usable: Callable[[list[Rule]], list[Rule]],
+) -> tuple[fx.GraphModule, list[Rule]]:
+    """`fuse_graph`, unless an earlier process has decided this very graph. Returns the graph to
+    compile and the rules that it uses. `usable` leaves out those that cannot be traced, which takes
+    time and is asked for only where the passes run.
+    """
+    file = file_of(gm, options, known)
+    started = time.thread_time()
+    if found := recall(file, gm, options, record, known):
+        record.rewrite_s = time.thread_time() - started
+        return found
+
+    def done(top: Scope, judge: Judge) -> None:
+        keep(file, top, judge, record)
+
+    new, decisions = fuse_graph(gm, options, record, usable(known), done=done)
+    return new, [*{d.match.pattern.name: d.match.pattern for d in decisions if d.fused}.values()]
+
+
+def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | None:
+    """Where the decided graph is kept. None where it is not: Inductor's caches are off, something
+    in it or in a pattern has no name that holds in every process, a size is dynamic, or several
+    ranks decide together.
+    """
+    folder = cache_folder()
+    together = default_store()[0] is not None
+    if not USED or folder is None or together or options.dump is not None or inside_functorch():
+        return None
+    if TARGET.get() is not None:
+        return None
+    prints = [fingerprint(known) for known in (*rules, foreign_rules())]
+    settings, sources = inductor_settings(), own_sources()
+    if settings is None or sources is None or any(p.opaque for p in prints):
+        return None
+    try:
+        text = graph_text(gm)
+    except Unnamed:
+        return None
+    parts = [text, str(options), options.measure_s, state_of_torch(), settings, sources]
+    parts += [torch_version(), triton_version(), sys.version, interpreting()]
+    parts += [[r.name for r in rules], [p.digest for p in prints], torch.cuda.is_available()]
+    parts += [about_gpu(device) for device in devices_of(gm)]
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return Path(folder) / "fusion" / f"graph-{digest}.json"
+
+
+def about_gpu(device: torch.device) -> tuple:
+    """What kernels are chosen by."""
+    about = torch.cuda.get_device_properties(device)
+    numbers = about.major, about.minor, about.multi_processor_count
+    return about.name, *numbers, about.shared_memory_per_block_optin, about.total_memory
+
+
+def recall(
+    file: Path | None, gm: fx.GraphModule, options: Options, record: GraphRecord, rules: list[Rule]
+) -> tuple[fx.GraphModule, list[Rule]] | None:
+    """The graph as it was written then, and the rules that it uses; the record is filled as it was.
+    None where nothing is kept, or not as things are now.
+    """
+    kept = disk.read(file, "decided graphs") if file is not None else None
+    try:
+        if kept is None or kept["format"] != FORMAT or not current(kept, options, record):
+            return None
+        by_name = {rule.name: rule for rule in rules}
+        used, ops = [by_name[name] for name in kept["rules"]], [OPS[name] for name in kept["ops"]]
+        for op in ops:
+            operator_of(op)  # so that torch has it
+        new = rebuilt(kept["recipe"], gm)
+        sites = [Site(**{**s, "nodes": tuple(s["nodes"])}) for s in kept["sites"]]
+        misses = [Miss(**m) for m in kept["misses"]]
+        about = kept["about"]
+        for name in ("training", "copied", "operators"):
+            setattr(record, name, about[name])
+    except (NoRecipe, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError):
+        return None  # another version's, or not ours
+    today = datetime.date.today().isoformat()
+    for s in sites:
+        s.reason = (
+            s.reason if kept["date"] == today else s.reason.replace(TODAY, on_date(kept["date"]))
+        )
+    make_known(fn for op in ops for fn in (op.kernel_fn, op.backward_fn))
+    record.sites, record.misses, record.remembered = sites, misses, True
+    trace_artifact("fusion_remembered", lambda: "\n".join(map(str, sites)))
+    return new, used
+
+
+def current(kept: dict, options: Options, record: GraphRecord) -> bool:
+    """Are the measured answers those that led to the decisions?"""
+    if Judge(options, record, True).active != kept["active"]:
+        return False
+    return all(named(known_answer(k, options)) == then for k, then in kept["asked"].items())
+
+
+def named(answer: Answer | None) -> str:
+    if answer is None:
+        return ""
+    return hashlib.sha256(f"{answer.seed} {answer.to_json()}".encode()).hexdigest()[:16]
+
+
+def keep(file: Path | None, top: Scope, judge: Judge, record: GraphRecord) -> None:
+    """Keep a decided graph, unless a later process would decide more of it, or give a warning."""
+    decisions = [d for scope in top.scopes() for d in scope.decisions]
+    failed = record.faults or any(d.failure for d in decisions)
+    if file is None or failed or not judge.settled:
+        return
+    fused = [d for d in decisions if d.fused]
+    origins = {s.result: s.origins for s in top.scopes() if s.origins}
+    try:
+        recipe = recipe_of(top.result, top.view.source, origins)
+    except NoRecipe:
+        return
+    kept = {
+        "format": FORMAT,
+        "date": datetime.date.today().isoformat(),
+        "active": judge.active,
+        "asked": {key: named(answer) for key, answer in judge.asked.items()},
+        "rules": [*dict.fromkeys(d.match.pattern.name for d in fused)],
+        "ops": [*dict.fromkeys(d.op.name for d in fused if d.op is not None)],
+        "recipe": recipe,
+        "sites": [dataclasses.asdict(s) for s in record.sites],
+        "misses": [dataclasses.asdict(m) for m in record.misses],
+        "about": {k: getattr(record, k) for k in ("training", "copied", "operators")},
+    }
+    disk.write(file, kept)

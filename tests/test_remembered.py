@@ -1,0 +1,410 @@
+"""A graph that was decided before is written without capture, match and decide, and is the same."""
+
+import dataclasses
+import datetime
+import json
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fusion_backend
+from fusion_backend import remembered
+from fusion_backend.cache.graph_text import Unnamed, graph_text
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.kernels.common import launch as launching
+from fusion_backend.kernels.common.reachable import kernels_of
+from fusion_backend.measure import store
+from fusion_backend.ops.operator import call
+from fusion_backend.ops.registry import OPS, unregister
+from fusion_backend.options import Options
+from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.rewrite.recipe import NoRecipe, read_back, rebuilt, recipe_of, target_of
+from fusion_backend.rewrite.recompute import MARK
+
+from .measured_cases import Block, as_on_a_gpu
+
+X = torch.randn(4, 16)
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch, tmp_path):
+    """Graphs are kept in a folder of the test."""
+    monkeypatch.setattr(remembered, "USED", True)
+    monkeypatch.setattr(remembered, "cache_folder", lambda: str(tmp_path))
+    return tmp_path / "fusion"
+
+
+def norms(x):
+    return F.layer_norm(x.sin(), (16,)) + F.softmax(x, -1) * F.rms_norm(x, (16,))
+
+
+def once(fn, *inputs, dynamic=None, **options) -> tuple[list[GraphRecord], list]:
+    """What the backend does to a function that is compiled anew: its records, and the graphs."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        given = Options(**{"gate": "always", **options})
+        record = GraphRecord(len(gm.graph.nodes))
+        new, used = remembered.fuse(gm, given, record, patterns(), usable)
+        records.append(record)
+        graphs.append((new, [rule.name for rule in used]))
+        return new.forward
+
+    records: list[GraphRecord] = []
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    return records, graphs
+
+
+def again(fn, *inputs, **options) -> bool:
+    """Is a function that was decided before remembered, when it is asked for like this?"""
+    records, _ = once(fn, *inputs, **options)
+    return all(record.remembered for record in records)
+
+
+def same_graph(first: torch.fx.GraphModule, second: torch.fx.GraphModule) -> None:
+    assert first.code == second.code
+    for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
+        assert (a.op, a.name, str(a.target)) == (b.op, b.name, str(b.target))
+        keys = ("stack_trace", "nn_module_stack", "custom", "recompute", "fusion")
+        assert [a.meta.get(k) for k in keys] == [b.meta.get(k) for k in keys]
+        ours = [n.meta.get("ac_graph_id") == MARK["ac_graph_id"] for n in (a, b)]
+        assert ours[0] == ours[1]
+    for name, child in first.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            same_graph(child, second.get_submodule(name))
+
+
+def in_place(x):
+    y = x.exp()
+    y.add_(1).mul_(2)
+    return F.layer_norm(y, (16,)) * y
+
+
+def parts(x):
+    a, b = (x * 2).split(8, -1)
+    return F.softmax(a, -1) + b, torch.sigmoid(a) * b
+
+
+CHECKPOINTED = nn.Linear(16, 16)
+
+
+def checkpointed(x):
+    def body(y):
+        return F.layer_norm(CHECKPOINTED(y), (16,)).relu()
+
+    return checkpoint(body, x, use_reentrant=False) * 2
+
+
+def dropped(x):
+    return F.layer_norm(F.dropout(x, 0.5, True) + x, (16,))
+
+
+def nothing(x):
+    return x.sin() + 1
+
+
+CASES = [norms, in_place, parts, checkpointed, dropped, nothing]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
+def test_it_is_written_as_it_was(fn, training, monkeypatch):
+    x = X.clone().requires_grad_(training)
+    first, before = once(fn, x)
+    assert not any(record.remembered for record in first)
+    monkeypatch.setattr(remembered, "fuse_graph", None)  # no pass runs
+    second, after = once(fn, x)
+    assert all(record.remembered for record in second)
+    for (old, used), (new, used_again) in zip(before, after, strict=True):
+        same_graph(old, new)
+        assert used == used_again
+    for old, new in zip(first, second, strict=True):
+        assert old.sites == new.sites and old.misses == new.misses
+        assert (old.training, old.operators) == (new.training, new.operators)
+    assert any(s.fused for r in first for s in r.sites) or fn is nothing
+
+
+def test_a_model_has_the_same_results_report_and_place_in_caches(
+    monkeypatch, tmp_path, scalar_code
+):
+    model, x = Block().eval(), torch.randn(2, 6, 16)
+    options, seen = {"fusion.gate": "always"}, []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        torch._dynamo.reset()
+        fusion_backend.reset()
+        counters.clear()
+        compiled = torch.compile(model, backend="fusion", dynamic=False, options=options)
+        with torch.no_grad():  # a graph with a backward is cached when that is compiled
+            result = compiled(x)
+        seen.append((result, str(fusion_backend.report())))
+    assert [g.remembered for g in fusion_backend.report().graphs] == [True]
+    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def with_precision(fn):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
+    try:
+        return fn()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def with_setting(fn):
+    with torch._inductor.config.patch(fallback_random=True):
+        return fn()
+
+
+def with_gradients(fn):
+    with torch.no_grad():
+        return fn()
+
+
+def norms_elsewhere(x):
+    return F.layer_norm(x.sin(), (16,)) + F.softmax(x, -1) * F.rms_norm(x, (16,))
+
+
+OTHER = {
+    "shape": lambda: again(norms, torch.randn(5, 16), dynamic=False),
+    "dtype": lambda: again(norms, X.bfloat16()),
+    "strides": lambda: again(norms, torch.randn(16, 4).t()),
+    "gradient": lambda: again(norms, X.clone().requires_grad_()),
+    "option": lambda: again(norms, X, skip=("softmax",)),
+    "gate": lambda: again(norms, X, gate="never"),
+    "line": lambda: again(norms_elsewhere, X),
+    "precision": lambda: with_precision(lambda: again(norms, X)),
+    "setting": lambda: with_setting(lambda: again(norms, X)),
+    "grad mode": lambda: with_gradients(lambda: again(norms, X)),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_a_decision_depends_on_is_asked(what):
+    once(norms, X)
+    assert again(norms, X)
+    assert not OTHER[what]()
+
+
+def test_memory_that_arguments_share_is_asked():
+    def add(x, y):
+        return F.softmax(x, -1) + y
+
+    both = torch.randn(4, 32)
+    once(add, X, X + 1)
+    assert again(add, X, X + 1)
+    assert not again(add, both[:, :16], both[:, 16:])
+
+
+def test_a_pattern_that_is_defined_anew_is_asked():
+    def define(function):
+        @fusion_backend.Pattern
+        def remembered_clip(x: torch.Tensor, limit: float) -> torch.Tensor:
+            return limit * function(x / limit)
+
+    try:
+        define(torch.tanh)
+        once(norms, X)
+        assert again(norms, X)
+        unregister("remembered_clip")
+        assert not again(norms, X)
+        define(torch.atan)
+        assert not again(norms, X)
+    finally:
+        unregister("remembered_clip")
+
+
+def test_a_graph_without_a_name_for_everything_is_decided_each_time(memory):
+    def own(x):
+        return F.softmax(x, -1)
+
+    for _ in range(2):
+        assert not again(own, torch.randn(5, 7), dynamic=True)
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    graph.graph.call_function(lambda x: x)
+    with pytest.raises(Unnamed, match="lambda"):
+        graph_text(graph)
+    assert not list(memory.glob("graph-*"))
+
+
+@pytest.mark.parametrize("what", ["caches", "dump", "ranks"])
+def test_where_nothing_is_kept(what, monkeypatch, memory, tmp_path):
+    options = {}
+    if what == "caches":
+        monkeypatch.setattr(remembered, "cache_folder", lambda: None)
+    elif what == "ranks":
+        monkeypatch.setattr(remembered, "default_store", lambda: (object(), 0))
+    else:
+        options["dump"] = str(tmp_path / "dump")
+    once(norms, X, **options)
+    assert not again(norms, X, **options)
+    assert not list(memory.glob("graph-*"))
+
+
+def test_a_fault_is_told_in_every_process(monkeypatch):
+    def failing(self, match):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as m:
+        m.setattr("fusion_backend.decide.gate.Gate.decided", failing)
+        with pytest.warns(RuntimeWarning, match="planted"):
+            once(norms, X)
+    assert not again(norms, X)
+    assert again(norms, X)
+
+
+def entry_of(memory):
+    (file,) = memory.glob("graph-*.json")
+    return file
+
+
+def test_an_entry_that_is_cut_off_or_changed_is_decided_anew(memory):
+    _, ((first, _),) = once(norms, X)
+    file = entry_of(memory)
+    text = file.read_text()
+    for end in range(0, len(text), 97):
+        file.write_text(text[:end])
+        _, ((graph, _),) = once(norms, X)
+        assert graph.code == first.code
+        assert file.read_text() == text
+    kept = json.loads(text)
+    changed = [kept | {"format": 0}, kept | {"recipe": [[["x", 99, 0, []]], {}]}, [], {}, 3]
+    changed += [kept | {"ops": ["no_such_op"]}, kept | {"rules": ["no_such_rule"]}]
+    changed += [{k: v for k, v in kept.items() if k != missing} for missing in kept]
+    nodes = kept["recipe"][0]
+    call = next(i for i, entry in enumerate(nodes) if len(entry) > 4)
+    nodes[call][3] = "os.system"
+    changed.append(kept)
+    for value in changed:
+        file.write_text(json.dumps(value))
+        records, ((graph, _),) = once(norms, X)
+        assert not records[0].remembered and graph.code == first.code
+
+
+def test_a_folder_that_others_may_write_to_is_not_read(memory):
+    once(norms, X)
+    memory.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="decided graphs are not read"):
+        assert not again(norms, X)
+
+
+def test_a_recipe_names_operators_of_aten_and_ours_alone():
+    for name in ("os.system", "prim.device.default", "profiler._record_function_enter.default"):
+        with pytest.raises(NoRecipe):
+            target_of(name)
+    assert target_of("getitem") is operator.getitem
+    assert target_of("aten.add.Tensor") is torch.ops.aten.add.Tensor
+    with pytest.raises(NoRecipe):
+        read_back(["dtype", "nn"], [])
+
+
+def test_a_constant_in_place_of_a_node_is_written_down():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.add, (x, x), {"alpha": 2})
+    graph.output(y)
+    source = torch.fx.GraphModule(nn.Module(), graph)
+    new = torch.fx.Graph()
+    a = new.placeholder("x")
+    b = new.call_function(torch.add, (a, 3.5), {"alpha": 2}, name=y.name)
+    new.output(b)
+    rewritten = torch.fx.GraphModule(nn.Module(), new)
+    nodes = zip(new.nodes, graph.nodes, strict=True)
+    origins = {rewritten: {n: (d, True) for n, d in nodes}}
+    recipe = json.loads(json.dumps(recipe_of(rewritten, source, origins)))
+    assert rebuilt(recipe, source).code == rewritten.code
+
+
+# Measured answers
+
+
+def causal(q, k, v):
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).sin()
+
+
+QKV = [torch.randn(2, 2, 6, 8) for _ in range(3)]
+GATE = {"gate": "auto", "measure_s": 20.0}
+
+
+def measured(monkeypatch, tmp_path):
+    return as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5)
+
+
+def test_a_graph_is_kept_once_all_of_it_is_measured(monkeypatch, tmp_path):
+    with measured(monkeypatch, tmp_path) as stub:
+        (first,), _ = once(causal, *QKV, **GATE)
+        assert first.measured == 1 and not first.remembered
+        (second,), _ = once(causal, *QKV, **GATE)
+        assert second.remembered and second.measured == 0 and len(stub.asked) >= 1
+        assert [s.reason for s in first.sites] == [s.reason for s in second.sites]
+        assert "measured today" in second.sites[0].reason
+
+
+@pytest.mark.parametrize("why", ["noise", "time"])
+def test_a_graph_with_something_left_to_measure_is_not_kept(why, monkeypatch, tmp_path):
+    options = GATE | ({"measure_s": 1e-9} if why == "time" else {})
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: (0.5, 1.0)):
+        for _ in range(2):
+            assert not again(causal, *QKV, **options)
+
+
+def test_an_answer_that_changes_is_heard(monkeypatch, tmp_path):
+    with measured(monkeypatch, tmp_path):
+        once(causal, *QKV, **GATE)
+        assert again(causal, *QKV, **GATE)
+        (answer,) = store.store().all()
+        store.store().put(dataclasses.replace(answer, take=("",), verdict="slower", ratio=0.5))
+        (record,), _ = once(causal, *QKV, **GATE)
+        assert not record.remembered and not any(s.fused for s in record.sites)
+        assert again(causal, *QKV, **GATE)
+        store.store().clear()
+        (record,), _ = once(causal, *QKV, **GATE)
+        assert not record.remembered and record.measured == 1
+
+
+def test_answers_that_come_where_there_were_none_are_heard(monkeypatch, tmp_path):
+    options = GATE | {"measure_s": 0.0}
+    with measured(monkeypatch, tmp_path):
+        once(causal, *QKV, **options)
+        assert again(causal, *QKV, **options)
+        once(causal, *QKV, **GATE)  # measures, and keeps its answer
+        (record,), _ = once(causal, *QKV, **options)
+        assert not record.remembered and "measured today" in record.sites[0].reason
+
+
+def test_yesterdays_measurement_is_not_called_todays(monkeypatch, tmp_path, memory):
+    with measured(monkeypatch, tmp_path):
+        once(causal, *QKV, **GATE)
+        file = entry_of(memory)
+        kept = json.loads(file.read_text())
+        kept["date"] = (datetime.date.today() - datetime.timedelta(1)).isoformat()
+        file.write_text(json.dumps(kept))
+        (record,), _ = once(causal, *QKV, **GATE)
+        assert record.remembered
+        assert f"measured on {kept['date']}" in record.sites[0].reason
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "softmax", "group_norm", "cross_entropy", "add_mul"]
+)
+def test_the_kernels_of_an_op_are_found_in_its_code(name, monkeypatch):
+    launched = []
+
+    def interpreted(kernel):
+        launched.append(kernel)
+        return True
+
+    monkeypatch.setattr(launching, "interpreted", interpreted)
+    patterns()
+    op = OPS[name]
+    inputs = op.inputs_fn(lambda *shape: torch.randn(*shape).requires_grad_(), **op.cases[0])
+    call(op, tuple(inputs)).float().sum().backward()
+    assert launched and {*launched} <= kernels_of([op.kernel_fn, op.backward_fn])
