@@ -79,6 +79,8 @@ def add_contenders(add) -> None:
     add("--gate", choices=GATES, help=gate)
     seconds = "the option fusion.measure_s, for each model anew (default: 20)"
     add("--measure-s", type=float, default=20.0, metavar="S", help=seconds)
+    unmeasured = "leave out the answers that ship with the package, as for a model of your own"
+    add("--without-seed", action="store_true", help=unmeasured)
     verify = "the option fusion.verify: the compile time has what its comparison costs"
     add("--verify", action="store_true", help=verify)
     add("--max-autotune", action="store_true", help="one more contender, which compiles slowly")

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import re
+import statistics
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,7 @@ from benchmarks.records.rows import FAILED, ModelContender
 from fusion_backend.compat.torch import clear_caches
 from fusion_backend.measure import measuring, store
 
+WARM = 3  # compilations with a filled cache
 # contenders that have compiled something in this process, and for training
 STARTED: set[tuple[str, bool]] = set()
 
@@ -72,9 +74,14 @@ def compile_all(
     folder: str,
     say,
 ) -> None:
-    """Compile every contender, each in a cache of its own, and note how long it took."""
+    """Compile every contender, each in a cache of its own, and note how long it took: with a
+    filled cache the median of several times, which differ by some percent.
+    """
     answers = store.store()  # the user's, before each contender has its own
-    for turn in ("cold", "warm") if plan.cold else ("cold",):
+    turns = ("cold", *["warm"] * WARM) if plan.cold else ("cold",)
+    took: dict[str, list[float]] = {}
+    for number, turn in enumerate(turns, 1):
+        stays = number == len(turns)
         for name, step in steps.items():
             one = found[name]
             if one.status == FAILED:
@@ -83,15 +90,18 @@ def compile_all(
                 say(f"{name}: compiling" + (" with a filled cache" if turn == "warm" else ""))
             # Compiled code is kept by function, so a reset takes that of all contenders: only while
             # none is to stay.
-            if plan.cold and turn == "cold":
+            if not stays:
                 torch.compiler.reset()
             if name == "fusion":
                 fusion_backend.reset()
                 measuring.ALLOWANCE.took.clear()  # as in a process of its own
             with failing(one), cache_in(f"{folder}/{name}"):
                 seconds = seconds_to_compile(step, device)
-                if name != "eager":
-                    setattr(one, f"{turn}_s", seconds)
+                if name != "eager" and turn == "cold":
+                    one.cold_s = seconds
+                elif name != "eager":
+                    took.setdefault(name, []).append(seconds)
+                    one.warm_s = statistics.median(took[name])
                 if name == "fusion" and plan.keep_answers:
                     for answer in store.store().all():
                         answers.put(answer)
@@ -100,7 +110,7 @@ def compile_all(
                 graphs = fusion_backend.report().graphs
                 classes = sum(g.measured for g in graphs)
                 one.measured[turn] = [classes, sum(g.measure_s for g in graphs)]
-        if turn == "cold" and plan.cold:
+        if not stays:
             torch.compiler.reset()
 
 

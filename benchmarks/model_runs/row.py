@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from benchmarks.subjects import own_model
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from benchmarks.subjects.subject import INFER, TRAIN, Problem, Subject
 from fusion_backend.frontends.own_model import where
+from fusion_backend.measure import store
 
 EXACT = {"fp32": torch.float32, "fp64": torch.float64, "none": None}
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,6 +79,9 @@ def measured(
     says why. It is timed inside of `alone`.
     """
     say("building")
+    if args.without_seed:
+        store.SEED = Path(os.devnull)
+        store.seed.cache_clear()
     try:
         subject = subject_of(job, args, device)
     except Problem as problem:
@@ -95,6 +101,7 @@ def measured(
         gate=gate,
         verify="on" if args.verify else None,
         measure_s=args.measure_s if gate == "auto" else None,
+        seed="left out" if args.without_seed else None,
         parameters=sum(p.numel() for p in subject.model.parameters()),
     )
     plan = Plan(

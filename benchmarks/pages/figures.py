@@ -12,7 +12,7 @@ from collections.abc import Callable
 from benchmarks.pages.foreign_figures import foreign
 from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept
 from benchmarks.pages.markdown import where, wrapped
-from benchmarks.pages.model_figures import models, shares
+from benchmarks.pages.model_figures import compile_times, models, shares
 from benchmarks.pages.pattern_figures import by_pattern, losses, memory, named_rows, summary
 from benchmarks.records.runs import Run
 
@@ -36,6 +36,7 @@ FIGURES = {
     "memory": Figure(("patterns",), memory),
     "losses": Figure(("patterns", "models"), losses),
     "models": Figure(("models",), models),
+    "compile-times": Figure(("models",), compile_times),
     "shares": Figure(("models",), shares),
     "foreign": Figure(("foreign",), foreign),
     "compared": Figure(("compare",), compared),

@@ -41,6 +41,26 @@ def models(run: Run, names: list[str]) -> str:
     return models_table(of_names(run.rows, names, model_name))
 
 
+def compile_times(run: Run, names: list[str]) -> str:
+    """Seconds to compile with empty and with filled caches, and what the gate measured."""
+    lines = []
+    for row in of_names(run.rows, names, model_name):
+        one, two = row.of("inductor"), row.of("fusion")
+        if not one or not two or None in (one.cold_s, two.cold_s, one.warm_s, two.warm_s):
+            continue
+        (cold, seconds), (warm, _) = two.measured["cold"], two.measured["warm"]
+        times = [f"{c:.2f}" for c in (one.cold_s, two.cold_s, one.warm_s, two.warm_s)]
+        times.insert(2, f"{two.cold_s / one.cold_s:.2f}")
+        times.append(f"{two.warm_s / one.warm_s:.2f}")
+        lines.append([model_name(row), *times, f"{cold} in {seconds:.1f} s", str(warm)])
+    heads = [
+        f"{turn} {name}"
+        for turn in ("cold", "warm")
+        for name in ("Inductor s", "fusion s", "ratio")
+    ]
+    return table(["model", *heads, "measured cold", "measured warm"], lines)
+
+
 def shares(run: Run, names: list[str]) -> str:
     """Milliseconds of a step's kernels by class, plain Inductor → fusion."""
     rows = [
