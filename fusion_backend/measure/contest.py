@@ -21,8 +21,8 @@ from fusion_backend.measure.inputs import made_up, nbytes
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
 TIMING_S = 2.0  # for one race
-# The gain that counts beside a convolution: what a region reads is as the graph has it, and Inductor
-# copies it to channels-last, which in the whole graph it may be already.
+# The gain that counts beside a convolution: what a region reads is as the graph has it, and
+# Inductor copies it to channels-last, which in the whole graph it may be already.
 WORTH_OF_LAYOUT = 0.05
 # Beside a product whose bias Inductor adds: it does so in place, and the next product finds more in
 # L2. A batch norm that gained 6 % with its product on an H200 lost 3.5 % in its graph.
