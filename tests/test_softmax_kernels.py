@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusion_backend.patterns.cross_entropy as cross_entropies
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.softmax import backward as softmax_backward
 from fusion_backend.kernels.softmax import forward as softmax
@@ -96,7 +97,10 @@ def test_softmax_of_programs_that_walk_through_rows():
     "reduction, smoothing", list(itertools.product(("mean", "sum", "none"), (0.0, 0.1)))
 )
 @pytest.mark.parametrize("v", [1, 100, 9001])
-def test_cross_entropy(v, reduction, smoothing, dtype):
+@pytest.mark.parametrize("large", [False, True])
+def test_cross_entropy(large, v, reduction, smoothing, dtype, monkeypatch):
+    if large:  # the gradient of many logits
+        monkeypatch.setattr(cross_entropies, "FEW", 0)
     target = torch.arange(5) * 7 % v
     target[1] = -100
     for upcast in ("none", "fp32"):
@@ -113,15 +117,18 @@ def test_cross_entropy(v, reduction, smoothing, dtype):
 
 
 @runs_kernels
-def test_cross_entropy_as_torch_has_it():
+@pytest.mark.parametrize("large", [False, True])
+def test_cross_entropy_as_torch_has_it(large, monkeypatch):
+    if large:
+        monkeypatch.setattr(cross_entropies, "FEW", 0)
     kernel = FUSION_RULES["cross_entropy"].kernel_fn
     x, none = randn(3, 10), torch.full((3,), -100)
     assert kernel(x, none, -100, 0.0, "mean", "none", True)[0].isnan()
     assert kernel(x, none, -100, 0.0, "sum", "none", True)[0] == 0
     for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, 0.1)):
         numbers = dict(ignore_index=-100, smoothing=smoothing, reduction=reduction, upcast="none")
-        loss, lse, label = kernel(x, none, *numbers.values(), True)
-        saved = SimpleNamespace(logits=x, target=none, lse=lse, label=label, **numbers)
+        loss, rows = kernel(x, none, *numbers.values(), True)
+        saved = SimpleNamespace(logits=x, target=none, rows=rows, **numbers)
         assert (
             FUSION_RULES["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
         )
@@ -129,8 +136,8 @@ def test_cross_entropy_as_torch_has_it():
         torch.tensor([1, -100, 2]),
         dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none"),
     )
-    loss, lse, label = kernel(x, some, *numbers.values(), True)
-    saved = SimpleNamespace(logits=x, target=some, lse=lse, label=label, **numbers)
+    loss, rows = kernel(x, some, *numbers.values(), True)
+    saved = SimpleNamespace(logits=x, target=some, rows=rows, **numbers)
     d = FUSION_RULES["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
     assert d[0].isfinite().all() and d[1].eq(0).all() and d[2].isnan().all()
     x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
