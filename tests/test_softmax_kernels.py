@@ -4,11 +4,11 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import fusion_backend.patterns.cross_entropy as cross_entropies
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fusion_backend.patterns.cross_entropy as cross_entropies
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.softmax import backward as softmax_backward
 from fusion_backend.kernels.softmax import forward as softmax
