@@ -8,12 +8,13 @@ has changed, the graph is decided anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,7 +39,9 @@ from fusion_backend.ops.registry import OPS
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
 from fusion_backend.pipeline import Scope, fuse_graph
+from fusion_backend.reporting.faults import described
 from fusion_backend.reporting.records import GraphRecord, Miss, Site
+from fusion_backend.reporting.report import warn_once
 from fusion_backend.rewrite.recipe import NoRecipe, rebuilt, recipe_of
 
 USED = True  # False: every graph is decided anew
@@ -56,17 +59,33 @@ def fuse(
     compile and the rules that it uses. `usable` leaves out those that cannot be traced, which takes
     time and is asked for only where the passes run.
     """
-    file = file_of(gm, options, known)
-    started = time.thread_time()
-    if found := recall(file, gm, options, record, known):
+    started, file, found = time.thread_time(), None, None
+    with at_worst_decided(record):
+        file = file_of(gm, options, known)
+        found = recall(file, gm, options, record, known)
+    if found is not None:
         record.rewrite_s = time.thread_time() - started
         return found
+    good = usable(known)
 
     def done(top: Scope, judge: Judge) -> None:
-        keep(file, top, judge, record)
+        if len(good) == len(known):  # what was left out is warned about in every process
+            with at_worst_decided(record):
+                keep(file, top, judge, record)
 
-    new, decisions = fuse_graph(gm, options, record, usable(known), done=done)
+    new, decisions = fuse_graph(gm, options, record, good, done=done)
     return new, [*{d.match.pattern.name: d.match.pattern for d in decisions if d.fused}.values()]
+
+
+@contextlib.contextmanager
+def at_worst_decided(record: GraphRecord) -> Iterator[None]:
+    """What fails inside is a fault of ours, and costs no more than that the graph is decided."""
+    try:
+        yield
+    except Exception as error:
+        fault = f"decided graphs cannot be used: {described(error)}"
+        record.faults.append(fault)
+        warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
 
 
 def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | None:
@@ -123,8 +142,8 @@ def recall(
         about = kept["about"]
         for name in ("training", "copied", "operators"):
             setattr(record, name, about[name])
-    except (NoRecipe, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError):
-        return None  # another version's, or not ours
+    except Exception:  # the entry is damaged
+        return None
     today = datetime.date.today().isoformat()
     for s in sites:
         s.reason = (

@@ -260,6 +260,32 @@ def test_a_fault_is_told_in_every_process(monkeypatch):
     assert again(norms, X)
 
 
+@pytest.mark.parametrize("name", ["graph_text", "recipe_of"])
+def test_a_failure_of_ours_costs_a_warning_and_no_fusion(name, monkeypatch):
+    def failing(*args):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(remembered, name, failing)
+    with pytest.warns(RuntimeWarning, match="decided graphs cannot be used.*planted"):
+        (record,), _ = once(norms, X)
+    assert any(s.fused for s in record.sites) and "planted" in record.faults[-1]
+    assert not again(norms, X)
+
+
+def test_a_pattern_that_cannot_be_traced_is_told_in_every_process():
+    @fusion_backend.Pattern
+    def remembered_branch(x: torch.Tensor, limit: float) -> torch.Tensor:
+        return x.sin() if x.sum() > limit else x
+
+    try:
+        for _ in range(2):
+            fusion_backend.reset()
+            with pytest.warns(RuntimeWarning, match="remembered_branch"):
+                assert not again(norms, X)
+    finally:
+        unregister("remembered_branch")
+
+
 def entry_of(memory):
     (file,) = memory.glob("graph-*.json")
     return file
