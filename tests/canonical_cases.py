@@ -306,6 +306,15 @@ SAME = {
         lambda x: x.t().exp().t(),
         lambda x: x.mT.exp().mT,
         lambda x: x.permute(1, 0).exp().transpose(0, 1),
+        lambda x: x.swapaxes(0, -1).exp().swapdims(1, 0),
+        lambda x: x.movedim(0, 1).exp().moveaxis((1,), (0,)),
+    ),
+    "moved dimensions": (
+        ((2, 4, 5),),
+        lambda x: x.permute(1, 2, 0).exp(),
+        lambda x: x.movedim(0, 2).exp(),
+        lambda x: x.moveaxis((0, 2), (-1, 1)).exp(),
+        lambda x: x.movedim((1, 2, 0), (0, 1, 2)).exp(),
     ),
     "nothing": (
         (R,),

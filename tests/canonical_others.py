@@ -22,6 +22,12 @@ OTHER = {
         lambda x: torch.div(x, 3, rounding_mode="trunc"),
     ),
     "operands of a difference": ((R, R), lambda x, y: x - y, lambda x, y: y - x),
+    "a moved dimension is no exchange": (
+        ((2, 4, 2),),
+        lambda x: x.transpose(0, 2),
+        lambda x: x.movedim(0, 2),
+        lambda x: x.movedim(2, 0),
+    ),
     "rounding modes": (
         (R,),
         torch.round,

@@ -29,7 +29,8 @@ from fusion_backend.ops.rule import SEED, Replacement
 from fusion_backend.reporting.reject import PatternError, Reject
 
 # Of a result these read the values, in whatever order they lie.
-MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::contiguous", "aten::reshape"}
+MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::swapaxes", "aten::swapdims"}
+MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"}
 
 
 @dataclasses.dataclass

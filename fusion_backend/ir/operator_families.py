@@ -23,7 +23,8 @@ CASTS = aten("to", "_to_copy", "type_as")
 EXPANSIONS = aten("expand", "expand_as", "broadcast_to")
 # The elements stay in their order.
 RESHAPES = aten("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as")
-PERMUTATIONS = aten("t", "numpy_T", "mT", "transpose", "permute")
+PERMUTATIONS = aten("t", "numpy_T", "mT", "transpose", "swapaxes", "swapdims", "permute")
+PERMUTATIONS += aten("movedim", "moveaxis")
 SLICES = aten("slice", "narrow")
 FILLED_LIKE = {"zeros_like": 0.0, "ones_like": 1.0}
 
@@ -35,8 +36,12 @@ def permutation(call: Call) -> list[int]:
     match call.name:
         case "permute":
             return [d % rank for d in call["dims"]]
-        case "transpose":
+        case "movedim" | "moveaxis":
+            return moved_dimensions(rank, call["source"], call["destination"])
+        case "transpose" | "swapdims":
             i, j = call["dim0"], call["dim1"]
+        case "swapaxes":
+            i, j = call["axis0"], call["axis1"]
         case "mT":
             i, j = -2, -1
         case _:
@@ -44,6 +49,15 @@ def permutation(call: Call) -> list[int]:
     if rank:
         order[i], order[j] = order[j], order[i]
     return order
+
+
+def moved_dimensions(rank: int, source: int | list[int], to: int | list[int]) -> list[int]:
+    """The permutation that moves some dimensions to others; the rest keep their order."""
+    if isinstance(source, int):
+        source, to = [source], [to]
+    moved = {j % rank: i % rank for i, j in zip(source, to, strict=True)}
+    rest = iter([d for d in range(rank) if d not in moved.values()])
+    return [moved[d] if d in moved else next(rest) for d in range(rank)]
 
 
 class Slice(NamedTuple):

@@ -59,7 +59,8 @@ PARTICULAR = {
 MOVING = {
     f"aten::{name}"
     for name in """
-    view reshape _unsafe_view unsqueeze squeeze expand expand_as permute transpose t mT slice select
+    view reshape _unsafe_view unsqueeze squeeze expand expand_as slice select
+    permute transpose t mT swapaxes swapdims movedim moveaxis
     contiguous clone alias detach flatten unflatten _to_copy to split split_with_sizes chunk unbind
     constant_pad_nd pad
     """.split()
