@@ -24,7 +24,7 @@ from fusion_backend.cache import disk
 from fusion_backend.cache.fingerprint import fingerprint
 from fusion_backend.cache.graph_text import Unnamed, devices_of, graph_text
 from fusion_backend.cache.identity import own_sources
-from fusion_backend.compat.state import inside_functorch, state_of_torch
+from fusion_backend.compat.state import inside_functorch, state_of_compilers, state_of_torch
 from fusion_backend.compat.torch import cache_folder, default_store, torch_version, trace_artifact
 from fusion_backend.compat.triton import triton_version
 from fusion_backend.ir.rules import foreign_rules
@@ -46,6 +46,7 @@ from fusion_backend.rewrite.recipe import NoRecipe, rebuilt, recipe_of
 
 USED = True  # False: every graph is decided anew
 FORMAT = 1
+ABOUT = ("training", "copied", "operators")  # of a graph's record
 
 
 def fuse(
@@ -108,7 +109,7 @@ def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | N
     except Unnamed:
         return None
     parts = [text, str(options), options.measure_s, state_of_torch(), settings, sources]
-    parts += [torch_version(), triton_version(), sys.version, interpreting()]
+    parts += [torch_version(), triton_version(), sys.version, interpreting(), state_of_compilers()]
     parts += [[r.name for r in rules], [p.digest for p in prints], torch.cuda.is_available()]
     parts += [about_gpu(device) for device in devices_of(gm)]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -139,18 +140,16 @@ def recall(
         new = rebuilt(kept["recipe"], gm)
         sites = [Site(**{**s, "nodes": tuple(s["nodes"])}) for s in kept["sites"]]
         misses = [Miss(**m) for m in kept["misses"]]
-        about = kept["about"]
-        for name in ("training", "copied", "operators"):
-            setattr(record, name, about[name])
+        about, then = {name: kept["about"][name] for name in ABOUT}, kept["date"]
+        make_known(fn for op in ops for fn in (op.kernel_fn, op.backward_fn))
     except Exception:  # the entry is damaged
         return None
-    today = datetime.date.today().isoformat()
-    for s in sites:
-        s.reason = (
-            s.reason if kept["date"] == today else s.reason.replace(TODAY, on_date(kept["date"]))
-        )
-    make_known(fn for op in ops for fn in (op.kernel_fn, op.backward_fn))
+    if then != datetime.date.today().isoformat():
+        for s in sites:
+            s.reason = s.reason.replace(TODAY, on_date(then))
     record.sites, record.misses, record.remembered = sites, misses, True
+    for name, value in about.items():
+        setattr(record, name, value)
     trace_artifact("fusion_remembered", lambda: "\n".join(map(str, sites)))
     return new, used
 
@@ -190,6 +189,6 @@ def keep(file: Path | None, top: Scope, judge: Judge, record: GraphRecord) -> No
         "recipe": recipe,
         "sites": [dataclasses.asdict(s) for s in record.sites],
         "misses": [dataclasses.asdict(m) for m in record.misses],
-        "about": {k: getattr(record, k) for k in ("training", "copied", "operators")},
+        "about": {name: getattr(record, name) for name in ABOUT},
     }
     disk.write(file, kept)

@@ -87,7 +87,9 @@ def _(logits, target, ignore_index, smoothing, reduction, upcast, save):
 def _(logits, target, ignore_index, smoothing, reduction, upcast):
     rows, counts = logits.reshape(-1, logits.shape[-1]).float(), target != ignore_index
     label = rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
-    return torch.stack([torch.where(counts, torch.logsumexp(rows, 1), math.inf), label])
+    lse = torch.logsumexp(rows, 1)
+    lse = torch.where(lse == math.inf, math.nan, lse)  # as the gradient of such a row is
+    return torch.stack([torch.where(counts, lse, math.inf), label])
 
 
 @cross_entropy.backward(plain=True)

@@ -1,5 +1,6 @@
 """A graph that was decided before is written without capture, match and decide, and is the same."""
 
+import copy
 import dataclasses
 import datetime
 import json
@@ -67,10 +68,15 @@ def again(fn, *inputs, **options) -> bool:
     return all(record.remembered for record in records)
 
 
+# What tracing notes of operators of ATen, and AOTAutograd notes anew.
+OF_A_TRACE = ("from_node", "original_aten", "seq_nr")
+
+
 def same_graph(first: torch.fx.GraphModule, second: torch.fx.GraphModule) -> None:
     assert first.code == second.code
     for a, b in zip(first.graph.nodes, second.graph.nodes, strict=True):
         assert (a.op, a.name, str(a.target)) == (b.op, b.name, str(b.target))
+        assert {*a.meta} ^ {*b.meta} <= {"example_value", *OF_A_TRACE}
         keys = ("stack_trace", "nn_module_stack", "custom", "recompute", "fusion")
         assert [a.meta.get(k) for k in keys] == [b.meta.get(k) for k in keys]
         ours = [n.meta.get("ac_graph_id") == MARK["ac_graph_id"] for n in (a, b)]
@@ -126,7 +132,8 @@ def test_it_is_written_as_it_was(fn, training, monkeypatch):
         assert used == used_again
     for old, new in zip(first, second, strict=True):
         assert old.sites == new.sites and old.misses == new.misses
-        assert (old.training, old.operators) == (new.training, new.operators)
+        about = [(r.training, r.operators, r.copied) for r in (old, new)]
+        assert about[0] == about[1]
     assert any(s.fused for r in first for s in r.sites) or fn is nothing
 
 
@@ -172,6 +179,15 @@ def norms_elsewhere(x):
     return F.layer_norm(x.sin(), (16,)) + F.softmax(x, -1) * F.rms_norm(x, (16,))
 
 
+def with_newer_setting(fn):
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if before == "tf32" else "tf32"
+    try:
+        return fn()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 OTHER = {
     "shape": lambda: again(norms, torch.randn(5, 16), dynamic=False),
     "dtype": lambda: again(norms, X.bfloat16()),
@@ -181,6 +197,7 @@ OTHER = {
     "gate": lambda: again(norms, X, gate="never"),
     "line": lambda: again(norms_elsewhere, X),
     "precision": lambda: with_precision(lambda: again(norms, X)),
+    "newer name of the precision": lambda: with_newer_setting(lambda: again(norms, X)),
     "setting": lambda: with_setting(lambda: again(norms, X)),
     "grad mode": lambda: with_gradients(lambda: again(norms, X)),
 }
@@ -219,6 +236,28 @@ def test_a_pattern_that_is_defined_anew_is_asked():
         assert not again(norms, X)
     finally:
         unregister("remembered_clip")
+
+
+def test_an_operator_that_is_declared_anew_is_asked():
+    def define(declaration):
+        library = torch.library.Library("remembered", "FRAGMENT")
+        library.define(declaration)
+        library.impl("same", lambda x: x.clone(), "CompositeExplicitAutograd")
+        library.impl("same", lambda x: torch.empty_like(x), "Meta")
+        return library
+
+    def fn(x):
+        return F.softmax(torch.ops.remembered.same(x), -1)
+
+    library = define("same(Tensor x) -> Tensor")
+    once(fn, X)
+    assert again(fn, X)
+    library._destroy()
+    library = define("same(Tensor(a!) x) -> Tensor")
+    try:
+        assert not again(fn, X)
+    finally:
+        library._destroy()
 
 
 def test_a_graph_without_a_name_for_everything_is_decided_each_time(memory):
@@ -292,8 +331,8 @@ def entry_of(memory):
 
 
 def test_an_entry_that_is_cut_off_or_changed_is_decided_anew(memory):
-    _, ((first, _),) = once(norms, X)
-    file = entry_of(memory)
+    (record,), ((first, _),) = once(norms, X)
+    operators, file = record.operators, entry_of(memory)
     text = file.read_text()
     for end in range(0, len(text), 97):
         file.write_text(text[:end])
@@ -304,14 +343,14 @@ def test_an_entry_that_is_cut_off_or_changed_is_decided_anew(memory):
     changed = [kept | {"format": 0}, kept | {"recipe": [[["x", 99, 0, []]], {}]}, [], {}, 3]
     changed += [kept | {"ops": ["no_such_op"]}, kept | {"rules": ["no_such_rule"]}]
     changed += [{k: v for k, v in kept.items() if k != missing} for missing in kept]
-    nodes = kept["recipe"][0]
-    call = next(i for i, entry in enumerate(nodes) if len(entry) > 4)
-    nodes[call][3] = "os.system"
-    changed.append(kept)
+    other = copy.deepcopy(kept)
+    next(entry for entry in other["recipe"][0] if len(entry) > 4)[3] = "os.system"
+    changed.append(other)
     for value in changed:
         file.write_text(json.dumps(value))
-        records, ((graph, _),) = once(norms, X)
-        assert not records[0].remembered and graph.code == first.code
+        (record,), ((graph, _),) = once(norms, X)
+        assert not record.remembered and not record.faults and graph.code == first.code
+        assert record.operators == operators
 
 
 def test_a_folder_that_others_may_write_to_is_not_read(memory):

@@ -144,5 +144,15 @@ def test_cross_entropy_as_torch_has_it(large, monkeypatch):
     target = torch.tensor([1, 2, 4])
     got = kernel(x, target, -100, 0.0, "none", "none", True)[0]
     torch.testing.assert_close(got, F.cross_entropy(x, target, reduction="none"), equal_nan=True)
+    # a logit that is infinite makes the loss and the gradient of its row NaN, whoever computes it
+    pattern, counted = FUSION_RULES["cross_entropy"], torch.tensor([1, -100, 4])
+    x[0] = 0.0
+    for rows in (
+        kernel(x, counted, *numbers.values(), True)[1],
+        pattern.saved_fn(x, counted, *numbers.values()),
+    ):
+        saved = SimpleNamespace(logits=x, target=counted, rows=rows, **numbers)
+        d = pattern.backward_fn(saved, torch.ones(3))[0]
+        assert d[0].isfinite().all() and d[2].isnan().all()
     with pytest.raises(RuntimeError, match="out of bounds"):
         kernel(x, torch.tensor([1, 2, 10]), -100, 0.0, "none", "none", True)

@@ -88,9 +88,12 @@ def write(file: Path | None, value) -> None:
             return
         # every process writes a file of its own; the last to rename it wins
         handle, scratch = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as out:
-            out.write(content)
-        os.replace(scratch, file)
+        try:
+            with os.fdopen(handle, "w") as out:
+                out.write(content)
+            os.replace(scratch, file)
+        except OSError:
+            os.unlink(scratch)
 
 
 def unsafe(path: Path) -> str:

@@ -9,18 +9,27 @@ that holds in every process, or if a size is dynamic.
 from __future__ import annotations
 
 import operator
+import sys
 import types
 
 import torch
 from torch import fx
 
-from fusion_backend.cache.fingerprint import known
-from fusion_backend.compat.torch import OPERATORS, FakeTensor, pytree, storage_id
+from fusion_backend.cache.fingerprint import known_module
+from fusion_backend.compat.torch import (
+    OPERATORS,
+    FakeTensor,
+    namespace_of,
+    pytree,
+    schemas_of,
+    storage_id,
+)
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...))
 CONSTANTS += (torch.dtype, torch.device, torch.layout, torch.memory_format)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 FUNCTIONS += (types.WrapperDescriptorType, types.GetSetDescriptorType, type)
+TORCHS = ("aten", "prims", "higher_order")  # operators whose names say what they are
 LARGEST = 1 << 12  # elements of a constant, whose values are part of the text
 
 
@@ -122,12 +131,14 @@ class Text:
 def name_of(value) -> str:
     """The name of an operator, a function or a class of torch's or Python's. Raises Unnamed."""
     if isinstance(value, OPERATORS):
-        return f"{type(value).__name__} {value}"
+        declared = "" if namespace_of(value) in TORCHS else schemas_of(value)
+        return f"{type(value).__name__} {value} {declared}"
     if isinstance(value, FUNCTIONS):
         owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
         module = value.__module__ if isinstance(value.__module__, str) else ""
         if isinstance(owner, type):
             module = f"{owner.__module__}.{owner.__qualname__}"
-        if "<" not in value.__qualname__ and known(module or "torch", None):
+        file = sys.modules.get(value.__module__ or "torch")
+        if "<" not in value.__qualname__ and known_module(file):
             return f"{module}.{value.__qualname__}"
     raise Unnamed(f"{getattr(value, '__qualname__', type(value).__name__)} is not torch's")

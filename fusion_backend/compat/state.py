@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
 
 # Each is asked as torch.<name>() or torch.backends.<name>. Checked in 2.11, 2.13 and 2.15.
@@ -21,23 +25,41 @@ BACKENDS = (
     "cudnn.enabled",
     "cudnn.deterministic",
     "cudnn.allow_tf32",
+    "fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "cudnn.fp32_precision",
+    "cudnn.conv.fp32_precision",
 )
 ATTENTION = ("flash_sdp", "math_sdp", "mem_efficient_sdp", "cudnn_sdp")
 
 
 def state_of_torch() -> str:
     """Grad mode, autocast, precision, and the kernels that are allowed, as text."""
-    parts = [f"{name} {getattr(torch, name)()}" for name in ASKED]
+    parts = [f"{name} {asked(getattr(torch, name))}" for name in ASKED]
     for device in ("cpu", "cuda"):
         on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         parts.append(f"autocast {device} {on} {dtype}")
     for path in BACKENDS:
-        value: object = torch.backends
-        for name in path.split("."):
-            value = getattr(value, name)
-        parts.append(f"{path} {value}")
+        parts.append(f"{path} {asked(lambda path=path: attrgetter(path)(torch.backends))}")
     parts += [f"{name} {getattr(torch.backends.cuda, f'{name}_enabled')()}" for name in ATTENTION]
     return "\n".join(parts)
+
+
+def asked(question: Callable[[], object]) -> object:
+    """The answer. The older names of settings raise an exception where a user has set them by their
+    newer ones, which are asked as well.
+    """
+    try:
+        return question()
+    except Exception as error:
+        return type(error).__name__
+
+
+def state_of_compilers() -> str:
+    """What decides whether Triton can compile and load a kernel, besides its version."""
+    driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
+    names = sorted(n for n in os.environ if n.startswith("TRITON_") and "CACHE" not in n)
+    return repr((driver, torch.version.cuda, [(n, os.environ[n]) for n in names]))
 
 
 def inside_functorch() -> bool:

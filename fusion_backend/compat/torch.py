@@ -60,6 +60,13 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def schemas_of(op: OpOverload | OpOverloadPacket | HigherOrderOperator) -> str:
+    """How an operator is declared, with its tags; a packet's overloads all."""
+    if isinstance(op, OpOverloadPacket):
+        return " ".join(schemas_of(getattr(op, name)) for name in op.overloads())
+    return f"{op._schema} {sorted(map(str, op.tags))}" if isinstance(op, OpOverload) else ""
+
+
 def overload_of(op: OpOverload) -> str:
     """`Tensor` of `aten.add.Tensor`."""
     return op._overloadname
@@ -232,8 +239,8 @@ def assert_all(condition: torch.Tensor, message: str) -> None:
     """An assertion where the tensor lives: a device-side one on CUDA, so that nothing
     waits for it.
     """
-    # not all(): where Inductor computes the condition from constants, as of labels that are an
-    # arange, Triton 3.6 takes minutes to compile that reduction
+    # A sum, and not all(): of labels that are an arange Inductor computes the condition from
+    # constants, and Triton 3.6 takes minutes to compile that reduction of them.
     torch.ops.aten._assert_async.msg((~condition).sum() == 0, message)
 
 

@@ -58,9 +58,8 @@ class Contest:
         recent = [made[n] for n in before if made[n].is_floating_point()]
         self.clock = Clock(self.device, recent)
         convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
-        self.worth = WORTH_OF_LAYOUT if convolves else WORTH
-        if cut.region.biases:
-            self.worth = WORTH_OF_BIAS
+        layout, bias = WORTH_OF_LAYOUT * convolves, WORTH_OF_BIAS * bool(cut.region.biases)
+        self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
         # random numbers of ours are others than Inductor's, whose own differ from run to run

@@ -343,10 +343,11 @@ def padded(n: fx.Node) -> bool:
 
 
 def bias_of(n: fx.Node) -> object:
-    """What a product adds to its result, or None."""
-    if name_of(n) == "aten::addmm":
-        return n.args[0]
-    return n.args[2] if name_of(n) == "aten::linear" and len(n.args) > 2 else None
+    """The vector that a product adds to its rows, or None."""
+    if name_of(n) == "aten::linear":
+        return n.args[2] if len(n.args) > 2 else n.kwargs.get("bias")
+    vector = name_of(n) == "aten::addmm" and n.args[0].meta["val"].dim() == 1
+    return n.args[0] if vector else None
 
 
 def whole_numbers(value) -> bool:

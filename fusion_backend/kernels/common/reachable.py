@@ -6,12 +6,13 @@ faster of Inductor's launchers only if Inductor knows them by then.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from fusion_backend.compat.inductor import ANALYSED
-from fusion_backend.compat.triton import Autotuner, InterpretedFunction, JITFunction
+from fusion_backend.compat.triton import Autotuner, Heuristics, InterpretedFunction, JITFunction
 
 Kernel: TypeAlias = JITFunction | InterpretedFunction
 
@@ -31,7 +32,7 @@ def kernels_of(functions: Iterable[Callable[..., Any] | None]) -> set[Kernel]:
     pending: list[object] = [*given]
     while pending:
         value = pending.pop()
-        if isinstance(value, Autotuner):
+        while isinstance(value, (Autotuner, Heuristics)):
             value = value.fn
         if isinstance(value, Kernel):
             found.add(value)
@@ -51,7 +52,9 @@ def named_in(fn: types.FunctionType, code: types.CodeType) -> Iterator[object]:
             yield from (vars(value).get(attribute) for attribute in names)
         yield value
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    yield from (cells[name].cell_contents for name in code.co_freevars if name in cells)
+    for name in code.co_freevars:
+        with contextlib.suppress(KeyError, ValueError):  # a name that is bound later
+            yield cells[name].cell_contents
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from named_in(fn, inner)
