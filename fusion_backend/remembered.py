@@ -116,6 +116,15 @@ def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | N
     return Path(folder) / "fusion" / f"graph-{digest}.json"
 
 
+def forget(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> None:
+    """Decide the graph anew the next time: what was kept could not be compiled. Its kernels had been
+    compiled before it was kept, and are not tried again where it is recalled.
+    """
+    file = file_of(gm, options, rules)
+    if file is not None:
+        file.unlink(missing_ok=True)
+
+
 def about_gpu(device: torch.device) -> tuple:
     """What kernels are chosen by."""
     about = torch.cuda.get_device_properties(device)

@@ -40,6 +40,42 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "remembered: the state of torch is not asked": Mutation(
+        "fusion_backend/remembered.py",
+        "options.measure_s, state_of_torch(), settings",
+        "options.measure_s, settings",
+        "tests/test_remembered.py",
+    ),
+    "remembered: measured answers are not asked again": Mutation(
+        "fusion_backend/remembered.py",
+        "return all(named(known_answer(k, options)) == then for k, then in",
+        "return True or all(named(known_answer(k, options)) == then for k, then in",
+        "tests/test_remembered.py",
+    ),
+    "remembered: a graph is kept while something is left to measure": Mutation(
+        "fusion_backend/remembered.py",
+        "if file is None or failed or not judge.settled:",
+        "if file is None or failed:",
+        "tests/test_remembered.py",
+    ),
+    "remembered: memory that arguments share is not asked": Mutation(
+        "fusion_backend/cache/graph_text.py",
+        "place = self.storages.setdefault(storage_id(t), len(self.storages))",
+        "place = 0",
+        "tests/test_remembered.py",
+    ),
+    "remembered: an operator is known by its name alone": Mutation(
+        "fusion_backend/cache/graph_text.py",
+        'declared = "" if namespace_of(value) in TORCHS else schemas_of(value)',
+        'declared = ""',
+        "tests/test_remembered.py",
+    ),
+    "remembered: the marks of what backward computes again are lost": Mutation(
+        "fusion_backend/rewrite/recipe.py",
+        "            n.meta |= MARK\n",
+        "            pass\n",
+        "tests/test_remembered.py",
+    ),
     "products: the second half of a tile is stored over the first": Mutation(
         "fusion_backend/kernels/gemm/linear.py",
         "second, second_up, top, left + STORED, m,",

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend
 from fusion_backend import remembered
 from fusion_backend.cache.graph_text import Unnamed, graph_text
+from fusion_backend.frontends import dynamo
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.kernels.common import launch as launching
 from fusion_backend.kernels.common.reachable import kernels_of
@@ -27,6 +28,7 @@ from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.recipe import NoRecipe, read_back, rebuilt, recipe_of, target_of
 from fusion_backend.rewrite.recompute import MARK
 
+from .eager_kernels import eager_kernels
 from .measured_cases import Block, as_on_a_gpu
 
 X = torch.randn(4, 16)
@@ -135,6 +137,19 @@ def test_it_is_written_as_it_was(fn, training, monkeypatch):
         about = [(r.training, r.operators, r.copied) for r in (old, new)]
         assert about[0] == about[1]
     assert any(s.fused for r in first for s in r.sites) or fn is nothing
+
+
+def test_what_backward_computes_again_is_marked_again(monkeypatch, tmp_path):
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def fn(x):
+        return F.layer_norm(F.gelu(x @ w), (16,))
+
+    with as_on_a_gpu(monkeypatch, tmp_path):
+        _, ((first, _),) = once(fn, X)
+        _, ((second, _),) = once(fn, X)
+    assert any(n.meta.get("ac_graph_id") == MARK["ac_graph_id"] for n in first.graph.nodes)
+    same_graph(first, second)
 
 
 def test_a_model_has_the_same_results_report_and_place_in_caches(
@@ -323,6 +338,28 @@ def test_a_pattern_that_cannot_be_traced_is_told_in_every_process():
                 assert not again(norms, X)
     finally:
         unregister("remembered_branch")
+
+
+def test_what_cannot_be_compiled_is_forgotten(monkeypatch, memory):
+    def compiled():
+        torch._dynamo.reset()
+        fusion_backend.reset()
+        options = {"fusion.gate": "always"}
+        with torch.no_grad():
+            torch.compile(norms, backend="fusion", options=options)(X)
+        return fusion_backend.report().graphs[0]
+
+    with eager_kernels():
+        assert not compiled().remembered and compiled().remembered
+        with monkeypatch.context() as m, pytest.warns(RuntimeWarning, match="planted"):
+            m.setattr(dynamo, "inductor_of_ours", lambda *given: planted)
+            assert compiled().error == "RuntimeError: planted"
+        assert not list(memory.glob("graph-*"))
+        assert not compiled().remembered and compiled().remembered
+
+
+def planted(*given):
+    raise RuntimeError("planted")
 
 
 def entry_of(memory):

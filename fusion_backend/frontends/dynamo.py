@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 from torch import fx
@@ -79,6 +80,9 @@ class FusionBackend:
         except Exception as error:
             failure = error
             give_up(record, error)
+            if record.remembered:
+                with contextlib.suppress(Exception), inductor_config.patch(plain.config):
+                    remembered.forget(gm, ours, patterns())
         try:
             compiled = plain(gm, example_inputs)
         except RestartAnalysis:
