@@ -117,7 +117,7 @@ def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | N
 
 
 def forget(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> None:
-    """Decide the graph anew the next time: what was kept could not be compiled. Its kernels had been
+    """Decide the graph anew the next time: what was kept could not be compiled. Its kernels were
     compiled before it was kept, and are not tried again where it is recalled.
     """
     file = file_of(gm, options, rules)
