@@ -5,6 +5,9 @@ import dataclasses
 import datetime
 import json
 import operator
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -421,6 +424,39 @@ def test_a_constant_in_place_of_a_node_is_written_down():
     origins = {rewritten: {n: (d, True) for n, d in nodes}}
     recipe = json.loads(json.dumps(recipe_of(rewritten, source, origins)))
     assert rebuilt(recipe, source).code == rewritten.code
+
+
+SECOND = """
+import torch, fusion_backend
+
+def fn(x):
+    return torch.nn.functional.layer_norm(x.sin(), (16,)) + torch.softmax(x, -1)
+
+def compiled(gm, inputs):
+    return lambda *given: gm(*given)
+
+import fusion_backend.frontends.dynamo as dynamo
+dynamo.inductor_of_ours = lambda *given: compiled
+torch.manual_seed(0)
+options = {"fusion.gate": "always"}
+result = torch.compile(fn, backend="fusion", options=options)(torch.randn(4, 16))
+(graph,) = fusion_backend.report().graphs
+print(graph.remembered, result.sum().item(), [str(site) for site in graph.sites])
+"""
+
+
+def test_a_second_process_remembers(tmp_path):
+    script = tmp_path / "second.py"
+    script.write_text(SECOND)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    told = []
+    for _ in range(2):
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append(done.stdout.splitlines()[-1].partition(" "))
+    assert [first for first, _, _ in told] == ["False", "True"]
+    assert told[0][2] == told[1][2]
 
 
 # Measured answers
