@@ -50,13 +50,13 @@ MUTATIONS = {
         "fusion_backend/remembered.py",
         "return all(named(known_answer(k, options)) == then for k, then in",
         "return True or all(named(known_answer(k, options)) == then for k, then in",
-        "tests/test_remembered.py",
+        "tests/test_remembered_answers.py",
     ),
     "remembered: a graph is kept while something is left to measure": Mutation(
         "fusion_backend/remembered.py",
         "if file is None or failed or not judge.settled:",
         "if file is None or failed:",
-        "tests/test_remembered.py",
+        "tests/test_remembered_answers.py",
     ),
     "remembered: memory that arguments share is not asked": Mutation(
         "fusion_backend/cache/graph_text.py",

@@ -76,7 +76,7 @@ class Text:
         if isinstance(value, fx.Node):
             return f"%{numbers[value]}"
         kind = type(value)
-        if kind in (tuple, list, torch.Size) or isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list)):
             return f"{kind.__name__}({', '.join(self.argument(v, numbers) for v in value)})"
         if isinstance(value, dict):
             pairs = (f"{k!r}: {self.argument(v, numbers)}" for k, v in value.items())
@@ -111,7 +111,7 @@ class Text:
             raise Unnamed("a size is dynamic")
         place = self.storages.setdefault(storage_id(t), len(self.storages))
         flags = (t.requires_grad, t.is_leaf, t.is_conj(), t.is_neg(), t.is_inference())
-        return f"{t.dtype} {t.device} {t.dim()} {numbers} {flags} {place} {type(t).__name__}"
+        return f"{t.dtype} {t.device} {numbers} {flags} {place} {type(t).__name__}"
 
     def attribute(self, value) -> None:
         """A body, or a constant. Of a constant on the CPU the values count as well."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-# Each is asked as torch.<name>() or torch.backends.<name>. Checked in 2.11, 2.13 and 2.15.
+# Each is asked as torch.<name>() or torch.backends.<name>. Checked in 2.11 and 2.14.
 ASKED = (
     "is_grad_enabled",
     "is_inference_mode_enabled",

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import interpreter
 from triton.runtime._allocation import NullAllocator, _allocator
-from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.autotuner import Autotuner, Heuristics  # the second in 3.6 and 3.8
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 

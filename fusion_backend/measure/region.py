@@ -243,8 +243,8 @@ class Regions:
 
     def bias_apart(self, n: fx.Node) -> bool:
         """Is it a product in fp32 or fp64 whose bias Inductor leaves to the kernel that reads it?
-        With a kernel of ours there the library adds the bias, and takes longer for it: on an H200
-        65 instead of 61 microseconds. In 16 bits it does not.
+        With a kernel of ours there the library adds the bias, and may take longer for it. In 16
+        bits it does not.
         """
         wide = bias_of(n) is not None and n.meta["val"].element_size() > 2
         return wide and any(u in self.site for u in n.users) and all(map(elementwise, n.users))

@@ -24,6 +24,12 @@ from fusion_backend.reporting.report import warn_once
 
 SEED = Path(__file__).parent / "seed.json"
 FORMAT = 1
+TODAY = "measured today"
+
+
+def on_date(date: str) -> str:
+    """What is said of an answer of another day."""
+    return f"measured on {date}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +72,6 @@ class Answer:
             return f"measured on an {self.about.get('gpu', 'unknown GPU')}"
         today = datetime.date.today().isoformat()
         return TODAY if self.date == today else on_date(self.date)
-
-
-TODAY = "measured today"
-
-
-def on_date(date: str) -> str:
-    """What is said of an answer of another day."""
-    return f"measured on {date}"
 
 
 TYPES = {

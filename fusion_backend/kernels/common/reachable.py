@@ -25,11 +25,14 @@ def make_known(functions: Iterable[Callable[..., Any] | None]) -> None:
 
 
 def kernels_of(functions: Iterable[Callable[..., Any] | None]) -> set[Kernel]:
-    """The kernels that functions name, and that functions of this package name that they name."""
+    """The kernels that functions name; those that are named by functions that they name count too,
+    of this package or of the same module.
+    """
     found: set[Kernel] = set()
     seen: set[object] = set()
     given = [fn for fn in functions if fn is not None]
     pending: list[object] = [*given]
+    near = {fn.__module__ for fn in given}
     while pending:
         value = pending.pop()
         while isinstance(value, (Autotuner, Heuristics)):
@@ -38,7 +41,7 @@ def kernels_of(functions: Iterable[Callable[..., Any] | None]) -> set[Kernel]:
             found.add(value)
         elif isinstance(value, types.FunctionType) and value not in seen:
             seen.add(value)
-            if value in given or (value.__module__ or "").startswith("fusion_backend."):
+            if value.__module__ in near or (value.__module__ or "").startswith("fusion_backend."):
                 pending += named_in(value, value.__code__)
     return found
 
