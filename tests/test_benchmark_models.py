@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import fusion_backend
+from benchmarks import models
 from benchmarks.measure import wall_time
 from benchmarks.measure.distance import floats
 from benchmarks.measure.failures import said
 from benchmarks.model_runs import compiling, errors, measuring, steps
+from benchmarks.model_runs import row as model_row
 from benchmarks.model_runs.compiling import shortened
 from benchmarks.model_runs.measuring import measure
 from benchmarks.model_runs.steps import Plan, Step, contenders
@@ -382,3 +384,19 @@ def test_reasons_are_one_line_and_counted_together():
         shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7")
         == "a value inside it is used elsewhere too"
     )
+
+
+def test_the_answers_of_the_package_can_be_left_out(monkeypatch):
+    def refused(*given):
+        raise Problem("planted")
+
+    with monkeypatch.context() as m:
+        m.setattr(store, "SEED", store.SEED)  # as it was, afterwards
+        m.setattr(model_row, "subject_of", refused)
+        store.seed.cache_clear()
+        assert store.seed()
+        args = models.arguments(["--model", "gpt2", "--without-seed"])
+        model_row.measured(args.jobs[0], args, torch.device("cpu"), print)
+        assert not store.seed()
+    store.seed.cache_clear()
+    assert store.seed()
