@@ -22,6 +22,8 @@ from benchmarks.records.runs import Run
 from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.selection import selected, spread
 from benchmarks.workloads.work import F32, Work
+from fusion_backend.measure.measuring import ALLOWANCE
+from fusion_backend.options import Options
 from tests.test_benchmarks import EAGER, row
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +32,23 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def bench():
     return Bench(Clock(torch.device("cpu")), copy_bytes_s=1e10, matrix_flops_s=1e11, rounds=3)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_has_the_whole_time_for_its_measurements(bench, monkeypatch, ahead):
+    left = []
+
+    def plain(reference):
+        left.append(ALLOWANCE.left(Options(measure_s=20.0)))
+        return reference
+
+    work, makers = Work("add_mul", dict(size=1000), F32), {"fusion": plain}
+    monkeypatch.setattr(ALLOWANCE, "took", [])
+    monkeypatch.setitem(compiling.CONTENDERS, "fusion", plain)
+    for _ in range(2):
+        compiling.warm(work, ["fusion"]) if ahead else measure(work, bench, makers)
+        ALLOWANCE.spend(19.0)
+    assert left == [20.0, 20.0]
 
 
 def run_patterns(*argv) -> int:

@@ -1,8 +1,13 @@
-"""Which launcher Inductor gives our kernels, with both launchers made up."""
+"""Which launcher Inductor gives our kernels, and what it keeps of them with a compiled graph."""
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from fusion_backend.compat import launchers
 from fusion_backend.compat.launchers import inductors_launcher
@@ -16,64 +21,83 @@ class Compiled(launchers.TritonCompileResult):
         self.config, self.compile_meta, self.inductor_meta = "config", {}, {}
 
 
+class Static:
+    """Inductor's form of a compiled kernel."""
+
+    taken = "norm_kernel_0", "norm_kernel", "user_kernel"
+
+    def __init__(self, kernel, config, compile_meta, inductor_meta):
+        assert config == "config"
+        self.kernel = kernel
+
+    @classmethod
+    def can_statically_launch(cls, kernel, inductor_meta, compile_meta, heuristic):
+        assert heuristic is not launchers.HeuristicType.USER_AUTOTUNE
+        name = kernel.src.fn.__name__
+        return name if name in cls.taken else None
+
+
 @pytest.fixture
-def both(monkeypatch):
-    """Both launchers, by name; Inductor takes the kernels in the list."""
-    taken = ["norm_kernel_0", "norm_kernel", "user_kernel"]
-
-    class Static:
-        def __init__(self, kernel, config, compile_meta, inductor_meta):
-            assert config == "config"
-            self.kernel = kernel
-
-        def make_launcher(self):
-            return f"Inductor's for {self.kernel}"
-
-        @staticmethod
-        def can_statically_launch(kernel, inductor_meta, compile_meta, heuristic):
-            assert heuristic is not launchers.HeuristicType.USER_AUTOTUNE
-            name = kernel.src.fn.__name__
-            return name if name in taken else None
-
+def forms(monkeypatch):
+    """The forms in which the kernels of a tuner arrive; Inductor's takes those that it names."""
     monkeypatch.setattr(launchers, "USED", True)
     monkeypatch.setattr(launchers, "StaticTritonCompileResult", Static)
-    monkeypatch.setattr(launchers.TritonCompileResult, "make_launcher", lambda self: "Triton's")
-    return taken
+    monkeypatch.setattr(CachingAutotuner, "_precompile_worker", lambda tuner: None)
+
+    def arrive(*names: str) -> list[type]:
+        tuner = SimpleNamespace(compile_results=[Compiled(name) for name in names])
+        CachingAutotuner._precompile_worker(tuner)
+        return [type(result) for result in tuner.compile_results]
+
+    return arrive
 
 
 @pytest.mark.parametrize("name", ["norm_kernel", "norm_kernel_0"])
-def test_our_kernels_get_inductors_launcher(both, name):
+def test_our_kernels_get_inductors_launcher(forms, name):
     with inductors_launcher(lambda: {"norm_kernel"}):
-        assert Compiled(name).make_launcher() == f"Inductor's for {name}"
+        assert forms(name, "user_kernel") == [Static, Compiled]
         with inductors_launcher(lambda: {"norm_kernel"}):  # forward and backward are nested
-            assert Compiled(name).make_launcher() == f"Inductor's for {name}"
-        assert Compiled("user_kernel").make_launcher() == "Triton's"
-    assert Compiled(name).make_launcher() == "Triton's"
+            assert forms(name, "user_kernel") == [Static, Compiled]
+    assert forms(name) == [Compiled]
 
 
-def test_nothing_is_changed_where_it_is_not_used(both, monkeypatch):
+def test_nothing_is_changed_where_it_is_not_used(forms, monkeypatch):
     monkeypatch.setattr(launchers, "USED", False)
     with inductors_launcher(lambda: {"norm_kernel"}):
-        assert Compiled("norm_kernel").make_launcher() == "Triton's"
+        assert forms("norm_kernel") == [Compiled]
 
 
-def test_what_inductor_does_not_take_keeps_tritons_launcher(both):
-    both.clear()
+def test_what_inductor_does_not_take_keeps_tritons_launcher(forms, monkeypatch):
+    monkeypatch.setattr(Static, "taken", ())
     with inductors_launcher(lambda: {"norm_kernel"}):
-        assert Compiled("norm_kernel_0").make_launcher() == "Triton's"
+        assert forms("norm_kernel_0") == [Compiled]
 
 
-def test_where_inductors_fails_tritons_launcher_is_kept(both, monkeypatch):
+def test_where_inductors_fails_tritons_launcher_is_kept(forms, monkeypatch):
     def fails(*_):
         raise RuntimeError("a kernel of another Triton")
 
-    monkeypatch.setattr(launchers.StaticTritonCompileResult, "can_statically_launch", fails)
+    monkeypatch.setattr(Static, "can_statically_launch", fails)
     with inductors_launcher(lambda: {"norm_kernel"}):
-        assert Compiled("norm_kernel").make_launcher() == "Triton's"
+        assert forms("norm_kernel") == [Compiled]
 
 
-def test_the_launcher_is_put_back_after_an_error(both):
-    before = launchers.TritonCompileResult.make_launcher
+def test_tuners_are_as_before_after_an_error(forms):
+    before = CachingAutotuner._precompile_worker
     with pytest.raises(ValueError), inductors_launcher(lambda: set()):
         raise ValueError
-    assert launchers.TritonCompileResult.make_launcher is before
+    assert CachingAutotuner._precompile_worker is before
+
+
+@pytest.mark.parametrize("ours, kept", [("copy_kernel", ["copy_kernel_0"]), ("other", [])])
+def test_a_graph_in_the_cache_brings_our_kernels_along(tmp_path, ours, kept):
+    """Compiled for a GPU, in a process whose kernels are not interpreted."""
+    folders = {name: str(tmp_path) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kept_kernels", ours],
+        env=os.environ | {"TRITON_INTERPRET": "0"} | folders,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == kept

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-import fusion_backend
 from benchmarks.measure.wall_time import synchronize
 from benchmarks.pattern_runs.contenders import (
     ALWAYS,
     CONTENDERS,
+    as_a_program_of_its_own,
     gradients_for,
     nothing_declined,
     results_of,
@@ -111,7 +111,7 @@ def warm(work: Work, names: list[str]) -> None:
         for name in names:
             if name == ALWAYS and nothing_declined(found.get("fusion"), work.pattern):
                 continue
-            fusion_backend.reset()
+            as_a_program_of_its_own()
             fn = CONTENDERS[name](reference)
             if work.train and dys is None:
                 dys = gradients_for(results_of(fn, args))

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fusion_backend
 from benchmarks.measure.accuracy import errors, wrong
 from benchmarks.measure.counting import draws
 from benchmarks.measure.failures import said, until_it_fails
@@ -34,6 +33,7 @@ from benchmarks.pattern_runs.contenders import (
     CONTENDERS,
     TWIN,
     Maker,
+    as_a_program_of_its_own,
     gradients_for,
     nothing_declined,
     results_of,
@@ -137,7 +137,7 @@ def first_calls(
             continue  # it would be the same code
         mine = Contender(name)
         row.contenders.append(mine)
-        fusion_backend.reset()
+        as_a_program_of_its_own()
         try:
             fns[name] = checked.first_call(make, mine)
         except Exception as error:

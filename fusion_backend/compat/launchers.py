@@ -1,9 +1,11 @@
 """Which launcher Inductor gives the kernels of a graph.
 
 It has two: its own, for the kernels that it generates, and Triton's, for those that a graph brings
-along, which takes the host longer. Inductor's option `static_launch_user_defined_triton_kernels` is
-meant to give those its own, too, but is not passed on to the processes that compile kernels, where
-that is decided. So it is decided again where a compiled kernel arrives from there.
+along, which takes the host longer. A kernel with its own launcher is also stored with the compiled
+graph, and loaded with it from the cache; one with Triton's goes through the processes that compile
+kernels again. Inductor's option `static_launch_user_defined_triton_kernels` is meant to give the
+kernels of a graph the former, too, but is not passed on to those processes, where that is decided.
+So it is decided again where a compiled kernel arrives from there.
 
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
 (docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
@@ -19,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import (
+    CachingAutotuner,
     StaticTritonCompileResult,
     TritonCompileResult,
 )
@@ -39,20 +42,30 @@ def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
     if not USED:
         yield
         return
-    make_launcher = TritonCompileResult.make_launcher
+    precompile = CachingAutotuner._precompile_worker
 
-    def chosen(compiled: TritonCompileResult):
-        static = static_kernel(compiled) if base_name(compiled) in names() else None
-        if static is None:
-            return make_launcher(compiled)
-        meta = compiled.compile_meta, compiled.inductor_meta
-        return StaticTritonCompileResult(static, compiled.config, *meta).make_launcher()
+    def precompiled(tuner: CachingAutotuner) -> None:
+        precompile(tuner)
+        tuner.compile_results = [chosen(result, names()) for result in tuner.compile_results]
 
-    TritonCompileResult.make_launcher = chosen
+    CachingAutotuner._precompile_worker = precompiled
     try:
         yield
     finally:
-        TritonCompileResult.make_launcher = make_launcher
+        CachingAutotuner._precompile_worker = precompile
+
+
+def chosen(compiled, names: Collection[str]):
+    """The compiled kernel in the form that Inductor's launcher takes, if it is one of the names and
+    that launcher takes it; as it is otherwise.
+    """
+    if not isinstance(compiled, TritonCompileResult) or base_name(compiled) not in names:
+        return compiled
+    static = static_kernel(compiled)
+    if static is None:
+        return compiled
+    meta = compiled.compile_meta, compiled.inductor_meta
+    return StaticTritonCompileResult(static, compiled.config, *meta)
 
 
 def base_name(compiled: TritonCompileResult) -> str:

@@ -4,14 +4,37 @@ the processes that compile them.
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from benchmarks.host_runs.generated import is_ours
 from benchmarks.host_runs.measuring import ALWAYS
 from benchmarks.measure.trace import our_kernels
+from benchmarks.model_runs.compiling import cache_in
 from benchmarks.subjects.small_graphs import SMALL_GRAPHS
 from fusion_backend.compat.generated import forget_generated, generated_modules
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
+def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path):
+    """All of them, Inductor's and ours, in forward and backward: none is asked of a compiler."""
+    graph = SMALL_GRAPHS[name]
+
+    def compile_and_run() -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        inputs = graph.inputs(torch.device("cuda"), train=True)
+        out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
+        torch.autograd.grad(out, [x for x in inputs if x.requires_grad], torch.ones_like(out))
+        found = counters["inductor"]
+        return found["async_compile_cache_miss"], found["async_compile_cache_hit"]
+
+    with cache_in(str(tmp_path)):
+        asked, _ = compile_and_run()
+    with cache_in(str(tmp_path)):
+        asked_again, brought = compile_and_run()
+    assert asked == asked_again == brought > 0
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
