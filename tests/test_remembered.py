@@ -222,6 +222,19 @@ def test_what_a_decision_depends_on_is_asked(what):
     assert not OTHER[what]()
 
 
+@pytest.mark.parametrize("name", ["TRITON_DEFAULT_FP_FUSION", "TRITON_PTXAS_PATH"])
+def test_a_variable_of_tritons_is_asked(name, monkeypatch):
+    once(norms, X)
+    monkeypatch.setenv(name, "/opt/cuda/bin/ptxas")
+    assert not again(norms, X)
+
+
+def test_the_ptxas_that_inductor_names_is_no_other_than_before(monkeypatch):
+    once(norms, X)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", f"{os.path.dirname(torch.__file__)}/bin/ptxas")
+    assert again(norms, X)
+
+
 def test_memory_that_arguments_share_is_asked():
     def add(x, y):
         return F.softmax(x, -1) + y

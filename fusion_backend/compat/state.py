@@ -56,10 +56,13 @@ def asked(question: Callable[[], object]) -> object:
 
 
 def state_of_compilers() -> str:
-    """What decides whether Triton can compile and load a kernel, besides its version."""
-    driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
+    """What decides whether Triton can compile a kernel, besides its version. Inductor names the
+    ptxas that torch brings along in a variable of Triton's when it first compiles a kernel.
+    """
+    own = os.path.dirname(torch.__file__) + os.sep
     names = sorted(n for n in os.environ if n.startswith("TRITON_") and "CACHE" not in n)
-    return repr((driver, torch.version.cuda, [(n, os.environ[n]) for n in names]))
+    told = [(n, os.environ[n]) for n in names if not os.environ[n].startswith(own)]
+    return repr((torch.version.cuda, told))
 
 
 def inside_functorch() -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import fusion_backend
 from benchmarks.host_runs.generated import is_ours
 from benchmarks.host_runs.measuring import ALWAYS
 from benchmarks.measure.trace import our_kernels
@@ -18,23 +19,29 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
 def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path):
-    """All of them, Inductor's and ours, in forward and backward: none is asked of a compiler."""
+    """The graph is remembered, and of its kernels, Inductor's and ours, in forward and backward,
+    none is asked of a compiler.
+    """
     graph = SMALL_GRAPHS[name]
 
-    def compile_and_run() -> tuple[int, int]:
+    def compile_and_run() -> dict[str, int]:
         torch._dynamo.reset()
+        fusion_backend.reset()
         counters.clear()
         inputs = graph.inputs(torch.device("cuda"), train=True)
         out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
         torch.autograd.grad(out, [x for x in inputs if x.requires_grad], torch.ones_like(out))
-        found = counters["inductor"]
-        return found["async_compile_cache_miss"], found["async_compile_cache_hit"]
+        return dict(counters["inductor"])
 
     with cache_in(str(tmp_path)):
-        asked, _ = compile_and_run()
+        first = compile_and_run()
+    assert [record.remembered for record in fusion_backend.report().graphs] == [False]
     with cache_in(str(tmp_path)):
-        asked_again, brought = compile_and_run()
-    assert asked == asked_again == brought > 0
+        again = compile_and_run()
+    assert [record.remembered for record in fusion_backend.report().graphs] == [True]
+    kernels = first["async_compile_cache_miss"]
+    assert kernels == again["triton_bundler_load_static_autotuner"] > 0
+    assert kernels == again["async_compile_cache_hit"]
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
