@@ -89,6 +89,15 @@ def test_noise_is_no_win(monkeypatch, tmp_path):
         assert stub.asked
 
 
+def test_a_gain_too_close_to_call_is_none_and_measured_once(monkeypatch, tmp_path):
+    """From 1.005 to 1.035: whether it is more than the 2 % that count stays open, in every race."""
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: (0.0147, 1.02)) as stub:
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+        assert not fused and "left to Inductor: 1.02 in context" in reason
+        asked = len(stub.asked)
+        assert decided(norm, long_norm(), measure_s=20).measured == 0 and len(stub.asked) == asked
+
+
 def test_a_second_compilation_measures_nothing(monkeypatch, tmp_path):
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0) as stub:
         first = decided(norm, long_norm(), measure_s=20)

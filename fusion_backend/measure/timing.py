@@ -116,6 +116,14 @@ class Race:
         """Is it certain that ours gains no more than `worth`?"""
         return self.interval[1] < 1 + self.worth
 
+    @property
+    def close(self) -> bool:
+        """Is the ratio known to within `worth`? Where that decides nothing, the gain is so near to
+        `worth` that another race would hardly decide it either.
+        """
+        low, high = self.interval
+        return high - low <= 2 * self.worth
+
 
 def race(
     plain: Callable[[], object],

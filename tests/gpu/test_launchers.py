@@ -12,17 +12,19 @@ from benchmarks.host_runs.measuring import ALWAYS
 from benchmarks.measure.trace import our_kernels
 from benchmarks.model_runs.compiling import cache_in
 from benchmarks.subjects.small_graphs import SMALL_GRAPHS
+from fusion_backend import remembered
 from fusion_backend.compat.generated import forget_generated, generated_modules
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
-def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path):
+def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path, monkeypatch):
     """The graph is remembered, and of its kernels, Inductor's and ours, in forward and backward,
     none is asked of a compiler.
     """
     graph = SMALL_GRAPHS[name]
+    monkeypatch.setattr(remembered, "USED", True)
 
     def compile_and_run() -> dict[str, int]:
         torch._dynamo.reset()
@@ -45,14 +47,15 @@ def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
-def test_our_kernels_get_inductors_launcher(name):
+def test_our_kernels_get_inductors_launcher(name, tmp_path):
     graph = SMALL_GRAPHS[name]
     inputs = graph.inputs(torch.device("cuda"), train=True)
     torch._dynamo.reset()
     forget_generated()
-    out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
     wanted = [x for x in inputs if x.requires_grad]
-    found = torch.autograd.grad(out, wanted, torch.ones_like(out))
+    with cache_in(str(tmp_path)):
+        out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
+        found = torch.autograd.grad(out, wanted, torch.ones_like(out))
     kernels = {
         kernel: value.launchers
         for module in generated_modules()
