@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import key
 from fusion_backend.measure import store as stored
-from fusion_backend.measure.contest import Lost
+from fusion_backend.measure.contest import Different, Lost
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
@@ -266,7 +267,7 @@ def test_the_code_of_an_op_is_its_file_and_the_kernels_that_it_imports():
     "error, said",
     [
         (Lost("it had not finished after 10 seconds"), "not finished after 10 seconds"),
-        (Lost("its results are not those of Inductor here: result 0"), "results are not those"),
+        (Different("its results are not those of Inductor here"), "results are not those"),
         (RuntimeError("out of registers"), "out of registers"),
         (torch.OutOfMemoryError("CUDA"), "could not be measured"),
     ],
@@ -279,7 +280,38 @@ def test_a_provider_that_fails_costs_its_site_alone(monkeypatch, tmp_path, error
         with warns if fails else contextlib.nullcontext():
             ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
         assert not fused and said in reason
-        assert stored.store().empty  # it may succeed another time
+        # it may succeed another time, but for what is certain
+        assert stored.store().empty != isinstance(error, Different)
+
+
+@pytest.mark.parametrize("error", [Different("its results are others"), RuntimeError("registers")])
+def test_what_is_wrong_or_fails_in_context_is_not_taken_for_what_bytes_promise(
+    monkeypatch, tmp_path, error
+):
+    """Attention by hand, whose scores Inductor would write to memory."""
+
+    def block(q):
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    x = torch.randn(8, 8, 256, 32)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: Lost("the GPU is busy")):
+        ((_, fused, reason),) = told(decided(block, x, measure_s=20), "attention")
+        assert fused and "bytes and launches promise enough" in reason
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: error), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        ((_, fused, reason),) = told(decided(block, x, measure_s=20), "attention")
+        assert not fused and str(error) in reason
+
+
+def test_a_short_launch_is_measured_where_the_tables_accept_it(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.2) as stub:
+        short = torch.randn(192, 5120, dtype=torch.bfloat16)
+        ((_, fused, _),) = told(decided(norm, short, measure_s=20), "layer_norm")
+        assert fused and stub.asked == [["layer_norm"]]
+        ((_, fused, reason),) = told(
+            decided(norm, torch.randn(16, 64), measure_s=20), "layer_norm"
+        )  # which they refuse
+        assert not fused and "one short launch" in reason and len(stub.asked) == 1
 
 
 def test_of_training_the_backward_alone_is_tried_where_both_lose(monkeypatch, tmp_path):

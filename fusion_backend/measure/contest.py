@@ -16,6 +16,7 @@ from fusion_backend.compat.inductor import compiled_apart, without_compiled_auto
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
+from fusion_backend.measure.derived import passed_on
 from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
@@ -31,6 +32,10 @@ WORTH_OF_BIAS = 0.1
 
 class Lost(Exception):
     """A region cannot be measured, or a variant of it; the text says why."""
+
+
+class Different(Lost):
+    """A variant of a region computes something else."""
 
 
 @dataclasses.dataclass
@@ -87,11 +92,13 @@ class Contest:
         return Run(step, self.named(values), saved)
 
     def named(self, values: list) -> list[Value]:
-        results, count = [], len(self.cut.outputs) + len(self.cut.rows)
-        for i, v in enumerate(values):
-            name = f"result {i}" if i < count else f"gradient {i - count}"
-            results.append(Value(name, None if v is None else v.detach()))
-        return results
+        count = len(self.cut.outputs) + len(self.cut.rows)
+        results, gradients = values[:count], values[count:]
+        if gradients:
+            gradients = passed_on(self.cut, self.inputs, gradients)
+        named = [(f"result {i}", v) for i, v in enumerate(results)]
+        named += [(f"gradient {i}", v) for i, v in enumerate(gradients)]
+        return [Value(name, None if v is None else v.detach()) for name, v in named]
 
     def different(self, ours: list[Value]) -> str:
         """In what values differ from plain Inductor's by more than rounding; "" where they do not.
@@ -121,11 +128,11 @@ class Contest:
 
     def against(self, chosen: list[Decision], seconds: float) -> tuple[Race, int]:
         """The race of plain Inductor and the region with these sites replaced, and how many bytes
-        more that keeps for backward. Raises Lost where the results are not the same.
+        more that keeps for backward. Raises Different where the results are not the same.
         """
         ours = self.compiled(chosen)
         if not self.random and (wrong := self.different(ours.values)):
-            raise Lost(f"its results are not those of Inductor here: {wrong}")
+            raise Different(f"its results are not those of Inductor here: {wrong}")
         until = time.perf_counter() + seconds
         with alone(self.device, seconds):
             left = min(until - time.perf_counter(), TIMING_S)

@@ -38,16 +38,17 @@ def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
     """
     chains = {a: chain for a in cut.inputs if (chain := chain_of(a))}
     chains |= {n: [n] for chain in chains.values() for n in chain if n.op == "placeholder"}
-    found = {a: tensor(a, cut, device, chains.get(a, [])) for a in cut.inputs}
     equal: dict[Expr | fx.Node, fx.Node] = {}  # value -> the first input that has it
-    for a in sorted(found):
-        content = None
-        if chain := chain_of(a, found.keys() - {a}):
-            content = computed(chain, device, found)
-        elif (same := equal.setdefault(cut.facts.canon.of.get(a, a), a)) is not a:
-            content = found[same]
-        if content is not None:
-            found[a] = placed(content, a, cut, found[a].device)
+    with torch.no_grad():
+        found = {a: tensor(a, cut, device, chains.get(a, [])) for a in cut.inputs}
+        for a in sorted(found):
+            content = None
+            if chain := chain_of(a, found.keys() - {a}):
+                content = computed(chain, device, found)
+            elif (same := equal.setdefault(cut.facts.canon.of.get(a, a), a)) is not a:
+                content = found[same]
+            if content is not None:
+                found[a] = placed(content, a, cut, found[a].device)
     return [found[a].requires_grad_(a in cut.grads) for a in cut.inputs]
 
 
@@ -96,12 +97,17 @@ def room(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch
 
 
 def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """1 and 0 in turns along the last dimension: whatever they mean in a mask, no row is left with
-    nothing.
+    """Ones and then zeros along the last dimension, as in batches that are padded: in the first row
+    of the first dimension half are ones, in the last all but one. Whatever they mean in a mask, no
+    row is left with nothing.
     """
     sizes = hinted(value.shape)
-    last = sizes[-1] if sizes else 1
-    return (1 - torch.arange(last, device=device) % 2).to(value.dtype).expand(sizes)
+    if not sizes:
+        return torch.ones((), dtype=value.dtype, device=device)
+    last, rows = sizes[-1], sizes[0] if len(sizes) > 1 else 1
+    ones = torch.linspace(last / 2, max(last - 1, 1), rows, device=device).ceil()
+    ones = ones.reshape(-1, *[1] * (len(sizes) - 1))
+    return (torch.arange(last, device=device) < ones).to(value.dtype).expand(sizes)
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.device:
@@ -164,9 +170,8 @@ def computed(
     it is not known.
     """
     values: dict[fx.Node, object] = dict(known)
-    with torch.no_grad():
-        for n in chain:
-            values[n] = run(n, values, device)
+    for n in chain:
+        values[n] = run(n, values, device)
     return values[chain[-1]]
 
 

@@ -212,7 +212,7 @@ class Judge:
                 found[id(c)] = answer_of(json.loads(told))
                 if found[id(c)].why == LATE:  # what a dead rank has claimed is waited for once
                     patience = 0.0
-                if found[id(c)].verdict:
+                if found[id(c)].kept:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
 
@@ -240,7 +240,7 @@ class Judge:
                 started = time.thread_time()
                 found = measured(c, self.options, self.record)
                 self.thread_s += time.thread_time() - started
-            self.settled &= bool(found.verdict) or final(c, found)
+            self.settled &= found.kept or final(c, found)
         if c.key:
             self.asked[c.key] = known_answer(c.key, self.options)
         return found or unanswered(c, "")

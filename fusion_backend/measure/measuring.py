@@ -16,7 +16,7 @@ import torch
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.bound import bound
-from fusion_backend.measure.contest import Contest, Lost, contest
+from fusion_backend.measure.contest import Contest, Different, Lost, contest
 from fusion_backend.measure.cut import summary
 from fusion_backend.measure.key import gpu_name, machine
 from fusion_backend.measure.rivals import rivals
@@ -62,7 +62,8 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
     """The answer for a class; kept in the store where it is certain."""
     if c.cut.region.problem:
         return unanswered(c, c.cut.region.problem)
-    if all(bound(d).hopeless for d in c.sites) and options.gate != "measure":
+    hopeless = all(bound(d).hopeless and d.doubt is not None for d in c.sites)
+    if hopeless and options.gate != "measure":
         return unanswered(c, ONE_SHORT_LAUNCH)
     left, started = ALLOWANCE.left(options), time.perf_counter()
     if left <= 0:
@@ -79,7 +80,7 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
         ALLOWANCE.spend(took)
         record.measure_s += took
         record.measured += 1
-    if found.verdict and c.key and (why := stored.store().put(found)):
+    if found.kept and c.key and (why := stored.store().put(found)):
         told = f"fusion: what was measured is forgotten when this process ends: {why}"
         warn_once("measured answers", told)
     return found
@@ -92,7 +93,9 @@ class Choice:
         self.c, self.held, self.until = c, held, until
         self.races: list[tuple[list[Decision], Race, int]] = []
         self.rivals: list[tuple[list[Decision], Race, int]] = []
-        self.failed = ""
+        self.failed = ""  # why a variant could not be timed
+        # how a variant differs from plain Inductor, or how its kernel failed
+        self.wrong = self.broken = ""
 
     def run(self) -> None:
         """All sites; if they are not faster, each alone, and those that are, together; of a single
@@ -122,12 +125,17 @@ class Choice:
             race, more = self.held.against(chosen, seconds)
         except torch.OutOfMemoryError:
             raise
+        except Different as error:
+            self.wrong = str(error)
+            return False
+        except Lost as error:
+            self.failed = str(error)
+            return False
         except Exception as error:
-            self.failed = str(error) if isinstance(error, Lost) else of_kernel(error)
-            if not isinstance(error, Lost):
-                names = ", ".join(dict.fromkeys(d.match.pattern.where for d in chosen))
-                told = f"fusion: {names}: {self.failed}; its sites are left to Inductor"
-                warn_once(f"measured {names}", told)
+            self.broken = of_kernel(error)
+            names = ", ".join(dict.fromkeys(d.match.pattern.where for d in chosen))
+            told = f"fusion: {names}: {self.broken}; its sites are left to Inductor"
+            warn_once(f"measured {names}", told)
             return False
         self.races.append((chosen, race, more))
         return race.verdict == "faster"
@@ -137,9 +145,12 @@ class Choice:
         uncertain.
         """
         self.run()
+        won = [r for r in self.races if r[1].verdict == "faster"]
+        if not won and (why := self.wrong or self.broken):
+            refused = unanswered(self.c, why)
+            return dataclasses.replace(refused, verdict="wrong" if self.wrong else "failed")
         if not self.races:
             return unanswered(self.c, self.failed or "the time to measure it was up")
-        won = [r for r in self.races if r[1].verdict == "faster"]
         chosen, race, more = max(won or self.races, key=lambda r: r[1].ratio)
         taken = {d.match.roots[0]: d.providers for d in chosen} if won else {}
         low, high = race.interval

@@ -41,7 +41,8 @@ class Answer:
     forward and the backward, or "" where Inductor does. plain_ms, ours_ms: the median device times
     of the region with all sites left to Inductor, and of the best replacement. ratio: the median of
     their ratios of one round each; low, high: the interval of that median, at 99 %. verdict:
-    "faster", "same", "slower", or "" for undecided. more_bytes: what it keeps for backward beyond
+    "faster", "same", "slower", "wrong" where a replacement computes something else, "failed" where
+    its kernel does not run, or "" for undecided. more_bytes: what it keeps for backward beyond
     what Inductor keeps. why: of an answer without times. about: the GPU, the versions, the mode and
     the operators of the region, for people. seed: it ships with the package.
     """
@@ -65,6 +66,11 @@ class Answer:
         fields = dataclasses.asdict(self)
         del fields["seed"]
         return json.dumps({"format": FORMAT, **fields})
+
+    @property
+    def kept(self) -> bool:
+        """Would another process find the same? A kernel that fails may run there."""
+        return self.verdict in ("faster", "same", "slower", "wrong")
 
     @property
     def when(self) -> str:

@@ -99,7 +99,7 @@ def check(a: Answer) -> None:
     numbers = (a.plain_ms, a.ours_ms, a.ratio, a.low, a.high)
     if not all(math.isfinite(n) and n >= 0 for n in numbers):
         raise ValueError(f"{a.key}: a time or a ratio is no number, or negative")
-    if a.verdict not in ("faster", "same", "slower"):
+    if not a.kept:
         raise ValueError(f"{a.key}: {a.verdict!r} is no verdict")
     if not all(map(BY_WHOM.fullmatch, a.take)):
         raise ValueError(f"{a.key}: it does not say who computes a site")

@@ -1,0 +1,151 @@
+"""The inputs that are made up for a region to be measured."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.measure.inputs import limits, made_up, masking
+from tests.measured_cases import cuts_of
+
+
+def inputs_of(fn, *inputs, **more):
+    (cut,) = cuts_of(fn, *inputs, **more)
+    return cut, made_up(cut, torch.device("cpu"))
+
+
+def test_made_up_inputs_have_the_sizes_strides_and_dtypes_of_the_graph():
+    def fn(x, w):
+        return F.layer_norm(x.sin(), (6,), w)
+
+    x = torch.randn(6, 4, 5).permute(1, 2, 0)[:, 1:].requires_grad_()
+    w = torch.randn(1).expand(6)
+    _, found = inputs_of(fn, x, w, only="layer_norm")
+    for have, want in zip(found, (x, w), strict=True):
+        assert (have.shape, have.stride(), have.dtype) == (want.shape, want.stride(), want.dtype)
+        assert have.requires_grad == want.requires_grad and have.is_leaf
+
+
+def test_indices_are_within_what_they_index():
+    table = nn.Embedding(7, 16)
+
+    def fn(i, y):
+        return F.cross_entropy(F.layer_norm(table(i[:, 1:]), (16,)).sum(1), y)
+
+    i, y = torch.randint(0, 7, (64, 5)), torch.randint(0, 16, (64,))
+    for only, bound in (("layer_norm", 7), ("cross_entropy", 16)):
+        cuts = cuts_of(fn, i, y, only=only)
+        found = [
+            (n, t)
+            for c in cuts
+            for n, t in zip(c.inputs, made_up(c, torch.device("cpu")), strict=True)
+            if t.dtype == torch.int64 and limits(n, {*c.region.nodes}) == [bound]
+        ]
+        assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
+
+
+def test_what_is_indexed_is_no_index():
+    def fn(x, y):
+        return F.cross_entropy(x.flatten(0, 1), y)
+
+    x, y = torch.randn(2, 32, 16), torch.randint(0, 16, (64,))
+    cut, (logits, labels) = inputs_of(fn, x, y, only="cross_entropy")
+    assert not limits(cut.inputs[0], {*cut.region.nodes})
+    assert not torch.equal(logits, logits.round()) and labels.max() < 16
+
+
+def test_an_index_that_follows_from_another_or_equals_it_stays_in_its_own_range():
+    large, small = nn.Embedding(100, 16), nn.Embedding(3, 16)
+
+    def fn(i):
+        both = large(i) + small(i * 1 % 3) + small(i.clone() * 7)  # as ids of words and of kinds
+        return F.layer_norm(both + large(i.clone() * 7), (16,))
+
+    (cut,) = cuts_of(fn, torch.zeros(64, dtype=torch.int64), only="layer_norm")
+    found = made_up(cut, torch.device("cpu"))
+    assert sum(t.dtype == torch.int64 for t in found) > 2
+    cut.graph([])(*found)  # where a GPU would stop, a CPU raises IndexError
+
+    def views(i):
+        return F.layer_norm(large(i[0]) + small(i.diagonal()), (16,))
+
+    (cut,) = cuts_of(views, torch.zeros(64, 64, dtype=torch.int64), only="layer_norm")
+    cut.graph([])(*made_up(cut, torch.device("cpu")))
+
+
+def test_integers_that_are_no_index_are_ones_and_zeros():
+    def fn(x, i):
+        return F.layer_norm(x * i, (16,))
+
+    _, found = inputs_of(fn, torch.randn(4, 16), torch.randint(0, 9, (4, 16)), only="layer_norm")
+    ones = [8, 11, 13, 15]  # of the four rows: from a half to all but one, and then zeros
+    assert found[1].dtype == torch.int64
+    assert torch.equal(found[1], (torch.arange(16) < torch.tensor(ones)[:, None]).long())
+
+
+def test_an_index_that_is_computed_outside_is_within_its_range_all_the_same():
+    table = nn.Embedding(1, 16)  # 1 is out of range
+
+    def fn(i):
+        return F.layer_norm(table(i.flatten().clone()), (16,))
+
+    (cut,) = cuts_of(fn, torch.zeros(4, 3, dtype=torch.int64), only="layer_norm")
+    found = made_up(cut, torch.device("cpu"))
+    assert all(not t.any() for t in found if t.dtype == torch.int64)
+
+
+def test_a_mask_is_what_the_graph_computes_and_not_noise():
+    linear = nn.Linear(16, 16)
+
+    def fn(x):
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        q = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        bias = torch.zeros(8, 8).masked_fill(~mask, float("-inf"))
+        return F.scaled_dot_product_attention(q, q, q, bias)
+
+    _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
+    mask, zeros = [t for t in found if t.shape == (8, 8)]
+    assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril()) and not zeros.any()
+
+
+def test_a_mask_from_an_input_keeps_something_in_every_row():
+    linear = nn.Linear(16, 16)
+
+    def fn(x, keep):
+        mask = keep[:, None, None, :].to(torch.bool)
+        hidden = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        for _ in range(2):
+            hidden = F.scaled_dot_product_attention(hidden, hidden, hidden, mask)
+            hidden = (
+                linear(hidden.transpose(1, 2).reshape(2, 8, 16)).view(2, 8, 2, 8).transpose(1, 2)
+            )
+        return hidden
+
+    cuts = cuts_of(fn, torch.randn(2, 8, 16), torch.ones(2, 8, dtype=torch.int64), only="attention")
+    masks = [
+        t
+        for c in cuts
+        for t in made_up(c, torch.device("cpu"))
+        if t.dtype == torch.bool or t.dtype == torch.int64
+    ]
+    assert masks and all((m != 0).any(-1).all() and (m == 0).any(-1).all() for m in masks)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (9,), (1, 1), (3, 1, 1, 8), (0, 4), (4, 0)])
+def test_a_mask_has_ones_and_then_zeros(shape):
+    made = masking(torch.empty(shape, dtype=torch.bool), torch.device("cpu"))
+    assert made.shape == shape and made.dtype == torch.bool
+    if made.numel() > 1 and shape[-1] > 1:
+        assert made[..., 0].all() and not made[..., -1].any()
+        assert not (made[..., 1:] & ~made[..., :-1]).any()
+
+
+def test_an_index_that_is_computed_with_ones_stays_within_what_it_indexes():
+    table = nn.Embedding(7, 16)
+
+    def fn(i):
+        return F.layer_norm(table(i * 50 - 100), (16,))
+
+    _, found = inputs_of(fn, torch.randint(2, 3, (4,)), only="layer_norm")
+    (index,) = [t for t in found if t.dtype == torch.int64]
+    assert index.min() >= 0 and index.max() < 7
