@@ -76,6 +76,18 @@ MUTATIONS = {
         "            pass\n",
         "tests/test_remembered.py",
     ),
+    "regions: a gradient is compared where a replacement may not have it": Mutation(
+        "fusion_backend/measure/contest.py",
+        "            gradients = passed_on(self.cut, self.inputs, gradients)\n",
+        "            pass\n",
+        "tests/test_measured_regions.py",
+    ),
+    "regions: what is wrong in its place may be taken on a bound": Mutation(
+        "fusion_backend/measure/measuring.py",
+        "if not won and (why := self.wrong or self.broken):",
+        "if False and (why := self.wrong or self.broken):",
+        "tests/test_measured_gate.py",
+    ),
     "products: the second half of a tile is stored over the first": Mutation(
         "fusion_backend/kernels/gemm/linear.py",
         "second, second_up, top, left + STORED, m,",

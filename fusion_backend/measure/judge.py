@@ -253,7 +253,8 @@ class Judge:
         """
         again: list[Decision] = []
         products = [has_product(d) for d in c.sites]
-        apart = answer.verdict in ("same", "slower") and any(products) and not all(products)
+        lost = answer.verdict not in ("", "faster")
+        apart = lost and any(products) and not all(products)
         for gate, region in c.members:
             for i, d in enumerate(region.sites):
                 if apart and not products[i]:
