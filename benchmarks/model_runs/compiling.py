@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import torch
 
 import fusion_backend
+from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.wall_time import milliseconds
 from benchmarks.model_runs.failing import failing
 from benchmarks.model_runs.steps import Compile, Plan, Step
 from benchmarks.records.rows import FAILED, ModelContender
 from fusion_backend.compat.torch import clear_caches
-from fusion_backend.measure import measuring, store
+from fusion_backend.measure import store
 
 WARM = 3  # compilations with a filled cache
 # contenders that have compiled something in this process, and for training
@@ -93,8 +94,7 @@ def compile_all(
             if not stays:
                 torch.compiler.reset()
             if name == "fusion":
-                fusion_backend.reset()
-                measuring.ALLOWANCE.took.clear()  # as in a process of its own
+                as_a_program_of_its_own()
             with failing(one), cache_in(f"{folder}/{name}"):
                 seconds = seconds_to_compile(step, device)
                 if name != "eager" and turn == "cold":

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.wall_time import synchronize
 from benchmarks.pattern_runs.contenders import (
     ALWAYS,
     CONTENDERS,
-    as_a_program_of_its_own,
     gradients_for,
     nothing_declined,
     results_of,

@@ -10,7 +10,6 @@ from torch import Tensor
 import fusion_backend
 from benchmarks.measure.library import inductor_config
 from benchmarks.records.rows import Contender
-from fusion_backend.measure.measuring import ALLOWANCE
 
 inductor_config.max_autotune_report_choices_stats = False  # its tables would bury ours
 TWIN, ALWAYS = "inductor-again", "fusion-always"
@@ -31,12 +30,6 @@ CONTENDERS: dict[str, Maker] = {
     "eager": lambda reference: reference,
     **{name: compiled(how) for name, how in HOW.items()},
 }
-
-
-def as_a_program_of_its_own() -> None:
-    """Each row has the whole of fusion.measure_s, and a report of nothing but itself."""
-    fusion_backend.reset()
-    ALLOWANCE.took.clear()
 
 
 def step(fn: Callable, args: list, dys: list[Tensor] | None) -> list[Tensor]:

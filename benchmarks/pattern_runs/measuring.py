@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.measure.accuracy import errors, wrong
+from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.counting import draws
 from benchmarks.measure.failures import said, until_it_fails
 from benchmarks.measure.memory import peak_bytes, saved_bytes
@@ -33,7 +34,6 @@ from benchmarks.pattern_runs.contenders import (
     CONTENDERS,
     TWIN,
     Maker,
-    as_a_program_of_its_own,
     gradients_for,
     nothing_declined,
     results_of,

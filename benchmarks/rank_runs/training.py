@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import fusion_backend
+from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.memory import saved_bytes
 from benchmarks.measure.wall_time import milliseconds, synchronize
 from benchmarks.model_runs.compiling import note_sites
@@ -22,7 +22,6 @@ from benchmarks.subjects.model_zoo import build
 from benchmarks.subjects.plain_models import Size
 from benchmarks.subjects.subject import TRAIN
 from fusion_backend.compat.torch import counters
-from fusion_backend.measure import measuring
 
 BATCHES = 4  # which come again, so that the loss falls
 LEARNING_RATE = 3e-4
@@ -82,8 +81,7 @@ def row_of(name: str, size: Size, how: str, plan: Plan, device: torch.device) ->
     found: list[dict] = []
     for contender, make in makes.items():
         graphs = counters["stats"]["unique_graphs"]
-        fusion_backend.reset()
-        measuring.ALLOWANCE.took.clear()
+        as_a_program_of_its_own()
         before = allocated(device)
         training = Training(name, size, how, make, device)
         started = time.perf_counter()

@@ -46,7 +46,8 @@ def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
 
     def precompiled(tuner: CachingAutotuner) -> None:
         precompile(tuner)
-        tuner.compile_results = [chosen(result, names()) for result in tuner.compile_results]
+        ours = names()
+        tuner.compile_results = [chosen(result, ours) for result in tuner.compile_results]
 
     CachingAutotuner._precompile_worker = precompiled
     try:

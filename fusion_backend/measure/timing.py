@@ -118,11 +118,11 @@ class Race:
 
     @property
     def close(self) -> bool:
-        """Is the ratio known to within `worth`? Where that decides nothing, the gain is so near to
+        """Is the ratio known to within 2 %? If there is no verdict then, the gain is so near to
         `worth` that another race would hardly decide it either.
         """
         low, high = self.interval
-        return high - low <= 2 * self.worth
+        return high - low <= 2 * WORTH
 
 
 def race(

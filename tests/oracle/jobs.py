@@ -3,8 +3,6 @@ test_distributed.py.
 """
 
 import contextlib
-import os
-import warnings
 
 import torch
 import torch._dynamo
@@ -18,10 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ..eager_kernels import eager_kernels
+from ..ranks.starting import WORLD
 from .harness import FAST, compiled, fused_sites, local
 from .models import Gate
-
-WORLD = 2
 
 
 class Layer(nn.Module):
@@ -131,22 +128,15 @@ def observe(job, rank, backend):
     return seen
 
 
-def work(rank, port, names, backends, folder, generated):
-    """Every job under every backend, in one process group; writes what it saw to a file.
+def work(names, backends, generated):
+    """What every job under every backend showed, in one process group.
 
     The jobs of `generated` run what Inductor compiles, the others eager kernels.
     """
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD)
-    )
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     seen = {}
     with torch._inductor.config.patch(FAST):
         for name in names:
             with contextlib.nullcontext() if name in generated else eager_kernels():
                 for backend in backends:
-                    seen[name, backend] = observe(globals()[name], rank, backend)
-    torch.save(seen, os.path.join(folder, f"rank{rank}.pt"))
-    dist.destroy_process_group()
+                    seen[name, backend] = observe(globals()[name], dist.get_rank(), backend)
+    return seen

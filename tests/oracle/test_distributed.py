@@ -2,17 +2,10 @@
 by rank.
 """
 
-import os
-from unittest import mock
-
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from benchmarks.distributed import free_port
 
 from .. import selection
+from ..ranks.starting import in_two_processes
 from . import jobs
 from .harness import BACKEND, close, sites_of
 
@@ -35,17 +28,10 @@ def jobs_to_run() -> list[str]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What both processes saw: [rank][job, backend]."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("no gloo")
-    folder = tmp_path_factory.mktemp("ranks")
     backends = list(dict.fromkeys(("eager", "inductor", BACKEND)))
     generated = jobs_to_run() if selection.FULL else []
-    given = free_port(), jobs_to_run(), backends, str(folder), generated
-    with mock.patch.dict(os.environ):
-        # Where the tests before have left the patterns traced; the jobs use no cache of Inductor.
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        mp.spawn(jobs.work, given, nprocs=jobs.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(jobs.WORLD)]
+    folder = tmp_path_factory.mktemp("ranks")
+    return in_two_processes(jobs.work, folder, jobs_to_run(), backends, generated)
 
 
 @pytest.mark.parametrize("job", FUSED)

@@ -1,6 +1,5 @@
 """What two processes decide where they do not see the same: another measurement, another graph, a
-fault in one of them. Asserted in
-test_decisions.py.
+fault in one of them. For test_decisions.py.
 """
 
 from __future__ import annotations
@@ -106,7 +105,8 @@ def restarted() -> list[dict]:
     return found
 
 
-def observe(rank: int, folder: Path) -> dict:
+def observe(folder: Path) -> dict:
+    rank = dist.get_rank()
     with eager_kernels():
         found = {"measured": measured(rank, folder), "failing": failing(rank)}
     return found | {"restarted": restarted()}

@@ -1,11 +1,10 @@
-"""Two processes of one job, through gloo, on a CPU, which do all that the tests of this folder ask:
-to start them takes as long as what they do.
-"""
+"""Two processes of one job, through gloo, on a CPU."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -16,19 +15,16 @@ import torch.multiprocessing as mp
 
 from benchmarks.distributed import free_port
 
-from . import decisions
-from .trainings import observe_all
-
 WORLD = 2
 
 
-def in_two_processes(folder: Path) -> list[dict]:
-    """What each rank has observed."""
+def in_two_processes(work: Callable, folder: Path, *given) -> list:
+    """What `work(*given)` returns on each rank. The processes are given no CUDA device."""
     need_gloo()
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         # Where the tests before have left the patterns traced.
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        mp.spawn(work, (free_port(), folder), nprocs=WORLD)
+        mp.spawn(run_rank, (free_port(), work, folder, given), nprocs=WORLD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
@@ -37,12 +33,11 @@ def need_gloo() -> None:
         pytest.skip("no gloo")
 
 
-def work(rank: int, port: int, folder: Path) -> None:
-    """A rank."""
+def run_rank(rank: int, port: int, work: Callable, folder: Path, given: tuple) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    seen = {"trainings": observe_all(folder), "decisions": decisions.observe(rank, folder)}
-    torch.save(seen, folder / f"rank{rank}.pt")
+    torch.save(work(*given), folder / f"rank{rank}.pt")
     dist.destroy_process_group()

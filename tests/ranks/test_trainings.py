@@ -1,4 +1,4 @@
-"""Two processes train with DDP, FSDP2 and tensor parallelism: the losses are those of eager, and
+"""Two processes train with FSDP2 and tensor parallelism: the losses are those of eager, and
 sites are fused.
 """
 
@@ -10,7 +10,7 @@ from .trainings import JOBS, STEPS
 # these. Under tensor parallelism what reads a DTensor is no site, here the linear layers.
 BLOCK = {"attention", "gelu"}
 WHOLE = {*BLOCK, "cross_entropy"}
-FUSED = {name: WHOLE if name in ("ddp", "tensor parallel") else BLOCK for name in JOBS}
+FUSED = {name: WHOLE if name == "tensor parallel" else BLOCK for name in JOBS}
 NORMS = {"layer_norm", "add_layer_norm", "norm_linear"}
 
 

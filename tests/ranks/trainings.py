@@ -1,5 +1,5 @@
-"""What two processes train together under one backend. Asserted in
-test_trainings.py.
+"""What two processes train together under one backend, for test_trainings.py. With DDP and plain
+FSDP2 tests/oracle/ compares gradients.
 
 A job takes a model, a mesh and `compiled`, which compiles a callable or leaves it as it is, and
 returns what a step calls.
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
@@ -29,13 +28,6 @@ from .model import PLAN, WORDS, Model
 
 STEPS = 4
 Compile = Callable[[Callable], Callable]
-
-
-def ddp(model: Model, mesh: DeviceMesh, compiled: Compile) -> Callable:
-    """Buckets of just one layer, so that the graph is cut between layers."""
-    layer = sum(p.nbytes for p in model.layers[0].parameters())
-    dist._DEFAULT_FIRST_BUCKET_BYTES = layer
-    return compiled(DistributedDataParallel(model, bucket_cap_mb=layer / 2**20))
 
 
 def fsdp(model: Model, mesh: DeviceMesh, compiled: Compile) -> Callable:
@@ -79,7 +71,6 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, compiled: Compile) -> Callab
 
 # A job, and the width of its model: of an odd one two ranks hold unequal parts.
 JOBS = {
-    "ddp": (ddp, 16),
     "fsdp, uneven": (fsdp, 17),
     "fsdp by blocks, mixed precision": (fsdp_mixed, 16),
     "fsdp by blocks, checkpoints": (fsdp_checkpoint, 16),
@@ -97,7 +88,7 @@ class Training:
         # Eager takes a batch at once, and must come to the same.
         self.parts = 2 if "accumulation" in name and backend == "fusion" else 1
         torch.manual_seed(seed)
-        self.model = Model(width, layers=2 if name == "ddp" else 1)
+        self.model = Model(width, layers=1)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.call = job(self.model, mesh, compiler(backend))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
