@@ -3,6 +3,8 @@
 import math
 import random
 
+import pytest
+
 from fusion_backend.measure.timing import Race, race
 
 
@@ -29,6 +31,15 @@ def test_a_few_rounds_prove_nothing():
     assert found.verdict == "" and found.interval == (0.0, math.inf)
     found.add(2.0, 1.0)
     assert found.verdict == "faster" and found.interval == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("noise, close", [(0.01, True), (0.04, False)])
+def test_a_ratio_is_close_to_a_gain_within_two_percent(noise, close):
+    """Whatever gain counts: beside a convolution that is more than 2 %."""
+    found = Race(worth=0.1)
+    for i in range(20):
+        found.add(1.1 + noise * (-1) ** i, 1.0)
+    assert not found.verdict and found.close == close
 
 
 def test_an_interval_holds_the_median_99_times_in_100():
