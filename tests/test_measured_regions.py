@@ -17,6 +17,7 @@ from fusion_backend.measure import contest as contests
 from fusion_backend.measure import gpu, timing
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
+from fusion_backend.measure import contest as contests
 from fusion_backend.measure.contest import Different, Lost, contest
 from fusion_backend.measure.store import Answer
 from fusion_backend.measure.timing import Race
@@ -47,6 +48,18 @@ def test_a_contest_compiles_and_times_both(training):
     )
     assert torch.equal(drawn, torch.get_rng_state())
     assert not held.__dict__  # it holds no memory
+
+
+def test_a_race_may_last_as_long_as_compiling_took(monkeypatch):
+    """So that what compiles for long and is hard to time is not compiled again by each process."""
+    lasts = []
+    monkeypatch.setattr(contests, "race", lambda *args: lasts.append(args[3]))
+    with contest(attention_cut()) as held:
+        for least in (0.0, 30.0):
+            monkeypatch.setattr(contests, "TIMING_S", least)
+            held.against(held.cut.region.sites, 1e3)
+        held.against(held.cut.region.sites, 0.5)
+    assert 0.1 < lasts[0] < 30.0 and lasts[1] == 30.0 and 0.1 < lasts[2] <= 0.5
 
 
 def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
