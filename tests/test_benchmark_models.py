@@ -3,6 +3,7 @@ are user errors.
 """
 
 import dataclasses
+import gc
 import sys
 
 import pytest
@@ -350,6 +351,20 @@ def test_options_reach_the_backend(verify, measure_s, monkeypatch):
     contenders(verify=verify, measure_s=measure_s)["fusion"](abs)
     expected = {"fusion.gate": "auto", "fusion.verify": verify, "fusion.measure_s": measure_s}
     assert options == expected
+
+
+def test_no_contender_pays_for_the_garbage_of_another(tmp_path, monkeypatch):
+    happened = []
+    monkeypatch.setattr(gc, "collect", lambda: happened.append("collected"))
+    monkeypatch.setattr(
+        compiling, "seconds_to_compile", lambda *_: happened.append("compiled") or 1.0
+    )
+    names = ("eager", "inductor", "fusion")
+    found = {name: ModelContender(name) for name in names}
+    compiling.compile_all(
+        dict.fromkeys(names), found, Plan(), CPU, str(tmp_path), lambda what: None
+    )
+    assert happened == ["collected", "compiled"] * len(names) * (1 + compiling.WARM)
 
 
 @pytest.mark.parametrize("keep", [False, True])

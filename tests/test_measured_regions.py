@@ -17,7 +17,6 @@ from fusion_backend.measure import contest as contests
 from fusion_backend.measure import gpu, timing
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure import contest as contests
 from fusion_backend.measure.contest import Different, Lost, contest
 from fusion_backend.measure.store import Answer
 from fusion_backend.measure.timing import Race

@@ -5,6 +5,7 @@ replaced.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
@@ -236,3 +237,19 @@ def test_writes_around_a_site_in_training(code, reason):
     assert site.fused == (reason is None) and (site.fused or site.reason.startswith(reason)), (
         collector.report
     )
+
+
+def test_code_of_a_new_graph_is_generated_when_it_is_read(monkeypatch):
+    """As that of Dynamo's graph: Inductor's passes say several times that they have changed it."""
+    generated, python_code = [], fx.Graph.python_code
+
+    def recorded(graph, *args, **kwargs):
+        generated.append(graph)
+        return python_code(graph, *args, **kwargs)
+
+    (graph,) = collect(lambda x: F.layer_norm(x, (8,)), torch.randn(4, 8)).graphs
+    assert len(fused_nodes(graph)) == 1
+    monkeypatch.setattr(fx.Graph, "python_code", recorded)
+    graph.recompile()
+    assert not generated
+    assert "fusion" in graph.code and generated

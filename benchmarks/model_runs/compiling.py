@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import os
 import re
 import statistics
@@ -95,6 +96,8 @@ def compile_all(
                 torch.compiler.reset()
             if name == "fusion":
                 as_a_program_of_its_own()
+            # a collection takes up to a second: it falls to nobody by chance
+            gc.collect()
             with failing(one), cache_in(f"{folder}/{name}"):
                 seconds = seconds_to_compile(step, device)
                 if name != "eager" and turn == "cold":

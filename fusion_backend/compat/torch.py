@@ -33,6 +33,7 @@ from torch._logging._internal import trace_structured_artifact
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module as graph_module_of_dynamo
 from torch.fx.experimental.proxy_tensor import (
     _side_effectful_need_to_be_preserved_pre_dispatch as STATE_FUNCTIONS,
 )

@@ -18,6 +18,7 @@ from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import (
     OpOverload,
     aten,
+    graph_module_of_dynamo,
     keep_signature,
     keep_source,
     pytree,
@@ -343,8 +344,10 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def module_of(graph: fx.Graph, source: fx.GraphModule) -> fx.GraphModule:
-    """A graph in place of that of a module which Dynamo made."""
-    new = fx.GraphModule(source, graph)
+    """A graph in place of that of a module which Dynamo made. Its code, too, is generated only when
+    it is read: Inductor's passes say time and again that they have changed the graph.
+    """
+    new = graph_module_of_dynamo(source, graph)
     new.meta = dict(source.meta)
     for name in CARRIED:
         if name in source.__dict__:
