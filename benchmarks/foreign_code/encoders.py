@@ -73,8 +73,24 @@ def encoder_layer_dropout(n, seq, width):
     return Called(forward, **parts, **norms), (features(n, seq, width),)
 
 
+def padding(lengths, seq: int):
+    """1 for the tokens of each text, and 0 for what fills it up to the longest one."""
+    return (torch.arange(seq)[None] < lengths[:, None]).long()
+
+
 @problem("transformers BertLayer with a padding mask", TEXT, FEW, ALL)
 def bert_layer(n, seq, width):
+    module, x = bert_layer_of(width), features(n, seq, width)
+    return module, (x, padding(torch.linspace(seq, seq / 2, n).long(), seq))
+
+
+@problem("transformers BertLayer, texts of one length: the mask keeps everything", TEXT, FEW)
+def bert_layer_of_full_texts(n, seq, width):
+    module, x = bert_layer_of(width), features(n, seq, width)
+    return module, (x, padding(torch.full((n,), seq), seq))
+
+
+def bert_layer_of(width: int) -> Called:
     heads = heads_of(width)
 
     def forward(m, x, mask):
@@ -87,9 +103,19 @@ def bert_layer(n, seq, width):
 
     parts = {name: nn.Linear(width, width) for name in ("q", "k", "v", "out")}
     norms = dict(norm1=nn.LayerNorm(width, eps=1e-12), norm2=nn.LayerNorm(width, eps=1e-12))
-    lengths = torch.linspace(seq, seq / 2, n).long()
-    mask = (torch.arange(seq)[None] < lengths[:, None]).long()
-    return Called(forward, **parts, **norms, mlp=mlp(width)), (features(n, seq, width), mask)
+    return Called(forward, **parts, **norms, mlp=mlp(width))
+
+
+@problem("torch.nn.TransformerEncoderLayer, src_key_padding_mask of full texts", TEXT, FEW)
+def encoder_layer_of_full_texts(n, seq, width):
+    def forward(m, x, mask):
+        x = x + m.attention(m.norm1(x), mask[:, None, None, :].bool())
+        return x + m.mlp(m.norm2(x))
+
+    parts = dict(attention=Attention(width), mlp=mlp(width))
+    norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
+    mask = padding(torch.full((n,), seq), seq)
+    return Called(forward, **parts, **norms), (features(n, seq, width), mask)
 
 
 @problem("transformers BertEmbeddings", dict(n=128, seq=512, width=768), FEW)
