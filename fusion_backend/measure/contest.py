@@ -21,7 +21,7 @@ from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
-TIMING_S = 2.0  # for one race, or as long as compiling took, which no answer would waste
+TIMING_S = 2.0  # for a race at most; where compiling took longer, as long as that
 # The gain that counts beside a convolution: what a region reads is as the graph has it, and
 # Inductor copies it to channels-last, which in the whole graph it may be already.
 WORTH_OF_LAYOUT = 0.05
