@@ -53,13 +53,29 @@ def encoder_layer_post_norm(n, seq, width):
 
 @problem("torch.nn.TransformerEncoderLayer, norms first", TEXT, FEW)
 def encoder_layer_pre_norm(n, seq, width):
-    def forward(m, x):
-        x = x + m.attention(m.norm1(x))
+    return encoder_layer_of(width), (features(n, seq, width),)
+
+
+@problem("torch.nn.TransformerEncoderLayer, src_key_padding_mask of full texts", TEXT, FEW)
+def encoder_layer_of_full_texts(n, seq, width):
+    mask = padding(torch.full((n,), seq), seq)
+    return encoder_layer_of(width), (features(n, seq, width), mask)
+
+
+def encoder_layer_of(width: int) -> Called:
+    def forward(m, x, mask=None):
+        keep = None if mask is None else mask[:, None, None, :].bool()
+        x = x + m.attention(m.norm1(x), keep)
         return x + m.mlp(m.norm2(x))
 
     parts = dict(attention=Attention(width), mlp=mlp(width))
     norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
-    return Called(forward, **parts, **norms), (features(n, seq, width),)
+    return Called(forward, **parts, **norms)
+
+
+def padding(lengths, seq: int):
+    """1 for the tokens of each text, and 0 for what fills it up to the longest one."""
+    return (torch.arange(seq)[None] < lengths[:, None]).long()
 
 
 @problem("torch.nn.TransformerEncoderLayer with dropout", TEXT, FEW, "train bf16", random=True)
@@ -71,11 +87,6 @@ def encoder_layer_dropout(n, seq, width):
     parts = dict(attention=Attention(width, 0.1), mlp=mlp(width, nn.ReLU()))
     norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
     return Called(forward, **parts, **norms), (features(n, seq, width),)
-
-
-def padding(lengths, seq: int):
-    """1 for the tokens of each text, and 0 for what fills it up to the longest one."""
-    return (torch.arange(seq)[None] < lengths[:, None]).long()
 
 
 @problem("transformers BertLayer with a padding mask", TEXT, FEW, ALL)
@@ -104,18 +115,6 @@ def bert_layer_of(width: int) -> Called:
     parts = {name: nn.Linear(width, width) for name in ("q", "k", "v", "out")}
     norms = dict(norm1=nn.LayerNorm(width, eps=1e-12), norm2=nn.LayerNorm(width, eps=1e-12))
     return Called(forward, **parts, **norms, mlp=mlp(width))
-
-
-@problem("torch.nn.TransformerEncoderLayer, src_key_padding_mask of full texts", TEXT, FEW)
-def encoder_layer_of_full_texts(n, seq, width):
-    def forward(m, x, mask):
-        x = x + m.attention(m.norm1(x), mask[:, None, None, :].bool())
-        return x + m.mlp(m.norm2(x))
-
-    parts = dict(attention=Attention(width), mlp=mlp(width))
-    norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
-    mask = padding(torch.full((n,), seq), seq)
-    return Called(forward, **parts, **norms), (features(n, seq, width), mask)
 
 
 @problem("transformers BertEmbeddings", dict(n=128, seq=512, width=768), FEW)

@@ -96,7 +96,7 @@ def compile_all(
                 torch.compiler.reset()
             if name == "fusion":
                 as_a_program_of_its_own()
-            # a collection takes up to a second: it falls to nobody by chance
+            # else a long collection falls to whoever happens to compile when it is due
             gc.collect()
             with failing(one), cache_in(f"{folder}/{name}"):
                 seconds = seconds_to_compile(step, device)
