@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.canonical_cases import INTS, MASK, ROOT, B, M, Q, R, V, W, written_in_part
+from tests.canonical_cases import INTS, LABELS, MASK, ROOT, B, M, Q, R, V, W, written_in_part
 
 # what must stay two expressions, and why
 OTHER = {
@@ -193,6 +193,34 @@ OTHER = {
         lambda x, w, v, b: F.conv2d(x, w, b, stride=2, padding=1),
         lambda x, w, v, b: F.conv2d(x, w, b, stride=2, dilation=2),
         lambda x, w, v, b: F.conv2d(x, v, b, stride=2, groups=2),
+    ),
+    "log-probabilities of other tokens": (
+        (R, R, LABELS),
+        lambda x, y, t: x.log_softmax(-1).gather(-1, t[:, None]),
+        lambda x, y, t: x.log_softmax(-1).bfloat16().gather(-1, t[:, None]).float(),
+        lambda x, y, t: torch.take_along_dim(x.log_softmax(-1), t[:, None], -1),
+        lambda x, y, t: x.log_softmax(0).gather(-1, t[:, None]),
+        lambda x, y, t: x.log_softmax(-1).gather(0, t[:, None].clamp(max=3)),
+        lambda x, y, t: x.log_softmax(-1).gather(-1, t[:2, None]),
+        lambda x, y, t: x.log_softmax(-1).gather(-1, torch.stack((t, t), -1)),
+        lambda x, y, t: x.log_softmax(-1).detach().gather(-1, t[:, None]),
+        # NaN with an infinite logit, and not
+        lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(-1, True),
+        lambda x, y, t: x.gather(-1, t[:, None]) - y.logsumexp(-1, True),
+        lambda x, y, t: x.gather(-1, t[:, None]) - (2 * x).logsumexp(-1, True),
+        lambda x, y, t: x.gather(-1, t[:, None]) + x.logsumexp(-1, True),
+        lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(0, True).mT[:4],
+        lambda x, y, t: x.gather(-1, t[:1, None]) - x.logsumexp(-1, True),
+        lambda x, y, t: x.logsumexp(-1, True) - x.gather(-1, t[:, None]),
+        # every token with every row
+        lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(-1),
+    ),
+    "sums of exponentials": (
+        (R,),
+        lambda x: x.logsumexp(-1),
+        lambda x: x.logsumexp(-1, True),
+        lambda x: x.logsumexp((0, 1)),
+        lambda x: x.logsumexp(0),
     ),
     "training of batch norm": (
         (R, V, V),

@@ -1,12 +1,13 @@
-"""Rules of losses over rows of logits [..., v] and flattened targets."""
+"""Rules of losses over rows of logits [..., v], and of the log-probabilities of given tokens."""
 
 from __future__ import annotations
 
 import torch
 
-from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import Expr
-from fusion_backend.ir.rules import rule
+from fusion_backend.capture.sizes import equals, same
+from fusion_backend.ir.builder import Builder, from_right
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const
+from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.rules_shape import of_rows
 from fusion_backend.ir.schema_args import Call
 
@@ -45,3 +46,159 @@ def log_softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype
         self = c.cast(self, call["self"].dtype, dtype, call.shape)
     rank = len(call.shape)
     return c.make("log_softmax", (self,), dim % rank - rank, call.shape)
+
+
+# Log-probabilities of given tokens, log_softmax(x)[i], as x[i] - log Σ e^x.
+
+
+@rule("aten::logsumexp")
+def logsumexp(c: Builder, call: Call, self: Expr, dim: list[int], keepdim: bool):
+    """Without its dimension it is no squeeze, which would cost nothing to compute again."""
+    if not self.shape:
+        return None
+    return c.make("logsumexp", (self,), (from_right(dim, len(self.shape)), keepdim), call.shape)
+
+
+@rule("aten::gather")
+def gather(c: Builder, call: Call, self: Expr, dim: int, index: Expr, sparse_grad: bool):
+    return None if sparse_grad else taken(c, call, "gather", self, dim, index)
+
+
+@rule("aten::take_along_dim")
+def take_along_dim(c: Builder, call: Call, self: Expr, dim: int | None, indices: Expr):
+    return None if dim is None else taken(c, call, "take_along_dim", self, dim, indices)
+
+
+TAKES = ("gather", "take_along_dim")
+
+
+def taken(c: Builder, call: Call, op: str, x: Expr, dim: int, index: Expr) -> Expr | None:
+    """Elements of x by an index; of log-probabilities as a difference."""
+    rank = len(call.shape)
+    if not rank or None in (x.shape, index.shape):
+        return None
+    axis = dim % rank - rank
+    alike = same(without(x.shape, axis), without(index.shape, axis))
+    attr = f"dimension {axis}, {how_many(index.shape[axis], alike)}"
+    logits, total, passed = normalised(c, x, axis, alike)
+    if axis == -1:  # the rows may be those of a tensor that was flattened; the index says so
+        logits = of_rows(c, logits)
+    column = c.make(op, (logits, index), attr, call.shape)
+    if total is None:
+        return column
+    name, where = total
+    minus = c.neg(c.make(name, (logits,), where, call.shape), call.shape)
+    return rewrapped(c, c.add(column, minus, call.shape), passed)
+
+
+def without(shape, axis: int) -> tuple:
+    return tuple(size for i, size in enumerate(shape) if i - len(shape) != axis)
+
+
+def how_many(elements, alike: bool) -> str:
+    if not alike:
+        return "an index of another shape"
+    return "one element a row" if equals(elements, 1) else f"{elements} elements a row"
+
+
+def normalised(c: Builder, x: Expr, axis: int, alike: bool) -> tuple:
+    """The logits of log-probabilities, the operator and attribute that stand for the logarithm of
+    their sum, and the casts around them; of anything else (x, None, []).
+
+    With an infinite logit log_softmax is NaN, and a difference with logsumexp is not.
+    """
+    inner, passed, dropped = unwrapped(of_rows(c, x) if axis == -1 else x)
+    if dropped or negations(passed):
+        return x, None, []
+    if inner.op == "log_softmax" and inner.state == c.state:
+        along = "" if inner.attr == axis else f", taken along dimension {axis}"
+        where = f"dimension {inner.attr}{along}"
+        return inner.args[0], ("logsumexp of log_softmax", where), passed
+    for y, minus in (inner.args, inner.args[::-1]) if inner.op == "add" and alike else ():
+        total, steps, dropped = unwrapped(minus)
+        of_y = total.op == "logsumexp" and total.args[0].peeled is y.peeled
+        states = {e.state for e in (inner, total, *steps)}
+        if of_y and total.attr[0] == (axis,) and negations(steps) == 1 and not dropped:
+            if states == {c.state}:
+                return y, ("logsumexp of x", f"dimension {axis}"), passed
+    return x, None, []
+
+
+def unwrapped(e: Expr) -> tuple[Expr, list[Expr], int]:
+    """What is cast or negated, these steps, and how many dimensions of size 1 it has lost at its
+    end.
+    """
+    steps, dropped = [], 0
+    for _ in range(LOOKED_THROUGH):
+        if e.op == "cast" or is_negation(e):
+            steps.append(e)
+            e = e.args[0] if not is_const(e.args[0]) else e.args[1]
+        elif drops_column(e):
+            dropped, e = dropped + 1, e.args[0]
+        elif e.op == "unsqueeze" and e.attr == -1:
+            dropped, e = dropped - 1, e.args[0]
+        else:
+            break
+    return e, steps, dropped + (e.op == "logsumexp" and not e.attr[1])
+
+
+def is_negation(e: Expr) -> bool:
+    return e.op == "mul" and any(is_const(a) and a.attr == -1.0 for a in e.args)
+
+
+def negations(steps: list[Expr]) -> int:
+    return sum(e.op == "mul" for e in steps)
+
+
+def drops_column(e: Expr) -> bool:
+    if e.op == "squeeze":
+        return e.attr == (-1,)
+    return e.op == "view" and None not in (e.shape, e.args[0].shape) and is_column(e.args[0], e)
+
+
+def is_column(x: Expr, e: Expr) -> bool:
+    return same(x.shape, (*e.shape, 1))
+
+
+def rewrapped(c: Builder, e: Expr, steps: list[Expr]) -> Expr:
+    """The casts and negations again, around another value."""
+    for step in reversed(steps):
+        if step.op == "cast":
+            e = c.make("cast", (e,), step.attr, e.shape)
+        else:
+            e = c.neg(e, e.shape)
+    return e
+
+
+@composite("add")
+def difference_with_logsumexp(c: Builder, x: Expr, y: Expr, shape):
+    """x[i] - logsumexp(x), with the column of the index or without."""
+    for one, other in ((x, y), (y, x)):
+        column, casts, dropped = unwrapped(one)
+        total, steps, too = unwrapped(other)
+        if column.op not in TAKES or total.op != "logsumexp" or dropped != too:
+            continue
+        axis, states = total.attr[0], {e.state for e in (column, *casts, total, *steps)}
+        logits = of_rows(c, total.args[0]) if axis == (-1,) else total.args[0]
+        if logits.peeled is not column.args[0].peeled or states != {c.state}:
+            continue
+        where = f"dimension {axis[0]}"
+        alike = column.attr.startswith(f"{where}, ") and "another shape" not in column.attr
+        if len(axis) > 1 or not alike or negations(casts) or negations(steps) != 1:
+            continue
+        if dropped not in (0, 1) or (dropped and axis != (-1,)):
+            continue
+        total = c.make("logsumexp of x", (logits,), where, column.shape)
+        operands = rewrapped(c, column, casts), rewrapped(c, total, steps)
+        found = c.make("add", operands, None, column.shape)
+        return c.make("squeeze", (found,), (-1,), shape) if dropped else found
+    return None
+
+
+@rule("aten::select", "aten::squeeze")
+def column_dropped(c: Builder, call: Call, self: Expr):
+    """The only element of each row: x[..., 0], and squeeze without a dimension."""
+    inner, *_ = unwrapped(self)
+    if inner.op not in (*TAKES, "logsumexp") or self.shape is None:
+        return None
+    return c.make("squeeze", (self,), (-1,), call.shape) if is_column(self, call) else None
