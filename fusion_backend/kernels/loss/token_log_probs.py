@@ -1,0 +1,207 @@
+"""Log-probabilities of given tokens, and their gradient.
+
+out = x of the token - lse, with lse = log Σ e^x; gradient = (onehot - e^(x - lse)) · that of out.
+Sums in fp32. Rows are read where they lie: as slices of sequences and transposed batches have them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.common.inputs import assert_all, dynamic, number
+from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.loss.cross_entropy import config, sums_config
+
+
+class Rows(NamedTuple):
+    """Where the rows of a tensor begin: row i at (i // length · outer + i % length · inner) · unit.
+    Only the unit is a number in any case; from it Triton knows how wide its loads may be.
+    """
+
+    outer: Any
+    inner: Any
+    unit: int
+
+
+def rows_of(*tensors: Tensor) -> tuple[Any, list[Rows]] | None:
+    """The length that splits the rows of tensors of one shape, and where they lie in each. None
+    where they are not so regular, or no distance is a number.
+    """
+    groups: list[list] = []  # of dimensions that can be walked through as one: size, strides
+    for d in range(tensors[0].dim() - 1):
+        size = number(tensors[0].shape[d])
+        if statically_known_true(size == 1):
+            continue
+        steps = [number(t.stride(d)) for t in tensors]
+        before = groups[-1][1:] if groups else ()
+        if before and all(
+            statically_known_true(b == step * size) for b, step in zip(before, steps, strict=True)
+        ):
+            groups[-1] = [groups[-1][0] * size, *steps]
+        else:
+            groups.append([size, *steps])
+    if len(groups) > 2:
+        return None
+    nothing = [1] + [0] * len(tensors)
+    outer, inner = [nothing] * (2 - len(groups)) + groups
+    found = [in_units(*pair) for pair in zip(outer[1:], inner[1:], strict=True)]
+    return None if None in found else (inner[0], found)
+
+
+def in_units(outer, inner) -> Rows | None:
+    known = [step for step in (outer, inner) if not dynamic(step)]
+    if len(known) == 2:
+        unit = math.gcd(outer, inner) or 1
+        return Rows(outer // unit, inner // unit, unit)
+    for unit in known:
+        if unit and all(statically_known_true(step % unit == 0) for step in (outer, inner)):
+            return Rows(outer // unit, inner // unit, unit)
+    return None
+
+
+def check(index: Tensor, classes: int) -> None:
+    """An id that is no class is an assertion on the device, as torch.gather has it."""
+    assert_all((index >= 0) & (index < classes), "token_log_probs: an index is out of bounds")
+
+
+def forward(
+    x: Tensor, index: Tensor, dtype: torch.dtype, wraps: bool, infinite: float,
+    how: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The log-probability of each row's token in `dtype`, and the logarithm of the sum of its
+    exponentials in fp32: two vectors `[rows]`.
+
+    x is `[..., v]` in fp32, bf16 or fp16, its columns one element apart; index int64, with as many
+    elements as there are rows, taken modulo v where it `wraps`. With an infinite logit that sum is
+    `infinite`. how: lanes, logits a lane and warps. Grid: rows.
+    """
+    v, rows = number(x.shape[-1]), index.numel()
+    lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
+    found = rows_of(x)
+    x = x if found else x.contiguous()
+    length, ((outer, inner, unit),) = found or rows_of(x)
+    out = torch.empty(rows, dtype=dtype, device=x.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    launch(
+        token_log_probs_kernel, (rows,), x, index.contiguous(), out, lse, length, outer, inner,
+        UNIT=unit, V=v, LANES=lanes, LOGITS=each, WRAPS=wraps, INFINITE=math.isinf(infinite),
+        num_warps=warps,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor, x: Tensor, index: Tensor, lse: Tensor, wraps: bool,
+    how: tuple[int, int, int] = (8192, 16, 1),
+) -> Tensor:  # fmt: skip
+    """The gradient of x, in its dtype, and in its layout where that is dense.
+
+    dout has as many elements as there are rows, in any layout; x, index and lse as in the forward.
+    how: columns a step, warps and stages. Grid: rows.
+    """
+    v = number(x.shape[-1])
+    any_size = any(map(dynamic, (*x.shape, *x.stride())))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if any_size else torch.empty_like(x)
+    found = rows_of(x, dx)
+    if not found:
+        x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    length, ((outer, inner, unit), (d_outer, d_inner, d_unit)) = found or rows_of(x, dx)
+    launch(
+        token_log_probs_backward_kernel, (index.numel(),),
+        dout.contiguous(), x, index.contiguous(), lse, dx,
+        length, outer, inner, d_outer, d_inner,
+        UNIT=unit, D_UNIT=d_unit, V=v, WRAPS=wraps, **config(v, *how),
+    )  # fmt: skip
+    return dx
+
+
+@triton.jit
+def first_of_row(row, length, outer, inner, UNIT: tl.constexpr):
+    return (row // length * outer + row % length * inner) * UNIT
+
+
+@triton.jit
+def token_of_row(INDEX, row, V: tl.constexpr, WRAPS: tl.constexpr):
+    token = tl.load(INDEX + row)
+    if WRAPS:
+        token %= V
+        token += tl.where(token < 0, V, 0)
+    return token
+
+
+@triton.jit
+def accumulate(x, tops, sums):
+    """The largest value of each lane and its sum of e^(x - top), with the rows of x `[LOGITS,
+    LANES]`. Of an infinite top it is the sum of the e^x.
+    """
+    top = tl.maximum(tops, tl.max(x, 0))
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    e = tl.exp2((x - shift[None, :]) * 1.4426950408889634)
+    # of a finite shift: -inf - shift is -inf, and the sum of nothing stays 0
+    return top, sums * tl.exp2((tops - shift) * 1.4426950408889634) + tl.sum(e, 0)
+
+
+@triton.jit
+def sums_of_row(X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
+    """The largest logit of a row (0 for an infinite one), and the sum of the e^(x - that)."""
+    col = tl.arange(0, LOGITS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    tops = tl.full([LANES], float("-inf"), tl.float32)
+    sums = tl.zeros([LANES], tl.float32)
+    WHOLE: tl.constexpr = V // (LOGITS * LANES) * (LOGITS * LANES)
+    for start in tl.range(0, WHOLE, LOGITS * LANES):
+        tops, sums = accumulate(tl.load(X + start + col).to(tl.float32), tops, sums)
+    if WHOLE < V:
+        x = tl.load(X + WHOLE + col, WHOLE + col < V, float("-inf")).to(tl.float32)
+        tops, sums = accumulate(x, tops, sums)
+    top = tl.max(tops)
+    shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    return shift, tl.sum(sums * tl.exp2((tops - shift) * 1.4426950408889634))
+
+
+# Bytes: logits once. Not timed yet.
+@triton.jit
+def token_log_probs_kernel(
+    X, INDEX, OUT, LSE, length, outer, inner,
+    UNIT: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
+    WRAPS: tl.constexpr, INFINITE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    X += first_of_row(row, length, outer, inner, UNIT)
+    top, sum = sums_of_row(X, V, LANES, LOGITS)
+    if not INFINITE:
+        sum = tl.where(sum == float("inf"), float("nan"), sum)
+    token = token_of_row(INDEX, row, V, WRAPS)
+    logit = tl.load(X + token, (token >= 0) & (token < V), float("nan")).to(tl.float32)
+    tl.store(OUT + row, logit - top - tl.log(sum))
+    tl.store(LSE + row, top + tl.log(sum))
+
+
+# Bytes: logits once, their gradient once. Not timed yet.
+@triton.jit
+def token_log_probs_backward_kernel(
+    DOUT, X, INDEX, LSE, DX, length, outer, inner, d_outer, d_inner,
+    UNIT: tl.constexpr, D_UNIT: tl.constexpr, V: tl.constexpr, WRAPS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    X += first_of_row(row, length, outer, inner, UNIT)
+    DX += first_of_row(row, length, d_outer, d_inner, D_UNIT)
+    token = token_of_row(INDEX, row, V, WRAPS)
+    d, lse = tl.load(DOUT + row).to(tl.float32), tl.load(LSE + row)
+    # The logits of a token that the loss leaves out are not read: their gradient is 0, unless the
+    # sum shows that one of them is no number.
+    wanted = (d != 0.0) | (lse != lse) | (tl.abs(lse) == float("inf"))
+    read = wanted.to(tl.int32) != 0  # the interpreter spreads no comparison of floats
+    lane = tl.arange(0, BLOCK)
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+        col = start + lane
+        x = tl.load(X + col, (col < V) & read, float("-inf")).to(tl.float32)
+        p = tl.exp2((x - lse) * 1.4426950408889634)
+        tl.store(DX + col, tl.where(col == token, d, 0.0) - p * d, col < V)

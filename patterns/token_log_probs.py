@@ -1,0 +1,117 @@
+"""Log-probabilities of given tokens: x of the token - log Σ e^x, over the last dimension.
+
+x is `[..., v]` in fp32, bf16 or fp16; index `[..., 1]` int64, one token a row, or `[rows, 1]` for
+the rows of x. The result is `[..., 1]`, or `[...]` with column "dropped", in x's dtype, or in fp32
+with upcast "fp32". take is the operator that selects: with "gather" an index outside [0, v) is an
+assertion, as in torch; "take_along_dim" takes it modulo v. total is where the logarithm of the sum
+comes from: with "log_softmax" a row with an infinite logit is NaN, with "logsumexp" its sum is
+infinite. The sums are in fp32; the logarithm of each row's sum is kept for the backward, `[rows]`.
+The gradient of x is (onehot - softmax(x)) times that of the result, in one pass. Source:
+torch.log_softmax and torch.gather, as policy-gradient and preference losses have them (PPO,
+Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend import Pattern, Reject
+from fusion_backend.kernels import dynamic, number, reject_dtypes
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.loss.token_log_probs import backward, check, forward
+
+
+@Pattern
+def token_log_probs(
+    x: Tensor, index: Tensor,
+    take: Literal["gather", "take_along_dim"],
+    total: Literal["log_softmax", "logsumexp"],
+    upcast: Literal["fp32", "none"],
+    column: Literal["dropped", "kept"],
+) -> Tensor:  # fmt: skip
+    # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
+    x = x.reshape(*index.shape[:-1], x.shape[-1])
+    x = x.float() if upcast == "fp32" else x
+    y = torch.log_softmax(x, -1) if total == "log_softmax" else x
+    if take == "gather":
+        y = y.gather(-1, index)
+    else:
+        y = torch.take_along_dim(y, index, -1)
+    y = y if total == "log_softmax" else y - torch.logsumexp(x, -1, keepdim=True)
+    return y.squeeze(-1) if column == "dropped" else y
+
+
+@token_log_probs.near_miss
+def _(x, index, take, total, upcast, column):
+    """the probabilities themselves"""
+    y = torch.softmax(x, -1).gather(-1, index)
+    return y.squeeze(-1) if column == "dropped" else y
+
+
+@token_log_probs.near_miss
+def _(x, index, take, total, upcast, column):
+    """log-probabilities over another dimension"""
+    y = torch.log_softmax(x, 0).gather(-1, index)
+    return y.squeeze(-1) if column == "dropped" else y
+
+
+@token_log_probs.near_miss
+def _(x, index, take, total, upcast, column):
+    """two tokens a row"""
+    return torch.log_softmax(x, -1).gather(-1, torch.cat([index, index], -1))
+
+
+@token_log_probs.guard
+def _(x, index, take, total, upcast, column):
+    if not x.dim() or not index.dim():
+        return Reject("x or index is a single number")
+    if dynamic(x.shape[-1]):
+        return Reject("the number of classes is dynamic")
+    v = number(x.shape[-1])
+    if v == 0:
+        return Reject("there are no classes")
+    if v > 1 and (dynamic(x.stride(-1)) or x.stride(-1) != 1):
+        return Reject(f"the logits of a row are {x.stride(-1)} apart")
+    if not statically_known_true(index.shape[-1] == 1):
+        return Reject(f"index has {index.shape[-1]} columns, not one")
+    if not statically_known_true(index.numel() * v == x.numel()):
+        return Reject(f"x has shape {tuple(x.shape)} and index {tuple(index.shape)}")
+    return reject_dtypes(x=x)
+
+
+@token_log_probs.worthwhile
+def _(x, index, take, total, upcast, column, training):
+    return UNMEASURED
+
+
+@token_log_probs.kernel(saves=("lse",))
+def _(x, index, take, total, upcast, column, save):
+    if take == "gather":
+        check(index, x.shape[-1])
+    dtype = torch.float32 if upcast == "fp32" else x.dtype
+    infinite = math.nan if total == "log_softmax" else math.inf
+    out, lse = forward(x, index, dtype, take == "take_along_dim", infinite)
+    return out.view(index.shape[:-1] if column == "dropped" else index.shape), lse
+
+
+@token_log_probs.saved
+def _(x, index, take, total, upcast, column):
+    lse = torch.logsumexp(x.reshape(-1, x.shape[-1]).float(), 1)
+    return torch.where(lse == math.inf, math.nan, lse) if total == "log_softmax" else lse
+
+
+@token_log_probs.backward
+def _(saved, dout):
+    wraps = saved.take == "take_along_dim"
+    return backward(dout, saved.x, saved.index, saved.lse, wraps), None
+
+
+@token_log_probs.inputs(dict(b=2, s=3, v=101), dict(b=4, s=2048, v=128256))
+def _(tensor, b, s, v):
+    index = (tensor(b, s, 1) > 0).long() * (v - 1)
+    return tensor(b, s, v), index, "gather", "log_softmax", "none", "dropped"
