@@ -38,6 +38,7 @@ OTHER_WAYS = {
     "mlp": [dict(transposed=True, form=2)],  # of gelu
     "softmax": [dict(form=-1)],
     "norm_rotary": [dict(form=-1)],  # of neighbours
+    "token_log_probs": [dict(form=-1)],  # of take_along_dim and logsumexp
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
     "modulated_norm": [dict(form=form) for form in (8, 3)],
 }

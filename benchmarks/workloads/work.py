@@ -123,6 +123,8 @@ class Work(NamedTuple):
             return math.prod(self.case[name] for name in "bhnd")
         if self.pattern == "relative_bias":
             return self.case["h"] * self.case["n"] * self.case["m"]
+        if self.pattern == "token_log_probs":
+            return math.prod(self.case[name] for name in "bsv")
         if "t" in self.case:  # [b, t, n]
             return self.case["b"] * self.case["t"] * self.case["n"]
         return self.case.get("size") or self.case["rows"] * self.case.get("n", self.case.get("v"))
@@ -207,6 +209,7 @@ PASSES = {
     "add_rms_norm": (4, 8),
     "add_layer_norm": (4, 8),
     "cross_entropy": (1, 3),
+    "token_log_probs": (1, 3),
     "l2_norm": (2, 5),
     "batch_norm": (2, 4),
     "group_norm": (2, 5),
