@@ -179,6 +179,29 @@ CHANGES: dict[str, list] = {
         "torch.softmax(2 * {self}, {dim})",
         "F.softmin({self}, {dim})",
     ],
+    "log_softmax": [
+        ("torch.log_softmax({self}, {other_axis})", second_axis),
+        "torch.softmax({self}, {dim})",
+        "torch.log_softmax(2 * {self}, {dim})",
+        "F.logsigmoid({self})",
+        "F.softmin({self}, {dim}).log()",
+    ],
+    "logsumexp": [
+        ("torch.logsumexp({self}, {other_axis}, True).mean({axes}, {keepdim})", second_axis),
+        "torch.logsumexp(2 * {self}, {dim}, {keepdim})",
+        "torch.logsumexp({self}, {dim}, {keepdim}) + 0.5",
+        ("{self}.amax({axes}, {keepdim})", lambda a: a.axes),
+        ("{self}.exp().sum({axes}, {keepdim})", lambda a: a.axes),
+    ],
+    "gather": [
+        "{self}.amax({dim}, keepdim=True)",
+        "{self}.gather({dim}, {index}).square()",
+        "{self}.flip({dim}).gather({dim}, {index})",
+    ],
+    "take_along_dim": [
+        "{self}.mean({dim}, keepdim=True)",
+        "torch.take_along_dim({self}, {indices} + 1, {dim})",
+    ],
     "linalg_vector_norm": [
         ("{self}.norm(p=1, dim={axis}, keepdim={keepdim})", one_axis),
         ("{self}.norm(dim={other_axis}, keepdim={keepdim})", second_axis),

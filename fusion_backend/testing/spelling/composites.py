@@ -263,6 +263,19 @@ COMPOSITE_WORDINGS: dict[str, list] = {
             lambda a: simple(a) and a.self.rank == 2,
         ),
     ],
+    "log_softmax": [
+        (text, lambda a: a.dtype is None)
+        for text in (
+            "torch.log_softmax({self}, {dim})",
+            "F.log_softmax({self}, dim={dim})",
+            "{self}.log_softmax({dim})",
+            "nn.LogSoftmax({dim})({self})",
+            "F.log_softmax({self}, dim={dim}, dtype=torch.float32).to({type})",
+            "torch.log_softmax({self}.float(), {dim}).type_as({self})",
+            "{self} - torch.logsumexp({self}, {dim}, keepdim=True)",
+            "{self} - {self}.logsumexp({dim}).unsqueeze({dim})",
+        )
+    ],
     "scaled_dot_product_attention": [
         "F.scaled_dot_product_attention({query}, {key}, {value}, attn_mask={attn_mask}, "
         "dropout_p={dropout_p}, "

@@ -74,6 +74,13 @@ SHAPE_WORDINGS: dict[str, list] = {
         ("{self}.amax({axis}).unsqueeze({axis})", lambda a: one_axis(a) and a.keepdim),
         ("{self}.amax({axis})[..., None]", lambda a: last_axis(a) and a.keepdim),
     ],
+    "logsumexp": [
+        "torch.logsumexp({self}, {dim}, keepdim={keepdim})",
+        "{self}.logsumexp({axes}, {keepdim})",
+        "torch.logsumexp({self}.float(), {axes}, {keepdim}).to({type})",
+        ("{self}.logsumexp({axis}).unsqueeze({axis})", lambda a: one_axis(a) and a.keepdim),
+        ("torch.logsumexp({self}, {axis})[..., None]", lambda a: last_axis(a) and a.keepdim),
+    ],
     "linalg_vector_norm": [
         (
             "torch.linalg.vector_norm({self}, {ord}, {axes}, {keepdim})",
@@ -128,6 +135,21 @@ SHAPE_WORDINGS: dict[str, list] = {
         "torch.unsqueeze({self}, {dim})",
         ("{self}[..., None]", lambda a: a.dim in (-1, a.rank - 1)),
         ("{self}[:, None]", lambda a: a.dim == 1),
+    ],
+    "squeeze": [
+        "{self}.squeeze({dim})",
+        "torch.squeeze({self}, {dim})",
+        ("{self}[..., 0]", lambda a: a.dim in (-1, a.rank) and a.self.shape[-1] == 1),
+    ],
+    "gather": [
+        "torch.gather({self}, {dim}, {index})",
+        "{self}.gather({dim}, {index})",
+        "{self}.gather(dim={dim}, index={index})",
+        "torch.take_along_dim({self}, {index}, {dim})",
+    ],
+    "take_along_dim": [
+        "torch.take_along_dim({self}, {indices}, {dim})",
+        "{self}.take_along_dim({indices}, dim={dim})",
     ],
     "cat": [
         "torch.cat({tensors}, {dim})",
