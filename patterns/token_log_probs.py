@@ -5,10 +5,10 @@ the rows of x. The result is `[..., 1]`, or `[...]` with column "dropped", in x'
 with upcast "fp32". take is the operator that selects: with "gather" an index outside [0, v) is an
 assertion, as in torch; "take_along_dim" takes it modulo v. total is where the logarithm of the sum
 comes from: with "log_softmax" a row with an infinite logit is NaN, with "logsumexp" its sum is
-infinite. The sums are in fp32; the logarithm of each row's sum is kept for the backward, `[rows]`.
-The gradient of x is (onehot - softmax(x)) times that of the result, in one pass. Source:
-torch.log_softmax and torch.gather, as policy-gradient and preference losses have them (PPO,
-Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
+infinite. The sums are in fp32; each row's largest logit, and the logarithm of its sum without it,
+are kept for the backward, `[2, rows]`. The gradient of x is (onehot - softmax(x)) times that of the
+result, in one pass. Source: torch.log_softmax and torch.gather, as policy-gradient and preference
+losses have them (PPO, Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
 """
 
 from __future__ import annotations
@@ -89,26 +89,30 @@ def _(x, index, take, total, upcast, column, training):
     return UNMEASURED
 
 
-@token_log_probs.kernel(saves=("lse",))
+@token_log_probs.kernel(saves=("sums",))
 def _(x, index, take, total, upcast, column, save):
     if take == "gather":
         check(index, x.shape[-1])
     dtype = torch.float32 if upcast == "fp32" else x.dtype
     infinite = math.nan if total == "log_softmax" else math.inf
-    out, lse = forward(x, index, dtype, take == "take_along_dim", infinite)
-    return out.view(index.shape[:-1] if column == "dropped" else index.shape), lse
+    out, sums = forward(x, index, dtype, take == "take_along_dim", infinite)
+    return out.view(index.shape[:-1] if column == "dropped" else index.shape), sums
 
 
 @token_log_probs.saved
 def _(x, index, take, total, upcast, column):
-    lse = torch.logsumexp(x.reshape(-1, x.shape[-1]).float(), 1)
-    return torch.where(lse == math.inf, math.nan, lse) if total == "log_softmax" else lse
+    rows = x.reshape(-1, x.shape[-1]).float()
+    top = rows.amax(1, keepdim=True)
+    top = torch.where(top.abs() == math.inf, 0.0, top)
+    log = (rows - top).exp().sum(1).log()
+    log = torch.where(log == math.inf, math.nan, log) if total == "log_softmax" else log
+    return torch.stack([top[:, 0], log])
 
 
 @token_log_probs.backward
 def _(saved, dout):
     wraps = saved.take == "take_along_dim"
-    return backward(dout, saved.x, saved.index, saved.lse, wraps), None
+    return backward(dout, saved.x, saved.index, saved.sums, wraps), None
 
 
 @token_log_probs.inputs(dict(b=2, s=3, v=101), dict(b=4, s=2048, v=128256))

@@ -97,7 +97,7 @@ def without(shape, axis: int) -> tuple:
 
 def how_many(elements, alike: bool) -> str:
     if not alike:
-        return "an index of another shape"
+        return "an index that may have another shape"
     return "one element a row" if equals(elements, 1) else f"{elements} elements a row"
 
 
@@ -183,7 +183,7 @@ def difference_with_logsumexp(c: Builder, x: Expr, y: Expr, shape):
         if logits.peeled is not column.args[0].peeled or states != {c.state}:
             continue
         where = f"dimension {axis[0]}"
-        alike = column.attr.startswith(f"{where}, ") and "another shape" not in column.attr
+        alike = column.attr.startswith(f"{where}, ") and "may have another shape" not in column.attr
         if len(axis) > 1 or not alike or negations(casts) or negations(steps) != 1:
             continue
         if dropped not in (0, 1) or (dropped and axis != (-1,)):

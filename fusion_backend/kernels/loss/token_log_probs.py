@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and their gradient.
 
-out = x of the token - lse, with lse = log Σ e^x; gradient = (onehot - e^(x - lse)) · that of out.
-Sums in fp32. Rows are read where they lie: as slices of sequences and transposed batches have them.
+out = x of the token - log Σ e^x; gradient = (onehot - softmax(x)) · that of out. Sums in fp32. Rows
+are read where they lie: as slices of sequences and transposed batches have them.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def forward(
     x: Tensor, index: Tensor, dtype: torch.dtype, wraps: bool, infinite: float,
     how: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The log-probability of each row's token in `dtype`, and the logarithm of the sum of its
-    exponentials in fp32: two vectors `[rows]`.
+    """The log-probability of each row's token in `dtype`, `[rows]`, and what the gradient reads in
+    fp32, `[2, rows]`: the largest logit (0 for an infinite one), and the logarithm of the sum of
+    the e^(x - that). Their own sum would be rounded, which is worse than eager for large logits.
 
     x is `[..., v]` in fp32, bf16 or fp16, its columns one element apart; index int64, with as many
-    elements as there are rows, taken modulo v where it `wraps`. With an infinite logit that sum is
-    `infinite`. how: lanes, logits a lane and warps. Grid: rows.
+    elements as there are rows, taken modulo v where it `wraps`. With an infinite logit the
+    logarithm is `infinite`. how: lanes, logits a lane and warps. Grid: rows.
     """
     v, rows = number(x.shape[-1]), index.numel()
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
@@ -88,22 +89,22 @@ def forward(
     x = x if found else x.contiguous()
     length, ((outer, inner, unit),) = found or rows_of(x)
     out = torch.empty(rows, dtype=dtype, device=x.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    sums = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     launch(
-        token_log_probs_kernel, (rows,), x, index.contiguous(), out, lse, length, outer, inner,
+        token_log_probs_kernel, (rows,), x, index.contiguous(), out, sums, length, outer, inner,
         UNIT=unit, V=v, LANES=lanes, LOGITS=each, WRAPS=wraps, INFINITE=math.isinf(infinite),
         num_warps=warps,
     )  # fmt: skip
-    return out, lse
+    return out, sums
 
 
 def backward(
-    dout: Tensor, x: Tensor, index: Tensor, lse: Tensor, wraps: bool,
+    dout: Tensor, x: Tensor, index: Tensor, sums: Tensor, wraps: bool,
     how: tuple[int, int, int] = (8192, 16, 1),
 ) -> Tensor:  # fmt: skip
     """The gradient of x, in its dtype, and in its layout where that is dense.
 
-    dout has as many elements as there are rows, in any layout; x, index and lse as in the forward.
+    dout has as many elements as there are rows, in any layout; x, index and sums as in the forward.
     how: columns a step, warps and stages. Grid: rows.
     """
     v = number(x.shape[-1])
@@ -115,7 +116,7 @@ def backward(
     length, ((outer, inner, unit), (d_outer, d_inner, d_unit)) = found or rows_of(x, dx)
     launch(
         token_log_probs_backward_kernel, (index.numel(),),
-        dout.contiguous(), x, index.contiguous(), lse, dx,
+        dout.contiguous(), x, index.contiguous(), sums, dx,
         length, outer, inner, d_outer, d_inner,
         UNIT=unit, D_UNIT=d_unit, V=v, WRAPS=wraps, **config(v, *how),
     )  # fmt: skip
@@ -168,7 +169,7 @@ def sums_of_row(X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
 # Bytes: logits once. Not timed yet.
 @triton.jit
 def token_log_probs_kernel(
-    X, INDEX, OUT, LSE, length, outer, inner,
+    X, INDEX, OUT, SUMS, length, outer, inner,
     UNIT: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
     WRAPS: tl.constexpr, INFINITE: tl.constexpr,
 ):  # fmt: skip
@@ -180,13 +181,14 @@ def token_log_probs_kernel(
     token = token_of_row(INDEX, row, V, WRAPS)
     logit = tl.load(X + token, (token >= 0) & (token < V), float("nan")).to(tl.float32)
     tl.store(OUT + row, logit - top - tl.log(sum))
-    tl.store(LSE + row, top + tl.log(sum))
+    tl.store(SUMS + row, top)
+    tl.store(SUMS + tl.num_programs(0) + row, tl.log(sum))
 
 
 # Bytes: logits once, their gradient once. Not timed yet.
 @triton.jit
 def token_log_probs_backward_kernel(
-    DOUT, X, INDEX, LSE, DX, length, outer, inner, d_outer, d_inner,
+    DOUT, X, INDEX, SUMS, DX, length, outer, inner, d_outer, d_inner,
     UNIT: tl.constexpr, D_UNIT: tl.constexpr, V: tl.constexpr, WRAPS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -194,14 +196,15 @@ def token_log_probs_backward_kernel(
     X += first_of_row(row, length, outer, inner, UNIT)
     DX += first_of_row(row, length, d_outer, d_inner, D_UNIT)
     token = token_of_row(INDEX, row, V, WRAPS)
-    d, lse = tl.load(DOUT + row).to(tl.float32), tl.load(LSE + row)
+    d, top = tl.load(DOUT + row).to(tl.float32), tl.load(SUMS + row)
+    log = tl.load(SUMS + tl.num_programs(0) + row)
     # The logits of a token that the loss leaves out are not read: their gradient is 0, unless the
     # sum shows that one of them is no number.
-    wanted = (d != 0.0) | (lse != lse) | (tl.abs(lse) == float("inf"))
+    wanted = (d != 0.0) | (log != log) | (tl.abs(log) == float("inf"))
     read = wanted.to(tl.int32) != 0  # the interpreter spreads no comparison of floats
     lane = tl.arange(0, BLOCK)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         col = start + lane
         x = tl.load(X + col, (col < V) & read, float("-inf")).to(tl.float32)
-        p = tl.exp2((x - lse) * 1.4426950408889634)
+        p = tl.exp2((x - top - log) * 1.4426950408889634)
         tl.store(DX + col, tl.where(col == token, d, 0.0) - p * d, col < V)
