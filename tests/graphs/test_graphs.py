@@ -235,3 +235,37 @@ return (getitem,)""",
             ),
         ):
             assert_fuses(fn, x, w1, b1, w2, b2, pattern="gated_linear", count=0)
+
+
+class TokenLogProbs(TestCase):
+    def inputs(self):
+        return tensor(2, 5, 7), torch.randint(7, (2, 5))
+
+    def test_fuses(self):
+        def log_probs(x, ids):
+            y = F.log_softmax(x[:, :-1].float(), -1)
+            return y.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1).sum()
+
+        self.assertExpectedInline(
+            text(log_probs, *self.inputs()),
+            """\
+getitem = getitem(l_x_, (slice(None, None, None), slice(None, -1, None)))
+getitem_1 = getitem(l_ids_, (slice(None, None, None), slice(1, None, None)))
+unsqueeze = unsqueeze(getitem_1, -1)
+token_log_probs_default = fusion.token_log_probs(getitem, unsqueeze, gather, log_softmax, fp32, dropped, forward=reference, backward=vjp, save=False)
+getitem_2 = getitem(token_log_probs_default, 0)
+sum_1 = sum(getitem_2)
+return (sum_1,)""",
+        )
+
+    def test_near_misses(self):
+        x, ids = self.inputs()
+        for fn in (
+            lambda x, ids: F.softmax(x, -1).gather(-1, ids[..., None]).log(),
+            lambda x, ids: F.log_softmax(x, 1).gather(-1, ids[..., None]),
+            lambda x, ids: F.log_softmax(x, -1).gather(-1, torch.stack((ids, ids), -1)),
+            lambda x, ids: (lambda y: (y.gather(-1, ids[..., None]), y.mean()))(
+                F.log_softmax(x, -1)
+            ),
+        ):
+            assert_fuses(fn, x, ids, pattern="token_log_probs", count=0)
