@@ -6,8 +6,9 @@
 One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. Both
 backends train the same weights on the same batches with AdamW; then their steps are timed in turns.
 --how says how a model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains
-by itself: that is the gain of a single GPU, to compare with the others. Exit status: 1 where a loss
-is far from plain Inductor's.
+by itself: that is the gain of a single GPU, of which the table says how much the other ways keep.
+Nothing is dropped out, so that losses differ by rounding alone, unless --dropout asks for it. Exit
+status: 1 where a loss is far from plain Inductor's, which is not asked with --dropout.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.command_line.options import duration, output, positive
+from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs.running import Work, work
-from benchmarks.rank_runs.summary import table, wrong
 from benchmarks.rank_runs.training import Plan
 from benchmarks.rank_runs.wrapping import WRAPPINGS
 from benchmarks.records.runs import Run, machine
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=positive, help="of each model")
     parser.add_argument("--steps", type=positive, default=200 if gpus else 5)
     parser.add_argument("--rounds", type=positive, default=7 if gpus else 2, help="turns of each")
+    parser.add_argument("--dropout", action="store_true", help="train with the model's own")
     parser.add_argument("--gate", default="auto" if gpus else "always", help="fusion.gate")
     parser.add_argument("--measure-s", type=duration, default=20.0, help="fusion.measure_s")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if gpus and args.ranks > gpus:
         parser.error(f"--ranks {args.ranks}: the number of GPUs is {gpus}")
     options = {"fusion.gate": args.gate, "fusion.measure_s": args.measure_s}
-    plan = Plan(args.steps, args.rounds, options=options)
+    plan = Plan(args.steps, args.rounds, dropout=args.dropout, options=options)
     jobs = []
     for name in args.model:
         size = SIZES[name] if gpus else ENTRIES[name].tiny
@@ -74,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         mp.spawn(work, (each,), nprocs=args.ranks)
         run = Run.load(out)
     print(run.about["gpu"] or "no GPU: two processes through gloo, times mean nothing")
-    print(table(run.rows))
+    print(table(run.rows), end="")
     lost = wrong(run.rows)
     for line in lost:
         print(line)

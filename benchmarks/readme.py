@@ -28,6 +28,7 @@ are meant:
     block-sizes FILE        a table of a run of benchmarks.block_size
     swept FILE              a table of a run of benchmarks.sweep
     compiled FILE           a table of a run of benchmarks.compile_kernels
+    ranks FILE              a table of a run of benchmarks.distributed
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import distributed
-from benchmarks.rank_runs.summary import table, wrong
+from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 
 
-def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0)):
+def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False):
     def one(name, losses, step):
         return {"name": name, "losses": list(losses), "step": {"median": step}, "graphs": 3,
                 "peak_bytes": 2_000_000_000, "saved_bytes": 1_000_000_000}  # fmt: skip
@@ -22,13 +22,24 @@ def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0)):
         one("inductor", plain, ms[0]),
         one("fusion", ours, ms[1]) | {"fused": {"gelu": 2}},
     ]
-    about = {"name": "gpt2", "layers": 2, "width": 64, "world": 2, "wrapping": "ddp", "steps": 2}
+    about = {"name": "gpt2", "layers": 2, "width": 64, "world": 2, "wrapping": how, "steps": 2}
+    about["dropout"] = dropout
     return about | {"noise": 0.01, "contenders": contenders}
 
 
 def test_the_table_has_both_contenders():
     line = table([row()]).splitlines()[-1]
-    assert "| 20.00 | 10.00 | 2.000 | 1.0% | 2.00 → 2.00 |" in line and line.endswith("| 2 |")
+    assert "| 20.00 | 10.00 | 2.000 | 1.0% |  | 2.00 → 2.00 |" in line and line.endswith("| 2 |")
+
+
+def test_the_share_of_the_gain_that_one_gpu_has():
+    alone, spread = row(ms=(12.0, 10.0), how="alone"), row(ms=(21.0, 20.0))
+    first, second = table([alone, spread]).splitlines()[-2:]
+    assert "| 1.200 | 1.0% |  |" in first and "| 1.050 | 1.0% | 25% |" in second
+    another = row(ms=(12.0, 10.0), how="alone") | {"name": "llama"}
+    slower = row(ms=(9.0, 10.0), how="alone")
+    for other in (another, slower):
+        assert "| 1.050 | 1.0% |  |" in table([other, spread]).splitlines()[-1]
 
 
 @pytest.mark.parametrize("last", [4.9, float("nan")])
@@ -36,6 +47,7 @@ def test_a_loss_that_goes_elsewhere_is_told(last):
     assert not wrong([row(ours=(10.0, 4.1))])
     (told,) = wrong([row(ours=(10.0, last))])
     assert "gpt2 ddp: after 2 steps the loss is" in told
+    assert not wrong([row(ours=(10.0, last), dropout=True)])
 
 
 def test_blocks_are_the_longest_list():
@@ -49,9 +61,7 @@ def test_blocks_are_the_longest_list():
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
 def test_two_processes_train(tmp_path):
-    """Every way to spread a model: the same losses, no more graphs, and sites are fused. Nothing is
-    dropped out in Llama, so that losses differ by rounding alone.
-    """
+    """Every way to spread a model: the same losses, no more graphs, and sites are fused."""
     pytest.importorskip("transformers")
     out = tmp_path / "ranks.json"
     asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]

@@ -14,6 +14,7 @@ from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swe
 from benchmarks.pages.markdown import where, wrapped
 from benchmarks.pages.model_figures import compile_times, models, shares
 from benchmarks.pages.pattern_figures import by_pattern, losses, memory, named_rows, summary
+from benchmarks.pages.rank_figures import ranks
 from benchmarks.records.runs import Run
 
 
@@ -43,4 +44,5 @@ FIGURES = {
     "block-sizes": Figure(("block_size",), block_sizes),
     "swept": Figure(("sweep",), swept),
     "compiled": Figure(("compile_kernels",), compiled),
+    "ranks": Figure(("distributed",), ranks),
 }

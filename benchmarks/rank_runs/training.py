@@ -31,22 +31,27 @@ AGAIN = "inductor-again"
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """steps: of which the losses are compared. rounds: turns of each contender, of `calls` steps
-    each. options: of fusion.
+    each. options: of fusion. dropout: as the model has it; without it losses differ by rounding
+    alone.
     """
 
     steps: int = 200
     rounds: int = 7
     calls: int = 4
+    dropout: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
 
 class Training:
     """One contender: its own copy of the model, the same weights and batches on every backend."""
 
-    def __init__(self, name: str, size: Size, how: str, compiled: Compile, device: torch.device):
+    def __init__(
+        self, name: str, size: Size, how: str, compiled: Compile, device: torch.device,
+        dropout: bool,
+    ):  # fmt: skip
         subject = build(name, TRAIN, size, "sdpa", device, torch.float32)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.module = subject.model.train()
+        self.module = subject.model.train(dropout)
         self.call = WRAPPINGS[how](self.module, mesh, compiled)
         fused = device.type == "cuda" or None
         self.optimizer = torch.optim.AdamW(
@@ -83,7 +88,7 @@ def row_of(name: str, size: Size, how: str, plan: Plan, device: torch.device) ->
         graphs = counters["stats"]["unique_graphs"]
         as_a_program_of_its_own()
         before = allocated(device)
-        training = Training(name, size, how, make, device)
+        training = Training(name, size, how, make, device, plan.dropout)
         started = time.perf_counter()
         losses = [training()]
         synchronize(device)
@@ -106,6 +111,7 @@ def row_of(name: str, size: Size, how: str, plan: Plan, device: torch.device) ->
     plain = found[0]["step"]["median"]
     about = {f: getattr(size, f) for f in ("batch", "seq", "layers", "width", "vocabulary")}
     about |= {"world": dist.get_world_size(), "wrapping": how, "steps": plan.steps}
+    about["dropout"] = plan.dropout
     del trainings
     torch.compiler.reset()
     return {"name": name, **about, "noise": abs(again / plain - 1), "contenders": found}

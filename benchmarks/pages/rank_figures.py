@@ -1,0 +1,88 @@
+"""The rows of a run of benchmarks.distributed as text, and what is wrong in them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from benchmarks.pages import markdown
+from benchmarks.records.runs import Run
+
+# How far the mean of the last losses may be from plain Inductor's, of the first loss: both round in
+# bf16, and training takes rounding errors further apart.
+LOSS = 0.02
+LAST = 10  # steps
+ALONE = "alone"  # the way that is no way to spread a model
+
+
+def ratio(row: dict) -> float:
+    """Plain Inductor's time over fusion's."""
+    plain, ours = row["contenders"]
+    return plain["step"]["median"] / ours["step"]["median"]
+
+
+def final_loss(contender: dict) -> float:
+    return statistics.fmean(contender["losses"][-LAST:])
+
+
+def apart(row: dict) -> float:
+    """How far the losses are apart in the end, of the first."""
+    plain, ours = row["contenders"]
+    return abs(final_loss(ours) - final_loss(plain)) / abs(plain["losses"][0])
+
+
+def share(row: dict, rows: Iterable[dict]) -> float | None:
+    """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
+    measured and gains.
+    """
+    ones = (one for one in rows if one["wrapping"] == ALONE and one["name"] == row["name"])
+    alone = next(ones, None)
+    if row["wrapping"] == ALONE or alone is None or ratio(alone) <= 1:
+        return None
+    return (ratio(row) - 1) / (ratio(alone) - 1)
+
+
+HEADS = (
+    "model", "ranks", "spread by", "plain Inductor ms", "fusion ms", "ratio", "noise",
+    "of the gain alone", "peak GB", "kept GB", "loss", "graphs", "sites fused",
+)  # fmt: skip
+
+
+def ranks(run: Run, _: list[str]) -> str:
+    return table(run.rows)
+
+
+def table(rows: list[dict]) -> str:
+    return markdown.table(HEADS, [cells(row, share(row, rows)) for row in rows])
+
+
+def cells(row: dict, left: float | None) -> list[str]:
+    plain, ours = both = row["contenders"]
+    found = [
+        f"{row['name']} ({row['layers']} layers, width {row['width']})",
+        row["world"],
+        row["wrapping"],
+        *(f"{one['step']['median']:.2f}" for one in both),
+        f"{ratio(row):.3f}",
+        f"{row['noise']:.1%}",
+        "" if left is None else f"{left:.0%}",
+        " → ".join(f"{one['peak_bytes'] / 1e9:.2f}" for one in both),
+        " → ".join(f"{one['saved_bytes'] / 1e9:.2f}" for one in both),
+        " → ".join(f"{final_loss(one):.3f}" for one in both),
+        f"{plain['graphs']} → {ours['graphs']}",
+        sum(ours["fused"].values()),
+    ]
+    return [*map(str, found)]
+
+
+def wrong(rows: Iterable[dict]) -> list[str]:
+    """A sentence for each row whose training went elsewhere, NaN among them. With dropout the
+    losses of two trainings differ in any case.
+    """
+    return [
+        f"{row['name']} {row['wrapping']}: after {row['steps']} steps the loss is "
+        f"{final_loss(row['contenders'][1]):.3f}, plain Inductor's "
+        f"{final_loss(row['contenders'][0]):.3f}"
+        for row in rows
+        if not row["dropout"] and not apart(row) <= LOSS
+    ]
