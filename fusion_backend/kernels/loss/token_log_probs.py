@@ -166,7 +166,7 @@ def sums_of_row(X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
     return shift, tl.sum(sums * tl.exp2((tops - shift) * 1.4426950408889634))
 
 
-# Bytes: logits once. Not timed yet.
+# Bytes: logits once.
 @triton.jit
 def token_log_probs_kernel(
     X, INDEX, OUT, SUMS, length, outer, inner,
@@ -185,7 +185,7 @@ def token_log_probs_kernel(
     tl.store(SUMS + tl.num_programs(0) + row, tl.log(sum))
 
 
-# Bytes: logits once, their gradient once. Not timed yet.
+# Bytes: logits once, their gradient once.
 @triton.jit
 def token_log_probs_backward_kernel(
     DOUT, X, INDEX, SUMS, DX, length, outer, inner, d_outer, d_inner,
