@@ -197,7 +197,7 @@ OTHER = {
     "log-probabilities of other tokens": (
         (R, R, LABELS),
         lambda x, y, t: x.log_softmax(-1).gather(-1, t[:, None]),
-        lambda x, y, t: x.log_softmax(-1).bfloat16().gather(-1, t[:, None]).float(),
+        lambda x, y, t: x.log_softmax(-1).bfloat16().gather(-1, t[:, None]),
         lambda x, y, t: torch.take_along_dim(x.log_softmax(-1), t[:, None], -1),
         lambda x, y, t: x.log_softmax(0).gather(-1, t[:, None]),
         lambda x, y, t: x.log_softmax(-1).gather(0, t[:, None].clamp(max=3)),
