@@ -210,6 +210,12 @@ MUTATIONS = {
         "                    False\n",
         "tests/graphs",
     ),
+    "gate: a product that Inductor is to pipeline is taken": Mutation(
+        "fusion_backend/decide/inductor_asks.py",
+        'return pipelined(match) if pipelines_collectives() else ""',
+        'return ""',
+        "tests/ranks/test_async_tensor_parallel.py",
+    ),
     "gate: an argument may be changed in between": Mutation(
         "fusion_backend/decide/legality.py",
         "                if storage in held and first < self.order[m] < last_root:\n",

@@ -282,6 +282,11 @@ def pass_slot(options: dict) -> tuple[str, object]:
     return name, options.get(name, getattr(inductor_config, name))
 
 
+def pipelines_collectives() -> bool:
+    """Is Inductor asked to pipeline collectives with matrix products?"""
+    return inductor_config._micro_pipeline_tp
+
+
 def reset_cudagraphs() -> None:
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.aliases import storages
-from fusion_backend.compat.torch import inductor_config, storage_id
+from fusion_backend.compat.torch import storage_id
 from fusion_backend.decide.call import (
     Call,
     by_name,
@@ -30,6 +30,7 @@ from fusion_backend.decide.call import (
 )
 from fusion_backend.decide.evidence import Evidence, Measured
 from fusion_backend.decide.facts import Facts
+from fusion_backend.decide.inductor_asks import asked
 from fusion_backend.decide.kernel_trials import Trials
 from fusion_backend.decide.legality import Legality
 from fusion_backend.decide.neighbours import Neighbours
@@ -203,9 +204,7 @@ class Gate:
             return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
         if o.limit is not None and self.fused >= o.limit:
             return f"fusion.limit is {o.limit}"
-        if draws_random_numbers(match) and inductor_config.fallback_random:
-            return "Inductor's fallback_random asks for the random numbers that eager draws"
-        return ""
+        return asked(match)
 
     # What would replace it, may it, is it worthwhile?
 

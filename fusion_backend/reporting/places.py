@@ -10,7 +10,7 @@ from torch import fx
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Code that is not the user's: torch's, and the training step that `fusion explain` wraps.
 INSIDE = re.compile(
-    r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp)|fusion_backend[/\\]frontends[/\\]"
+    r"[/\\]torch[/\\](nn|_|functional|utils|ao|func|amp|distributed)|fusion_backend[/\\]frontends[/\\]"
 )
 # Dynamo's name of a module begins with the variable that it was found in: L['self'].layers.0.norm,
 # where a local variable is the model, whatever its name, and a global one is named.
