@@ -1,0 +1,86 @@
+"""Models of transformers that are divided by their `tp_plan` compute under the backend what the
+whole model computes, with the collectives that plain Inductor has, and their sites are fused.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from ..oracle.harness import TORCH
+from . import tp_plans
+from .starting import in_two_processes
+from .tp_plans import JOBS
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    """What both processes have observed."""
+    distributed = pytest.importorskip("transformers.distributed")
+    if "tp_plan" not in {f.name for f in dataclasses.fields(distributed.DistributedConfig)}:
+        pytest.skip("this transformers has no DistributedConfig(tp_plan=...)")
+    folder = tmp_path_factory.mktemp("plans")
+    tp_plans.save(folder)
+    return in_two_processes(tp_plans.observe_all, folder, folder)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_results_are_those_of_the_whole_model(seen, name):
+    share = 1e-4 if JOBS[name].dtype == torch.float32 else 0.05
+    for one in seen:
+        want = one[name, "whole", "eager"]["results"]
+        for backend in ("eager", "fusion"):
+            have = one[name, "divided", backend]["results"]
+            for a, b in zip(have, want, strict=True):
+                torch.testing.assert_close(a.float(), b, rtol=0, atol=share * b.abs().max().item())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_collectives_are_those_of_plain_inductor_on_both_ranks(seen, name):
+    plain, *others = (
+        one[name, "divided", backend]["collectives"]
+        for one in seen
+        for backend in ("inductor", "fusion")
+    )
+    reduced = "_c10d_functional.all_reduce.default"
+    assert all(any(name == reduced for name, _ in graph) for graph in plain)
+    assert all(other == plain for other in others)
+
+
+# Sites of the whole model that are none, or others, in the divided one.
+CHANGES = {
+    # what reads a DTensor is no site: linear layers in training
+    "qwen3, training": {"gated_linear": 0},
+    # In inference layers read tensors of this rank. In fp32 the all-reduce, which writes to its
+    # argument, stands between the sum and a cast that does nothing.
+    "llama, decoding": {"add_rms_norm": 0, "rms_norm": 4, "norm_linear": 2},
+}
+
+
+def expected(name: str, whole: dict[str, int]) -> dict[str, int]:
+    """How many sites of each pattern are fused in the divided model."""
+    fused = whole | CHANGES.get(name, {})
+    if TORCH < (2, 12):  # this rank's part of a weight is a constant there: no layer is a site
+        fused["gated_linear"] = 0
+        fused["rms_norm"] += fused.pop("norm_linear", 0)
+    return {pattern: n for pattern, n in fused.items() if n}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_sites_are_fused_on_both_ranks(seen, name):
+    for one in seen:
+        ours, whole = (one[name, kind, "fusion"] for kind in ("divided", "whole"))
+        assert not ours["errors"]
+        assert ours["fused"] == expected(name, whole["fused"])
+        rotary = "norm_rotary" if "qwen3" in name else "rotary"
+        assert {*ours["fused"]} >= {"attention", "rms_norm", rotary}
+
+
+def test_the_report_says_what_stands_between(seen):
+    (why,) = {
+        reason
+        for pattern, reason in seen[0]["llama, decoding", "divided", "fusion"]["reasons"]
+        if pattern == "add_rms_norm"
+    }
+    assert why.startswith("an argument may be changed in between, at ")
+    assert "tensor_parallel.py" in why
