@@ -82,3 +82,11 @@ def test_the_programs_that_need_accelerate(tmp_path, name):
     assert len(found[block.line]) == 2
     for sites in found[block.line]:
         assert sites & {"gelu", "cross_entropy"}
+
+
+def test_the_program_with_a_plan_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="from_pretrained asks for accelerate with a tp_plan")
+    (block,) = [b for b in to_run(PAGE, "python") if b.text.startswith("# with_tp_plan.py\n")]
+    one, other = run(tmp_path, "with_tp_plan.py", [block])[block.line]
+    assert one == other >= {"attention", "rotary", "rms_norm", "add_rms_norm", "gated_linear"}
