@@ -24,8 +24,9 @@ from fusion_backend.cache import disk
 from fusion_backend.cache.fingerprint import fingerprint
 from fusion_backend.cache.graph_text import Unnamed, devices_of, graph_text
 from fusion_backend.cache.identity import own_sources
+from fusion_backend.compat.distributed import default_store
 from fusion_backend.compat.state import inside_functorch, state_of_compilers, state_of_torch
-from fusion_backend.compat.torch import cache_folder, default_store, torch_version, trace_artifact
+from fusion_backend.compat.torch import cache_folder, torch_version, trace_artifact
 from fusion_backend.compat.triton import triton_version
 from fusion_backend.ir.rules import foreign_rules
 from fusion_backend.kernels.common.launch import interpreting

@@ -50,6 +50,12 @@ LEFT_OUT = {
     "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
     "the key in test_fingerprint.py",
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
+    "tests/test_benchmark_distributed.py::test_two_processes_train[alone]": "[fsdp], and "
+    "tests/ranks",
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-blocks]": "[fsdp], and "
+    "tests/ranks",
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": "[fsdp], and "
+    "tests/ranks",
     "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
     "test_the_python_of_a_page_runs",
     "tests/test_edited_helpers.py::test_after_an_edit_nothing_is_taken_from_the_caches": "the key "

@@ -13,6 +13,9 @@ from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 
 
+WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
+
+
 def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False):
     def one(name, losses, step):
         return {"name": name, "losses": list(losses), "step": {"median": step}, "graphs": 3,
@@ -50,6 +53,10 @@ def test_a_loss_that_goes_elsewhere_is_told(last):
     assert not wrong([row(ours=(10.0, last), dropout=True)])
 
 
+def test_every_way_has_a_test():
+    assert [*WRAPPINGS] == WAYS
+
+
 def test_blocks_are_the_longest_list():
     model = nn.Module()
     model.heads, model.layers = (
@@ -60,20 +67,20 @@ def test_blocks_are_the_longest_list():
 
 
 @pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
-def test_two_processes_train(tmp_path):
-    """Every way to spread a model: the same losses, no more graphs, and sites are fused."""
+@pytest.mark.parametrize("how", WAYS)
+def test_two_processes_train(how, tmp_path):
+    """The same losses, no more graphs, and sites are fused."""
     pytest.importorskip("transformers")
     out = tmp_path / "ranks.json"
-    asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
+    asked = ["--model", "llama", "--how", how, "--layers", "1", "--steps", "6", "--rounds", "1"]
     assert distributed.main([*asked, "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [r["wrapping"] for r in rows] == list(WRAPPINGS)
-    for r in rows:
-        plain, ours = r["contenders"]
-        assert ours["graphs"] == plain["graphs"] > 0, r["wrapping"]
-        assert sum(ours["fused"].values()) > 0, r["wrapping"]
-        assert len(ours["losses"]) == 6
-        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3), r["wrapping"]
+    (row,) = json.loads(out.read_text())["rows"]
+    plain, ours = row["contenders"]
+    assert row["wrapping"] == how
+    assert ours["graphs"] == plain["graphs"] > 0
+    assert sum(ours["fused"].values()) > 0
+    assert len(ours["losses"]) == 6
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):

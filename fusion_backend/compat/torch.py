@@ -282,11 +282,6 @@ def pass_slot(options: dict) -> tuple[str, object]:
     return name, options.get(name, getattr(inductor_config, name))
 
 
-def pipelines_collectives() -> bool:
-    """Is Inductor asked to pipeline collectives with matrix products?"""
-    return inductor_config._micro_pipeline_tp
-
-
 def reset_cudagraphs() -> None:
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -345,14 +340,6 @@ def apart_from_context():
         yield
 
 
-def fakes_first() -> bool:
-    """Will AOTAutograd answer the first call of what it compiles now with fake tensors, as Dynamo
-    asks it to between the buckets of DistributedDataParallel?
-    """
-    context = TracingContext.try_get()
-    return context is not None and context.fakify_first_call
-
-
 def interposed(args) -> bool:
     """Is a call traced, intercepted or recorded: on fake tensors, under a dispatch mode, a level of
     functorch or compiled autograd, or while a CUDA graph is captured?
@@ -377,22 +364,6 @@ def namespace_of(target) -> str | None:
     return "higher_order" if isinstance(target, HigherOrderOperator) else None
 
 
-def collective(target) -> bool:
-    """Is the target of a call from torch.distributed, or one of its operators?"""
-    space, module = namespace_of(target) or "", getattr(target, "__module__", None) or ""
-    return "c10d" in space or "symm_mem" in space or module.startswith("torch.distributed")
-
-
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace (TORCH_TRACE), where tlparse shows it."""
     trace_structured_artifact(name, "string", text)
-
-
-def default_store():
-    """The key-value store of torch.distributed and this process's rank; None and 0 where it was not
-    started, or with one process.
-    """
-    dist = torch.distributed
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
-        return None, 0
-    return dist.distributed_c10d._get_default_store(), dist.get_rank()

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from fusion_backend.capture.view import is_lowered, name_of
-from fusion_backend.compat.torch import inductor_config, pipelines_collectives, schema_of
+from fusion_backend.compat.distributed import pipelines_collectives
+from fusion_backend.compat.torch import inductor_config, schema_of
 from fusion_backend.decide.call import draws_random_numbers
 from fusion_backend.match.matcher import Match
 from fusion_backend.reporting.places import location

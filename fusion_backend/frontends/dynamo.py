@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 from torch import fx
 
 from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
+from fusion_backend.capture.cut_graphs import Parts
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
@@ -45,8 +47,9 @@ class FusionBackend:
             return plain(gm, example_inputs)
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         reporting.add(record)
+        noting = as_a_part(gm, example_inputs, record)
         try:
-            return self.compile(gm, example_inputs, mode, ours, theirs, record)
+            return noting(self.compile(gm, example_inputs, mode, ours, theirs, record))
         except RestartAnalysis:
             # Dynamo hands the graph over again, with a float that Inductor wants constant
             reporting.take_back(record)
@@ -99,6 +102,22 @@ class FusionBackend:
 
     def reset(self) -> None:
         reset_cudagraphs()
+
+
+def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callable:
+    """Where `gm` is a part of a graph that was cut, it computes again what earlier parts computed
+    from numbers alone. Returns what the compiled part goes through.
+    """
+    parts = Parts.now()
+    try:
+        if parts is not None:
+            parts.compute_again(gm, example_inputs)
+            return parts.noting(gm)
+    except Exception as error:
+        fault = f"a part of a cut graph is taken as it is: {summary(error)}"
+        record.faults.append(fault)
+        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+    return lambda compiled: compiled
 
 
 def give_up(record: GraphRecord, error: Exception) -> None:

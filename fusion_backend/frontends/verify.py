@@ -18,11 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fusion_backend.compat.distributed import collective, fakes_first
 from fusion_backend.compat.torch import (
     RestartAnalysis,
     apart_from_context,
-    collective,
-    fakes_first,
     inductor_config,
     interposed,
     is_traceable_wrapper_subclass,

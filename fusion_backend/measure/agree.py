@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from fusion_backend.compat.torch import default_store
+from fusion_backend.compat.distributed import default_store
 
 POLL_S = 0.02
 

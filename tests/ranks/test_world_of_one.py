@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import fusion_backend
 from fusion_backend import remembered
-from fusion_backend.compat import torch as compat
+from fusion_backend.compat.distributed import default_store
 from fusion_backend.measure.agree import Ranks
 
 from ..eager_kernels import eager_kernels
@@ -42,7 +42,7 @@ def test_graphs_are_remembered_by_one_process_alone(alone, world, tmp_path, monk
     monkeypatch.setattr(dist, "get_world_size", lambda *group: world)
     monkeypatch.setattr(remembered, "cache_folder", lambda: str(tmp_path))
     monkeypatch.setattr(remembered, "USED", True)
-    assert (Ranks().store is None) == (compat.default_store()[0] is None) == (world == 1)
+    assert (Ranks().store is None) == (default_store()[0] is None) == (world == 1)
     for _ in range(2):
         torch.compiler.reset()
         with eager_kernels():

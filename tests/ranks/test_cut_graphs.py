@@ -1,0 +1,182 @@
+"""Under DistributedDataParallel a graph is cut where a bucket ends: what its parts have in common
+and was computed from numbers alone, each of them computes.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_backend
+from fusion_backend import remembered
+from fusion_backend.capture.cut_graphs import Parts
+
+from ..eager_kernels import eager_kernels
+from .starting import need_gloo
+
+ROWS, WIDTH = 8, 600  # a layer is larger than the smallest bucket
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    need_gloo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def steps():
+    return torch.arange(WIDTH)[None, :] <= torch.arange(ROWS)[:, None]
+
+
+class Layers(nn.Module):
+    """Three layers, and a mask that each of them reads. `make` takes x and a parameter."""
+
+    def __init__(self, make, change=lambda mask: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.make, self.change = make, change
+
+    def forward(self, x):
+        mask = self.make(x, self.weight)
+        for i, layer in enumerate(self.layers):
+            x = F.gelu(layer(x)) + mask  # which no backward reads
+            if i == 1:
+                self.change(mask)
+        return x
+
+
+def trained(model, backend: str, **options):
+    """Result and gradients, and for each part whether it has calls of `steps`."""
+    torch._dynamo.reset()
+    fusion_backend.reset()
+    call = DistributedDataParallel(model, bucket_cap_mb=1)
+    if backend == "fusion":
+        given = {"fusion.gate": "always"}
+        call = torch.compile(call, backend="fusion", options=given, **options)
+    seen: list[bool] = []
+
+    def fuse(gm, *others):
+        seen.append(any(n.target is torch.arange for n in gm.graph.nodes))
+        return fuse_graph(gm, *others)
+
+    fuse_graph = remembered.fuse
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    torch.manual_seed(2)
+    with (
+        eager_kernels(),
+        mock.patch.object(remembered, "fuse", fuse),
+        torch._inductor.config.patch(fallback_random=True),  # the numbers that eager draws
+    ):
+        out = call(x)
+        out.square().sum().backward()
+    told = [(g.error, g.faults) for g in fusion_backend.report().graphs if g.error or g.faults]
+    assert not told, told
+    return [out.detach(), *(p.grad.clone() for p in model.layers.parameters())], seen
+
+
+def agree(model, **options) -> list[bool]:
+    want, _ = trained(model, "eager")
+    have, seen = trained(model, "fusion", **options)
+    for a, b in zip(have, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(seen) >= 3  # the graph was cut
+    return seen
+
+
+MADE = {
+    "a mask": lambda x, w: steps(),
+    "with sizes from the input": lambda x, w: steps()[: x.shape[0]],
+    "in fp32": lambda x, w: torch.where(steps(), 0.5, 2.0),
+    "negated": lambda x, w: ~steps().logical_not(),
+}
+NOT_FROM_NUMBERS = {
+    "of an input": lambda x, w: (x > 0) & steps(),
+    "of a parameter": lambda x, w: (w > 0) & steps(),
+    "random": lambda x, w: (torch.rand(ROWS, WIDTH) > 0.5) & steps(),
+    "written to": lambda x, w: filled(torch.zeros(ROWS, WIDTH)) * steps(),
+    "under autocast": lambda x, w: under_autocast(steps),
+}
+CHANGES = {
+    "in place": lambda mask: mask.neg_(),
+    "through a view": lambda mask: mask[2:].mul_(3),
+    "by an argument": lambda mask: F.leaky_relu(mask, 0.25, inplace=True),
+    "by position": lambda mask: F.leaky_relu(mask, 0.25, True),
+}
+
+
+def filled(mask):
+    mask[:2] = 1
+    return mask
+
+
+def under_autocast(make):
+    with torch.autocast("cpu", torch.bfloat16):
+        return make()
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_each_part_computes_it(case):
+    assert agree(Layers(MADE[case])).count(True) == 3
+
+
+@pytest.mark.parametrize("case", NOT_FROM_NUMBERS)
+def test_what_else_decides_is_given_to_the_parts(case):
+    assert agree(Layers(NOT_FROM_NUMBERS[case])).count(True) == 1
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_a_part_changes_is_given_to_it_and_the_next(case):
+    model = Layers(lambda x, w: steps().float() - 0.5, CHANGES[case])
+    assert agree(model) == [True, False, False]
+
+
+def test_of_a_dynamic_size():
+    model = Layers(lambda x, w: torch.arange(x.shape[0])[:, None] > 2)
+    assert agree(model, dynamic=True).count(True) == 1
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 3 * 512) for _ in range(3)])
+
+    def forward(self, x):
+        n = x.shape[1]
+        mask = torch.arange(n)[:, None] >= torch.arange(n)[None, :]
+        for layer in self.layers:
+            q, k, v = layer(x).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_masks_are_proven_in_each_part():
+    torch._dynamo.reset()
+    fusion_backend.reset()
+    call = DistributedDataParallel(Attention(), bucket_cap_mb=1)
+    with eager_kernels():
+        options = {"fusion.gate": "always"}
+        torch.compile(call, backend="fusion", options=options)(torch.randn(2, 16, 512))
+    sites = [s for s in fusion_backend.report().sites if s.pattern == "attention"]
+    assert len(sites) == 3 and all("causal, proven" in s.reason for s in sites)
+    assert len(fusion_backend.report().graphs) >= 3
+
+
+def test_a_fault_leaves_the_part_as_it_is(monkeypatch):
+    def fails(self, gm, inputs):
+        raise RuntimeError("told")
+
+    monkeypatch.setattr(Parts, "compute_again", fails)
+    with pytest.warns(
+        RuntimeWarning, match="a part of a cut graph is taken as it is: RuntimeError"
+    ):
+        with pytest.raises(AssertionError, match="told"):
+            agree(Layers(MADE["a mask"]))
