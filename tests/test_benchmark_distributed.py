@@ -12,7 +12,6 @@ from benchmarks import distributed
 from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 
-
 WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
 
 

@@ -82,13 +82,14 @@ def test_a_small_part_of_a_graph_is_not_measured(monkeypatch, tmp_path):
     def fn(x, y, w):
         return norm(x), F.layer_norm(y @ w, (4096,))
 
-    x, y = torch.randn(64, 4096), torch.randn(16384, 4096)
+    with torch.device("meta"):
+        x, y, w = torch.randn(64, 4096), torch.randn(16384, 4096), torch.randn(4096, 4096)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
-        record = decided(fn, x, y, torch.randn(4096, 4096), measure_s=20)
+        record = decided(fn, x, y, w, measure_s=20)
         large, small = told(record, "layer_norm")  # what is fused comes first
         assert not small[1] and "less than a hundredth of the graph" in small[2] and large[1]
         assert len(stub.asked) == 1
-        record = decided(fn, x, y, torch.randn(4096, 4096), gate="measure")
+        record = decided(fn, x, y, w, gate="measure")
         assert all(fused for _, fused, _ in told(record, "layer_norm"))
 
 
@@ -166,7 +167,8 @@ def test_what_is_small_in_one_graph_is_measured_in_another(monkeypatch, tmp_path
     def beside(x, y, w):
         return norm(x), F.layer_norm(y @ w, (4096,))
 
-    x, y, w = torch.randn(64, 65536), torch.randn(65536, 8192), torch.randn(8192, 4096)
+    with torch.device("meta"):  # the product would take a CPU half a minute
+        x, y, w = torch.randn(64, 65536), torch.randn(65536, 8192), torch.randn(8192, 4096)
     shared = torch.distributed.HashStore()
     monkeypatch.setattr(agree, "default_store", lambda: (shared, 0))
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5):
