@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ MOVES = {
     "float", "type", "repeat", "cat", "stack",
 }  # fmt: skip
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
+LAST = threading.local()
 
 
 @dataclasses.dataclass
@@ -49,16 +51,21 @@ class Constant:
 class Parts:
     """What the parts of one graph have computed from numbers alone so far."""
 
-    of: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    def __init__(self):
+    def __init__(self, graph: weakref.ref):
+        self.graph = graph
         self.known: list[Constant] = []
 
-    @classmethod
-    def now(cls) -> Parts | None:
-        """Of the graph that is compiled now; None where it is whole."""
-        context = cut_graph()
-        return None if context is None else cls.of.setdefault(context, cls())
+    @staticmethod
+    def now() -> Parts | None:
+        """Of the graph that this thread compiles now; None where it is whole. Those of the graph
+        before are forgotten.
+        """
+        graph, last = cut_graph(), getattr(LAST, "parts", None)
+        if graph is None:
+            LAST.parts = None
+        elif last is None or last.graph() is not graph:
+            LAST.parts = Parts(weakref.ref(graph))
+        return LAST.parts
 
     def compute_again(self, gm: fx.GraphModule, inputs) -> None:
         """Write into this part what it is given and an earlier one has computed from numbers."""
@@ -97,12 +104,13 @@ class Parts:
             return lambda compiled: compiled
 
         def wrap(compiled: Callable) -> Callable:
-            waiting = [True]
+            first = [(self, made)]  # afterwards the function holds neither
 
             def call(*args):
                 found = compiled(*args)
-                if waiting and waiting.pop():
-                    self.known += [Constant(found[i], nodes) for i, nodes in made.items()]
+                if first:
+                    parts, nodes = first.pop()
+                    parts.known += [Constant(found[i], nodes[i]) for i in nodes]
                 return found
 
             return call

@@ -2,6 +2,8 @@
 and was computed from numbers alone, each of them computes.
 """
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_backend
 from fusion_backend import remembered
+from fusion_backend.capture import cut_graphs
 from fusion_backend.capture.cut_graphs import Parts
 
 from ..eager_kernels import eager_kernels
@@ -180,3 +183,14 @@ def test_a_fault_leaves_the_part_as_it_is(monkeypatch):
     ):
         with pytest.raises(AssertionError, match="told"):
             agree(Layers(MADE["a mask"]))
+
+
+def test_nothing_is_kept_once_another_graph_is_compiled():
+    agree(Layers(MADE["a mask"]))
+    kept = weakref.ref(cut_graphs.LAST.parts.known[0])
+    agree(Layers(MADE["negated"]))
+    gc.collect()
+    assert kept() is None and len(cut_graphs.LAST.parts.known) == 1
+    with eager_kernels():
+        torch.compile(torch.sin, backend="fusion")(torch.ones(2))
+    assert cut_graphs.LAST.parts is None
