@@ -186,11 +186,15 @@ def test_a_fault_leaves_the_part_as_it_is(monkeypatch):
 
 
 def test_nothing_is_kept_once_another_graph_is_compiled():
-    agree(Layers(MADE["a mask"]))
-    kept = weakref.ref(cut_graphs.LAST.parts.known[0])
     agree(Layers(MADE["negated"]))
-    gc.collect()
-    assert kept() is None and len(cut_graphs.LAST.parts.known) == 1
+    call = torch.compile(
+        DistributedDataParallel(Layers(MADE["a mask"]), bucket_cap_mb=1), backend="fusion"
+    )
     with eager_kernels():
+        call(torch.randn(ROWS, WIDTH))
+        (known,) = cut_graphs.LAST.parts.known
+        kept = weakref.ref(known)
+        del known
         torch.compile(torch.sin, backend="fusion")(torch.ones(2))
-    assert cut_graphs.LAST.parts is None
+    gc.collect()
+    assert kept() is None and cut_graphs.LAST.parts is None and call is not None
