@@ -202,6 +202,12 @@ def written_between(x, y):
     return t * 1.5
 
 
+def written_before_it_is_read(x, y):
+    t = y.sin() + y
+    x.mul_(2.0)
+    return t * x
+
+
 def written_behind(x, y):
     out = (x + y) * 1.5  # for whose gradient plain autograd keeps neither
     x.mul_(2.0)
@@ -218,6 +224,7 @@ def written_under_no_grad(x, y):
 WRITES = {
     written_between: "an argument may be changed in between, at ",
     written_behind: "an argument that backward reads is changed afterwards, at ",
+    written_before_it_is_read: None,
     written_under_no_grad: None,
 }
 

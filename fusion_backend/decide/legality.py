@@ -110,7 +110,8 @@ class Legality:
                 return f"a result is changed before the last one, at {location(m)}"
         for storage in held | results:
             for m in self.facts.writers.get(storage, ()):
-                if storage in held and first < self.order[m] < last_root:
+                begin = self.first_read(match, storage, first)
+                if storage in held and begin < self.order[m] < last_root:
                     return f"an argument may be changed in between, at {location(m)}"
                 # the op keeps its arguments for backward, where plain autograd may keep only what
                 # it made of them
@@ -123,6 +124,16 @@ class Legality:
                     what = "an argument" if storage in held else "a result"
                     return f"{what} that backward reads is changed afterwards, at {location(m)}"
         return ""
+
+    def first_read(self, match: Match, storage: int, first: int) -> int:
+        """Where the match reads a storage first, or the op that replaces it does; `first` where
+        no node of the match reads it, but another one of the same value.
+        """
+        nodes = (*match.interior, *match.roots)
+        reads = [
+            self.order[n] for n in nodes if any(storage in storages(a) for a in n.all_input_nodes)
+        ]
+        return min(*reads, *(self.order[r] for r in match.roots)) if reads else first
 
     def crosses_state(self, nodes: list[fx.Node]) -> bool:
         """Casts, of which some do nothing, are the same under any autocast, but not under another

@@ -128,7 +128,6 @@ def observe(job: Job, model: nn.Module, backend: str) -> dict:
         "collectives": seen,
         "fused": dict(fused_sites(report)),
         "errors": [g.error for g in report.graphs if g.error],
-        "reasons": {(s.pattern, s.reason) for s in report.sites if not s.fused},
     }
 
 
