@@ -16,21 +16,25 @@ import torch
 from torch import Tensor, fx
 
 from fusion_backend.capture.aliases import storages_of
-from fusion_backend.capture.predicted_writes import PredictedWrites
 from fusion_backend.compat.distributed import cut_graph
+from fusion_backend.compat.torch import FakeTensor
 
-# Calls with one result that depends on their arguments alone, and on no state but autocast's.
-FACTORIES = {"arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full"}
-COMPUTES = {
-    "add", "sub", "mul", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "diff",
-    "cumsum", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor", "invert", "logical_and",
-    "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "__and__", "__or__",
-    "where", "masked_fill", "tril", "triu", "clamp", "minimum", "maximum",
-}  # fmt: skip
-MOVES = {
+# Calls that write to nothing and whose one result depends on their arguments, and otherwise on
+# defaults only (dtype, device), which are the same for all parts of a graph, and on autocast.
+KNOWN = {
+    "arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full",
+    "add", "sub", "mul", "truediv", "div", "floordiv", "floor_divide", "mod", "remainder", "neg",
+    "abs", "diff", "cumsum", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor", "invert",
+    "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
+    "__and__", "__or__", "where", "masked_fill", "tril", "triu", "clamp", "minimum", "maximum",
     "getitem", "__getitem__", "view", "reshape", "expand", "broadcast_to", "unsqueeze", "squeeze",
     "transpose", "permute", "t", "flatten", "contiguous", "clone", "to", "bool", "int", "long",
     "float", "type", "repeat", "cat", "stack",
+}  # fmt: skip
+# Calls that write to none of the tensors that masks and positions are.
+READS = {
+    "scaled_dot_product_attention", "softmax", "log_softmax", "embedding", "matmul", "bmm",
+    "einsum", "sin", "cos", "exp",
 }  # fmt: skip
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
 LAST = threading.local()
@@ -69,15 +73,18 @@ class Parts:
 
     def compute_again(self, gm: fx.GraphModule, inputs) -> None:
         """Write into this part what it is given and an earlier one has computed from numbers."""
-        if self.known:
-            memory = written(gm)
-            self.known = [c for c in self.known if memory is not None and not c.storages & memory]
+        if not self.known:
+            return
+        memory = unknown_memory(gm)
+        self.known = [c for c in self.known if memory is not None and not c.storages & memory]
+        # a result that shares memory with a constant still has to
+        results = storages_of([n.meta.get("example_value") for n in output_of(gm)])
         places = gm.graph.find_nodes(op="placeholder")
         found = [
             (place, constant)
             for place, value in zip(places, inputs, strict=True)
             for constant in self.known
-            if value is constant.value and place.users
+            if value is constant.value and place.users and not constant.storages & results
         ]
         if not found:
             return
@@ -95,11 +102,13 @@ class Parts:
         """Wraps what `gm` is compiled to: its first call, on fake tensors, has the results that
         later parts are given.
         """
-        results = gm.graph.output_node().args[0]
-        results = results if isinstance(results, tuple | list) else (results,)
-        memory = written(gm)
-        made = {} if memory is None else {i: from_numbers(n, memory) for i, n in enumerate(results)}
-        made = {i: nodes for i, nodes in made.items() if nodes}
+        memory = unknown_memory(gm)
+        made = {}
+        if memory is not None:
+            (results,) = gm.graph.output_node().args
+            for i, n in enumerate(results if isinstance(results, tuple | list) else (results,)):
+                if nodes := from_numbers(n, memory):
+                    made[i] = nodes
         if not made:
             return lambda compiled: compiled
 
@@ -110,7 +119,8 @@ class Parts:
                 found = compiled(*args)
                 if first:
                     parts, nodes = first.pop()
-                    parts.known += [Constant(found[i], nodes[i]) for i in nodes]
+                    given = {i: found[i] for i in nodes if isinstance(found[i], FakeTensor)}
+                    parts.known += [Constant(value, nodes[i]) for i, value in given.items()]
                 return found
 
             return call
@@ -118,23 +128,24 @@ class Parts:
         return wrap
 
 
-def written(gm: fx.GraphModule) -> set[int] | None:
-    """The storages that the graph may write to. None where it changes autocast, under which the
-    same calls may compute something else.
+def unknown_memory(gm: fx.GraphModule) -> set[int] | None:
+    """The storages that calls read or return of which it is not known that they write to nothing.
+    None where the graph changes autocast, under which the same calls may compute something else.
     """
-    nodes = gm.graph.nodes
-    if any(getattr(n.target, "__name__", "") in AUTOCAST for n in nodes):
+    called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
+    if any(getattr(n.target, "__name__", "") in AUTOCAST for n in called):
         return None
-    writes = PredictedWrites(gm)
-    # a function's `inplace` may be given by position
-    writers = writes.writers | {n for n in nodes if any(a is True for a in n.args)}
-    near = writes.touched | writers | {m for n in writers for m in n.all_input_nodes}
-    return set().union(*(storages_of(n.meta.get("example_value")) for n in near))
+    near = {m for n in called if not is_call(n, KNOWN | READS) for m in (n, *n.all_input_nodes)}
+    return storages_of([n.meta.get("example_value") for n in near])
+
+
+def output_of(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.output_node().all_input_nodes
 
 
 def from_numbers(n: object, memory: set[int]) -> list[fx.Node] | None:
     """The nodes that compute a tensor from numbers alone, in order; None where others do, or where
-    one of their results may be written to.
+    one of their results is in this memory.
     """
     if not isinstance(n, fx.Node):
         return None
@@ -144,17 +155,25 @@ def from_numbers(n: object, memory: set[int]) -> list[fx.Node] | None:
         if m in found:
             continue
         value = m.meta.get("example_value")
-        if not isinstance(value, Tensor) or not known_call(m) or storages_of(value) & memory:
+        if not isinstance(value, Tensor) or not is_call(m, KNOWN) or storages_of(value) & memory:
             return None
         found.add(m)
         pending += m.all_input_nodes
     return [m for m in n.graph.nodes if m in found]
 
 
-def known_call(n: fx.Node) -> bool:
-    if n.op == "call_method":
-        return n.target in FACTORIES | COMPUTES | MOVES
-    name = getattr(n.target, "__name__", "")
-    if n.op != "call_function" or name not in FACTORIES | COMPUTES | MOVES:
+def is_call(n: fx.Node, names: set[str]) -> bool:
+    """Is the node a call of one of these, of torch, a tensor or `operator`, that returns what it
+    computes?
+    """
+    if "out" in n.kwargs:
         return False
-    return n.target in (getattr(torch, name, None), getattr(operator, name, None))
+    if n.op == "call_method":
+        return n.target in names
+    name = getattr(n.target, "__name__", "")
+    homes = (torch, operator, torch.nn.functional)
+    return (
+        n.op == "call_function"
+        and name in names
+        and any(n.target is getattr(home, name, None) for home in homes)
+    )
