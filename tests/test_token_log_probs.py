@@ -118,9 +118,6 @@ FOUND = {
     "masked mean": lambda x, i: (
         (F.log_softmax(x, -1).gather(-1, column(i)).squeeze(-1) * (i > 3)).sum() / (i > 3).sum()
     ),
-    "the selected logit returned too": lambda x, i: (lambda y: (y - x.logsumexp(-1), 2 * y))(
-        x.gather(-1, column(i)).squeeze(-1)
-    )[0],
 }
 
 
@@ -160,10 +157,8 @@ def logsumexp_too(x, i):
     return x.gather(-1, column(i)).squeeze(-1) - y, y.square().mean()
 
 
-GATHER, SUM = (
-    "expected gather over dimension -1, one element a row, found dimension -1, ",
-    ("expected logsumexp of log_softmax over dimension -1, found dimension "),
-)
+GATHER = "expected gather over dimension -1, one element a row, found dimension -1, "
+SUM = "expected logsumexp of log_softmax over dimension -1, found dimension "
 LEFT_ALONE = {
     "an entropy reads all of it": (entropy_too, "log_softmax inside it is used elsewhere too, at"),
     "logsumexp is used elsewhere": (logsumexp_too, "logsumexp inside it is used elsewhere too, at"),

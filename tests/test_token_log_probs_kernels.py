@@ -87,6 +87,8 @@ LAYOUTS = {
     "padded slice": lambda x: x[:, 2:5, 3:34],
     "expanded rows": lambda x: x[:, :1].expand(-1, 5, -1),
     "expanded samples": lambda x: x[:1].expand(4, -1, -1),
+    "overlapping rows": lambda x: x[0, 0].unfold(0, 8, 1),
+    "overlapping rows of samples": lambda x: x[:, 0].unfold(1, 8, 1),
     "one row": lambda x: x[0, 0],
     "four dimensions": lambda x: x.view(B, 2, 3, V)[:, :, :2],
 }
@@ -100,6 +102,9 @@ def test_rows_are_read_where_they_lie(layout):
     if layout == "four dimensions":
         args = of(x.transpose(1, 2)[:, 0])
     check(NAME, *args)
+    _, sums = PATTERN.launched(args, save=True)
+    dout = randn(*args[0].shape[:-1])
+    assert distance(gradient(args, dout, sums), eager(args, dout)[1][0]) < 2e-6
     with trial(lambda kernel, grid, args, options: found.append(args)):
         _, sums = PATTERN.launched(args, save=True)
         gradient(args, sums[0].view(args[1].shape[:-1]), sums)

@@ -110,7 +110,7 @@ def normalised(c: Builder, x: Expr, axis: int, alike: bool) -> tuple:
     inner, passed, dropped = unwrapped(of_rows(c, x) if axis == -1 else x)
     if dropped or negations(passed):
         return x, None, []
-    if inner.op == "log_softmax" and inner.state == c.state:
+    if inner.op == "log_softmax" and {e.state for e in (inner, *passed)} == {c.state}:
         along = "" if inner.attr == axis else f", taken along dimension {axis}"
         where = f"dimension {inner.attr}{along}"
         return inner.args[0], ("logsumexp of log_softmax", where), passed

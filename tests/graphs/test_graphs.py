@@ -257,15 +257,3 @@ getitem_2 = getitem(token_log_probs_default, 0)
 sum_1 = sum(getitem_2)
 return (sum_1,)""",
         )
-
-    def test_near_misses(self):
-        x, ids = self.inputs()
-        for fn in (
-            lambda x, ids: F.softmax(x, -1).gather(-1, ids[..., None]).log(),
-            lambda x, ids: F.log_softmax(x, 1).gather(-1, ids[..., None]),
-            lambda x, ids: F.log_softmax(x, -1).gather(-1, torch.stack((ids, ids), -1)),
-            lambda x, ids: (lambda y: (y.gather(-1, ids[..., None]), y.mean()))(
-                F.log_softmax(x, -1)
-            ),
-        ):
-            assert_fuses(fn, x, ids, pattern="token_log_probs", count=0)

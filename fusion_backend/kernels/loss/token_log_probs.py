@@ -7,6 +7,7 @@ are read where they lie: as slices of sequences and transposed batches have them
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,17 +103,21 @@ def backward(
     dout: Tensor, x: Tensor, index: Tensor, sums: Tensor, wraps: bool,
     how: tuple[int, int, int] = (8192, 16, 1),
 ) -> Tensor:  # fmt: skip
-    """The gradient of x, in its dtype, and in its layout where that is dense.
+    """The gradient of x, in its dtype; in its layout where that is dense and static, otherwise
+    contiguous.
 
     dout has as many elements as there are rows, in any layout; x, index and sums as in the forward.
     how: columns a step, warps and stages. Grid: rows.
     """
     v = number(x.shape[-1])
+    contiguous = partial(torch.empty_like, memory_format=torch.contiguous_format)
     any_size = any(map(dynamic, (*x.shape, *x.stride())))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if any_size else torch.empty_like(x)
+    dx = contiguous(x) if any_size else torch.empty_like(x)
+    if v > 1 and not statically_known_true(dx.stride(-1) == 1):  # x has rows that overlap
+        dx = contiguous(x)
     found = rows_of(x, dx)
     if not found:
-        x, dx = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        x, dx = x.contiguous(), contiguous(x)
     length, ((outer, inner, unit), (d_outer, d_inner, d_unit)) = found or rows_of(x, dx)
     launch(
         token_log_probs_backward_kernel, (index.numel(),),
