@@ -87,8 +87,8 @@ LAYOUTS = {
     "padded slice": lambda x: x[:, 2:5, 3:34],
     "expanded rows": lambda x: x[:, :1].expand(-1, 5, -1),
     "expanded samples": lambda x: x[:1].expand(4, -1, -1),
-    "overlapping rows": lambda x: x[0, 0].unfold(0, 8, 1),
-    "overlapping rows of samples": lambda x: x[:, 0].unfold(1, 8, 1),
+    "overlapping rows": lambda x: x[0, 0].unfold(0, 31, 1),
+    "overlapping rows of samples": lambda x: x[:, 0].unfold(1, 31, 1),
     "one row": lambda x: x[0, 0],
     "four dimensions": lambda x: x.view(B, 2, 3, V)[:, :, :2],
 }
