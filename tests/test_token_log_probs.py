@@ -37,7 +37,20 @@ def test_refusals():
     ]:
         assert sentence in PATTERN.guard_fn(*args).reason
     assert PATTERN.guard_fn(x.mT[..., :1], tokens(B, V, 1, v=1), *rest) is None
-    assert isinstance(PATTERN.worthwhile_fn(x, index, *rest, training=True), Unmeasured)
+
+
+def test_the_tables_take_what_was_timed():
+    def answer(rows=8192, v=128256, dtype=torch.bfloat16, take="gather", total="log_softmax"):
+        x = torch.empty(1, rows, v, dtype=dtype, device="meta")
+        index = torch.empty(1, rows, 1, dtype=torch.int64, device="meta")
+        return PATTERN.worthwhile_fn(x, index, take, total, "none", "dropped", training=True)
+
+    assert answer() is None
+    for other in (
+        dict(rows=2048), dict(rows=1 << 18, v=8192), dict(dtype=torch.float32),
+        dict(take="take_along_dim"), dict(total="logsumexp"),
+    ):  # fmt: skip
+        assert isinstance(answer(**other), Unmeasured), other
 
 
 def test_symbolic_sizes_add_no_guard():
