@@ -25,6 +25,8 @@ from fusion_backend.kernels import dynamic, number, reject_dtypes
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.loss.token_log_probs import backward, check, forward
 
+TIMED = 8192 * 128256  # logits
+
 
 @Pattern
 def token_log_probs(
@@ -86,7 +88,7 @@ def _(x, index, take, total, upcast, column):
 
 @token_log_probs.worthwhile
 def _(x, index, take, total, upcast, column, training):
-    large = statically_known_true(x.numel() >= 1 << 29) and number(x.shape[-1]) >= 65536
+    large = statically_known_true(x.numel() >= TIMED) and number(x.shape[-1]) >= 65536
     timed = (take, total, x.dtype) == ("gather", "log_softmax", torch.bfloat16)
     return None if large and timed else UNMEASURED
 

@@ -218,7 +218,7 @@ MUTATIONS = {
     ),
     "gate: an argument may be changed in between": Mutation(
         "fusion_backend/decide/legality.py",
-        "                if storage in held and begin < self.order[m] < last_root:\n",
+        "                if begin < self.order[m] < last_root:\n",
         "                if False:\n",
         "tests/test_rewrite.py",
     ),

@@ -1,7 +1,7 @@
 """Graphs that Dynamo cuts at the buckets of DistributedDataParallel, and hands over part by part.
 
-What a part computes from numbers alone, such as a causal mask, is given to later parts as a tensor
-of which nothing is known. A part that reads one computes it again, by the calls that made it.
+What a part computes from constants, such as a causal mask, is an input of later parts, of which
+nothing is known. A part that reads it recomputes it, by the calls that made it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_backend.capture.aliases import storages_of
+from fusion_backend.capture.interpreter import AUTOCAST
 from fusion_backend.compat.distributed import cut_graph
 from fusion_backend.compat.torch import FakeTensor
 
@@ -36,13 +37,12 @@ READS = {
     "scaled_dot_product_attention", "softmax", "log_softmax", "embedding", "matmul", "bmm",
     "einsum", "sin", "cos", "exp",
 }  # fmt: skip
-AUTOCAST = ("_enter_autocast", "_exit_autocast")
 LAST = threading.local()
 
 
 @dataclasses.dataclass
 class Constant:
-    """value: the tensor that later parts are given. nodes: what computes it, itself last."""
+    """value: the input of later parts. nodes: what computes it, itself last."""
 
     value: Tensor
     nodes: list[fx.Node]
@@ -53,7 +53,7 @@ class Constant:
 
 
 class Parts:
-    """What the parts of one graph have computed from numbers alone so far."""
+    """What the parts of one graph have computed from constants so far."""
 
     def __init__(self, graph: weakref.ref):
         self.graph = graph
@@ -61,8 +61,8 @@ class Parts:
 
     @staticmethod
     def now() -> Parts | None:
-        """Of the graph that this thread compiles now; None where it is whole. Those of the graph
-        before are forgotten.
+        """Those of the graph that this thread compiles now; None where it is not cut. Those of the
+        graph before are dropped.
         """
         graph, last = cut_graph(), getattr(LAST, "parts", None)
         if graph is None:
@@ -71,13 +71,13 @@ class Parts:
             LAST.parts = Parts(weakref.ref(graph))
         return LAST.parts
 
-    def compute_again(self, gm: fx.GraphModule, inputs) -> None:
-        """Write into this part what it is given and an earlier one has computed from numbers."""
+    def recompute(self, gm: fx.GraphModule, inputs) -> None:
+        """Replace the inputs of this part that an earlier one has computed from constants."""
         if not self.known:
             return
         memory = unknown_memory(gm)
         self.known = [c for c in self.known if memory is not None and not c.storages & memory]
-        # a result that shares memory with a constant still has to
+        # a result that shares memory with an input still has to
         results = storages_of([n.meta.get("example_value") for n in output_of(gm)])
         places = gm.graph.find_nodes(op="placeholder")
         found = [
@@ -98,16 +98,16 @@ class Parts:
                 place.replace_all_uses_with(copies[constant.nodes[-1]])
         gm.recompile()
 
-    def noting(self, gm: fx.GraphModule) -> Callable[[Callable], Callable]:
-        """Wraps what `gm` is compiled to: its first call, on fake tensors, has the results that
-        later parts are given.
+    def observed(self, gm: fx.GraphModule) -> Callable[[Callable], Callable]:
+        """A wrapper for what `gm` is compiled to. Dynamo's first call of it, on fake tensors,
+        returns the very tensors that become the inputs of later parts.
         """
         memory = unknown_memory(gm)
         made = {}
         if memory is not None:
             (results,) = gm.graph.output_node().args
             for i, n in enumerate(results if isinstance(results, tuple | list) else (results,)):
-                if nodes := from_numbers(n, memory):
+                if nodes := from_constants(n, memory):
                     made[i] = nodes
         if not made:
             return lambda compiled: compiled
@@ -129,8 +129,8 @@ class Parts:
 
 
 def unknown_memory(gm: fx.GraphModule) -> set[int] | None:
-    """The storages that calls read or return of which it is not known that they write to nothing.
-    None where the graph changes autocast, under which the same calls may compute something else.
+    """The storages that are read or returned by calls which may write to them. None where the graph
+    changes autocast, under which the same calls may compute something else.
     """
     called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
     if any(getattr(n.target, "__name__", "") in AUTOCAST for n in called):
@@ -143,9 +143,9 @@ def output_of(gm: fx.GraphModule) -> list[fx.Node]:
     return gm.graph.output_node().all_input_nodes
 
 
-def from_numbers(n: object, memory: set[int]) -> list[fx.Node] | None:
-    """The nodes that compute a tensor from numbers alone, in order; None where others do, or where
-    one of their results is in this memory.
+def from_constants(n: object, memory: set[int]) -> list[fx.Node] | None:
+    """The nodes that compute a tensor from constants, in order; None where an input is among what
+    it is computed from, a call that is not KNOWN, or a tensor in this memory.
     """
     if not isinstance(n, fx.Node):
         return None

@@ -37,6 +37,8 @@ LEVELS = {
     "_exit_inference_mode": -1,
 }
 
+AUTOCAST = ("_enter_autocast", "_exit_autocast")
+
 
 class Opaque:
     """A value that the tracer cannot hold: known by its proxy alone."""
@@ -92,7 +94,7 @@ class CaptureInterpreter(fx.Interpreter):
         step = LEVELS.get(name, 0) if n.op == "call_function" else 0
         self.level += max(step, 0)
         region = state_key(self.state_changed_by)
-        if name in ("_enter_autocast", "_exit_autocast"):
+        if name in AUTOCAST:
             out = self.autocast(n, name, tracer)
         elif n.op == "get_attr":
             out = self.attribute(n, tracer)

@@ -109,9 +109,11 @@ class Legality:
             if self.order[m] < last_root:
                 return f"a result is changed before the last one, at {location(m)}"
         for storage in held | results:
-            for m in self.facts.writers.get(storage, ()):
-                begin = self.first_read(match, storage, first)
-                if storage in held and begin < self.order[m] < last_root:
+            writers = self.facts.writers.get(storage, ())
+            read = writers and storage in held
+            begin = self.first_read(match, storage, first) if read else last_root
+            for m in writers:
+                if begin < self.order[m] < last_root:
                     return f"an argument may be changed in between, at {location(m)}"
                 # the op keeps its arguments for backward, where plain autograd may keep only what
                 # it made of them
@@ -126,8 +128,8 @@ class Legality:
         return ""
 
     def first_read(self, match: Match, storage: int, first: int) -> int:
-        """Where the match reads a storage first, or the op that replaces it does; `first` where
-        no node of the match reads it, but another one of the same value.
+        """Where the match, or the op that replaces it, reads a storage first. `first` where no node
+        of the match does: an argument may be another node of the value that is read.
         """
         nodes = (*match.interior, *match.roots)
         reads = [

@@ -47,9 +47,9 @@ class FusionBackend:
             return plain(gm, example_inputs)
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         reporting.add(record)
-        noting = as_a_part(gm, example_inputs, record)
+        observed = as_a_part(gm, example_inputs, record)
         try:
-            return noting(self.compile(gm, example_inputs, mode, ours, theirs, record))
+            return observed(self.compile(gm, example_inputs, mode, ours, theirs, record))
         except RestartAnalysis:
             # Dynamo hands the graph over again, with a float that Inductor wants constant
             reporting.take_back(record)
@@ -105,14 +105,14 @@ class FusionBackend:
 
 
 def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callable:
-    """Where `gm` is a part of a graph that was cut, it computes again what earlier parts computed
-    from numbers alone. Returns what the compiled part goes through.
+    """Where `gm` is a part of a cut graph, let it recompute what earlier parts computed from
+    constants. Returns a wrapper for what it is compiled to.
     """
     parts = Parts.now()
     try:
         if parts is not None:
-            parts.compute_again(gm, example_inputs)
-            return parts.noting(gm)
+            parts.recompute(gm, example_inputs)
+            return parts.observed(gm)
     except Exception as error:
         fault = f"a part of a cut graph is taken as it is: {summary(error)}"
         record.faults.append(fault)

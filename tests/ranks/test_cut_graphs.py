@@ -1,5 +1,5 @@
-"""Under DistributedDataParallel a graph is cut where a bucket ends: what its parts have in common
-and was computed from numbers alone, each of them computes.
+"""Under DistributedDataParallel a graph is cut where a bucket ends: what one part computes
+from constants, the others recompute.
 """
 
 import gc
@@ -116,7 +116,7 @@ MADE = {
     "in fp32": lambda x, w: torch.where(steps(), 0.5, 2.0),
     "negated": lambda x, w: ~steps().logical_not(),
 }
-NOT_FROM_NUMBERS = {
+NOT_FROM_CONSTANTS = {
     "of an input": lambda x, w: (x > 0) & steps(),
     "of a parameter": lambda x, w: (w > 0) & steps(),
     "random": lambda x, w: (torch.rand(ROWS, WIDTH) > 0.5) & steps(),
@@ -162,9 +162,9 @@ def test_each_part_computes_it(case):
     assert agree(Layers(MADE[case])).count(True) == 3
 
 
-@pytest.mark.parametrize("case", NOT_FROM_NUMBERS)
+@pytest.mark.parametrize("case", NOT_FROM_CONSTANTS)
 def test_what_else_decides_is_given_to_the_parts(case):
-    assert agree(Layers(NOT_FROM_NUMBERS[case])).count(True) == 1
+    assert agree(Layers(NOT_FROM_CONSTANTS[case])).count(True) == 1
 
 
 @pytest.mark.parametrize("case", CHANGES)
@@ -211,13 +211,13 @@ def test_masks_are_proven_in_each_part():
 
 
 def test_a_fault_changes_no_result(monkeypatch):
-    compute_again = Parts.compute_again
+    recompute = Parts.recompute
 
     def fails(self, gm, inputs):
-        compute_again(self, gm, inputs)
+        recompute(self, gm, inputs)
         raise RuntimeError("told")
 
-    monkeypatch.setattr(Parts, "compute_again", fails)
+    monkeypatch.setattr(Parts, "recompute", fails)
     with pytest.warns(RuntimeWarning, match="a cut graph is taken as it is: RuntimeError: told"):
         agree(Layers(MADE["a mask"]), faulty=True)
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 import fusion_backend
+from benchmarks.subjects.tiny_models import hugging_face
 
 from ..eager_kernels import eager_kernels
 from ..oracle.harness import FAST, fused_sites
@@ -43,10 +44,10 @@ JOBS = {
 
 def save(folder: Path) -> None:
     """A small model of each kind, with weights at which its layers matter."""
-    import transformers
-
     for name in {job.model for job in JOBS.values()}:
-        config = getattr(transformers, f"{name}Config")(
+        build = hugging_face(
+            f"{name}ForCausalLM",
+            f"{name}Config",
             vocab_size=WORDS,
             hidden_size=32,
             intermediate_size=64,
@@ -58,7 +59,7 @@ def save(folder: Path) -> None:
             initializer_range=0.2,
         )
         torch.manual_seed(0)
-        getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(folder / name)
+        build().save_pretrained(folder / name)
 
 
 def load(job: Job, folder: Path, divided: bool) -> nn.Module:

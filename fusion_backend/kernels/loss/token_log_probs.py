@@ -145,7 +145,8 @@ def token_of_row(INDEX, row, V: tl.constexpr, WRAPS: tl.constexpr):
 @triton.jit
 def accumulate(x, tops, sums):
     """The largest value of each lane and its sum of e^(x - top), with the rows of x `[LOGITS,
-    LANES]`. Of an infinite top it is the sum of the e^x.
+    LANES]`. Unlike cross_entropy's, it subtracts before it scales, which keeps large logits exact,
+    and for an infinite top it is the sum of the e^x, which tells infinite rows from NaN.
     """
     top = tl.maximum(tops, tl.max(x, 0))
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
