@@ -68,6 +68,10 @@ def group_norm(x, weight, bias):
     return F.group_norm(x, 8, weight, bias)
 
 
+def linear_gelu(x, matrix, bias):
+    return F.gelu(F.linear(x, matrix, bias))
+
+
 def norms_and_linears(x, *weights):
     for norm, bias, matrix in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
         x = F.linear(F.layer_norm(x, x.shape[-1:], norm, bias), matrix)
@@ -83,6 +87,7 @@ SMALL_GRAPHS = {
     "cross_entropy": SmallGraph(cross_entropy, ((256, 4096),), classes=4096),
     "attention": SmallGraph(windowed_attention, (HEADS, HEADS, HEADS)),
     "group_norm": SmallGraph(group_norm, ((8, 64, 16, 16), (64,), (64,))),
+    "linear_gelu": SmallGraph(linear_gelu, ((ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,))),
     "eight norms": SmallGraph(
         norms_and_linears, ((ROWS, WIDTH), *((WIDTH,), (WIDTH,), (WIDTH, WIDTH)) * NORMS)
     ),

@@ -7,6 +7,9 @@ kernels again. Inductor's option `static_launch_user_defined_triton_kernels` is 
 kernels of a graph the former, too, but is not passed on to those processes, where that is decided.
 So it is decided again where a compiled kernel arrives from there.
 
+Inductor's own takes no kernel with scratch memory, such as one that makes tensor descriptors; here
+such a kernel brings its memory along (`WithScratch`).
+
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
 (docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
 keep Triton's.
@@ -15,16 +18,20 @@ keep Triton's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator
 
 from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
 from torch._inductor.runtime.triton_heuristics import (
     CachingAutotuner,
     StaticTritonCompileResult,
     TritonCompileResult,
 )
+
+from fusion_backend.compat.triton import scratch
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +43,8 @@ def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
     """Inside, compiled kernels of these names get Inductor's own launcher wherever it takes them,
     if that is USED.
 
-    It takes none with launch hooks, scratch memory, clusters or cooperative grids, and none under
-    the options `cpp_wrapper` and `use_static_cuda_launcher=False`: they keep Triton's.
+    It takes none with launch hooks, clusters or cooperative grids, and none under the options
+    `cpp_wrapper` and `use_static_cuda_launcher=False`: they keep Triton's.
     """
     if not USED:
         yield
@@ -79,11 +86,55 @@ def static_kernel(compiled: TritonCompileResult):
     where the question fails: Triton's launcher takes every kernel.
     """
     meta = compiled.inductor_meta, compiled.compile_meta
+    kernel, size = compiled.kernel, scratch_size(compiled.kernel)
     try:
+        asked = WithoutScratch(kernel) if size else kernel
         # USER_AUTOTUNE, which it is, would be refused
-        return StaticTritonCompileResult.can_statically_launch(
-            compiled.kernel, *meta, HeuristicType.FIXED
-        )
+        static = StaticTritonCompileResult.can_statically_launch(asked, *meta, HeuristicType.FIXED)
+        if not size:
+            return static
+        return WithScratch(asked, size) if type(static) is StaticallyLaunchedCudaKernel else None
     except Exception as error:
         log.info("%s keeps Triton's launcher: %s", base_name(compiled), error)
         return None
+
+
+def scratch_size(kernel) -> int:
+    """Bytes of scratch memory in global memory, for each program."""
+    return getattr(getattr(kernel, "metadata", None), "global_scratch_size", None) or 0
+
+
+class WithoutScratch:
+    """A compiled kernel of Triton's that seems to need no scratch memory."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.metadata = kernel.metadata._replace(global_scratch_size=0)
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
+
+class WithScratch(StaticallyLaunchedCudaKernel):
+    """Inductor's form of a kernel that needs `size` bytes of scratch memory for each program, which
+    each launch allocates, as Triton's launcher does.
+    """
+
+    def __init__(self, kernel: WithoutScratch, size: int):
+        super().__init__(kernel)
+        self.size = size
+        # an argument like others, after the kernel's own; Inductor would add a null pointer
+        self.has_global_scratch, self.arg_tys = False, self.arg_tys + "O"
+
+    @property
+    def run(self) -> Callable[..., None]:
+        """Not a bound method: from torch 2.14 on Inductor asks a bound one for its kernel, and
+        launches that in C++, without the memory.
+        """
+        return functools.partial(run_with_scratch, self)
+
+
+def run_with_scratch(kernel: WithScratch, x: int, y: int, z: int, stream: int, *args) -> None:
+    """Launch a grid of x · y · z programs."""
+    memory = scratch(x * y * z * kernel.size, 128, stream)
+    super(WithScratch, kernel).run(x, y, z, stream, *args, memory)

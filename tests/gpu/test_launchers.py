@@ -18,7 +18,7 @@ from fusion_backend.compat.generated import forget_generated, generated_modules
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
+@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy", "linear_gelu"])
 def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path, monkeypatch):
     """The graph is remembered, and of its kernels, Inductor's and ours, in forward and backward,
     none is asked of a compiler.
@@ -46,7 +46,7 @@ def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path, monkeypat
     assert kernels == again["async_compile_cache_hit"]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy"])
+@pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy", "linear_gelu"])
 def test_our_kernels_get_inductors_launcher(name, tmp_path):
     graph = SMALL_GRAPHS[name]
     inputs = graph.inputs(torch.device("cuda"), train=True)
