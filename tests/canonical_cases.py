@@ -135,6 +135,18 @@ SAME = {
         lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
         lambda x: x * 0.5 * (1.0 + torch.erf(x * 0.7071067811865476)),
     ),
+    "gelu by tanh of a product": (
+        (M, M, M),
+        lambda x, y, z: F.gelu(x * y.sin() * z, approximate="tanh"),
+        lambda x, y, z: (
+            lambda p: 0.5 * p * (1 + torch.tanh(math.sqrt(2 / math.pi) * (p + 0.044715 * p**3)))
+        )(x * y.sin() * z),
+        lambda x, y, z: (
+            lambda p: (
+                0.5 * p * (1 + torch.tanh(math.sqrt(2 / math.pi) * p * (1 + 0.044715 * p * p)))
+            )
+        )(x * y.sin() * z),
+    ),
     "gelu by tanh": (
         (R,),
         lambda x: F.gelu(x, approximate="tanh"),

@@ -96,6 +96,12 @@ WORK = [
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
+    *(
+        Work("norm_act", dict(rows=rows, n=n) | how, BF16, train)
+        for rows, n in ((16384, 4096), (65536, 512), (8192, 8192))
+        for how in ({}, dict(silu=1))
+        for train in (False, True)
+    ),
     *(Work("token_log_probs", dict(b=4, s=2048, v=128256), BF16, train) for train in (False, True)),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
@@ -225,6 +231,7 @@ SMALL = [
     Work("rms_norm_quantize", dict(rows=64, n=256), F32),
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
+    Work("norm_act", dict(rows=64, n=256), BF16, train=True),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),
     *(
         Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)

@@ -52,18 +52,20 @@ def is_multiple(e: Expr, x: Expr, number: float) -> bool:
     return rest is not None and peel(rest) is peel(x) and near(k, number)
 
 
-def factors_of(e: Expr, depth: int = 4) -> list[Expr]:
-    """The operands of a product and of the products in it, whatever they are rounded to."""
+def factors_of(e: Expr, x: Expr, depth: int = 4) -> list[Expr]:
+    """The operands of a product and of the products in it, whatever they are rounded to. x is one
+    operand, also where it is a product itself.
+    """
     e = peel(e)
-    if e.op != "mul" or not depth:
+    if e is x or e.op != "mul" or not depth:
         return [e]
-    return [f for a in e.args for f in factors_of(a, depth - 1)]
+    return [f for a in e.args for f in factors_of(a, x, depth - 1)]
 
 
 def is_tanh_argument(e: Expr, x: Expr) -> bool:
     """√(2/π) (x + 0.044715 x³), or √(2/π) x (1 + 0.044715 x²)."""
     x = peel(x)
-    factors = factors_of(e)
+    factors = factors_of(e, x)
     outer = [f for f in factors if is_const(f)]
     rest = [f for f in factors if not is_const(f) and f is not x]
     if (
@@ -74,7 +76,7 @@ def is_tanh_argument(e: Expr, x: Expr) -> bool:
     ):
         return False
     powers = 1 if x in factors else 0  # of x, outside the sum
-    terms = [factors_of(t) for t in rest[0].args]
+    terms = [factors_of(t, x) for t in rest[0].args]
     terms.sort(key=lambda t: sum(not is_const(f) for f in t) if len(t) > 1 else 0)
     low, high = terms
     low_fine = len(low) == 1 and (near(low[0], 1.0) if powers else low[0] is x)

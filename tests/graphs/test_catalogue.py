@@ -133,6 +133,8 @@ FOUND = [
     ("cross_entropy", "module", lambda x: nn.CrossEntropyLoss(label_smoothing=0.1)(x.view(-1, 16), TARGET.view(-1)), (X,)),
     ("token_log_probs", "gather", lambda x: F.log_softmax(x, -1).gather(-1, TARGET.clamp(min=0)[..., None]).squeeze(-1), (X,)),
     ("token_log_probs", "bf16 upcast", lambda x: (lambda y: y.gather(-1, TARGET[..., 1:, None]).squeeze(-1) - y.logsumexp(-1))(x[:, 1:].float()), (X.bfloat16(),)),
+    ("norm_act", "module", lambda x: nn.GELU()(nn.LayerNorm(16)(x)), (X,)),
+    ("norm_act", "bf16", lambda x: F.silu(F.rms_norm(x, (16,), eps=1e-6)), (X.bfloat16(),)),
     ("linear_cross_entropy", "upcast", lambda x: F.cross_entropy(LINEAR(x).float().view(-1, 24), TARGET.view(-1)), (X,)),
     ("rotary", "llama", lambda q, c, s: q * c.unsqueeze(1) + rotate_half(q) * s.unsqueeze(1), (Q, COS, SIN)),
     ("attention", "plain", lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v, (Q, K, V)),
@@ -161,6 +163,7 @@ NOT_FOUND = [
     ("attention", "weights returned", lambda q, k, v: (lambda p: (p @ v, p))(torch.softmax(q @ k.mT, -1)), (Q, K, V)),
     ("linear_act", "another gelu", lambda x: (lambda y: 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.044715 * y**3))))(LINEAR(x)), (X,)),
     ("cross_entropy", "weighted", lambda x: F.cross_entropy(x.view(-1, 16), TARGET.view(-1), ROW.exp()), (X,)),
+    ("norm_act", "of a sum", lambda x: F.gelu(F.layer_norm(x, (16,)) + x), (X,)),
     ("token_log_probs", "entropy too", lambda x: (lambda y: (y.gather(-1, TARGET[:, 1:, None]), (y.exp() * y).sum()))(F.log_softmax(x[:, 1:], -1)), (X,)),
     ("batch_norm", "in training", lambda x: F.batch_norm(x, B[:4].clone(), B[:4].exp(), training=True), (Q,)),
 ]  # fmt: skip

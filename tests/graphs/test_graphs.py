@@ -181,6 +181,35 @@ return (getitem_4,)""",
         fuses(lambda x, s: F.layer_norm(x, (3, 5)) * (1 + s), x, scale, count=0)
 
 
+class NormAct(TestCase):
+    def test_fuses(self):
+        self.assertExpectedInline(
+            text(
+                lambda x, w, b: F.gelu(F.layer_norm(x, (5,), w, b)),
+                tensor(3, 5),
+                tensor(5),
+                tensor(5),
+            ),
+            """\
+norm_act_default = fusion.norm_act(l_x_, l_w_, l_b_, 1e-05, layer, gelu, forward=reference, backward=vjp, save=False)
+getitem = getitem(norm_act_default, 0)
+return (getitem,)""",
+        )
+
+    def test_near_misses(self):
+        fuses = functools.partial(assert_fuses, pattern="norm_act")
+        norm = lambda x: F.rms_norm(x, (5,), eps=1e-6)  # noqa: E731
+        x = tensor(3, 5)
+        fuses(lambda x: F.silu(norm(x)), x)
+        fuses(lambda x: F.silu(norm(x)) * 2, x)
+        fuses(lambda x: F.silu(2 * norm(x)), x, count=0)
+        fuses(lambda x: norm(x).sigmoid() * x, x, count=0)
+        fuses(lambda x: F.silu(norm(x)) + norm(x), x, count=0)
+        fuses(lambda x: F.elu(norm(x)), x, count=0)
+        fuses(lambda x: F.relu6(norm(x)), x, count=0)
+        fuses(lambda x: F.relu(norm(x) + 1), x, count=0)
+
+
 class GatedLinear(TestCase):
     def inputs(self):
         return tensor(3, 4), tensor(4, 5), tensor(5), tensor(4, 5), tensor(5)
