@@ -152,6 +152,15 @@ OTHER = {
         lambda x, w: (F.group_norm(x, 2) + w[:, None]) * w[:, None],
         lambda x, w: F.group_norm(x, 2, w) * w[:, None],
     ),
+    "a group for each channel and its neighbours": (
+        ((2, 4, 4), (4,)),
+        lambda x, w: F.instance_norm(x),
+        lambda x, w: F.group_norm(x, 2),
+        lambda x, w: F.instance_norm(x, weight=w),
+        lambda x, w: F.instance_norm(x, eps=1e-3),
+        lambda x, w: F.instance_norm(x, w, w * w, use_input_stats=False),
+        lambda x, w: F.instance_norm(x, w.clone(), w * w, use_input_stats=True),
+    ),
     "other pairs": (
         (R,),
         lambda x: x.view(4, 3, 2)[..., 0],

@@ -15,8 +15,12 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.rules import RULES
 from fusion_backend.ir.schema_args import SYNONYMS
 from fusion_backend.testing import assert_fuses
-from tests.canonical_cases import BYTES, INTS, LABELS, MASK, SAME, M
+from tests import canonical_cases
+from tests.canonical_cases import BYTES, INTS, LABELS, MASK, M
+from tests.canonical_norms import NORMS
 from tests.canonical_others import OTHER
+
+SAME = canonical_cases.SAME | NORMS
 
 
 def made(kind):

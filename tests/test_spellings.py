@@ -41,6 +41,7 @@ SAME = {
     "quotient for a product": r"\{self\} / \{inverse\}",
     "root and power": r"\*\* -0\.5|rsqrt\(",
     "gelu by hand": r"torch\.erf\(",
+    "instance norm": r"F\.instance_norm\(",
     "layer norm by hand": r"^layer_norm: .*\.mean\(-1, keepdim=True\)",
     "softmax by hand": r"^softmax: .*amax",
     "attention by hand": r"^scaled_dot_product_attention: .*softmax",

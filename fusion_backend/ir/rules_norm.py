@@ -164,6 +164,25 @@ def group_norm(
     return present(c, "group_norm", [input, weight, bias, num_groups, eps], call.shape)
 
 
+@rule("aten::instance_norm")
+def instance_norm(
+    c: Builder,
+    call: Call,
+    input: Expr,
+    weight: Expr | None,
+    bias: Expr | None,
+    running_mean: Expr | None,
+    running_var: Expr | None,
+    use_input_stats: bool,
+    eps: Expr,
+):
+    """Each channel is a group of its own. With running statistics it has state, or reads them."""
+    if running_mean is not None or running_var is not None or not use_input_stats:
+        return None
+    groups = c.const(call.shape[1])
+    return present(c, "group_norm", [input, weight, bias, groups, eps], call.shape)
+
+
 @rule("aten::batch_norm")
 def batch_norm(
     c: Builder,

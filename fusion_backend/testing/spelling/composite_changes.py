@@ -92,6 +92,11 @@ COMPOSITE_CHANGES: dict[str, list] = {
     "group_norm": [
         "F.group_norm({input}, {num_groups}, {weight}, {bias}, {eps} + 0.1)",
         "F.group_norm({input}, 1, {weight}, {bias}, {eps})",
+        (
+            "F.instance_norm({input}, weight={weight}, bias={bias}, eps={eps})",
+            lambda a: a.num_groups != a.input.shape[1],
+        ),
+        "F.instance_norm({input}, eps={eps} + 0.1)",
         ("F.group_norm({input}, {num_groups}, {weight}, None, {eps})", lambda a: tensor(a.bias)),
         ("F.group_norm({input}, {num_groups}, None, {bias}, {eps})", lambda a: tensor(a.weight)),
         ("F.group_norm({input}, {num_groups}, {bias}, {weight}, {eps})", whole),

@@ -36,6 +36,11 @@ def no_affine(a) -> bool:
     return a.weight is None and a.bias is None
 
 
+def each_channel(a) -> bool:
+    """Is each channel a group of its own?"""
+    return a.num_groups == a.input.shape[1]
+
+
 def simple(a) -> bool:
     return (a.weight, a.reduction, a.ignore_index, a.label_smoothing) == (None, 1, -100, 0.0)
 
@@ -143,6 +148,15 @@ COMPOSITE_WORDINGS: dict[str, list] = {
         ),
         ("F.group_norm({input}.float(), {num_groups}, eps={eps}).to({type})", no_affine),
         *channels("F.group_norm({input}, {num_groups}, eps={eps})"),
+        ("F.instance_norm({input}, weight={weight}, bias={bias}, eps={eps})", each_channel),
+        (
+            "torch.instance_norm({input}, {weight}, {bias}, None, None, True, 0.1, {eps}, False)",
+            each_channel,
+        ),
+        (
+            "nn.InstanceNorm2d({num_groups}, eps={eps})({input})",
+            lambda a: each_channel(a) and no_affine(a) and a.input.rank == 4,
+        ),
     ],
     "batch_norm": [
         "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, eps={eps})",

@@ -16,7 +16,12 @@ from fusion_backend.compat.torch import FakeTensorMode, pytree, trace
 from fusion_backend.match.templates import example_inputs, templates, with_kinds
 from fusion_backend.ops.pattern import Pattern
 
-WITHOUT = {"smoothing": 0.0}  # values of parameters that leave a part of the pattern out
+# Values of parameters, of the example arguments, where the pattern may be written otherwise: a part
+# of it is left out, each channel is a group.
+OTHER_VALUES = {
+    "smoothing": lambda arguments: 0.0,
+    "groups": lambda arguments: arguments[0].shape[1],
+}
 
 
 class Variant(NamedTuple):
@@ -24,7 +29,7 @@ class Variant(NamedTuple):
 
     batch: bool  # one more dimension in front
     bf16: bool  # floating tensors in bf16
-    without: bool  # the parameters of WITHOUT have their values there
+    other: bool  # the parameters of OTHER_VALUES have their values there
 
 
 class TracedForm:
@@ -44,8 +49,10 @@ class TracedForm:
             p.name for p, kind in zip(pattern.params, kinds, strict=True) if kind == "tensor"
         ]
         self.batched = self.with_batch()
-        self.without = {
-            i: WITHOUT[p.name] for i, p in enumerate(pattern.params) if p.name in WITHOUT
+        self.others = {
+            i: OTHER_VALUES[p.name](self.plain)
+            for i, p in enumerate(pattern.params)
+            if p.name in OTHER_VALUES
         }
         lines = {t.line for t in templates(pattern) if t.kinds == kinds}
         self.fns = [fn for fn in pattern.spellings if fn.__code__.co_firstlineno in lines] or [
@@ -84,7 +91,7 @@ class TracedForm:
 
     def arguments(self, variant: Variant) -> list:
         arguments = list(self.batched if variant.batch else self.plain)
-        for i, number in self.without.items() if variant.without else ():
+        for i, number in self.others.items() if variant.other else ():
             arguments[i] = number
         floats = [
             i

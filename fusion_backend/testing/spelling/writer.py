@@ -77,7 +77,7 @@ class SourceWriter:
         form, draw = self.form, self.draw
         batch = form.batched is not None and draw.random() < 0.15
         mode = draw.choice(MODES)
-        variant = Variant(batch, mode == "bf16", bool(form.without) and draw.random() < 0.5)
+        variant = Variant(batch, mode == "bf16", bool(form.others) and draw.random() < 0.5)
         graph = form.graph(draw.choice(form.fns), variant)
         if graph is None:
             return None
