@@ -3,12 +3,14 @@
 x is `[..., v]` in fp32, bf16 or fp16; index `[..., 1]` int64, one token a row, or `[rows, 1]` for
 the rows of x. The result is `[..., 1]`, or `[...]` with column "dropped", in x's dtype, or in fp32
 with upcast "fp32". take is the operator that selects: with "gather" an index outside [0, v) is an
-assertion, as in torch; "take_along_dim" takes it modulo v. total is where the logarithm of the sum
-comes from: with "log_softmax" a row with an infinite logit is NaN, with "logsumexp" its sum is
-infinite. The sums are in fp32; each row's largest logit, and the logarithm of its sum without it,
-are kept for the backward, `[2, rows]`. The gradient of x is (onehot - softmax(x)) times that of the
-result, in one pass. Source: torch.log_softmax and torch.gather, as policy-gradient and preference
-losses have them (PPO, Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
+assertion, as in torch, and with "index", x[arange, i], one outside [-v, v); "take_along_dim" takes
+it modulo v. total is where the logarithm of the sum comes from: with "log_softmax" a row with an
+infinite logit is NaN, with "logsumexp" its sum is infinite, and so it is with "negated", where the
+result is the loss of each token, log Σ e^x - x of the token. The sums are in fp32; each row's
+largest logit, and the logarithm of its sum without it, are kept for the backward, `[2, rows]`. The
+gradient of x is (onehot - softmax(x)) times that of the result, in one pass. Source:
+torch.log_softmax and torch.gather, as policy-gradient and preference losses have them (PPO,
+Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
 """
 
 from __future__ import annotations
@@ -28,11 +30,23 @@ from fusion_backend.kernels.loss.token_log_probs import backward, check, forward
 TIMED = 8192 * 128256  # logits
 
 
+def by_advanced_indexing(y: Tensor, index: Tensor) -> Tensor:
+    """y[arange(b)[:, None], arange(s), i], one element of each row. An index below 0 counts from
+    the end of its row.
+    """
+    i = index.squeeze(-1)
+    rows = [
+        torch.arange(size, device=y.device).view(-1, *[1] * (i.dim() - 1 - axis))
+        for axis, size in enumerate(i.shape)
+    ]
+    return torch.ops.aten.index.Tensor(y, [*rows, i]).unsqueeze(-1)
+
+
 @Pattern
 def token_log_probs(
     x: Tensor, index: Tensor,
-    take: Literal["gather", "take_along_dim"],
-    total: Literal["log_softmax", "logsumexp"],
+    take: Literal["gather", "take_along_dim", "index"],
+    total: Literal["log_softmax", "logsumexp", "negated"],
     upcast: Literal["fp32", "none"],
     column: Literal["dropped", "kept"],
 ) -> Tensor:  # fmt: skip
@@ -42,9 +56,13 @@ def token_log_probs(
     y = torch.log_softmax(x, -1) if total == "log_softmax" else x
     if take == "gather":
         y = y.gather(-1, index)
+    elif take == "index":
+        y = by_advanced_indexing(y, index)
     else:
         y = torch.take_along_dim(y, index, -1)
-    y = y if total == "log_softmax" else y - torch.logsumexp(x, -1, keepdim=True)
+    if total != "log_softmax":
+        sums = torch.logsumexp(x, -1, keepdim=True)
+        y = sums - y if total == "negated" else y - sums
     return y.squeeze(-1) if column == "dropped" else y
 
 
@@ -95,11 +113,12 @@ def _(x, index, take, total, upcast, column, training):
 
 @token_log_probs.kernel(saves=("sums",))
 def _(x, index, take, total, upcast, column, save):
-    if take == "gather":
-        check(index, x.shape[-1])
+    if take != "take_along_dim":
+        check(index, x.shape[-1], 0 if take == "gather" else -x.shape[-1])
     dtype = torch.float32 if upcast == "fp32" else x.dtype
     infinite = math.nan if total == "log_softmax" else math.inf
-    out, sums = forward(x, index, dtype, take == "take_along_dim", infinite)
+    out, sums = forward(x, index, dtype, take != "gather", infinite)
+    out = -out if total == "negated" else out
     return out.view(index.shape[:-1] if column == "dropped" else index.shape), sums
 
 
@@ -115,7 +134,7 @@ def _(x, index, take, total, upcast, column):
 
 @token_log_probs.backward
 def _(saved, dout):
-    wraps = saved.take == "take_along_dim"
+    wraps, dout = saved.take != "gather", -dout if saved.total == "negated" else dout
     return backward(dout, saved.x, saved.index, saved.sums, wraps), None
 
 

@@ -365,43 +365,6 @@ SAME = {
         lambda x: x * torch.full((), 2.0),
         lambda x: x * torch.scalar_tensor(2.0),
     ),
-    "cross entropy of rows that are cast": (
-        ((2, 2, 6), LABELS),
-        lambda x, t: F.cross_entropy(x.bfloat16().float().view(-1, 6), t),
-        lambda x, t: F.cross_entropy(x.bfloat16().view(-1, 6).float(), t),
-    ),
-    "cross entropy": (
-        (R, LABELS),
-        F.cross_entropy,
-        lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
-        lambda x, t: torch.ops.aten.nll_loss(torch.log_softmax(x, 1), t),
-    ),
-    "log-probabilities of tokens": (
-        (R, LABELS),
-        lambda x, t: F.log_softmax(x, -1).gather(-1, t[:, None]),
-        lambda x, t: torch.gather(x.log_softmax(1), 1, t.unsqueeze(1)),
-        lambda x, t: x.log_softmax(1).gather(1, t.unsqueeze(-1)).squeeze(-1).unsqueeze(-1),
-    ),
-    "log-probabilities of flattened tokens": (
-        ((2, 2, 6), LABELS),
-        lambda x, t: F.log_softmax(x, -1).view(-1, 6).gather(-1, t[:, None]),
-        lambda x, t: F.log_softmax(x.flatten(0, 1), -1).gather(-1, t[:, None]),
-    ),
-    "elements of rows and logsumexp": (
-        (R, LABELS),
-        lambda x, t: x.gather(-1, t[:, None]).squeeze(-1) - x.logsumexp(-1),
-        lambda x, t: torch.sub(x.gather(1, t[:, None])[..., 0], torch.logsumexp(x, (1,))),
-        lambda x, t: x.gather(1, t[:, None]).view(-1) - x.logsumexp(1, keepdim=True).squeeze(),
-        lambda x, t: -x.logsumexp(1) + x.gather(1, t[:, None]).squeeze(),
-        lambda x, t: (x.gather(1, t[:, None]) - x.logsumexp(1, True)).squeeze(1),
-        lambda x, t: (x.gather(1, t[:, None]) - x.logsumexp(1)[:, None]).squeeze(1),
-        lambda x, t: (x - x.logsumexp(1, True)).gather(1, t[:, None]).squeeze(-1),
-    ),
-    "elements of rows along a dimension": (
-        (R, LABELS),
-        lambda x, t: torch.take_along_dim(x.log_softmax(-1), t[:, None], 1),
-        lambda x, t: F.log_softmax(x, 1).take_along_dim(t.unsqueeze(-1), -1),
-    ),
     "casts": (
         (R,),
         lambda x: x.to(torch.bfloat16).to(torch.float32),

@@ -221,6 +221,13 @@ OTHER = {
         lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(0, True).mT[:4],
         lambda x, y, t: x.gather(-1, t[:1, None]) - x.logsumexp(-1, True),
         lambda x, y, t: x.logsumexp(-1, True) - x.gather(-1, t[:, None]),
+        lambda x, y, t: x.log_softmax(-1)[torch.arange(4), t][:, None],
+        lambda x, y, t: x.log_softmax(-1)[torch.arange(4).flip(0), t][:, None],
+        lambda x, y, t: x.log_softmax(-1)[torch.arange(1, 5) - 1, t][:, None],
+        lambda x, y, t: x.log_softmax(-1)[torch.arange(2), t[:2]][:, None],
+        lambda x, y, t: x.log_softmax(-1)[t % 4, t][:, None],
+        lambda x, y, t: x.log_softmax(-1)[t % 4, torch.arange(4)][:, None],
+        lambda x, y, t: x.log_softmax(-1)[:, t],
         # every token with every row
         lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(-1),
     ),

@@ -17,10 +17,11 @@ from fusion_backend.ir.schema_args import SYNONYMS
 from fusion_backend.testing import assert_fuses
 from tests import canonical_cases
 from tests.canonical_cases import BYTES, INTS, LABELS, MASK, M
+from tests.canonical_losses import LOSSES
 from tests.canonical_norms import NORMS
 from tests.canonical_others import OTHER
 
-SAME = canonical_cases.SAME | NORMS
+SAME = canonical_cases.SAME | NORMS | LOSSES
 
 
 def made(kind):

@@ -47,6 +47,7 @@ SAME = {
     "attention by hand": r"^scaled_dot_product_attention: .*softmax",
     "loss by hand": r"F\.nll_loss\(",
     "packed weights": r"torch\.cat\(.*\{sibling\.other\}.*(chunk|split)",
+    "elements of rows by counted rows": r"^gather: \{self\}\[torch\.arange\(",
     "another name": r"^\w+: \{t\} = \{self:n\}; \{t\}",
     "through a view": r"\{t\} = \{self:n\}\.view",
     "autocast": r"^autocast$",

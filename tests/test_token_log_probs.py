@@ -128,6 +128,32 @@ FOUND = {
     "of flattened slices": lambda x, i: (
         F.log_softmax(x[:, :-1].reshape(-1, V), 1).gather(1, i[:, 1:].reshape(-1, 1)).squeeze(1)
     ),
+    "by aranges": lambda x, i: F.log_softmax(x, -1)[
+        torch.arange(B)[:, None], torch.arange(S)[None, :], i
+    ],
+    "by aranges, less logsumexp": lambda x, i: (
+        x[torch.arange(B).unsqueeze(1), torch.arange(S), i] - x.logsumexp(-1)
+    ),
+    "by aranges of the sizes": lambda x, i: x.log_softmax(-1)[
+        torch.arange(x.shape[0]).view(-1, 1).expand(x.shape[:2]), torch.arange(x.size(1)), i
+    ],
+    "of flattened rows by an arange": lambda x, i: F.log_softmax(x.view(-1, V), -1)[
+        torch.arange(B * S), i.view(-1)
+    ].view(i.shape),
+    "of the next token, by aranges": lambda x, i: F.log_softmax(x[:, :-1].float(), -1)[
+        torch.arange(B)[:, None], torch.arange(S - 1), i[:, 1:]
+    ],
+    "the loss, less x": lambda x, i: x.logsumexp(-1) - x.gather(-1, column(i)).squeeze(-1),
+    "the loss, its column kept": lambda x, i: (
+        torch.logsumexp(x, -1, keepdim=True) - x.gather(-1, column(i))
+    ),
+    "the loss in fp32": lambda x, i: (
+        -x.float().gather(-1, column(i)).squeeze(-1) + x.float().logsumexp(2)
+    ),
+    "the loss by aranges": lambda x, i: (
+        x.logsumexp(-1) - x[torch.arange(B)[:, None], torch.arange(S), i]
+    ),
+    "the mean of the loss": lambda x, i: (x.logsumexp(-1) - x.gather(-1, column(i))[..., 0]).mean(),
     "masked mean": lambda x, i: (
         (F.log_softmax(x, -1).gather(-1, column(i)).squeeze(-1) * (i > 3)).sum() / (i > 3).sum()
     ),
@@ -216,6 +242,38 @@ def test_left_alone_for_a_reason(what):
 
 
 OTHERS = {
+    "aranges that change places": lambda x, i: (
+        F.log_softmax(x, -1)[torch.arange(B), torch.arange(S)[:, None], i.T].T
+    ),
+    "an arange from one": lambda x, i: F.log_softmax(x, -1)[
+        torch.arange(B)[:, None], torch.arange(1, S), i[:, 1:]
+    ],
+    "an arange in steps": lambda x, i: F.log_softmax(x, -1)[
+        torch.arange(B)[:, None], torch.arange(0, S, 2), i[:, ::2]
+    ],
+    "an arange from minus one": lambda x, i: F.log_softmax(x, -1)[
+        torch.arange(-1, B - 1)[:, None], torch.arange(S), i
+    ],
+    "an arange backwards": lambda x, i: F.log_softmax(x, -1)[
+        torch.arange(B)[:, None], torch.arange(0, -S, -1), i
+    ],
+    "aranges that change places in a square": lambda x, i: F.log_softmax(x[:, :B], -1)[
+        torch.arange(B)[None], torch.arange(B)[:, None], i[:, :B]
+    ],
+    "an arange of fewer rows": lambda x, i: F.log_softmax(x.view(-1, V), -1)[
+        torch.arange(5), i.view(-1)[:5]
+    ],
+    "rows that are given": lambda x, i: F.log_softmax(x.view(-1, V), -1)[
+        i.view(-1) % S, i.view(-1)
+    ],
+    "every token with every row": lambda x, i: F.log_softmax(x[0], -1)[:, i[0]],
+    "the token first": lambda x, i: F.log_softmax(x[0, :, :S], -1)[i[0] % S, torch.arange(S)],
+    "the loss of other logits": lambda x, i: (
+        (2 * x).logsumexp(-1) - x.gather(-1, column(i))[..., 0]
+    ),
+    "the loss, half of it detached": lambda x, i: (
+        x.logsumexp(-1).detach() - x.gather(-1, column(i))[..., 0]
+    ),
     "the sum of other logits": lambda x, i: x.gather(-1, column(i))[..., 0] - (2 * x).logsumexp(-1),
     "a sum": lambda x, i: x.gather(-1, column(i))[..., 0] + x.logsumexp(-1),
     "detached": lambda x, i: F.log_softmax(x, -1).detach().gather(-1, column(i)),
@@ -241,6 +299,26 @@ def test_a_change_of_grad_mode_inside_is_left_alone():
 
     x, ids = torch.randn(B, S, V, requires_grad=True), torch.randint(0, V, (B, S))
     assert_fuses(fn, x, ids, pattern=NAME, count=0)
+
+
+def test_an_arange_may_be_used_elsewhere():
+    """It costs nothing to compute again."""
+
+    def fn(x, i):
+        rows = torch.arange(B)
+        picked = F.log_softmax(x, -1)[rows[:, None], torch.arange(S), i]
+        return picked, x[rows, rows, rows], rows
+
+    x, ids = torch.randn(B, S, V, requires_grad=True), torch.randint(0, V, (B, S))
+    assert_fuses(fn, x, ids, pattern=NAME)
+
+
+@runs_kernels
+def test_tokens_that_count_from_the_end():
+    fn, x = FOUND["by aranges"], randn(B, S, V)
+    ids = tokens(B, S) - V
+    (got,) = with_kernels(rewritten(fn, x, ids))(x, ids)
+    torch.testing.assert_close(got, fn(x, ids))
 
 
 # In training
@@ -283,21 +361,18 @@ def test_training(checkpointed, autocast, eager_kernels):
         assert a.dtype == b.dtype and distance(a, b) < close
 
 
-def test_other_numbers_of_rows_need_no_other_graph(eager_kernels):
-    fn = torch.compile(
-        FOUND["of the next token"],
-        backend="fusion",
-        options={"fusion.gate": "always"},
-        dynamic=True,
-    )
+@pytest.mark.parametrize("words", ["of the next token", "by aranges of the sizes"])
+def test_other_numbers_of_rows_need_no_other_graph(words, eager_kernels):
+    plain = FOUND[words]
+    fn = torch.compile(plain, backend="fusion", options={"fusion.gate": "always"}, dynamic=True)
     x, ids = torch.randn(B, S, V), torch.randint(0, V, (B, S))
-    report = assert_fuses(FOUND["of the next token"], x, ids, pattern=NAME, dynamic=True)
+    report = assert_fuses(plain, x, ids, pattern=NAME, dynamic=True)
     assert not report.misses
     torch.compiler.reset()
     for b, s in (B, S), (B + 2, S + 5), (2, S + 1):
         x, ids = torch.randn(b, s, V), torch.randint(0, V, (b, s))
         with torch._dynamo.config.patch(error_on_recompile=(b, s) != (B, S)):
-            torch.testing.assert_close(fn(x, ids), FOUND["of the next token"](x, ids))
+            torch.testing.assert_close(fn(x, ids), plain(x, ids))
 
 
 def test_what_the_report_says_of_a_gpu():

@@ -15,7 +15,7 @@ from tests.selection import product
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 NAME = "token_log_probs"
 PATTERN = FUSION_RULES[NAME]
-TAKES, TOTALS = ("gather", "take_along_dim"), ("log_softmax", "logsumexp")
+TAKES, TOTALS = ("gather", "take_along_dim", "index"), ("log_softmax", "logsumexp", "negated")
 SHAPES = [(1, 1), (5, 1), (7, 100), (3, 2049), (2, 9001), (2, 3, 5, 33), (100,)]
 B, S, V = 3, 6, 40
 
@@ -169,7 +169,8 @@ def test_nan_and_infinity_as_eager_has_them(total, take, how):
     x, index = unusual()
     args = x, index, take, total, "none", "dropped"
     infinite = math.nan if total == "log_softmax" else math.inf
-    out, sums = kernels.forward(x, index, x.dtype, take == "take_along_dim", infinite, how)
+    out, sums = kernels.forward(x, index, x.dtype, take != "gather", infinite, how)
+    out = -out if total == "negated" else out
     plain = PATTERN.saved_fn(*args)
     torch.testing.assert_close(sums.sum(0), plain.sum(0), equal_nan=True)
     for dout in torch.ones(len(x)), torch.zeros(len(x)), torch.full((len(x),), math.inf):
@@ -191,7 +192,9 @@ def test_the_logits_of_a_token_without_a_gradient_are_not_read():
 @runs_kernels
 @pytest.mark.parametrize("token", [-1, -V, -V - 1, V, V + 3, -100])
 def test_tokens_out_of_bounds(token):
-    """gather has an assertion, as in eager; take_along_dim counts modulo the classes."""
+    """gather has an assertion, as in eager, and so has an index, but for one that counts from the
+    end; take_along_dim counts modulo the classes.
+    """
     x, index, *rest = of(randn(4, V))
     index[2] = token
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -200,3 +203,8 @@ def test_tokens_out_of_bounds(token):
         PATTERN.launched((x, index, *rest), save=False)
     for total in TOTALS:
         check(NAME, x, index, "take_along_dim", total, "none", "kept")
+    if -V <= token < V:
+        check(NAME, x, index, "index", *rest[1:])
+    else:
+        with pytest.raises(RuntimeError, match="an index is out of bounds"):
+            PATTERN.launched((x, index, "index", *rest[1:]), save=False)

@@ -39,7 +39,7 @@ OTHER_WAYS = {
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "norm_rotary": [dict(form=-1)],  # of neighbours
-    "token_log_probs": [dict(form=-1)],  # of take_along_dim and logsumexp
+    "token_log_probs": [dict(form=-1)],  # of an index that wraps, and logsumexp
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
     "modulated_norm": [dict(form=form) for form in (8, 3)],
 }

@@ -23,8 +23,8 @@ class Viewed:
     transposed, or a part of it.
 
     `steps` are canonical expressions' operators and attributes, from the node outwards: permute,
-    half, slice, unflatten (rows seen as more dimensions again); not, for the complement of a mask;
-    mul and div by a node that is a number.
+    half, slice, unsqueeze, unflatten (rows seen as more dimensions again); not, for the complement
+    of a mask; mul and div by a node that is a number.
     """
 
     node: fx.Node
@@ -57,6 +57,8 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
         return aten.permute.default, (list(range(rank - len(attr))) + [d + rank for d in attr],)
     if op == "unflatten":
         return aten.unflatten.int, (0, list(attr))
+    if op == "unsqueeze":
+        return aten.unsqueeze.default, attr
     axis = attr[0] + rank
     if op == "half":
         middle = value.shape[axis] // 2

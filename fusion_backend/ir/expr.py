@@ -18,6 +18,7 @@ FREE = {
     "every_other",
     "slice",
     "cast",
+    "arange",
 }
 FREE |= {"const", "scalar", "sym"}
 # Of y in x.type_as(y) only dtype or shape counts: Inductor does not compute it for that.

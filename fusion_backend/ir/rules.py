@@ -193,8 +193,12 @@ def expression(value, c, call) -> Expr | None:
 
 
 def expressions(value, c, call) -> list[Expr]:
-    """The operands of cat, stack and einsum. The graph may hold something else than a list."""
-    return [c.of[n] for n in value] if isinstance(value, (list, tuple)) else UNREADABLE
+    """The operands of cat, stack, einsum and index. The graph may hold something else than a list,
+    and an index may leave a dimension as it is.
+    """
+    if not isinstance(value, (list, tuple)) or not all(isinstance(n, fx.Node) for n in value):
+        return UNREADABLE
+    return [c.of[n] for n in value]
 
 
 # ATen operator -> expression. A rule gets the builder `c`, the `Call`, and then the arguments.

@@ -61,20 +61,50 @@ def logsumexp(c: Builder, call: Call, self: Expr, dim: list[int], keepdim: bool)
 
 @rule("aten::gather")
 def gather(c: Builder, call: Call, self: Expr, dim: int, index: Expr, sparse_grad: bool):
-    return None if sparse_grad else taken(c, call, "gather", self, dim, index)
+    return None if sparse_grad else taken(c, call.shape, "gather", self, dim, index)
 
 
 @rule("aten::take_along_dim")
 def take_along_dim(c: Builder, call: Call, self: Expr, dim: int | None, indices: Expr):
-    return None if dim is None else taken(c, call, "take_along_dim", self, dim, indices)
+    return None if dim is None else taken(c, call.shape, "take_along_dim", self, dim, indices)
 
 
-TAKES = ("gather", "take_along_dim")
+@rule("aten::index")
+def indexed(c: Builder, call: Call, self: Expr, indices: list[Expr]):
+    """x[arange(b)[:, None], arange(s), i]: of each row the element that i says."""
+    *rows, index = indices
+    last, batch = call["indices"][-1], range(1 - len(self.shape), 0)
+    if last.dtype != torch.int64 or len(indices) != len(self.shape):
+        return None
+    if not same(index.shape, self.shape[:-1]) or not same(index.shape, call.shape):
+        return None
+    if not all(counts(e, axis, call.shape[axis]) for e, axis in zip(rows, batch, strict=True)):
+        return None
+    shape, held = (*call.shape, 1), index.op == "squeeze" and index.attr == (-1,)
+    column = index.args[0] if held else c.make("unsqueeze", (index,), -1, shape)
+    found = taken(c, shape, "index", self, -1, column)
+    return c.make("squeeze", (found,), (-1,), call.shape)
 
 
-def taken(c: Builder, call: Call, op: str, x: Expr, dim: int, index: Expr) -> Expr | None:
-    """Elements of x by an index; of log-probabilities as a difference."""
-    rank = len(call.shape)
+def counts(e: Expr, axis: int, size) -> bool:
+    """Is it 0, 1, ... along one dimension of `size`, and alike along all others?"""
+    shown = e.args[0] if e.op == "expand" else e
+    e = shown
+    for _ in range(LOOKED_THROUGH):
+        e = e.args[0] if e.op in ("unsqueeze", "squeeze", "view", "rows") else e
+    if e.op != "arange" or e.attr[:2] != (0, 1):
+        return False
+    return same(shown.shape, (*(1,) * (len(shown.shape) + axis), size, *(1,) * (-axis - 1)))
+
+
+TAKES = ("gather", "take_along_dim", "index")
+
+
+def taken(c: Builder, shape, op: str, x: Expr, dim: int, index: Expr) -> Expr | None:
+    """Elements of x by an index, in a result of that shape; of log-probabilities as a
+    difference.
+    """
+    rank = len(shape)
     if not rank or None in (x.shape, index.shape):
         return None
     axis = dim % rank - rank
@@ -83,12 +113,12 @@ def taken(c: Builder, call: Call, op: str, x: Expr, dim: int, index: Expr) -> Ex
     logits, total, passed = normalised(c, x, axis, alike)
     if axis == -1:  # the rows may be those of a tensor that was flattened; the index says so
         logits = of_rows(c, logits)
-    column = c.make(op, (logits, index), attr, call.shape)
+    column = c.make(op, (logits, index), attr, shape)
     if total is None:
         return column
     name, where = total
-    minus = c.neg(c.make(name, (logits,), where, call.shape), call.shape)
-    return rewrapped(c, c.add(column, minus, call.shape), passed)
+    minus = c.neg(c.make(name, (logits,), where, shape), shape)
+    return rewrapped(c, c.add(column, minus, shape), passed)
 
 
 def without(shape, axis: int) -> tuple:
@@ -172,7 +202,7 @@ def rewrapped(c: Builder, e: Expr, steps: list[Expr]) -> Expr:
 
 @composite("add")
 def difference_with_logsumexp(c: Builder, x: Expr, y: Expr, shape):
-    """x[i] - logsumexp(x), with the column of the index or without."""
+    """x[i] - logsumexp(x), or logsumexp(x) - x[i], with the column of the index or without."""
     for one, other in ((x, y), (y, x)):
         column, casts, dropped = unwrapped(one)
         total, steps, too = unwrapped(other)
@@ -184,7 +214,7 @@ def difference_with_logsumexp(c: Builder, x: Expr, y: Expr, shape):
             continue
         where = f"dimension {axis[0]}"
         alike = column.attr.startswith(f"{where}, ") and "may have another shape" not in column.attr
-        if len(axis) > 1 or not alike or negations(casts) or negations(steps) != 1:
+        if len(axis) > 1 or not alike or {negations(casts), negations(steps)} != {0, 1}:
             continue
         if dropped not in (0, 1) or (dropped and axis != (-1,)):
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fusion_backend.capture.sizes import equals, hashable, same
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import LOOKED_THROUGH, Expr
@@ -136,6 +138,15 @@ def as_interleaved(c: Builder, x: Expr, shape) -> Expr | None:
     if x.op != "stack" or x.attr != -1 or len(x.args) != 2 or not same(x.shape[:-2], shape[:-1]):
         return None
     return c.make("interleave", x.args, None, shape)
+
+
+@rule("aten::arange")
+def counted(c: Builder, call: Call, start: int | float = 0, step: int | float = 1):
+    """Its start and step come first. Bytes are a mask where they are an index."""
+    if call.dtype not in (torch.int64, torch.int32):
+        return None
+    rest = hashable(call.shape), call.dtype, call.value.device
+    return c.make("arange", (), (hashable(start), hashable(step), *rest), call.shape)
 
 
 # Parts of a dimension.

@@ -9,6 +9,9 @@ from fusion_backend.ir.expr import peel
 from fusion_backend.match.templates import Template
 from fusion_backend.match.unify import Bound
 
+# What a Viewed may put around a node.
+VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *BY_NUMBERS)
+
 
 def mixed(env: dict, arguments: dict) -> str:
     """Without its cast, would an argument reach a matrix product whose other operand keeps its
@@ -53,10 +56,11 @@ def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | 
     if e.graph_value is not None and e.graph_value.nodes:
         return e.graph_value.nodes[0]
     steps: list[tuple[str, tuple]] = []
-    while e.op in ("permute", "half", "slice", "not", *BY_NUMBERS) and (through or not e.nodes):
+    while e.op in VIEWS and (through or not e.nodes):
         through = False
         number = next((a for a in e.args if a.of_run_time), None)
-        steps.insert(0, (e.op, (number.nodes[0],) if number else e.attr or ()))
+        attr = (e.attr,) if e.op == "unsqueeze" else e.attr or ()
+        steps.insert(0, (e.op, (number.nodes[0],) if number else attr))
         if e.op in BY_NUMBERS and (number is None or (e.op == "div" and e.args[0] is number)):
             return None
         e = next(a for a in e.args if a is not number)

@@ -67,9 +67,11 @@ def in_units(outer, inner) -> Rows | None:
     return None
 
 
-def check(index: Tensor, classes: int) -> None:
-    """An id that is no class is an assertion on the device, as torch.gather has it."""
-    assert_all((index >= 0) & (index < classes), "token_log_probs: an index is out of bounds")
+def check(index: Tensor, classes: int, first: int = 0) -> None:
+    """An id before the first, or that is no class, is an assertion on the device, as torch.gather
+    has it.
+    """
+    assert_all((index >= first) & (index < classes), "token_log_probs: an index is out of bounds")
 
 
 def forward(

@@ -202,6 +202,8 @@ CHANGES: dict[str, list] = {
         "{self}.mean({dim}, keepdim=True)",
         "torch.take_along_dim({self}, {indices} + 1, {dim})",
     ],
+    "index": ["{self}[(*{indices},)].square()", "{self}.flip(-1)[(*{indices},)]"],
+    "arange": ["torch.arange({end}).flip(0)", "torch.arange({end}) * 0"],
     "linalg_vector_norm": [
         ("{self}.norm(p=1, dim={axis}, keepdim={keepdim})", one_axis),
         ("{self}.norm(dim={other_axis}, keepdim={keepdim})", second_axis),

@@ -121,3 +121,8 @@ def repeats_heads(a) -> bool:
 
 def biased_variance(a) -> bool:
     return a.correction in (0, False) and a.axes is not None
+
+
+def one_element_a_row(a) -> bool:
+    """Does it take one element of each row, along the last dimension?"""
+    return a.dim in (-1, a.rank - 1) and a.index.shape == [*a.self.shape[:-1], 1]

@@ -8,6 +8,7 @@ from fusion_backend.testing.spelling.conditions import (
     keeps_dims,
     last_axis,
     one_axis,
+    one_element_a_row,
     pair_on_last_axis,
     reduces_as_is,
     repeats_heads,
@@ -146,7 +147,18 @@ SHAPE_WORDINGS: dict[str, list] = {
         "{self}.gather({dim}, {index})",
         "{self}.gather(dim={dim}, index={index})",
         "torch.take_along_dim({self}, {index}, {dim})",
+        (
+            "{self}[torch.arange({self.shape[0]}), {index}[:, 0]][:, None]",
+            lambda a: one_element_a_row(a) and a.rank == 2,
+        ),
+        (
+            "{self}[torch.arange({self.shape[0]})[:, None], torch.arange({self.shape[1]}), "
+            "{index}.squeeze(-1)].unsqueeze(-1)",
+            lambda a: one_element_a_row(a) and a.rank == 3,
+        ),
     ],
+    "index": ["{self}[(*{indices},)]", "{self}[tuple({indices})]"],
+    "arange": ["torch.arange({end})", "torch.arange(0, {end})"],
     "take_along_dim": [
         "torch.take_along_dim({self}, {indices}, {dim})",
         "{self}.take_along_dim({indices}, dim={dim})",
