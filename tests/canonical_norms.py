@@ -13,6 +13,12 @@ def centred(x, power):
 
 # as SAME in tests/canonical_cases.py
 NORMS = {
+    "unit rows": (
+        (R,),
+        lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(2.0),
+        lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True).clamp_min(4.0)),
+        lambda x: x / (x * x).sum(-1, True).clamp(min=4).sqrt(),
+    ),
     "layer norm": (
         (R, V, V),
         lambda x, w, b: F.layer_norm(x, (6,), w, b),

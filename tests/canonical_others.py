@@ -238,6 +238,18 @@ OTHER = {
         lambda x: x.logsumexp((0, 1)),
         lambda x: x.logsumexp(0),
     ),
+    "unit rows and their neighbours": (
+        (R, R),
+        lambda x, y: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(2.0),
+        lambda x, y: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True).clamp_min(2.0)),
+        lambda x, y: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 4.0),
+        lambda x, y: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True).clamp_max(4.0)),
+        lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_min(4.0)),
+        lambda x, y: x * torch.rsqrt((x * y).sum(-1, keepdim=True).clamp_min(4.0)),
+        lambda x, y: x / torch.sqrt((x * y).sum(-1, keepdim=True)).clamp_min(2.0),
+        lambda x, y: x / torch.sqrt(x.sum(-1, keepdim=True)).clamp_min(2.0),
+        lambda x, y: x / torch.sqrt(x.sum(-1, keepdim=True).clamp_min(4.0)),
+    ),
     "training of batch norm": (
         (R, V, V),
         lambda x, m, v: F.batch_norm(x, m, v),

@@ -5,10 +5,12 @@ and what comes close and is left alone.
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from fusion_backend import Pattern
+from fusion_backend.ops.registry import unregister
 from fusion_backend.testing import assert_fuses, fused_nodes, rewritten
-from tests.kernel_checks import FLOATS, runs_kernels
+from tests.kernel_checks import FLOATS, randn, runs_kernels
 from tests.spelled import check_spelling, leaves
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
@@ -94,3 +96,73 @@ def test_instance_norm_of_other_batches_needs_no_other_graph(eager_kernels):
         torch._dynamo.mark_dynamic(y, 0)
         with torch._dynamo.config.patch(error_on_recompile=b != 3):
             torch.testing.assert_close(compiled(y, w), fn(y, w))
+
+
+# Rows of unit length by the sum of their squares, where it has a lower bound: of x · rsqrt(max(s,
+# e)) the bound of the length is √e.
+
+
+LENGTHS = {
+    "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True).clamp_min(4.0)),
+    "rsqrt first": lambda x: (x * x).sum(-1, True).clamp(min=4).rsqrt() * x,
+    "power": lambda x: x * torch.clamp(x.square().sum(-1, keepdim=True), 4.0) ** -0.5,
+    "root": lambda x: x / x.pow(2).sum(-1, keepdim=True).clamp_min(4.0).sqrt(),
+    "in fp32": lambda x: (
+        (lambda y: y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True).clamp_min(4.0)))(x.float())
+    ).to(x.dtype),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("words", LENGTHS)
+def test_lengths(words, needs, dtype):
+    x = torch.linspace(0.1, 4, 14).view(7, 2, 1) * F.normalize(randn(7, 2, 33), dim=-1)
+    node = check_spelling("l2_norm", LENGTHS[words], x.to(dtype).requires_grad_(needs))
+    assert node.args[1] == 2.0
+
+
+LENGTH_OTHERS = {
+    "eps added": lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 4.0),
+    "eps added and a bound": lambda x: x * (x.pow(2).sum(-1, True).clamp_min(4.0) + 1).rsqrt(),
+    "a mean": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_min(4.0)),
+    "an upper bound": lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True).clamp_max(4.0)),
+    "a sum that may be negative": lambda x: x * torch.rsqrt(x.sum(-1, True).clamp_min(4.0)),
+    "the square of the length": lambda x: x / x.pow(2).sum(-1, keepdim=True).clamp_min(4.0),
+    "of another tensor": lambda x: x * x.exp().pow(2).sum(-1, keepdim=True).clamp_min(4.0).rsqrt(),
+    "of columns": lambda x: x * torch.rsqrt(x.pow(2).sum(0, keepdim=True).clamp_min(4.0)),
+    "read twice": lambda x: (lambda r: (x * r, r))(x.pow(2).sum(-1, True).clamp_min(4.0).rsqrt()),
+}
+
+
+@pytest.mark.parametrize("words", LENGTH_OTHERS)
+def test_other_lengths_are_left_alone(words):
+    x = torch.randn(7, 9, requires_grad=True)
+    assert_fuses(LENGTH_OTHERS[words], x, pattern="l2_norm", count=0)
+
+
+def test_lengths_in_a_pattern_of_the_user():
+    """Its number reaches the graph as a root, and comes back as it was."""
+
+    @Pattern
+    def unit_rows_less_one(x: Tensor, low: float) -> Tensor:
+        return x * torch.rsqrt((x * x).sum(-1, keepdim=True).clamp_min(low)) - 1
+
+    try:
+        x = torch.randn(7, 9)
+        fn = lambda x: x / x.pow(2).sum(-1, keepdim=True).clamp_min(3.0).sqrt() - 1  # noqa: E731
+        (node,) = fused_nodes(rewritten(fn, x))
+        assert str(node.target) == "fusion.unit_rows_less_one.default"
+        assert node.args[1] == pytest.approx(3.0, rel=1e-12)
+    finally:
+        unregister("unit_rows_less_one")
+
+
+def test_lengths_of_other_batches_need_no_other_graph(eager_kernels):
+    compiled = torch.compile(LENGTHS["rsqrt"], backend="fusion", options=ALWAYS, dynamic=True)
+    for rows in 5, 9, 3:
+        x = torch.randn(rows, 4, 33)
+        torch._dynamo.mark_static(x, 2)
+        with torch._dynamo.config.patch(error_on_recompile=rows != 5):
+            torch.testing.assert_close(compiled(x), LENGTHS["rsqrt"](x))

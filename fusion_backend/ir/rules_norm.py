@@ -105,6 +105,42 @@ def vector_norm(
     return root if keepdim else c.make("squeeze", (root,), square.attr, call.shape)
 
 
+# Lengths with a lower bound: of a sum of squares s, √max(s, e) is max(√s, √e). A sum s + e is
+# another value.
+
+
+def bounded_length(c: Builder, x: Expr) -> Expr | None:
+    """max(√s, √e), where x is max(s, e) of a sum of squares."""
+    if x.op != "maximum":
+        return None
+    low, square = sorted(x.args, key=lambda a: a.op not in ("const", "scalar"))
+    total = square.peeled
+    if total.op != "sum" or total.args[0].op != "mul" or len({*total.args[0].args}) > 1:
+        return None
+    if low.op == "const" and low.attr > 0:
+        bound = c.const(math.sqrt(low.attr))
+    elif low.op == "scalar" and low.attr[1] == "s":
+        bound = c.make("scalar", (), (low.attr[0], "√s"), ())
+    else:
+        return None
+    return c.make("maximum", (c.make("sqrt", (square,), None, x.shape), bound), None, x.shape)
+
+
+@composite("sqrt")
+def root_of_bounded_square(c: Builder, x: Expr, shape):
+    return bounded_length(c, x)
+
+
+@composite("mul")
+def quotient_by_bounded_length(c: Builder, x: Expr, y: Expr, shape):
+    """x · rsqrt(max(s, e))"""
+    for value, factor in ((x, y), (y, x)):
+        length = bounded_length(c, factor.args[0]) if factor.op == "rsqrt" else None
+        if length is not None:
+            return c.div(value, length, shape)
+    return None
+
+
 # Normalisation of rows.
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -39,6 +40,7 @@ FORMS: dict[str, tuple[Callable, Callable]] = {
     "s": (lambda s: s, lambda v: v),
     "-s": (lambda s: -s, lambda v: -v),
     "1/s": (lambda s: 1 / s, lambda v: 1 / v),
+    "√s": (lambda s: math.sqrt(s) if s > 0 else math.nan, lambda v: v * v),
 }
 
 

@@ -9,6 +9,7 @@ from fusion_backend.testing.spelling.conditions import (
     alpha_is_one,
     every_other_element,
     is_a,
+    is_l2_normalisation,
     number,
     one_axis,
     pair_on_last_axis,
@@ -66,6 +67,18 @@ CHANGES: dict[str, list] = {
         ("{self} / ({other} * 1.5 + 0.25)", has_number),
         ("{self} / ({other} + 1e-2)", two_tensors),
         ("torch.div({self}, {other}, rounding_mode='floor')", None),
+        (
+            "{self} * torch.rsqrt({self}.pow(2).sum(-1, keepdim=True) + 0.1)",
+            is_l2_normalisation,
+        ),
+        (
+            "{self} * torch.rsqrt({self}.pow(2).mean(-1, keepdim=True).clamp_min(1e-6))",
+            is_l2_normalisation,
+        ),
+        (
+            "{self} / ({self} * {self}).sum(-1, keepdim=True).clamp_max(0.5).sqrt()",
+            is_l2_normalisation,
+        ),
     ],
     "neg": ["{self}", "{self}.abs()"],
     "abs": ["{self}", "-{self}", "{self}.square()"],

@@ -135,6 +135,21 @@ WORDINGS: dict[str, list] = {
         ("F.normalize({self}, dim=-1, eps={other.self.min})", is_l2_normalisation),
         ("F.normalize({self}, eps={other.self.min}, dim={self.rank} - 1)", is_l2_normalisation),
         (
+            "{self} * torch.rsqrt({self}.pow(2).sum(-1, keepdim=True).clamp_min("
+            "{other.self.min} ** 2))",
+            is_l2_normalisation,
+        ),
+        (
+            "{self} / ({self} * {self}).sum(-1, keepdim=True).clamp(min={other.self.min} ** 2)"
+            ".sqrt()",
+            is_l2_normalisation,
+        ),
+        (
+            "{t} = {self}.square().sum(-1, keepdim=True); {self} * {t}.clamp_min("
+            "{other.self.min} ** 2) ** -0.5",
+            is_l2_normalisation,
+        ),
+        (
             "{self} * {other.self}.pow(-0.5)",
             lambda a: not a.rounding_mode and is_a(a.other, "sqrt"),
         ),
