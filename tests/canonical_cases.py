@@ -264,6 +264,20 @@ SAME = {
         lambda x, w, b: b + torch.mm(x, w.mT),
         lambda x, w, b: x @ w.permute(1, 0) + b,
     ),
+    "rows by a matrix": (
+        ((2, 4, 6), W),
+        F.linear,
+        lambda x, w: torch.einsum("...k,nk->...n", x, w),
+        lambda x, w: torch.einsum("btk,kn->btn", x, w.t()),
+        lambda x, w: torch.einsum("nk, b t k -> b t n", w, x),
+        lambda x, w: torch.einsum("kn,...k->...n", w.t(), x),
+    ),
+    "a matrix by a matrix": (
+        (R, W),
+        lambda x, w: x @ w.t(),
+        lambda x, w: torch.einsum("ik,jk->ij", x, w),
+        lambda x, w: torch.einsum("jk,ik->ij", w, x),
+    ),
     "batch of products": (((2, 4, 6), (2, 6, 5)), torch.bmm, torch.matmul),
     "batch of sums": (((2, 4, 5), (2, 4, 6), (2, 6, 5)), torch.baddbmm, lambda c, a, b: a @ b + c),
     "product of integers": (
@@ -357,6 +371,11 @@ SAME = {
         lambda x: (lambda p: p[0] * p[1])(x.split(3, 1)),
         lambda x: (lambda p: p[0] * p[1])(x.split([3, 3], 1)),
         lambda x: x.narrow(1, 0, 3) * x.narrow(-1, 3, 3),
+        lambda x: (lambda p: p[0] * p[1])(x.tensor_split(2, 1)),
+        lambda x: (lambda p: p[0] * p[1])(torch.tensor_split(x, (3,), -1)),
+        lambda x: (lambda p: p[0] * p[1])(x.view(4, 2, 3).unbind(-2)),
+        lambda x: (lambda p: p[0] * p[1])(x.unflatten(-1, (2, -1)).unbind(1)),
+        lambda x: x.view(4, 2, 3)[:, 0] * x.reshape(4, 2, 3).select(1, -1),
     ),
     "glu": ((R,), F.glu, lambda x: x[:, :3] * torch.sigmoid(x[:, 3:])),
     "numbers in tensors": (

@@ -23,8 +23,8 @@ from fusion_backend.ir.rules import RULES
 from fusion_backend.masks.reader import ELEMENTS
 from fusion_backend.masks.relative_index import index_of
 from fusion_backend.testing import collect
-from tests.canonical_cases import SAME, M, R
-from tests.test_canonical import graph_of, rules_of
+from tests.canonical_cases import M, R
+from tests.test_canonical import SAME, graph_of, rules_of
 from tests.test_scale import passed
 
 aten = torch.ops.aten

@@ -48,6 +48,8 @@ SAME = {
     "loss by hand": r"F\.nll_loss\(",
     "packed weights": r"torch\.cat\(.*\{sibling\.other\}.*(chunk|split)",
     "elements of rows by counted rows": r"^gather: \{self\}\[torch\.arange\(",
+    "rows by a matrix in letters": r"einsum\(.*\.\.\.k",
+    "halves by unbind": r"\.unbind\((-2|dim=)",
     "another name": r"^\w+: \{t\} = \{self:n\}; \{t\}",
     "through a view": r"\{t\} = \{self:n\}\.view",
     "autocast": r"^autocast$",

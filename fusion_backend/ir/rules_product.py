@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 
 import torch
@@ -59,23 +60,25 @@ def baddbmm(
 
 @rule("aten::einsum")
 def einsum(c: Builder, call: Call, equation: str, tensors: list[Expr]):
-    """Products over one index of two operands, with any batch: bhqd,bhkd->bhqk is a
-    matrix product.
+    """Products over one index of two operands: of matrices with any batch, bhqd,bhkd->bhqk, or of
+    rows with a matrix, ...k,kn->...n, in either order.
     """
-    equation = equation.replace(" ", "")
-    letters = equation.replace(",", "").replace("->", "")
-    if len(tensors) != 2 or not letters.isalpha() or "->" not in equation:
+    terms = indices_of(equation, tensors)
+    if terms is None:
         return None
-    (left, right), out = equation.split("->")[0].split(","), equation.split("->")[1]
+    (left, right, out), (x, y) = terms, tensors
+    if not any(i in left and i in right for i in out):
+        # The rows come first, and of two matrices that whose columns come last in the result.
+        if len(left) == 2 and (len(right) > 2 or out[-1] in left):
+            left, right, x, y = right, left, y, x
     batch = [i for i in out if i in left and i in right]
-    rows, columns = ([i for i in out if i in x and i not in batch] for x in (left, right))
+    rows, columns = ([i for i in out if i in e and i not in batch] for e in (left, right))
     summed = [i for i in left if i in right and i not in out]
-    if not len(rows) == len(columns) == len(summed) == 1 or {*left, *right} != {*out, *summed}:
+    if len(columns) != 1 or len(summed) != 1 or not rows or (batch and len(rows) > 1):
         return None
-    if len({*left}) < len(left) or len({*right}) < len(right):
-        return None
-    x, y = tensors
     sizes = dict(zip(left, x.shape, strict=True)) | dict(zip(right, y.shape, strict=True))
+    if not batch and not equals(x.shape[left.index(summed[0])], sizes[summed[0]]):
+        return None
 
     def ordered(e: Expr, have: str | list, want: list) -> Expr:
         return c.permute(e, [have.index(i) for i in want], tuple(sizes[i] for i in want))
@@ -83,6 +86,28 @@ def einsum(c: Builder, call: Call, equation: str, tensors: list[Expr]):
     x, y = ordered(x, left, batch + rows + summed), ordered(y, right, batch + summed + columns)
     product = c.make("matmul", (x, y), None, tuple(sizes[i] for i in batch + rows + columns))
     return ordered(product, batch + rows + columns, list(out))
+
+
+def indices_of(equation: str, tensors: list[Expr]) -> tuple[str, str, str] | None:
+    """The letters of two operands and of the result, those of one operand's ellipsis among them;
+    None where a letter is repeated, or is in one of the three alone.
+    """
+    operands, arrow, out = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or len(terms) != 2 or len(tensors) != 2:
+        return None
+    if "..." in operands:
+        if operands.count("...") > 1 or "..." not in out:
+            return None
+        k = int("..." in terms[1])
+        more = len(tensors[k].shape) - len(terms[k]) + 3
+        unused = [i for i in string.ascii_letters if i not in equation]
+        letters = "".join(unused[:more])
+        terms[k], out = terms[k].replace("...", letters), out.replace("...", letters)
+    used = "".join((*terms, out))
+    if any(len({*term}) < len(term) for term in (*terms, out)) or not used.isalpha():
+        return None
+    return None if any(used.count(i) == 1 for i in used) else (*terms, out)
 
 
 @rule(*aten("conv1d", "conv2d", "conv3d"))

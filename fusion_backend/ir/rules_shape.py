@@ -210,11 +210,13 @@ def glu(c: Builder, call: Call, self: Expr, dim: int):
     return c.mul(up, c.make("sigmoid", (gate,), None, call.shape), call.shape)
 
 
-@rule("aten::chunk", "aten::split", "aten::split_with_sizes")
+@rule("aten::chunk", "aten::split", "aten::split_with_sizes", "aten::tensor_split")
 def pieces(c: Builder, call: Call, self: Expr, dim: int):
-    """The pieces are slices, one after the other."""
+    """The pieces are slices, one after the other; those of tensor_split may overlap."""
     dim %= len(self.shape)
     shapes = [tuple(v.shape) for v in call.value]
+    if not equals(sum(shape[dim] for shape in shapes), self.shape[dim]):
+        return None
     if len(shapes) == 2 and same(*shapes):
         bounds = halves(self.shape[dim])
         return c.make("tuple", [part(c, self, dim, *b, 1, shapes[0]) for b in bounds])
@@ -231,23 +233,42 @@ def is_pairs(x: Expr) -> bool:
     return inner is not None and same(x.shape[:-2], inner[:-1]) and same(x.shape[-1:], (2,))
 
 
+def has_halves(x: Expr) -> bool:
+    """Is it a tensor seen as its two halves, [..., 2, n]?"""
+    inner = x.args[0].shape if x.op == "view" else None
+    return inner is not None and same(x.shape[:-1], (*inner[:-1], 2))
+
+
+def half(c: Builder, x: Expr, k: int, shape) -> Expr:
+    """The first or the second half of what is seen as [..., 2, n]."""
+    inner = x.args[0]
+    bounds = halves(inner.shape[-1])[k]
+    return part(c, inner, len(inner.shape) - 1, *bounds, 1, shape)
+
+
 @rule("aten::select")
 def selected(c: Builder, call: Call, self: Expr, dim: int, index: int):
-    """x[:, None][:, 0] is x; of pairs it is every other element."""
+    """x[:, None][:, 0] is x; of pairs it is every other element, of halves one of them."""
     if not self.shape or not isinstance(index, int):
         return None
     axis = dim % len(self.shape) - len(self.shape)
     if self.op == "unsqueeze" and self.attr == axis:
         return self.args[0]
+    if axis == -2 and has_halves(self):
+        return half(c, self, index % 2, call.shape)
     every_other = axis == -1 and is_pairs(self)
     return c.make("every_other", self.args, (-1, index % 2), call.shape) if every_other else None
 
 
 @rule("aten::unbind")
 def unbound(c: Builder, call: Call, self: Expr, dim: int):
-    if not self.shape or dim % len(self.shape) != len(self.shape) - 1 or not is_pairs(self):
+    if not self.shape or not call.value:
         return None
-    shape = tuple(call.value[0].shape)
+    axis, shape = dim % len(self.shape) - len(self.shape), tuple(call.value[0].shape)
+    if axis == -2 and has_halves(self):
+        return c.make("tuple", [half(c, self, k, shape) for k in (0, 1)])
+    if axis != -1 or not is_pairs(self):
+        return None
     return c.make("tuple", [c.make("every_other", self.args, (-1, k), shape) for k in (0, 1)])
 
 

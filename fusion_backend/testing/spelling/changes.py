@@ -13,6 +13,7 @@ from fusion_backend.testing.spelling.conditions import (
     number,
     one_axis,
     pair_on_last_axis,
+    splits_in_halves,
     tensor,
     two_tensors,
 )
@@ -233,6 +234,10 @@ CHANGES: dict[str, list] = {
     "stack": [
         "torch.stack({tensors}[::-1], {dim})",
         ("torch.stack(({second}, -{first}), {dim})", pair_on_last_axis),
+    ],
+    "chunk": [
+        ("{self}.unflatten(-1, (-1, 2)).unbind(-1)", splits_in_halves),
+        ("({self}.unflatten(-1, (2, -1)).unbind(-2)[::-1])", splits_in_halves),
     ],
     "slice": [
         ("{self}[..., 1 - {start}::{step}]", every_other_element),

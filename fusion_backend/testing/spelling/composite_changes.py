@@ -159,6 +159,15 @@ COMPOSITE_CHANGES: dict[str, list] = {
             can_pack,
         ),
         (
+            "{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).unflatten(-1, (-1, 2)); "
+            "{t} = {t}.unbind(-1); {t}[0]",
+            can_pack,
+        ),
+        (
+            'torch.einsum("...k,nk->...n", {self}, {other})',
+            lambda a: a.other.rank == 2 and a.other.shape[0] == a.other.shape[1] and a.floating,
+        ),
+        (
             "{t} = ({self} @ torch.stack(({other}, {sibling.other}), -1).flatten(1)).chunk(2, "
             "-1); {t}[0]",
             can_pack,

@@ -213,7 +213,30 @@ COMPOSITE_WORDINGS: dict[str, list] = {
         ("F.linear({self}, {other}.T.contiguous())", lambda a: a.other.rank == 2 and a.floating),
         ('torch.einsum("ij,jk->ik", {self}, {other})', lambda a: matrices(a) and a.floating),
         (
+            'torch.einsum("...k,kn->...n", {self}, {other})',
+            lambda a: a.other.rank == 2 and a.floating,
+        ),
+        (
+            'torch.einsum("nk,...k->...n", {other}.t(), {self})',
+            lambda a: a.other.rank == 2 and a.floating,
+        ),
+        (
             "{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).chunk(2, -1); {t}[0]",
+            can_pack,
+        ),
+        (
+            "{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).tensor_split(2, -1); {t}[0]",
+            can_pack,
+        ),
+        (
+            "{t} = torch.cat(({sibling.other}, {other}), 1); "
+            '{t} = torch.einsum("...k,kn->...n", {self}, {t}); '
+            "{t} = {t}.view(*{t}.shape[:-1], 2, -1).unbind(-2); {t}[1]",
+            can_pack,
+        ),
+        (
+            "{t} = ({self} @ torch.cat(({other}, {sibling.other}), 1)).unflatten(-1, (2, -1)); "
+            "{t} = {t}[..., 0, :], {t}[..., 1, :]; {t}[0]",
             can_pack,
         ),
         (

@@ -178,6 +178,14 @@ SHAPE_WORDINGS: dict[str, list] = {
         "torch.chunk({self}, {chunks}, dim={dim})",
         ("{self}.split({self}.shape[-1] // 2, -1)", splits_in_halves),
         ("torch.split({self}, [{self}.shape[-1] // 2] * 2, dim=-1)", splits_in_halves),
+        ("{self}.tensor_split(2, -1)", splits_in_halves),
+        ("torch.tensor_split({self}, ({self}.shape[-1] // 2,), dim=-1)", splits_in_halves),
+        ("{self}.unflatten(-1, (2, -1)).unbind(-2)", splits_in_halves),
+        ("{self}.reshape(*{self}.shape[:-1], 2, -1).unbind(dim={self.rank} - 1)", splits_in_halves),
+        (
+            "{t} = {self}.reshape(*{self}.shape[:-1], 2, -1); ({t}[..., 0, :], {t}[..., 1, :])",
+            splits_in_halves,
+        ),
         ("{t} = {self}.shape[-1] // 2; ({self}[..., :{t}], {self}[..., {t}:])", splits_in_halves),
         (
             "{t} = {self}.size(-1) // 2; ({self}.narrow(-1, 0, {t}), {self}.narrow(-1, {t}, {t}))",
