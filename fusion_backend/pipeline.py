@@ -75,7 +75,8 @@ def analyse(top: Scope, options: Options) -> None:
     for scope in top.scopes():
         fences = autocast.resolve(scope.view)
         scope.chains = functionalize_locals(scope.view)
-        scope.canon = Canon().run(scope.view.graph, scope.view.region, fences)
+        view = scope.view
+        scope.canon = Canon().run(view.graph, view.region, fences, view.trains)
         inner = {name: body.facts for name, body in scope.bodies.items()}
         scope.facts = Facts(scope.view, scope.canon, options.exact_masks, inner)
 

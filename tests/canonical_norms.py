@@ -62,5 +62,14 @@ NORMS = {
         lambda x, m, w: F.batch_norm(x, m, w * w, w, m),
         lambda x, m, w: F.batch_norm(x, m, w * w) * w[:, None, None] + m[:, None, None],
         lambda x, m, w: F.batch_norm(x, m, w * w) * w.view(1, -1, 1, 1) + m.view(1, 4, 1, 1),
+        lambda x, m, w: (
+            ((x - m[None, :, None, None]) / torch.sqrt((w * w)[:, None, None] + 1e-5))
+            * w[:, None, None]
+            + m[:, None, None]
+        ),
+        lambda x, m, w: (
+            (x - m.view(-1, 1, 1)) * (w * torch.rsqrt(w * w + 1e-5))[:, None, None]
+            + m[:, None, None]
+        ),
     ),
 }

@@ -281,6 +281,16 @@ OTHER = {
         lambda x, y: x / torch.sqrt(x.sum(-1, keepdim=True)).clamp_min(2.0),
         lambda x, y: x / torch.sqrt(x.sum(-1, keepdim=True).clamp_min(4.0)),
     ),
+    "batch norm by hand and its neighbours": (
+        ((2, 4, 4, 4), (4,)),
+        lambda x, m: F.batch_norm(x, m, m * m),
+        lambda x, m: (x + m[:, None, None]) * torch.rsqrt((m * m)[:, None, None] + 1e-5),
+        lambda x, m: (x - m) * torch.rsqrt(m * m + 1e-5),
+        lambda x, m: (x - m[:, None]) * torch.rsqrt((m * m)[:, None] + 1e-5),
+        lambda x, m: (x - m[:, None, None]) * torch.rsqrt((m * m)[:, None, None] * 1e-5),
+        lambda x, m: (x - m[:, None, None]) * torch.rsqrt((m * m)[:, None, None] + 1e-3),
+        lambda x, m: (x - 2 * m[:, None, None]) * torch.rsqrt((m * m)[:, None, None] + 1e-5),
+    ),
     "training of batch norm": (
         (R, V, V),
         lambda x, m, v: F.batch_norm(x, m, v),

@@ -98,6 +98,113 @@ def test_instance_norm_of_other_batches_needs_no_other_graph(eager_kernels):
             torch.testing.assert_close(compiled(y, w), fn(y, w))
 
 
+# Batch normalisation in inference, by hand
+
+
+def plane(v):
+    return v[None, :, None, None]
+
+
+BATCH = {
+    "a quotient": lambda x, m, v, w, b: (
+        (x - plane(m)) / torch.sqrt(plane(v * v) + 1e-3) * plane(w) + plane(b)
+    ),
+    "rsqrt": lambda x, m, v, w, b: (
+        plane(b) + plane(w) * ((x - plane(m)) * (plane(v * v) + 1e-3).rsqrt())
+    ),
+    "the root broadcast": lambda x, m, v, w, b: (
+        (x - m.view(-1, 1, 1)) / plane((v * v + 1e-3).sqrt()) * w.view(1, -1, 1, 1) + plane(b)
+    ),
+    "the scale broadcast": lambda x, m, v, w, b: (
+        (x - plane(m)) * plane(w / torch.sqrt(v * v + 1e-3)) + plane(b)
+    ),
+    "a product of scales": lambda x, m, v, w, b: (
+        (x - plane(m)) * (plane(torch.rsqrt(v * v + 1e-3)) * plane(w)) + plane(b)
+    ),
+    "with relu": lambda x, m, v, w, b: F.relu(
+        (-plane(m) + x) / (plane(v * v) + 1e-3) ** 0.5 * plane(w) + plane(b)
+    ),
+}
+
+
+def channels(dtype=torch.float32, needs=False, b=2, c=5):
+    """x, mean, the root of the variance, weight and bias."""
+    given = leaves((b, c, 3, 7), (c,), (c,), (c,), (c,), dtype=dtype, needs=needs)
+    return [t.requires_grad_(needs and i not in (1, 2)) for i, t in enumerate(given)]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("words", BATCH)
+def test_batch_norm(words, needs, dtype):
+    node = check_spelling("batch_norm", BATCH[words], *channels(dtype, needs), factor=2)
+    assert 1e-3 in node.args
+
+
+@runs_kernels
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 33, 1, 5), (7, 2, 9, 1)])
+def test_batch_norm_of_other_sizes(shape):
+    x, c = randn(*shape), shape[1]
+    check_spelling("batch_norm", BATCH["a quotient"], x, *leaves(*[(c,)] * 4, needs=False))
+
+
+def test_batch_norm_of_rows_and_sequences():
+    m, v, w = torch.randn(6), torch.rand(6), torch.randn(6)
+    rows = lambda x, m, v, w: (x - m) / torch.sqrt(v + 1e-3) * w  # noqa: E731
+    assert_fuses(rows, torch.randn(9, 6), m, v, w, pattern="batch_norm")
+    sequences = lambda x, m, v: (x - m[:, None]) * torch.rsqrt(v[:, None] + 1e-3)  # noqa: E731
+    assert_fuses(sequences, torch.randn(9, 6, 4), m, v, pattern="batch_norm")
+
+
+BATCH_OTHERS = {
+    "eps outside the root": lambda x, m, v, w, b: (x - plane(m)) / (plane(v).abs().sqrt() + 1e-3),
+    "mean added": lambda x, m, v, w, b: (x + plane(m)) * torch.rsqrt(plane(v * v) + 1e-3),
+    "not a root": lambda x, m, v, w, b: (x - plane(m)) / (plane(v * v) + 1e-3),
+    "half of the mean": lambda x, m, v, w, b: (x - 0.5 * plane(m)) * (plane(v * v) + 1e-3).rsqrt(),
+    "of rows": lambda x, m, v, w, b: (x[..., :5] - m) / torch.sqrt(v * v + 1e-3),
+    "without a mean": lambda x, m, v, w, b: x / torch.sqrt(plane(v * v) + 1e-3),
+    "of one sample": lambda x, m, v, w, b: (
+        (x[:1, 0] - m[:, None, None]) / (plane(v * v) + 1).sqrt()
+    ),
+    "the mean of all": lambda x, m, v, w, b: (x - m.mean()) / torch.sqrt(plane(v * v) + 1e-3),
+    "of its own statistics, in training": lambda x, m, v, w, b: (
+        (x - plane(x.mean((0, 2, 3)))) / torch.sqrt(plane(x.var((0, 2, 3))) + 1e-3)
+    ),
+}
+
+
+@pytest.mark.parametrize("words", BATCH_OTHERS)
+def test_other_values_than_batch_norm_are_left_alone(words):
+    assert_fuses(BATCH_OTHERS[words], *channels(needs=True), pattern="batch_norm", count=0)
+
+
+@pytest.mark.parametrize("learned", [1, 2])
+def test_statistics_that_need_a_gradient_are_left_alone(learned):
+    """They have none in F.batch_norm."""
+    inputs = channels(needs=True)
+    inputs[learned].requires_grad_()
+    assert_fuses(BATCH["a quotient"], *inputs, pattern="batch_norm", count=0)
+
+
+def test_batch_norm_that_is_read_twice_is_left_alone():
+    fn = lambda x, m, v: (lambda y: (y * (plane(v * v) + 1).rsqrt(), y))(x - plane(m))  # noqa: E731
+    assert_fuses(fn, *channels()[:3], pattern="batch_norm", count=0)
+
+
+def test_batch_norm_of_other_batches_needs_no_other_graph(eager_kernels):
+    fn, options = BATCH["a quotient"], {**ALWAYS, "fusion.only": ["batch_norm"]}
+    compiled = torch.compile(fn, backend="fusion", options=options)
+    for b in 3, 7, 2:
+        inputs = channels(b=b)
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+        if b == 3:
+            assert_fuses(fn, *inputs, pattern="batch_norm")
+            torch.compiler.reset()
+        with torch._dynamo.config.patch(error_on_recompile=b != 3):
+            torch.testing.assert_close(compiled(*inputs), fn(*inputs))
+
+
 # Rows of unit length by the sum of their squares, where it has a lower bound: of x · rsqrt(max(s,
 # e)) the bound of the length is √e.
 

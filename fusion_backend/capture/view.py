@@ -25,6 +25,17 @@ class View:
     copied: dict[fx.Node, str]  # Dynamo node copied verbatim -> why
     bodies: dict[str, View]  # get_attr target of a body -> its view
 
+    def trains(self, n: fx.Node) -> bool:
+        """May a gradient of the node be asked for? One between Dynamo nodes has no flag of its own:
+        then that is asked of the Dynamo node and its inputs.
+        """
+        owner = self.owner.get(n)
+        nodes = (owner, *owner.all_input_nodes) if owner else ()
+        examples = [a.meta.get("example_value") for a in nodes]
+        return n in self.requires_grad or any(
+            isinstance(v, torch.Tensor) and v.requires_grad for v in examples
+        )
+
     def views(self):
         """This view and those of all bodies."""
         yield self

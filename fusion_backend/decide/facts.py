@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fusion_backend.capture.aliases import written_by
@@ -36,15 +35,4 @@ class Facts:
         grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
         grad = grad and any(r.meta["val"].is_floating_point() for r in match.roots)
         arguments = {v.node if not isinstance(v, fx.Node) else v for v in match.tensors.values()}
-        return grad and any(
-            n in self.view.requires_grad or self.from_training(n)
-            for n in (*arguments, *match.roots)
-        )
-
-    def from_training(self, n: fx.Node) -> bool:
-        """A node between Dynamo nodes has no flag of its own: ask the Dynamo node's inputs."""
-        owner = self.view.owner.get(n)
-        examples = (
-            [a.meta.get("example_value") for a in (owner, *owner.all_input_nodes)] if owner else []
-        )
-        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in examples)
+        return grad and any(map(self.view.trains, (*arguments, *match.roots)))

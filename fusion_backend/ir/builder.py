@@ -26,6 +26,7 @@ class Builder:
         self.table: dict[tuple, Expr] = {}
         self.scalar_of = scalar_of or (lambda number: None)
         self.state = None  # values computed under another grad mode or autocast are other values
+        self.trains = lambda node: False  # may a gradient of a node be asked for?
         self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
         # what attention.of_rows made of each value, in each region
         self.flattened: dict[tuple, Expr] = {}

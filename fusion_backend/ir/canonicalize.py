@@ -49,7 +49,8 @@ class Canon(Builder):
         """Let a pattern's placeholder stand for anything."""
         self.of[n] = self.make("var", (), name, shape_of(n))
 
-    def run(self, graph: fx.Graph, region=None, fences=frozenset()) -> Canon:
+    def run(self, graph: fx.Graph, region=None, fences=frozenset(), trains=None) -> Canon:
+        self.trains = trains or self.trains
         for n in graph.nodes:
             if n.op == "output":
                 continue

@@ -14,7 +14,7 @@ import torch
 from fusion_backend.capture.sizes import equals, same
 from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import LOOKED_THROUGH, Expr
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, number_and_rest
 from fusion_backend.ir.operator_families import aten
 from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.schema_args import Call
@@ -238,6 +238,66 @@ def batch_norm(
         e.args[0] if e.op == "aten.detach.default" else e for e in (running_mean, running_var)
     ]
     return present(c, "batch_norm", [input, *running, weight, bias, eps], call.shape)
+
+
+# Batch normalisation by hand, with a number of each for every channel. The statistics of batch_norm
+# have no gradient, and these must need none.
+
+
+@composite("mul")
+def batch_norm_by_hand(c: Builder, x: Expr, y: Expr, shape):
+    """(x - mean) · rsqrt(var + eps), or that times a weight."""
+    return less_mean(c, x, y, "rsqrt", shape) or less_mean(c, y, x, "rsqrt", shape)
+
+
+@composite("div")
+def quotient_batch_norm(c: Builder, x: Expr, y: Expr, shape):
+    """(x - mean) / √(var + eps), the root made before it is broadcast."""
+    return less_mean(c, x, y, "sqrt", shape)
+
+
+def less_mean(c: Builder, centred: Expr, factor: Expr, root: str, shape) -> Expr | None:
+    """x - mean, times or divided by what var, eps and a weight make with that root."""
+    scale = channel_scale(factor, root, shape) if centred.op == "add" else None
+    for x, minus in (centred.args, centred.args[::-1]) if scale else ():
+        number, subtracted = number_and_rest(minus)
+        if number is None or minus.op != "mul" or number.attr != -1.0 or not same(x.shape, shape):
+            continue
+        mean, (var, eps, weight) = per_channel(subtracted, shape), scale
+        if mean is not None and is_constant(c, mean) and is_constant(c, var):
+            return present(c, "batch_norm", [x, mean, var, weight, None, eps], shape)
+    return None
+
+
+def channel_scale(e: Expr, root: str, shape) -> tuple[Expr, Expr, Expr | None] | None:
+    """var, eps and the weight of root(var + eps), or of its product with a weight, made before or
+    after they are broadcast to `shape`.
+    """
+    if shape is None or len(shape) < 2:
+        return None
+    e, shape = of_vector(e, shape)
+    if e.op == root:
+        total, shape = of_vector(e.args[0], shape)
+        eps, rest = number_and_rest(total)
+        var = per_channel(rest, shape) if rest is not None and total.op == "add" else None
+        return None if var is None else (var, eps, None)
+    for inner, factor in (e.args, e.args[::-1]) if (e.op, root) == ("mul", "rsqrt") else ():
+        weight = per_channel(factor, shape)
+        found = None if weight is None or inner.op == "mul" else channel_scale(inner, root, shape)
+        if found:
+            return found[0], found[1], weight
+    return None
+
+
+def of_vector(e: Expr, shape) -> tuple[Expr, tuple]:
+    """The vector that is broadcast, and the shape of one sample of it; else e and its shape."""
+    v = per_channel(e, shape)
+    return (e, shape) if v is None else (v, (1, shape[1]))
+
+
+def is_constant(c: Builder, e: Expr) -> bool:
+    """Is it known to need no gradient?"""
+    return e.op == "aten.detach.default" or (bool(e.nodes) and not any(map(c.trains, e.nodes)))
 
 
 # Where the weight and the bias stand among the operands of a normalisation over channels.

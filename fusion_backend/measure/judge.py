@@ -338,7 +338,7 @@ def cut_of(gate: Gate, region: Region) -> Cut:
     training = any(facts.training(d.match) for d in region.sites)
 
     def wanted(n: fx.Node) -> bool:
-        return n in facts.view.requires_grad or facts.from_training(n)
+        return facts.view.trains(n)
 
     return cut(facts, region, training, wanted)
 

@@ -122,6 +122,16 @@ COMPOSITE_CHANGES: dict[str, list] = {
         "F.batch_norm({input}, {running_mean}, {running_var}.sqrt(), {weight}, {bias}, eps={eps})",
         "F.batch_norm({input}, None, None, {weight}, {bias}, True, 0.1, {eps})",
         (
+            "({input} - {running_mean}[:, None, None]) / ({running_var}[:, None, None].sqrt() "
+            "+ {eps})",
+            lambda a: a.input.rank == 4,
+        ),
+        (
+            "({input} + {running_mean}[:, None, None]) / torch.sqrt({running_var}[:, None, None] "
+            "+ {eps})",
+            lambda a: a.input.rank == 4,
+        ),
+        (
             "F.batch_norm({input}, {running_mean}, {running_var}, {bias}, {weight}, eps={eps})",
             whole,
         ),

@@ -165,6 +165,14 @@ COMPOSITE_WORDINGS: dict[str, list] = {
         "torch.batch_norm({input}, {weight}, {bias}, {running_mean}, {running_var}, False, 0.1, "
         "{eps}, False)",
         *channels("F.batch_norm({input}, {running_mean}, {running_var}, eps={eps})"),
+        *channels(
+            "({input} - {running_mean}[None, :, None, None]) / torch.sqrt("
+            "{running_var}[None, :, None, None] + {eps})"
+        ),
+        *channels(
+            "({input} - {running_mean}.view(-1, 1, 1)) * torch.rsqrt({running_var} + {eps})"
+            ".view(1, -1, 1, 1)"
+        ),
     ],
     "softmax": [
         ("torch.softmax({self}, {dim})", lambda a: a.dtype is None),
