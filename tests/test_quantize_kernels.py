@@ -7,6 +7,7 @@ import torch
 
 from fusion_backend.kernels.quantize import quantize
 from fusion_backend.ops.registry import FUSION_RULES
+from fusion_backend.testing import assert_fuses
 from tests.kernel_checks import DEVICE, FLOATS, PART, SHAPES, exact, randn, runs_kernels
 from tests.selection import product
 
@@ -168,3 +169,22 @@ def test_quantize_per_token_of_nan_and_zero():
     q, scale = FUSION_RULES["quantize_per_token"].launched((x, None), save=False)
     torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
     assert not q[1:].any()
+
+
+def inverted(x):
+    scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    return torch.clamp(torch.round(x * scale), -128, 127).to(torch.int8), scale
+
+
+def by_reciprocal(x):
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.clamp(torch.round(x * scale.reciprocal()), -128, 127).to(torch.int8), scale
+
+
+@pytest.mark.parametrize("fn", [inverted, by_reciprocal])
+def test_inverted_scales_are_left_alone(fn):
+    """Their integers are others: the inverse is rounded, too."""
+    x = torch.randn(64, 512).bfloat16()
+    assert_fuses(fn, x, pattern="quantize_per_token", count=0)
+    other = FUSION_RULES["quantize_per_token"].reference(x, None)[0]
+    assert (fn(x)[0] != other).any()
