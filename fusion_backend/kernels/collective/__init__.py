@@ -1,0 +1,1 @@
+"""Sums over the ranks of a process group, through memory that the ranks share."""
