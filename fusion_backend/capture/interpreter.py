@@ -14,6 +14,12 @@ from fusion_backend.capture.predicted_writes import PredictedWrites
 from fusion_backend.capture.single_op import SingleOps
 from fusion_backend.capture.view import state_key
 from fusion_backend.compat.memory import DATA
+from fusion_backend.compat.sums_over_ranks import (
+    local_part,
+    part_in_example,
+    partial_sum,
+    sum_over_ranks,
+)
 from fusion_backend.compat.torch import (
     STATE_FUNCTIONS,
     FakeTensor,
@@ -101,7 +107,11 @@ class CaptureInterpreter(fx.Interpreter):
         else:
             why = self.must_copy(n)
             how = self.data if n.target is DATA else self.lower
-            out = self.copy(n, tracer, why) if why else how(n, tracer, last)
+            parts = partial_sum(n) if why else None
+            if parts is not None and is_opaque(self.env.get(parts[0])):
+                out = self.sum_over_ranks(n, tracer, *parts)
+            else:
+                out = self.copy(n, tracer, why) if why else how(n, tracer, last)
         self.level += min(step, 0)
         self.note(n, out, nodes_after(last), region)
         return out
@@ -145,6 +155,18 @@ class CaptureInterpreter(fx.Interpreter):
             n.op, n.target, pytree.tree_map(tracer.unwrap_proxy, args), {}, name=n.name
         )
         return track_tensor_tree(super().run_node(n), proxy, constant=None, tracer=tracer)
+
+    def sum_over_ranks(self, n: fx.Node, tracer, parts: fx.Node, group: str):
+        """A sum over ranks that a DTensor stands for, as one operator on this rank's part of it."""
+        given = self.env[parts].proxy
+        proxy = tracer.create_proxy(
+            "call_function", local_part, (given,), {}, name=f"{n.name}_part"
+        )
+        part = track_tensor_tree(part_in_example(parts), proxy, constant=None, tracer=tracer)
+        proxy = tracer.create_proxy(
+            "call_function", sum_over_ranks, (tracer.unwrap_proxy(part), group), {}, name=n.name
+        )
+        return self.value_of_copy(n, proxy, tracer)
 
     # A node that is copied.
 

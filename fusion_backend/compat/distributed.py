@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch._guards import TracingContext
 
 from fusion_backend.compat.torch import inductor_config, namespace_of
@@ -43,13 +42,3 @@ def cut_graph() -> TracingContext | None:
     """
     context = TracingContext.try_get()
     return context if context is not None and context.fakify_first_call else None
-
-
-def summed(x: Tensor, group: str) -> Tensor:
-    """The sum over the ranks of a process group, by the functional collective; without
-    torch.distributed that of one rank.
-    """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return x.clone()
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(x, "sum", group))

@@ -44,6 +44,7 @@ from torch.library import triton_op
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
+LINEAR = torch._C._nn.linear  # F.linear in a graph of Dynamo
 TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
 
 # Operators, the nodes of a graph, and memory.

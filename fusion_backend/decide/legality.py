@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from fusion_backend.capture.aliases import storages
-from fusion_backend.capture.view import is_lowered, name_of
-from fusion_backend.compat.torch import FakeTensor, statically_known_true
+from fusion_backend.capture.aliases import may_alias, storages
+from fusion_backend.capture.view import is_lowered, is_mutation, name_of
+from fusion_backend.compat.torch import LINEAR, FakeTensor, statically_known_true
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import Viewed, original
 from fusion_backend.ir.expr import FREE, LIKE, peel
@@ -97,22 +97,26 @@ class Legality:
 
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
         """Does something write to what the match reads, keeps or computes?"""
+        inside = {*match.interior, *match.roots}
+        for m in (m for m in match.interior if is_mutation(m)):
+            if told := self.overwritten_for_others(m, inside):
+                return told
         held = set().union(*map(storages, arguments))
         within = set().union(*map(storages, match.interior)) - held
         results = set().union(*map(storages, match.roots)) - held - within
         first = min(self.order[n] for n in (*match.interior, *match.roots))
         last_root = max(self.order[r] for r in match.roots)
         for m in (m for storage in within for m in self.facts.writers.get(storage, ())):
-            if self.order[m] > first:  # a view of it, say, that is the result
+            if self.order[m] > first and m not in inside:  # a view of it, say, that is the result
                 return f"a value inside is changed, at {location(m)}"
         for m in (m for storage in results for m in self.facts.writers.get(storage, ())):
-            if self.order[m] < last_root:
+            if self.order[m] < last_root and m not in inside:
                 return f"a result is changed before the last one, at {location(m)}"
         for storage in held | results:
             writers = self.facts.writers.get(storage, ())
             read = writers and storage in held
             begin = self.first_read(match, storage, first) if read else last_root
-            for m in writers:
+            for m in (m for m in writers if m not in inside):
                 if begin < self.order[m] < last_root:
                     return f"an argument may be changed in between, at {location(m)}"
                 # the op keeps its arguments for backward, where plain autograd may keep only what
@@ -125,6 +129,21 @@ class Legality:
                 if later and kept and storage in storages(m.args[0]) and self.facts.training(match):
                     what = "an argument" if storage in held else "a result"
                     return f"{what} that backward reads is changed afterwards, at {location(m)}"
+        return ""
+
+    def overwritten_for_others(self, m: fx.Node, inside: set[fx.Node]) -> str:
+        """Would somebody miss what a node of the site writes, once it is gone? It may write over a
+        value that this graph has made, and that nobody outside of the site reads from then on.
+        """
+        written = storages(m.args[0])
+        alike = [n for n in self.order if not written.isdisjoint(storages(n))]
+        made = alike[0]
+        fresh = made.target is LINEAR or (is_lowered(made) and not may_alias(made))
+        if not fresh or made is m:
+            return f"it writes to memory from outside, at {location(m)}"
+        for u in (u for n in alike for u in n.users):
+            if u not in inside and self.order[u] > self.order[m]:
+                return f"what it writes is read elsewhere too, at {location(u)}"
         return ""
 
     def first_read(self, match: Match, storage: int, first: int) -> int:

@@ -20,11 +20,14 @@ def from_right(dims, rank: int) -> tuple[int, ...]:
 
 
 class Builder:
-    """Makes expressions. `scalar_of(number)` lets a pattern name its captured scalars."""
+    """Makes expressions. `scalar_of(number)` lets a pattern name its captured scalars, and
+    `text_of(word)` its captured texts.
+    """
 
-    def __init__(self, scalar_of=None):
+    def __init__(self, scalar_of=None, text_of=None):
         self.table: dict[tuple, Expr] = {}
         self.scalar_of = scalar_of or (lambda number: None)
+        self.text_of = text_of or (lambda word: None)
         self.state = None  # values computed under another grad mode or autocast are other values
         self.trains = lambda node: False  # may a gradient of a node be asked for?
         self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
@@ -55,6 +58,11 @@ class Builder:
             return self.make("scalar", (), scalar, ())
         kind = "sym" if isinstance(number, (torch.SymInt, torch.SymFloat)) else "const"
         return self.make(kind, (), str(number) if kind == "sym" else float(number), ())
+
+    def word(self, word: str) -> Expr:
+        """A text that tells calls apart, such as the name of a process group."""
+        name = self.text_of(word)
+        return self.make("word", (), word, ()) if name is None else self.make("text", (), name, ())
 
     def elementwise(self, op: str, *args: Expr, shape, attr=None) -> Expr:
         return self.make(op, (self.broadcastable(a, args, shape) for a in args), attr, shape)

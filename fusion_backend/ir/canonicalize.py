@@ -18,6 +18,7 @@ from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir import (
     rules_attention,
+    rules_collective,
     rules_gelu,
     rules_loss,
     rules_norm,
@@ -34,14 +35,14 @@ from fusion_backend.reporting.faults import refusal
 
 # Rules of one operator are asked in the order in which these files register them.
 OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm)
-OUR_RULES += (rules_product, rules_attention, rules_loss)
+OUR_RULES += (rules_product, rules_attention, rules_loss, rules_collective)
 
 
 class Canon(Builder):
     """Reads a graph into expressions."""
 
-    def __init__(self, scalar_of=None):
-        super().__init__(scalar_of)
+    def __init__(self, scalar_of=None, text_of=None):
+        super().__init__(scalar_of, text_of)
         self.of: dict[fx.Node, Expr] = {}
         self.faults: dict[fx.Node, str] = {}  # a node whose rule failed -> how
 

@@ -28,7 +28,7 @@ LIKE = {
     torch.ops.aten.view_as.default,
 }
 NUMBERS = ("const", "scalar", "sym")
-LEAVES = {"var", "scalar", "const", "sym", "input"}
+LEAVES = {"var", "scalar", "const", "sym", "input", "text", "word"}
 # Operators below each other: more casts, views, factors or biases than anybody writes.
 LOOKED_THROUGH = 16
 # Between these a cast only changes the rounding of an intermediate value, and a fused kernel rounds
@@ -105,7 +105,7 @@ def graph_value(e: Expr) -> Expr:
 def describe(e: Expr) -> str:
     if e.op == "const":
         return f"{e.attr:g}"
-    known = {"input": f"the value {e.attr}", "sym": "a symbolic number"}
+    known = {"input": f"the value {e.attr}", "sym": "a symbolic number", "word": f"{e.attr!r}"}
     return known.get(e.op, e.op.removeprefix("aten.").split(".")[0])
 
 

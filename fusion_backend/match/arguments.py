@@ -31,6 +31,9 @@ def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[st
     """The arguments as nodes and numbers; a sentence where no node holds one."""
     arguments: dict[str, object] = {}
     for p, kind in zip(t.pattern.params, t.kinds, strict=True):
+        if kind == "text":
+            arguments[p.name] = env[p.name]
+            continue
         if kind != "tensor":
             word = kind.removeprefix("=") if p.words else None
             arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])

@@ -63,7 +63,7 @@ def make_room() -> None:
 def skeleton_of(e: Expr, known: dict[Expr, Skeleton]) -> Skeleton:
     """The skeleton of a template's expression; `known` is the template's own."""
     if e not in known:
-        attr = None if e.op in ("var", "scalar", *OWN_ATTR) else e.attr
+        attr = None if e.op in ("var", "scalar", "text", *OWN_ATTR) else e.attr
         args = tuple(skeleton_of(a, known) for a in e.args)
         key = (e.op, attr, args)
         if key not in KNOWN:
@@ -93,6 +93,8 @@ class Fitting:
                 p.op == "scalar" or math.isclose(p.attr, g.attr, rel_tol=1e-6)
             )
             return OPEN if agree else Fit(0, (p, g))
+        if p.op == "text":
+            return OPEN if g.op == "word" else Fit(0, (p, g))
         if p.op == "permute" and p.args[0].op == "var" and (p.op, p.attr) != (g.op, g.attr):
             return Fit(p.bit)
         if p.op != g.op:
@@ -177,6 +179,8 @@ def expected(p: Skeleton, g: Expr) -> str:
         return f"expected a number known at compile time, found {describe(g)}"
     if p.op == "const":
         return f"expected {p.attr:g}, found {describe(g)}"
+    if p.op == "text":
+        return f"expected a name, found {describe(g)}"
     if p.op == g.op:
         return f"expected {p.op} over {p.attr}, found {g.attr}"
     return f"expected {p.op}, found {describe(g)}"

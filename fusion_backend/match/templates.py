@@ -47,7 +47,7 @@ FORMS: dict[str, tuple[Callable, Callable]] = {
 @dataclasses.dataclass(frozen=True)
 class Template:
     """One form of a pattern as expressions: `kinds` says for each argument tensor,
-    scalar or none.
+    scalar, text or none.
     """
 
     pattern: Definition
@@ -145,7 +145,13 @@ def example_inputs(pattern: Definition, make: Callable, case: dict | None = None
     """The arguments of a case (the first by default), tensors made by `make(*shape)`."""
     if pattern.inputs_fn is None:
         made = [
-            make(6, 6) if p.tensor else 0.5 if p.scalar is float else 3 if p.scalar else p.words[0]
+            make(6, 6)
+            if p.tensor
+            else (0.5 if p.scalar is float else 3)
+            if p.scalar
+            else p.name
+            if p.text
+            else p.words[0]
             for p in pattern.params
         ]
     else:
@@ -168,6 +174,8 @@ def with_kinds(pattern: Definition, kinds: tuple[str, ...], args: list, probe: f
             out.append(None)
         elif p.words:
             out.append(kind.removeprefix("="))
+        elif p.text:
+            out.append(arg)
         elif kind == "tensor":
             if not isinstance(arg, torch.Tensor):
                 raise PatternError(f"{pattern.where}: inputs gives {arg!r} for the tensor {p.name}")
@@ -204,9 +212,9 @@ def template(pattern: Definition, fn: Callable, kinds: tuple[str, ...]) -> list[
             f"captured: {roots!r} against {second[0]!r}"
         )
     used = {
-        e.attr if e.op == "var" else e.attr[0]
+        e.attr[0] if e.op == "scalar" else e.attr
         for e in subexpressions(roots)
-        if e.op in ("var", "scalar")
+        if e.op in ("var", "scalar", "text")
     }
     given = [
         p.name
@@ -246,7 +254,8 @@ def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: flo
     functionalize_locals(View(gm, gm.graph, {}, {}, {}, set(), {}, {}))
     by_name = list(zip((p.name for p in pattern.params), kinds, args, strict=True))
     scalars = {name: a for name, kind, a in by_name if kind == "scalar"}
-    canon = Canon(lambda number: scalar_named(scalars, number))
+    texts = {a: name for name, kind, a in by_name if kind == "text"}
+    canon = Canon(lambda number: scalar_named(scalars, number), texts.get)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     names = [name for name, kind, _ in by_name if kind == "tensor"]
     for name, n in zip(names, placeholders, strict=True):

@@ -76,6 +76,8 @@ class Unifier:
             return self.bind(p.attr, g, env, pinned)
         if p.op == "scalar":
             return self.capture(p.attr, peel(g), env)
+        if p.op == "text":
+            return self.text(p.attr, g, env)
         if g.op == "const" and math.isclose(p.attr, g.attr, rel_tol=1e-6):
             return env
         return self.miss(g, f"expected {p.attr:g}, found {describe(g)}")
@@ -192,6 +194,11 @@ class Unifier:
         ):
             return self.miss(g, f"argument {name} is two different values")
         return {**env, name: Bound(g, True)} if pinned else env
+
+    def text(self, name: str, g: Expr, env: dict) -> dict | None:
+        if g.op != "word" or env.get(name, g.attr) != g.attr:
+            return self.miss(g, f"argument {name} must be one name, found {describe(g)}")
+        return {**env, name: g.attr}
 
     def capture(self, attr: tuple[str, str], g: Expr, env: dict) -> dict | None:
         name, form = attr

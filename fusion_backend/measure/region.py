@@ -19,6 +19,7 @@ from torch import fx
 
 from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.view import is_lowered, is_mutation, name_of
+from fusion_backend.compat.distributed import collective
 from fusion_backend.compat.torch import FakeTensor, hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
@@ -275,6 +276,10 @@ class Regions:
         """Why a region cannot be measured; "" where it can."""
         if len(found) > MOST_NODES:
             return f"it stands among more than {MOST_NODES} operators that Inductor could fuse"
+        if waits := next(
+            (n for n in nodes if n.op == "call_function" and collective(n.target)), None
+        ):
+            return f"{waits.name} waits for other ranks"
         inside = set(nodes)
         read = [a for n in nodes for a in n.all_input_nodes]
         every = dict.fromkeys((*read, *(a for d in sites for a in call_reads(d)), *nodes))

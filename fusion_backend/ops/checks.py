@@ -22,19 +22,23 @@ SCALARS = (float, int)
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One argument of a pattern: a tensor, a captured scalar, either, or one of a few words."""
+    """One argument of a pattern: a tensor, a captured scalar, either, one of a few words, or any
+    text, such as the name of a process group.
+    """
 
     name: str
     tensor: bool
     scalar: type | None = None
     optional: bool = False
     words: tuple[str, ...] = ()
+    text: bool = False
 
     def kinds(self) -> tuple[str, ...]:
         """The forms in which a graph may supply this argument. A word is a form of its own:
         `=relu`.
         """
         forms = ("tensor",) * self.tensor + ("scalar",) * (self.scalar is not None)
+        forms += ("text",) * self.text
         return forms + ("none",) * self.optional + tuple(f"={w}" for w in self.words)
 
 
@@ -74,6 +78,9 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
         ):
             params.append(Param(p.name, False, words=typing.get_args(hint)))
             continue
+        if hint is str:
+            params.append(Param(p.name, False, text=True))
+            continue
         union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
         members = set(typing.get_args(hint)) if union else {hint}
         optional = type(None) in members
@@ -85,7 +92,7 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
         if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
             raise PatternError(
                 f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, float, int, Tensor | float, Literal[words], and `| None` where it "
+                "use Tensor, float, int, Tensor | float, str, Literal[words], and `| None` where it "
                 "may be missing"
             )
         params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))

@@ -95,7 +95,7 @@ class Operator:
         for p in self.op.params:
             value = arguments[p.name]
             number = isinstance(value, (int, float))
-            if p.words:
+            if p.words or p.text:
                 out.append(value)
             if p.tensor:
                 out.append(None if number else value)
@@ -284,7 +284,7 @@ def fields(p) -> list[inspect.Parameter]:
     plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
     either = p.tensor and p.scalar is not None
     out = []
-    if p.words:
+    if p.words or p.text:
         out.append(inspect.Parameter(p.name, plain, annotation=str))
     if p.tensor:
         hint = Tensor | None if p.optional or either else Tensor

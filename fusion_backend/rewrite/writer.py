@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.view import View, is_lowered
+from fusion_backend.compat.sums_over_ranks import redistributes
 from fusion_backend.compat.torch import (
     OpOverload,
     aten,
@@ -247,7 +248,7 @@ class Writer:
             if d not in self.touched and not gone:
                 dynamo[d] = graph.node_copy(d, lambda x: dynamo[x])
                 self.origins[dynamo[d]] = d, True
-                if self.only_computes(d):
+                if self.only_computes(d) or (d.users and redistributes(d)):
                     unneeded.add(dynamo[d])
                 keep_source(dynamo[d], d)
                 if self.again and self.again.issuperset(self.groups.get(d, {None})):

@@ -30,8 +30,6 @@ from fusion_backend.kernels.common.launch import TRIAL, interpreted, launch
 from fusion_backend.kernels.norm.operands import Norm
 
 MAX_ROW = 16384  # elements, which stay in the registers of one program
-# Of a workspace that is not there yet, for a kernel that is compiled and not run.
-RANK_OF_A_TRIAL = 0
 
 
 @triton.jit

@@ -93,3 +93,8 @@ def verdict(found: list[dict]) -> str:
     if any(not gpus <= {one["gpu"], *one["reaches"]} for one in found):
         return "a GPU cannot reach the memory of another"
     return ""
+
+
+def ranks_of(group: str) -> int:
+    """How many ranks there are in a group whose ranks reach each other."""
+    return process_group(group).size()

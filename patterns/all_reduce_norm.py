@@ -1,0 +1,158 @@
+"""The sum over the ranks of a process group, the residual sum, and the normalisation of that, as a
+block of a tensor-parallel model ends: h = sum of all x + residual, or without a residual; then
+h / sqrt(mean(h²) + eps) · (weight + offset), or (h - mean) / sqrt(var + eps) · weight + bias.
+
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, with rows of up to 16384, weight
+and bias `[n]`; offset and bias may be missing. Returns the normalised value and h, computed in fp32
+and rounded once. Over more than two ranks h is rounded before it is normalised where x is large
+(kernels/collective/norm.py). The gradient of x is that of h, as every rank has the whole of it.
+
+The ranks read each other's memory (torch.distributed._symmetric_memory). Where they cannot, the sum
+is left to NCCL, or whatever else the group has, and what follows it to the smaller patterns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend import Op, Reject, Replacement, Rule
+from fusion_backend.compat.sums_over_ranks import sum_over_ranks
+from fusion_backend.kernels import (
+    reject_dtypes,
+    reject_dynamic,
+    reject_rows,
+    reject_shapes,
+    reject_vectors,
+)
+from fusion_backend.kernels.collective.norm import MAX_ROW
+from fusion_backend.kernels.collective.operators import norm_of_sum, tried
+from fusion_backend.kernels.collective.reach import out_of_reach, ranks_of
+from fusion_backend.kernels.collective.size_gate import reject_size, untimed
+from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.operands import Norm
+
+
+@Op
+def all_reduce_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    offset: float | None,
+    eps: float,
+    kind: Literal["rms", "layer"],
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """What both rules become."""
+    h = sum_over_ranks(x, group)
+    h = h if residual is None else h + residual
+    if kind == "layer":
+        return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
+    y = F.rms_norm(h, h.shape[-1:], None, eps)
+    return y * (weight if offset is None else weight + offset), h
+
+
+@all_reduce_norm.guard
+def _(x, residual, weight, bias, offset, eps):
+    rest = {} if residual is None else {"residual": residual}
+    long = x.shape[-1] > MAX_ROW
+    return (
+        reject_rows(x)
+        or (Reject(f"a row is longer than {MAX_ROW}") if long else None)
+        or reject_shapes(x=x, **rest)
+        or reject_vectors(weight=weight, bias=bias)
+        or reject_dtypes(x=x, weight=weight, bias=bias, **rest)
+        or reject_dynamic(offset=offset, eps=eps)
+        or reject_size(x)
+    )
+
+
+@all_reduce_norm.worthwhile
+def _(x, group):
+    return untimed(x, ranks_of(group))
+
+
+@all_reduce_norm.kernel(saves=("mean", "rstd"))
+def _(x, residual, weight, bias, offset, eps, kind, group, save):
+    given = (x, residual, weight, bias, offset or 0.0, eps, kind == "layer", save, group)
+    tried(*given)
+    return norm_of_sum(*given)
+
+
+@all_reduce_norm.backward(result=True, same={"residual": "x"})
+def _(saved, dy, dh=None):
+    centred = saved.kind == "layer"
+    norm = Norm(saved.weight, saved.bias, saved.offset, saved.eps, centred)
+    needs = [saved.needs[name] for name in ("x", "weight", "bias")]
+    d, dweight, dbias = backward(dy, dh, saved.result[1], saved.mean, saved.rstd, norm, needs)
+    return d, None, dweight, dbias
+
+
+@all_reduce_norm.inputs(dict(rows=7, n=100), dict(rows=64, n=4096))
+def _(tensor, rows, n):
+    return tensor(rows, n), tensor(rows, n), tensor(n), tensor(n), 1.0, 1e-6, "rms", "the group"
+
+
+def replaced(group: str, *arguments) -> Replacement | Reject:
+    """The op, where the ranks can reach each other's memory: one answer for all of them."""
+    if why := out_of_reach(group):
+        return Reject(f"the sum over ranks is left to the process group: {why}")
+    return Replacement(all_reduce_norm, (*arguments, group), {}, "the ranks read each other's rows")
+
+
+@Rule
+def all_reduce_add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, offset: float | None, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    h = sum_over_ranks(x, group)
+    h = h if residual is None else h + residual
+    y = F.rms_norm(h, h.shape[-1:], None, eps)
+    return y * (weight if offset is None else weight + offset), h
+
+
+@all_reduce_add_rms_norm.near_miss
+def _(x, residual, weight, offset, eps, group):
+    """the sum over the ranks of the normalised value"""
+    y = F.rms_norm(x, x.shape[-1:], None, eps) * (weight if offset is None else weight + offset)
+    h = sum_over_ranks(x, group)
+    return sum_over_ranks(y, group), h if residual is None else h + residual
+
+
+@all_reduce_add_rms_norm.replacement
+def _(x, residual, weight, offset, eps, group):
+    return replaced(group, x, residual, weight, None, offset, eps, "rms")
+
+
+@all_reduce_add_rms_norm.inputs(dict(rows=7, n=100), dict(rows=64, n=4096))
+def _(tensor, rows, n):
+    return tensor(rows, n), tensor(rows, n), tensor(n), 1.0, 1e-6, "the group"
+
+
+@Rule
+def all_reduce_add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, group: str
+) -> tuple[Tensor, Tensor]:
+    h = sum_over_ranks(x, group)
+    h = h if residual is None else h + residual
+    return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
+
+
+@all_reduce_add_layer_norm.near_miss
+def _(x, residual, weight, bias, eps, group):
+    """the sum over the ranks of the normalised value"""
+    h = sum_over_ranks(x, group)
+    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return sum_over_ranks(y, group) * 2, h if residual is None else h + residual
+
+
+@all_reduce_add_layer_norm.replacement
+def _(x, residual, weight, bias, eps, group):
+    return replaced(group, x, residual, weight, bias, None, eps, "layer")
+
+
+@all_reduce_add_layer_norm.inputs(dict(rows=7, n=100), dict(rows=64, n=4096))
+def _(tensor, rows, n):
+    return tensor(rows, n), tensor(rows, n), tensor(n), tensor(n), 1e-5, "the group"
