@@ -29,7 +29,7 @@ from fusion_backend.kernels import (
 )
 from fusion_backend.kernels.collective.norm import MAX_ROW
 from fusion_backend.kernels.collective.operators import norm_of_sum, tried
-from fusion_backend.kernels.collective.reach import out_of_reach, ranks_of
+from fusion_backend.kernels.collective.reach import out_of_reach, ranks_of, unsupported
 from fusion_backend.kernels.collective.size_gate import reject_size, untimed
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.operands import Norm
@@ -96,11 +96,20 @@ def _(tensor, rows, n):
     return tensor(rows, n), tensor(rows, n), tensor(n), tensor(n), 1.0, 1e-6, "rms", "the group"
 
 
+LEFT = "the sum over ranks is left to the process group"
+
+
 def replaced(group: str, *arguments) -> Replacement | Reject:
     """The op, where the ranks can reach each other's memory: one answer for all of them."""
-    if why := out_of_reach(group):
-        return Reject(f"the sum over ranks is left to the process group: {why}")
-    return Replacement(all_reduce_norm, (*arguments, group), {}, "the ranks read each other's rows")
+    if why := unsupported(group):
+        return Reject(f"{LEFT}: {why}")
+
+    def reached() -> Reject | None:
+        why = out_of_reach(group)
+        return Reject(why) if why else None
+
+    said = "one kernel with the norm"
+    return Replacement(all_reduce_norm, (*arguments, group), {}, said, LEFT, reached)
 
 
 @Rule

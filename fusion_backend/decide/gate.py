@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from fusion_backend.capture.aliases import storages
 from fusion_backend.compat.torch import storage_id
 from fusion_backend.decide.call import (
     Call,
@@ -261,9 +260,11 @@ class Gate:
         values = [*by_name(op, *values_of(answer)).values()]
         if (refused := op.answer("guard", *values)) is not None:
             return refused, UNSUPPORTED
-        if self.options.gate == "always":
-            return None, None
-        return self.not_worthwhile(match, op, values, training), UNPROFITABLE
+        if self.options.gate != "always":
+            refused = self.not_worthwhile(match, op, values, training)
+        if refused is None and answer.at_last is not None:
+            return answer.at_last(), UNSUPPORTED
+        return refused, UNPROFITABLE
 
     def random_refused(self, match: Match, op: Op) -> Reject | None:
         if draws_random_numbers(match) and op.seeded_fn is None:
@@ -271,9 +272,7 @@ class Gate:
         return None
 
     def other_op_refused(self, match: Match, answer: Replacement, training: bool) -> Reject | None:
-        results = [storage for r in match.roots for storage in storages(r)]
-        reads = training and answer.op.backward_result
-        if reads and any(storage in self.facts.writers for storage in results):
+        if training and answer.op.backward_result and self.legality.written_to(match.roots):
             return Reject("its result, which backward reads, is changed afterwards")
         if draws_random_numbers(match) and SEED not in answer.args:
             return Reject("it draws random numbers and its replacement takes no seed")

@@ -146,6 +146,13 @@ class Legality:
                 return f"what it writes is read elsewhere too, at {location(u)}"
         return ""
 
+    def written_to(self, results: list[fx.Node]) -> bool:
+        """Does an operator write to what a site returns? A call of which nothing is known, such as
+        one that makes a DTensor of it, is not taken to do so.
+        """
+        held = set().union(*map(storages, results))
+        return any(is_lowered(m) for s in held for m in self.facts.writers.get(s, ()))
+
     def first_read(self, match: Match, storage: int, first: int) -> int:
         """Where the match, or the op that replaces it, reads a storage first. `first` where no node
         of the match does: an argument may be another node of the value that is read.

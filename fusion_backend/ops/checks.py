@@ -92,8 +92,8 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
         if members - {Tensor, type(None), *SCALARS} or len(scalars) > 1 or members == {type(None)}:
             raise PatternError(
                 f"{where}: argument {p.name} has annotation {hint!r}; "
-                "use Tensor, float, int, Tensor | float, str, Literal[words], and `| None` where it "
-                "may be missing"
+                "use Tensor, float, int, Tensor | float, str, Literal[words], and `| None` where "
+                "it may be missing"
             )
         params.append(Param(p.name, Tensor in members, scalars[0] if scalars else None, optional))
     if not any(p.tensor for p in params):

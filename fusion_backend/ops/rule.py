@@ -39,7 +39,8 @@ class Replacement:
     args: tensors that the replacement function was given, nodes of the graph that an analysis
     found, numbers, words, None, or SEED. kwargs: numbers and words.
     why: what is gained, for the report. otherwise: for the report, too, what becomes of the site
-    where our op refuses the arguments.
+    where our op refuses the arguments. at_last: a question that takes time, asked when nothing else
+    refuses the site; it returns a Reject, or None.
     """
 
     op: Any
@@ -47,6 +48,7 @@ class Replacement:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     why: str = ""
     otherwise: str = "the code stays as it is"
+    at_last: Callable[[], Reject | None] | None = None
 
     SEED = SEED
 

@@ -33,13 +33,12 @@ class Call(NamedTuple):
 
 
 KINDS = [
-    (torch.float32, False, True),
     (torch.float32, True, True),
     (torch.bfloat16, False, False),
-    (torch.float16, True, False),
+    (torch.float16, False, True),
 ]
 # 300 rows: some programs have two, and others one
-SHAPES = [(1, 33), (7, 100), (300, 8), (3, 512)]
+SHAPES = [(1, 33), (7, 100), (300, 8)]
 CALLS = [
     Call(rows, n, dtype, two_shot, centred, residual)
     for (rows, n), two_shot, (dtype, centred, residual) in itertools.product(
@@ -98,6 +97,9 @@ def observe(folder: Path) -> list[dict]:
         results = fresh(xs[0], norm, save=True)
         start(xs[dist.get_rank()], residual, norm, results, place, call.two_shot)
         wanted = exact(xs, residual, norm)
-        far = [(have.double() - want).abs().max().item() for have, want in zip(results, wanted)]
+        far = [
+            (have.double() - want).abs().max().item()
+            for have, want in zip(results[:2], wanted, strict=True)
+        ]
         found.append({"far": far, "results": results, "scale": wanted[0].abs().max().item()})
     return found

@@ -25,21 +25,24 @@ KNOWN: dict[str, tuple[object, str]] = {}
 
 
 def out_of_reach(group: str) -> str:
-    """Why no kernel can sum over the ranks of this group, in words; empty where one can."""
+    """Why no kernel can sum over the ranks of this group, in words; empty where one can. Waits for
+    the other ranks to ask, and is for a group of which `unsupported` says nothing.
+    """
     store, rank = default_store()
-    if store is None:
+    owner = process_group(group)
+    if group not in KNOWN or KNOWN[group][0] is not owner:
+        KNOWN[group] = owner, agreed(store, rank, group, owner)
+    return KNOWN[group][1]
+
+
+def unsupported(group: str) -> str:
+    """The same, as far as every rank sees it alike."""
+    if default_store()[0] is None:
         return "there is one process"
     try:
         owner = process_group(group)
     except (RuntimeError, ValueError):
         return f"the process group {group} is not known here"
-    if group not in KNOWN or KNOWN[group][0] is not owner:
-        KNOWN[group] = owner, unsupported(owner) or agreed(store, rank, group, owner)
-    return KNOWN[group][1]
-
-
-def unsupported(owner) -> str:
-    """What all ranks see alike."""
     if owner.size() not in GROUPS:
         return f"the group has {owner.size()} ranks, and the kernels take 2, 4 or 8"
     if not torch.cuda.is_available() or "nccl" not in dist.get_backend_config(owner):

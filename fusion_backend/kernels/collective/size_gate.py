@@ -43,12 +43,10 @@ def untimed(x: Tensor, world: int) -> Unmeasured | None:
     size = number(x.numel()) * x.element_size()
     if world not in TIMED or x.dtype != torch.bfloat16:
         told = f"{world} ranks" if x.dtype == torch.bfloat16 else f"{world} ranks in {x.dtype}"
-        return Unmeasured(
-            f"left to NCCL: the sum over {told} has not been timed; fusion.gate=always takes it"
-        )
+        return Unmeasured(f"the sum over {told} has not been timed; fusion.gate=always takes it")
     smallest, largest = TIMED[world]
     if not smallest <= size <= largest:
         return Unmeasured(
-            f"left to NCCL: of {size:,} bytes, and the kernel was faster over {world} ranks from "
-            f"{smallest:,} to {largest:,}; fusion.gate=always takes it"
+            f"x has {size:,} bytes, and over {world} ranks the kernel was faster from {smallest:,} "
+            f"to {largest:,}; fusion.gate=always takes it"
         )

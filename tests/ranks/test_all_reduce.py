@@ -1,0 +1,247 @@
+"""Sums over ranks in front of norms: found in models of transformers and of torch's own plans, and
+left alone where they are something else; and the kernels, run by two processes.
+"""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from fusion_backend.patterns import all_reduce_norm as pattern
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fusion_backend import explain
+from fusion_backend.kernels.collective import reach, size_gate, workspace
+
+from . import all_reduces, shared_memory, tp_plans
+from .all_reduces import OTHERS, SITES
+from .shared_memory import CALLS
+from .starting import in_two_processes
+
+PLANS = {
+    "plan, inference": ("all_reduce_add_rms_norm", 1),
+    "plan, training": ("all_reduce_add_rms_norm", 1),
+    "plan with layer norms, training": ("all_reduce_add_layer_norm", 1),
+    "llama, inference": ("all_reduce_add_rms_norm", 2),
+    "llama, training": ("all_reduce_add_rms_norm", 2),
+}
+NORMS = {"without a residual": "rms_norm", "layer norm": "add_layer_norm"}
+REFUSED = {
+    "the sum is read elsewhere": "is used elsewhere too",
+    "the sum in place is read elsewhere": "is used elsewhere too",
+    "the sum in place of an input": "writes to memory from outside",
+    "an older name is read": "what it writes is read elsewhere too",
+    "a write in between": "an argument may be changed in between",
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[dict]:
+    """What both processes have observed."""
+    distributed = pytest.importorskip("transformers.distributed")
+    if "tp_plan" not in {f.name for f in dataclasses.fields(distributed.DistributedConfig)}:
+        pytest.skip("this transformers has no DistributedConfig(tp_plan=...)")
+    folder = tmp_path_factory.mktemp("sums")
+    tp_plans.save(folder)
+    return in_two_processes(all_reduces.observe_all, folder, folder)
+
+
+@pytest.mark.parametrize("name", all_reduces.JOBS)
+def test_results_and_gradients_are_those_of_eager(seen, name):
+    for one in seen:
+        want = one[name, "eager"]["results"]
+        for backend in ("left", "taken"):
+            assert not one[name, backend]["errors"]
+            for a, b in zip(one[name, backend]["results"], want, strict=True):
+                far = 1e-5 * max(1.0, b.abs().max().item())
+                torch.testing.assert_close(a, b, rtol=0, atol=far)
+
+
+@pytest.mark.parametrize("name", all_reduces.JOBS)
+def test_collectives_are_those_of_plain_inductor_on_both_ranks(seen, name):
+    plain, *others = (
+        one[name, backend]["collectives"]
+        for one in seen
+        for backend in ("inductor", "left", "taken")
+    )
+    assert all(other == plain for other in others) and any(plain)
+
+
+@pytest.mark.parametrize("name", [*PLANS, *SITES])
+def test_what_is_left_to_gloo_has_a_reason_and_the_smaller_pattern(seen, name):
+    rule, count = PLANS.get(name, ("", 1))
+    smaller = NORMS.get(name, "add_layer_norm" if "layer_norm" in rule else "add_rms_norm")
+    for one in seen:
+        left = one[name, "left"]
+        assert left["fused"][smaller] >= count
+        assert left["reasons"] == {
+            "the sum over ranks is left to the process group: symmetric memory needs NCCL, and the "
+            "group has gloo"
+        }
+
+
+@pytest.mark.parametrize("name", [*PLANS, *SITES])
+def test_sites_are_found(seen, name):
+    layer = "all_reduce_add_layer_norm" if name == "layer norm" else "all_reduce_add_rms_norm"
+    rule, count = PLANS.get(name, (layer, 1))
+    for one in seen:
+        taken = one[name, "taken"]["fused"]
+        assert {p: n for p, n in taken.items() if "all_reduce" in p} == {rule: count}
+        assert not {"add_rms_norm", "add_layer_norm"} & {*taken}
+
+
+def test_each_group_is_summed_over_by_itself(seen):
+    for one in seen:
+        (first,), (other,) = (
+            one[name, "taken"]["groups"] for name in ("functional", "another group")
+        )
+        assert first != other
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_something_else_is_left_alone(seen, name):
+    for one in seen:
+        for backend in ("left", "taken"):
+            found = one[name, backend]
+            assert not any("all_reduce" in p for p in found["fused"])
+            assert (
+                any(REFUSED[name] in r for r in found["reasons"])
+                if name in REFUSED
+                else (not found["reasons"])
+            )
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> list[list[dict]]:
+    folder = tmp_path_factory.mktemp("memory")
+    return in_two_processes(shared_memory.observe, folder, folder)
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=map(str, CALLS))
+def test_the_kernels_agree_with_fp64_and_ranks_have_the_same_bits(computed, number):
+    first, second = (one[number] for one in computed)
+    rounding = torch.finfo(CALLS[number].dtype).eps
+    assert max(first["far"]) <= 2 * rounding * max(1.0, first["scale"])
+    assert all(map(torch.equal, first["results"], second["results"]))
+
+
+# One process of a job that is not there.
+
+
+@pytest.fixture
+def job():
+    if dist.is_initialized():
+        pytest.skip("a job is running")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def block(x, residual, weight):
+    h = funcol.all_reduce(x, "sum", dist.group.WORLD) + residual
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def sites(options: dict, rows: int = 64, n: int = 4096) -> list:
+    torch._dynamo.reset()  # or sizes become dynamic
+    x, residual = (torch.randn(rows, n, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        report = explain(block, x, residual, x[0].clone(), target="H100", options=options)
+    return [s for s in report.sites if s.pattern == "all_reduce_add_rms_norm"]
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    monkeypatch.setattr(pattern, "unsupported", lambda group: "")
+    monkeypatch.setattr(pattern, "out_of_reach", lambda group: "")
+
+
+def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
+    (site,) = sites({"fusion.gate": "always"})
+    assert site.fused and site.forward == "kernel"
+
+
+def test_nothing_is_taken_that_was_not_timed(job, reached):
+    (site,) = sites({})
+    assert not site.fused
+    assert "the sum over 2 ranks has not been timed; fusion.gate=always takes it" in site.reason
+
+
+def test_the_table_decides_by_ranks_and_bytes(job, reached, monkeypatch):
+    monkeypatch.setattr(size_gate, "TIMED", {2: (1 << 14, 1 << 19)})
+    assert [sites({}, rows)[0].fused for rows in (1, 2, 64, 128)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("why, n", [("a row is longer than 16384", 16400), ("64 MB", 16384)])
+def test_what_the_kernel_cannot_do_is_refused(job, reached, why, n):
+    (site,) = sites({"fusion.gate": "always"}, rows=4096, n=n)
+    assert not site.fused and why in site.reason
+
+
+def test_out_of_reach_is_asked_last_and_refuses(job, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pattern, "unsupported", lambda group: "")
+    monkeypatch.setattr(
+        pattern, "out_of_reach", lambda group: asked.append(group) or "the ranks are far apart"
+    )
+    sites({})
+    assert not asked  # it waits for other ranks, and the tables refuse the site
+    (site,) = sites({"fusion.gate": "always"})
+    assert asked and not site.fused and site.reason.endswith("the ranks are far apart")
+
+
+# What the ranks answer together.
+
+HERE = {"host": "a", "gpu": 0, "reaches": [1], "memory": "CUDA"}
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        ({}, ""),
+        ({"host": "b"}, "the ranks are on different hosts"),
+        ({"gpu": 0}, "ranks share a GPU, or each sees its own alone"),
+        ({"reaches": []}, "a GPU cannot reach the memory of another"),
+        ({"memory": None}, "torch.distributed has no symmetric memory of CUDA on every rank"),
+    ],
+)
+def test_the_verdict(other, why):
+    assert reach.verdict([HERE, {**HERE, "gpu": 1, "reaches": [0], **other}]) == why
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_first_answer_holds_for_all_ranks(late, monkeypatch):
+    """A rank that waited too long has said no, and one that knows better comes too late."""
+    store = dist.HashStore()
+    monkeypatch.setattr(reach, "WAIT_S", 0.05)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda owner: [0, 1])
+    seen_by = [HERE, {**HERE, "gpu": 1, "reaches": [0]}]
+    if not late:
+        store.set("fusion/reach/facts/g/[0, 1]/1", json.dumps(seen_by[1]))
+    monkeypatch.setattr(reach, "seen_here", lambda: seen_by[0])
+    first = reach.agreed(store, 0, "g", None)
+    monkeypatch.setattr(reach, "seen_here", lambda: seen_by[1])
+    second = reach.agreed(store, 1, "g", None)
+    assert first == second
+    assert first == ("a rank of the group did not say which memory it can reach" if late else "")
+
+
+def test_memory_grows_and_what_was_made_stays(monkeypatch):
+    made = []
+
+    def share(size, device, group):
+        memory = torch.zeros(size, dtype=torch.uint8)
+        made.append(memory)
+        return workspace.Shared(memory, [memory.data_ptr()] * 2, 1, None)
+
+    monkeypatch.setattr(workspace, "MADE", {})
+    monkeypatch.setattr(workspace, "share", share)
+    monkeypatch.setattr(workspace, "process_group", lambda group: dist)
+    device = torch.device("cpu")
+    sizes = [workspace.workspace_of("g", size, device).capacity for size in (1, 1 << 20, 3 << 20)]
+    assert sizes == [1 << 20, 1 << 20, 4 << 20]
+    assert workspace.workspace_of("g", 5, device).capacity == 4 << 20
+    assert len(made) == 2 and len(workspace.MADE["g", device]) == 2
