@@ -92,8 +92,10 @@ def _(saved, dy, dh=None):
 
 
 @all_reduce_norm.inputs(dict(rows=7, n=100), dict(rows=64, n=4096))
-def _(tensor, rows, n):
-    return tensor(rows, n), tensor(rows, n), tensor(n), tensor(n), 1.0, 1e-6, "rms", "the group"
+def _(tensor, rows, n, layer=0):
+    given = tensor(rows, n), tensor(rows, n), tensor(n)
+    rest = (tensor(n), None, 1e-5, "layer") if layer else (None, 1.0, 1e-6, "rms")
+    return *given, *rest, "the group"
 
 
 LEFT = "the sum over ranks is left to the process group"

@@ -60,6 +60,18 @@ CASES = [
     ("add_rms_norm", dict(rows=2048, n=32768), HALF, True),
     ("add_rms_norm", dict(rows=1024, n=65536), HALF, True),
     *(
+        ("all_reduce_norm", dict(rows=rows, n=n, layer=layer), dtype, False)
+        for rows, n, dtype in (
+            (1, 4096, HALF),
+            (16, 4096, HALF),
+            (4096, 4096, HALF),
+            (7, 2049, HALF),
+            (512, 16384, HALF),
+            (512, 16384, FULL),
+        )
+        for layer in (0, 1)
+    ),
+    *(
         ("norm_rotary", dict(b=8, h=h, n=1024, d=128, transposed=1), dtype, True)
         for dtype in (HALF, FULL)
         for h in (16, 8)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,22 +30,31 @@ class Work(NamedTuple):
     out: Path
 
 
-def work(rank: int, mine: Work) -> None:
+@contextlib.contextmanager
+def started(rank: int, ranks: int, port: int, device: str) -> Iterator[torch.device]:
+    """Inside, this process is a rank of a job: through NCCL on its GPU, or gloo on a CPU."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(mine.port),
+        "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(mine.ranks),
+        "WORLD_SIZE": str(ranks),
     }
-    warnings.simplefilter("ignore")
-    device = torch.device(mine.device, rank) if mine.device == "cuda" else torch.device("cpu")
-    if mine.device == "cuda":
-        torch.cuda.set_device(device)
+    mine = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(mine)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if mine.device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
+        yield mine
+    finally:
+        dist.destroy_process_group()
+
+
+def work(rank: int, mine: Work) -> None:
+    warnings.simplefilter("ignore")
+    with started(rank, mine.ranks, mine.port, mine.device) as device:
         for name, size, how in mine.jobs:
             if rank == 0:
                 print(f"{name} {how}", flush=True)
@@ -54,5 +65,3 @@ def work(rank: int, mine: Work) -> None:
             gc.collect()
             if mine.device == "cuda":
                 torch.cuda.empty_cache()
-    finally:
-        dist.destroy_process_group()

@@ -51,24 +51,24 @@ class Planned(nn.Module):
         return x
 
 
-def planned(norm: Callable[[int], nn.Module]) -> nn.Module:
+def planned(norm: Callable[[int], nn.Module], device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    model = Planned(norm)
+    model = Planned(norm).to(device)
     plan = {f"up.{i}": ColwiseParallel() for i in range(2)}
     plan |= {f"down.{i}": RowwiseParallel() for i in range(2)}
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return parallelize_module(model, init_device_mesh(device, (dist.get_world_size(),)), plan)
 
 
-def steps(model: nn.Module, call: Callable, train: bool) -> list[Tensor]:
+def steps(model: nn.Module, call: Callable, train: bool, device: str = "cpu") -> list[Tensor]:
     """The result, and in training all gradients."""
     drawn = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 8, 32, generator=drawn).requires_grad_(train)
+    x = torch.randn(2, 8, 32, generator=drawn).to(device).requires_grad_(train)
     model.zero_grad()
     with torch.set_grad_enabled(train):
         y = call(x)
         if not train:
             return [y]
-        (y * torch.linspace(0, 1, 32)).sum().backward()
+        (y * torch.linspace(0, 1, 32, device=device)).sum().backward()
     return [y.detach(), x.grad, *(whole(p.grad) for p in model.parameters())]
 
 

@@ -85,7 +85,7 @@ def without_accelerate():
 def results(job: Job, model: nn.Module, call) -> list[Tensor]:
     """The loss and all gradients, or the logits of each call."""
     drawn = torch.Generator().manual_seed(1)
-    ids = torch.randint(WORDS, (2, 16), generator=drawn)
+    ids = torch.randint(WORDS, (2, 16), generator=drawn).to(model.device)
     if job.mode == "training":
         model.zero_grad()
         loss = call(input_ids=ids, labels=ids, use_cache=False).loss

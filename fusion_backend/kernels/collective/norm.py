@@ -33,10 +33,10 @@ MAX_ROW = 16384  # elements, which stay in the registers of one program
 
 
 @triton.jit
-def part_of(POINTERS, rank, half, LIKE):
-    """Where the rows of a rank begin, as a pointer to elements like those of LIKE."""
+def part_of(POINTERS, rank, half, TYPE: tl.constexpr):
+    """Where the rows of a rank begin, as a pointer to elements of this type."""
     address = tl.load(POINTERS + rank) + half
-    return tl.multiple_of(address.to(tl.pointer_type(LIKE.dtype.element_ty)), 16)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
@@ -64,13 +64,21 @@ def meet(POINTERS, program, count, RANK: tl.constexpr, WORLD: tl.constexpr):
 
 
 @triton.jit
-def summed(POINTERS, half, offsets, keep, X, R, residual_offsets, WORLD: tl.constexpr):
+def summed(
+    POINTERS, half, offsets, keep, R, residual_offsets, TYPE: tl.constexpr, WORLD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """The rows of all ranks and the residual, in fp32."""
-    first = part_of(POINTERS, 0, half, X)
+    first = part_of(POINTERS, 0, half, TYPE)
     h = tl.load(first + offsets, keep, 0.0, cache_modifier=".cg").to(tl.float32)
-    for rank in tl.static_range(1, WORLD):
-        rows = part_of(POINTERS, rank, half, X)
-        h += tl.load(rows + offsets, keep, 0.0, cache_modifier=".cg").to(tl.float32)
+    if ALIGNED:
+        for rank in tl.static_range(1, WORLD):
+            rows = part_of(POINTERS, rank, half, TYPE)
+            h += tl.load(rows + offsets, keep, 0.0, cache_modifier=".cg").to(tl.float32)
+    else:  # element by element, the addresses of all ranks at once need too many registers
+        for rank in range(1, WORLD):
+            rows = part_of(POINTERS, rank, half, TYPE)
+            h += tl.load(rows + offsets, keep, 0.0, cache_modifier=".cg").to(tl.float32)
     if R is not None:
         h += tl.load(R + residual_offsets, keep, 0.0).to(tl.float32)
     return h
@@ -114,7 +122,7 @@ def one_shot_norm_kernel(
     half = DATA + ((count >> 1) & 1).to(tl.int64) * capacity
     col = tl.arange(0, BLOCK)
     keep = col < N
-    mine = part_of(POINTERS, RANK, half, X)
+    mine = part_of(POINTERS, RANK, half, X.dtype.element_ty)
     for i in range(program, rows, programs):
         row = tl.cast(i, tl.int64)
         tl.store(mine + row * N + col, tl.load(X + row * STRIDE + col, keep, 0.0), keep)
@@ -123,8 +131,9 @@ def one_shot_norm_kernel(
         for i in range(program, rows, programs):
             row = tl.cast(i, tl.int64)
             h = summed(
-                POINTERS, half, row * N + col, keep, X, R, row * RESIDUAL_STRIDE + col, WORLD
-            )
+                POINTERS, half, row * N + col, keep, R, row * RESIDUAL_STRIDE + col,
+                X.dtype.element_ty, WORLD, N % 8 == 0,
+            )  # fmt: skip
             normalise(h, row, col, keep, W, B, Y, H, MEAN, RSTD, offset, eps, N, CENTRED)
     tl.debug_barrier()  # all threads have read the count
     tl.store(ROUNDS + program, count + 2)
@@ -144,7 +153,7 @@ def two_shot_norm_kernel(
     half = DATA + ((count >> 1) & 1).to(tl.int64) * capacity
     col = tl.arange(0, BLOCK)
     share = tl.cdiv(rows, WORLD)
-    mine = part_of(POINTERS, RANK, half, X)
+    mine = part_of(POINTERS, RANK, half, X.dtype.element_ty)
     for owner in range(WORLD):
         for i in range(program, share, programs):
             row = tl.cast(owner * share + i, tl.int64)
@@ -156,10 +165,11 @@ def two_shot_norm_kernel(
             row = tl.cast(RANK * share + i, tl.int64)
             keep = (col < N) & (row < rows)
             h = summed(
-                POINTERS, half, row * N + col, keep, X, R, row * RESIDUAL_STRIDE + col, WORLD
-            )
+                POINTERS, half, row * N + col, keep, R, row * RESIDUAL_STRIDE + col,
+                X.dtype.element_ty, WORLD, N % 8 == 0,
+            )  # fmt: skip
             for rank in tl.static_range(WORLD):
-                tl.store(part_of(POINTERS, rank, half, X) + row * N + col, h, keep)
+                tl.store(part_of(POINTERS, rank, half, X.dtype.element_ty) + row * N + col, h, keep)
         meet(POINTERS, program, count + 2, RANK, WORLD)
         for owner in range(WORLD):
             for i in range(program, share, programs):
@@ -220,7 +230,7 @@ def start(
         kernel, (PROGRAMS,), x, residual, norm.weight, norm.bias, y, h, *saved,
         place.pointers, place.rounds, rows, place.capacity, norm.offset or 0.0, norm.eps,
         STRIDE=stride, RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block,
-        RANK=place.rank, WORLD=place.world, num_warps=min(16, max(4, block // 512)),
+        RANK=place.rank, WORLD=place.world, num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
 
 

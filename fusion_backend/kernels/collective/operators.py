@@ -50,7 +50,6 @@ def tried(
 ) -> None:  # fmt: skip
     """In a trial the kernel is compiled, as it will be launched; nowhere else anything happens."""
     if TRIAL.get() is not None:
-        of, world = Norm(weight, bias, offset, eps, centred), group_size(group)
-        two_shot = takes_two_shots(world, x.numel() * x.element_size())
-        place = pretended(x, world)
+        of, place = Norm(weight, bias, offset, eps, centred), pretended(x, group)
+        two_shot = takes_two_shots(place.world, x.numel() * x.element_size())
         norm.start(x, residual, of, norm.fresh(x, of, save), place, two_shot)

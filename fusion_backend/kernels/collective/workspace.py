@@ -51,7 +51,7 @@ def workspace_of(group: str, size: int, device: torch.device) -> Workspace:
         made.clear()
     if made and made[-1][1].capacity >= size:
         return made[-1][1]
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the ranks share no memory for {size} bytes yet, and it cannot be made while a CUDA "
             "graph is captured: call the function once before"
@@ -76,8 +76,14 @@ def group_size(group: str) -> int:
     return process_group(group).size()
 
 
-def pretended(x: Tensor, world: int, rank: int = 0) -> Workspace:
-    """What a kernel is compiled for where nothing was shared yet; x may be a fake tensor."""
+def pretended(x: Tensor, group: str) -> Workspace:
+    """What a kernel is compiled for where nothing was shared yet; x may be a fake tensor. Of a group
+    that is not there, the first of as many ranks as possible.
+    """
     pointers = x.new_empty(MOST_RANKS, dtype=torch.int64)
     rounds = x.new_empty(PROGRAMS, dtype=torch.int32)
-    return Workspace(pointers, rounds, SMALLEST, rank, world, None)
+    try:
+        owner = process_group(group)
+    except (RuntimeError, ValueError):
+        return Workspace(pointers, rounds, SMALLEST, 0, MOST_RANKS, None)
+    return Workspace(pointers, rounds, SMALLEST, owner.rank(), owner.size(), None)
