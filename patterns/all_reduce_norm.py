@@ -126,10 +126,11 @@ def all_reduce_add_rms_norm(
 
 @all_reduce_add_rms_norm.near_miss
 def _(x, residual, weight, offset, eps, group):
-    """the sum over the ranks of the normalised value"""
-    y = F.rms_norm(x, x.shape[-1:], None, eps) * (weight if offset is None else weight + offset)
-    h = sum_over_ranks(x, group)
-    return sum_over_ranks(y, group), h if residual is None else h + residual
+    """half of the sum"""
+    h = sum_over_ranks(x, group) * 0.5
+    h = h if residual is None else h + residual
+    y = F.rms_norm(h, h.shape[-1:], None, eps)
+    return y * (weight if offset is None else weight + offset), h
 
 
 @all_reduce_add_rms_norm.replacement
@@ -153,10 +154,10 @@ def all_reduce_add_layer_norm(
 
 @all_reduce_add_layer_norm.near_miss
 def _(x, residual, weight, bias, eps, group):
-    """the sum over the ranks of the normalised value"""
-    h = sum_over_ranks(x, group)
-    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return sum_over_ranks(y, group) * 2, h if residual is None else h + residual
+    """half of the sum"""
+    h = sum_over_ranks(x, group) * 0.5
+    h = h if residual is None else h + residual
+    return F.layer_norm(h, h.shape[-1:], weight, bias, eps), h
 
 
 @all_reduce_add_layer_norm.replacement

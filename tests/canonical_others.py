@@ -262,6 +262,13 @@ OTHER = {
         # every token with every row
         lambda x, y, t: x.gather(-1, t[:, None]) - x.logsumexp(-1),
     ),
+    "sums over ranks": (
+        (M,),
+        lambda x: x + 1,
+        lambda x: torch.ops.fusion_c10d.all_reduce(x, "the group") + 1,
+        lambda x: torch.ops.fusion_c10d.all_reduce(x, "another") + 1,
+        lambda x: torch.ops.fusion_c10d.all_reduce(x + 1, "the group"),
+    ),
     "sums of exponentials": (
         (R,),
         lambda x: x.logsumexp(-1),

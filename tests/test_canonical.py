@@ -98,7 +98,8 @@ def test_another_value_is_another_expression(what):
 def test_every_rule_has_a_case():
     covered = {name for kinds, *fns in SAME.values() for fn in fns for name in rules_of(fn, kinds)}
     synonyms = {name for name, of in SYNONYMS.items() if of in RULES}
-    missing = sorted({*RULES, *synonyms} - covered)
+    of_ranks = {"_c10d_functional::wait_tensor", "aten::copy_"}  # tests/ranks/test_all_reduce.py
+    missing = sorted({*RULES, *synonyms} - covered - of_ranks)
     assert not missing, " ".join(missing)
 
 

@@ -167,11 +167,9 @@ def listed(names, sizes, dtypes, modes, on_gpu) -> list[Work]:
     rows = WORK if on_gpu else SMALL
     have = {work.pattern for work in rows}
     # A pattern without rows of its own is measured at the case that its file names for benchmarks,
-    # the last.
-    rows = [
-        *rows,
-        *(Work(n, FUSION_RULES[n].cases[-1 if on_gpu else 0], F32) for n in names if n not in have),
-    ]
+    # the last. A rule by itself, which sums over ranks, is for benchmarks.all_reduce.
+    more = [n for n in names if n not in have and hasattr(FUSION_RULES[n], "kernel_fn")]
+    rows = [*rows, *(Work(n, FUSION_RULES[n].cases[-1 if on_gpu else 0], F32) for n in more)]
     chosen = []
     for work in rows:
         fits = "all" in sizes or not on_gpu or ("small" if work.small else "large") in sizes

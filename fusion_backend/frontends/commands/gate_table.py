@@ -41,7 +41,7 @@ def table(rules: list[Rule]) -> str:
         case = (rule.cases or ({},))[-1]
         said = {(a.dtype, a.training): SHORT[a.fused] for a in answers(rule) if a.case == case}
         cells = "".join(f"{said.get(column, '-'):12}" for column in COLUMNS)
-        lines.append(f"{rule.name:24}{cells}{sizes(case)}{evidence(rule)}")
+        lines.append(f"{rule.name:23} {cells}{sizes(case)}{evidence(rule)}")
     lines += ["", *LEGEND]
     return "\n".join(lines)
 
