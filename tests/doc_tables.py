@@ -44,6 +44,7 @@ TITLES = {
     "rules_product": "products and convolutions",
     "rules_attention": "attention",
     "rules_loss": "losses",
+    "rules_collective": "sums over ranks",
 }
 
 

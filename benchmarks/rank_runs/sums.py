@@ -236,7 +236,9 @@ def wrong(row: dict) -> list[str]:
     by_name = {c["name"]: c for c in row["contenders"]}
     told = []
     for name in SHOTS:
-        for what, far, allowed in zip("yh", by_name[name]["far"], by_name[PLAIN]["far"]):
+        for what, far, allowed in zip(
+            "yh", by_name[name]["far"], by_name[PLAIN]["far"], strict=True
+        ):
             if not far <= TOLERATED * allowed:
                 told.append(f"{title(row)}: {what} by {name} is {far:.1e} from fp64: {allowed:.1e}")
         if not by_name[name]["same"]:

@@ -98,7 +98,8 @@ def options(n: fx.Node) -> dict[str, object]:
     args, kwargs = n.args[1:], n.kwargs
     if n.op == "call_function":
         code = n.target.__code__
-        held = dict(zip(code.co_freevars, (c.cell_contents for c in n.target.__closure__ or ())))
+        cells = [cell.cell_contents for cell in n.target.__closure__ or ()]
+        held = dict(zip(code.co_freevars, cells, strict=True))
         args, kwargs = held.get("args_as_value", ()), held.get("kwargs_as_value", {})
     # the first two of redistribute are known by its result
     places = ("device_mesh", "placements") if redistributes(n) else ("grad_placements",)

@@ -77,8 +77,8 @@ def group_size(group: str) -> int:
 
 
 def pretended(x: Tensor, group: str) -> Workspace:
-    """What a kernel is compiled for where nothing was shared yet; x may be a fake tensor. Of a group
-    that is not there, the first of as many ranks as possible.
+    """What a kernel is compiled for where nothing was shared yet; x may be a fake tensor. For a
+    group that is not there, the first of as many ranks as possible.
     """
     pointers = x.new_empty(MOST_RANKS, dtype=torch.int64)
     rounds = x.new_empty(PROGRAMS, dtype=torch.int32)
