@@ -8,7 +8,6 @@ A job that raises leaves the reason, on all ranks alike where it is raised befor
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import traceback
 import warnings
@@ -34,6 +33,14 @@ WAIT = datetime.timedelta(seconds=100)
 SHAPES = [(1, 4096), (7, 2049), (300, 256), (3, 16384), (2048, 4096), (1, 1)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FOLDER = "SUMS_FOLDER"
+# Each shape by both kernels, dtypes and norms in turn, and one of an odd size in every dtype: to
+# compile all combinations would take minutes.
+CASES = [
+    (shape, DTYPES[i % 3], two_shot, (i + two_shot) % 2 == 0)
+    for i, shape in enumerate(SHAPES)
+    for two_shot in (False, True)
+]
+CASES += [((7, 2049), dtype, two_shot, False) for dtype in DTYPES for two_shot in (False, True)]
 
 
 def drawn(rows: int, n: int, dtype: torch.dtype, device, seed: int) -> Tensor:
@@ -71,9 +78,7 @@ def kernels(device) -> dict:
     ranks have the same bits.
     """
     found = {}
-    for (rows, n), dtype, two_shot, centred in itertools.product(
-        SHAPES, DTYPES, (False, True), (False, True)
-    ):
+    for (rows, n), dtype, two_shot, centred in CASES:
         x = drawn(rows, n, dtype, device, 1 + dist.get_rank())
         residual = None if centred and rows == 7 else drawn(rows, n, dtype, device, 50)
         weight, bias = (drawn(1, n, dtype, device, seed)[0] for seed in (51, 52))

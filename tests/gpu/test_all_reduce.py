@@ -13,7 +13,7 @@ from benchmarks.distributed import free_port
 from ..ranks import tp_plans
 from . import sums
 
-SECONDS = 200  # for all jobs; ranks that wait for each other would do so for ever
+SECONDS = 230  # for all jobs; ranks that wait for each other would do so for ever
 RANKS = min(2, torch.cuda.device_count())
 
 pytestmark = [

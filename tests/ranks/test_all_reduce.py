@@ -229,6 +229,19 @@ def test_the_first_answer_holds_for_all_ranks(late, monkeypatch):
     assert first == ("a rank of the group did not say which memory it can reach" if late else "")
 
 
+def test_an_answer_that_was_given_meanwhile_holds(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda owner: [0])
+    monkeypatch.setattr(reach, "seen_here", lambda: HERE)
+
+    def verdict(found: list) -> str:
+        store.set("fusion/reach/answer/g/[0]", "another rank waited too long.")
+        return ""
+
+    monkeypatch.setattr(reach, "verdict", verdict)
+    assert reach.agreed(store, 0, "g", None) == "another rank waited too long"
+
+
 def test_memory_grows_and_what_was_made_stays(monkeypatch):
     made = []
 
