@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.command_line.options import output, positive
-from benchmarks.distributed import free_port
+from benchmarks.rank_runs.running import free_port
 from benchmarks.rank_runs.sums import Sums, work, wrong
 from benchmarks.records.runs import Run, machine
 

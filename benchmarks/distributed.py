@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.command_line.options import duration, output, positive
 from benchmarks.pages.rank_figures import table, wrong
-from benchmarks.rank_runs.running import Work, work
+from benchmarks.rank_runs.running import Work, free_port, work
 from benchmarks.rank_runs.training import Plan
 from benchmarks.rank_runs.wrapping import WRAPPINGS
 from benchmarks.records.runs import Run, machine
@@ -81,12 +80,6 @@ def main(argv: list[str] | None = None) -> int:
     for line in lost:
         print(line)
     return 1 if lost else 0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 if __name__ == "__main__":

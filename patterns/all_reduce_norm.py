@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Op, Reject, Replacement, Rule
-from fusion_backend.compat.sums_over_ranks import sum_over_ranks
 from fusion_backend.kernels import (
     reject_dtypes,
     reject_dynamic,
@@ -28,7 +27,7 @@ from fusion_backend.kernels import (
     reject_vectors,
 )
 from fusion_backend.kernels.collective.norm import MAX_ROW
-from fusion_backend.kernels.collective.operators import norm_of_sum, tried
+from fusion_backend.kernels.collective.operators import norm_of_sum, sum_over_ranks, tried
 from fusion_backend.kernels.collective.reach import out_of_reach, ranks_of, unsupported
 from fusion_backend.kernels.collective.size_gate import reject_size, untimed
 from fusion_backend.kernels.norm.backward import backward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,12 @@ class Work(NamedTuple):
     device: str
     run: Run
     out: Path
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from benchmarks.distributed import free_port
+from benchmarks.rank_runs.running import free_port
 
 from ..ranks import tp_plans
 from . import sums

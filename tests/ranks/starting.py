@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.distributed import free_port
+from benchmarks.rank_runs.running import free_port
 
 WORLD = 2
 

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from fusion_backend.compat.sums_over_ranks import LIBRARY, SPACE
+from fusion_backend.compat.sums_over_ranks import (  # noqa: F401 (the last is for rooms)
+    LIBRARY,
+    SPACE,
+    sum_over_ranks,
+)
 from fusion_backend.kernels.collective import norm
 from fusion_backend.kernels.collective.size_gate import takes_two_shots
 from fusion_backend.kernels.collective.workspace import group_size, pretended
