@@ -37,6 +37,15 @@ def matmul_scale_logsumexp_mish(rows, n):
     return Called(forward, linear=nn.Linear(n, n)), (features(rows, n),)
 
 
+@problem(
+    "projection heads of vision-language models: linear → layer_norm → gelu",
+    dict(rows=16384, k=1024, n=4096),
+    dict(rows=8, k=16, n=32),
+)
+def linear_layer_norm_gelu(rows, k, n):
+    return nn.Sequential(nn.Linear(k, n), nn.LayerNorm(n), nn.GELU()), (features(rows, k),)
+
+
 @problem("KernelBench level 2 style: linear → swish → + bias → group_norm", MIDDLE, FEW)
 def linear_swish_group_norm(rows, n):
     def forward(m, x):
