@@ -85,7 +85,7 @@ taken("group_norm", lambda x, c: norm(x.tanh(), c), x, c, grad=True)
 x, k, p = (8, 32, 64, 64), (32, 32, 4, 4), (32, 32, 3, 3)
 around = "around conv_transpose2d"
 left("gelu", around, lambda x, k: F.gelu(F.conv_transpose2d(x, k)), x, k)
-left("gelu", around, lambda x, k: F.gelu(F.layer_norm(F.conv_transpose2d(x, k) * 0.5, (67,))), x, k)
+left("gelu", around, lambda x, k: F.gelu(F.softmax(F.conv_transpose2d(x, k) * 0.5, -1)), x, k)
 left("gelu", around, lambda x, k: F.conv_transpose2d(F.gelu(x) * 2, k), x, k)
 taken("gelu", lambda x, k: F.gelu(F.conv2d(x, k)), x, p)
 taken("gelu", lambda x, k: F.conv2d(F.gelu(x), k), x, p)

@@ -189,7 +189,7 @@ CASES = [
     case(TiedInside, fused={"layer_norm": 1}),
     case(TiedAcross, fused={"gated_linear": 2, "layer_norm": 1}),
     case(WeightReturned),
-    case(TiedNorm, fused={"layer_norm": 3}),
+    case(TiedNorm, fused={"norm_act": 1, "layer_norm": 2}),
     case(BatchNorm, x(2, 3, 8, 8), calls=2),
     case(lambda: BatchNorm().eval(), x(2, 3, 8, 8), name="BatchNorm_eval"),
     case(BufferIsWeight, x(8, 16, grad=False), fused={"layer_norm": SOME}, calls=2),
