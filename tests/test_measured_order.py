@@ -30,6 +30,26 @@ def test_when_the_time_is_used_up_only_a_bound_decides(monkeypatch, tmp_path):
     assert not fused and "the 20 s of fusion.measure_s are used up" in reason
 
 
+@pytest.mark.parametrize("scale, taken", [(1.0, True), (0.125, False)])
+def test_a_bound_is_not_enough_where_inductor_replaces_the_site(
+    scale, taken, monkeypatch, tmp_path
+):
+    """Attention by hand with a mask of which nothing is known: of scaled scores Inductor makes one
+    call, too, of T5's it does not.
+    """
+
+    def attention(q, mask):
+        scores = q @ q.mT
+        scores = (scores if scale == 1.0 else scores * scale) + mask
+        return torch.softmax(scores, -1) @ q
+
+    q, mask = torch.randn(32, 16, 256, 64).bfloat16(), torch.randn(32, 1, 1, 256).bfloat16()
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        measuring.ALLOWANCE.spend(20)
+        ((_, fused, reason),) = told(decided(attention, q, mask, measure_s=20), "attention")
+    assert fused == taken and reason.endswith("are used up"), reason
+
+
 def test_what_is_left_must_do_for_a_class_like_those_before(monkeypatch, tmp_path):
     allowance = measuring.Allowance()
     options = Options(measure_s=20)

@@ -27,7 +27,7 @@ from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.bound import ENOUGH, bound, least, value
+from fusion_backend.measure.bound import bound, least, promises, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
 from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, measured, unanswered
@@ -283,7 +283,7 @@ class Judge:
         if not answer.why:  # nobody asked
             later = "; it will be measured when it is compiled" if self.later else ""
             return Measured(d.providers, d.reason + later)
-        taken = bound(d).gain >= ENOUGH
+        taken = promises(d)
         return Measured(d.providers if taken else "", answer_text.unmeasured(answer.why, taken))
 
     @property

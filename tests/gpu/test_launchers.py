@@ -5,6 +5,7 @@ the processes that compile them.
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.async_compile import CompiledTritonKernels
 
 import fusion_backend
 from benchmarks.host_runs.generated import is_ours
@@ -29,6 +30,7 @@ def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path, monkeypat
     def compile_and_run() -> dict[str, int]:
         torch._dynamo.reset()
         fusion_backend.reset()
+        CompiledTritonKernels.cache_clear()  # of other tests' graphs
         counters.clear()
         inputs = graph.inputs(torch.device("cuda"), train=True)
         out = torch.compile(graph.fn, backend="fusion", options=ALWAYS)(*inputs)
@@ -41,9 +43,9 @@ def test_a_graph_in_the_cache_brings_its_kernels_along(name, tmp_path, monkeypat
     with cache_in(str(tmp_path)):
         again = compile_and_run()
     assert [record.remembered for record in fusion_backend.report().graphs] == [True]
-    kernels = first["async_compile_cache_miss"]
-    assert kernels == again["triton_bundler_load_static_autotuner"] > 0
-    assert kernels == again["async_compile_cache_hit"]
+    # torch counts each kernel that is asked for as missed, and those that it has as found
+    assert first["async_compile_cache_miss"] == again["async_compile_cache_miss"] > 0
+    assert again["async_compile_cache_hit"] == again["async_compile_cache_miss"], (first, again)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "attention", "cross_entropy", "linear_gelu"])
