@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from fusion_backend.patterns import all_reduce_norm as pattern
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -29,6 +27,7 @@ import fusion_backend
 
 from ..eager_kernels import eager_kernels
 from ..oracle.harness import FAST, fused_sites
+from ..sums_over_ranks import within_reach
 from . import tp_plans
 from .tp_plans import Job, collectives, whole
 
@@ -190,16 +189,6 @@ JOBS: dict[str, Callable] = {
     **{name: of_function(fn) for name, fn in SITES.items()},
     **{name: of_function(fn, "gradient" in name) for name, fn in OTHERS.items()},
 }
-
-
-@contextlib.contextmanager
-def within_reach():
-    """The ranks are taken to reach each other's memory, and the op's reference for its kernel."""
-    op = pattern.all_reduce_norm
-    reach = dict.fromkeys(("unsupported", "out_of_reach"), lambda group: "")
-    with mock.patch.multiple(pattern, **reach):
-        with mock.patch.object(op, "kernel_fn", None), mock.patch.object(op, "guard_fn", None):
-            yield
 
 
 def observe(run: Callable, folder: Path, backend: str) -> dict:
