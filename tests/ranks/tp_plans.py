@@ -112,9 +112,20 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def collectives(gm: fx.GraphModule) -> list[tuple]:
-    """The name, and the shape of what is given, of each collective of a graph."""
-    called = (n for n in gm.graph.nodes if "c10d" in str(n.target))
-    return [(str(n.target), tuple(n.args[0].meta["val"].shape)) for n in called]
+    """The name, and the shape of what is given, of each collective of a graph. Of several waits for
+    one result only the first, which the others follow at once.
+
+    A backward that computes a reference again waits for its sum again. AOTAutograd merges both in
+    2.11. From 2.14 on it merges the sums alone, as a wait counts as impure (checked in these two).
+    """
+    found, waited = [], set()
+    for n in gm.graph.nodes:
+        if "c10d" not in str(n.target) or n.args[0] in waited:
+            continue
+        if "wait_tensor" in str(n.target):
+            waited.add(n.args[0])
+        found.append((str(n.target), tuple(n.args[0].meta["val"].shape)))
+    return found
 
 
 def observe(job: Job, model: nn.Module, backend: str) -> dict:
