@@ -29,6 +29,7 @@ are meant:
     swept FILE              a table of a run of benchmarks.sweep
     compiled FILE           a table of a run of benchmarks.compile_kernels
     ranks FILE              a table of a run of benchmarks.distributed
+    sums FILE               a table of a run of benchmarks.all_reduce
 """
 
 from __future__ import annotations

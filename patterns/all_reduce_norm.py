@@ -28,8 +28,8 @@ from fusion_backend.kernels import (
 )
 from fusion_backend.kernels.collective.norm import MAX_ROW
 from fusion_backend.kernels.collective.operators import norm_of_sum, sum_over_ranks, tried
-from fusion_backend.kernels.collective.reach import out_of_reach, ranks_of, unsupported
-from fusion_backend.kernels.collective.size_gate import reject_size, untimed
+from fusion_backend.kernels.collective.reach import linked, out_of_reach, ranks_of, unsupported
+from fusion_backend.kernels.collective.size_gate import other_gpus, reject_size, untimed
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.operands import Norm
 
@@ -70,8 +70,12 @@ def _(x, residual, weight, bias, offset, eps):
 
 
 @all_reduce_norm.worthwhile
-def _(x, group):
-    return untimed(x, ranks_of(group))
+def _(x, residual, kind, group, training):
+    world = ranks_of(group)
+    refused = untimed(x, residual, kind, world, training)
+    if refused is not None or out_of_reach(group):  # which is asked at last, and says why
+        return refused
+    return other_gpus(linked(group), world)
 
 
 @all_reduce_norm.kernel(saves=("mean", "rstd"))

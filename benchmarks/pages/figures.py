@@ -15,6 +15,7 @@ from benchmarks.pages.markdown import where, wrapped
 from benchmarks.pages.model_figures import compile_times, models, shares
 from benchmarks.pages.pattern_figures import by_pattern, losses, memory, named_rows, summary
 from benchmarks.pages.rank_figures import ranks
+from benchmarks.pages.sum_figures import sums
 from benchmarks.records.runs import Run
 
 
@@ -45,4 +46,5 @@ FIGURES = {
     "swept": Figure(("sweep",), swept),
     "compiled": Figure(("compile_kernels",), compiled),
     "ranks": Figure(("distributed",), ranks),
+    "sums": Figure(("all_reduce",), sums),
 }

@@ -54,3 +54,15 @@ def backend_of(device: torch.device) -> str | None:
     except ImportError:
         return None
     return _symmetric_memory.get_backend(device)
+
+
+def linked_by_nvlink(gpu: int) -> list[int]:
+    """The visible GPUs to which NVLink goes from this one, directly or by a switch."""
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _detect_dma_connectivity
+
+        matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+        return [other for other, links in enumerate(matrix[gpu]) if links and other != gpu]
+    except (ImportError, RuntimeError, IndexError):  # no NVML, say
+        return []

@@ -140,23 +140,39 @@ def job():
     dist.destroy_process_group()
 
 
+H100 = "NVIDIA H100 80GB HBM3"
+
+
 def block(x, residual, weight):
     h = funcol.all_reduce(x, "sum", dist.group.WORLD) + residual
     return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
 
 
-def sites(options: dict, rows: int = 64, n: int = 4096) -> list:
+def without_a_residual(x, residual, weight):
+    h = funcol.all_reduce(x, "sum", dist.group.WORLD)
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def layer_norm(x, residual, weight):
+    h = funcol.all_reduce(x, "sum", dist.group.WORLD) + residual
+    return F.layer_norm(h, h.shape[-1:], weight, weight, 1e-6), h
+
+
+def sites(
+    options: dict, rows: int = 64, n: int = 4096, dtype=torch.bfloat16, code=block, target="H100"
+) -> list:
     torch._dynamo.reset()  # or sizes become dynamic
-    x, residual = (torch.randn(rows, n, dtype=torch.bfloat16) for _ in range(2))
+    x, residual = (torch.randn(rows, n, dtype=dtype) for _ in range(2))
     with torch.no_grad():
-        report = explain(block, x, residual, x[0].clone(), target="H100", options=options)
-    return [s for s in report.sites if s.pattern == "all_reduce_add_rms_norm"]
+        report = explain(code, x, residual, x[0].clone(), target=target, options=options)
+    return [s for s in report.sites if s.pattern.startswith("all_reduce_add")]
 
 
 @pytest.fixture
 def reached(monkeypatch):
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
     monkeypatch.setattr(pattern, "out_of_reach", lambda group: "")
+    monkeypatch.setattr(pattern, "linked", lambda group: H100)
 
 
 def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
@@ -164,15 +180,51 @@ def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
     assert site.fused and site.forward == "kernel"
 
 
-def test_nothing_is_taken_that_was_not_timed(job, reached):
-    (site,) = sites({})
+@pytest.mark.parametrize("options", [{}, {"fusion.gate": "table"}], ids=["auto", "table"])
+def test_what_was_timed_is_taken(options, job, reached):
+    """From 16 KB to 64 MB of x."""
+    rows = (1, 2, 64, 8192)
+    found = [sites(options, n)[0] for n in rows]
+    assert [site.fused for site in found] == [False, True, True, True]
+    assert "x has 8,192 bytes, and over 2 ranks the kernel was faster from" in found[0].reason
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"n": 2048}, "has not been timed of rows of 2048"),
+        ({"dtype": torch.float16}, "has not been timed in torch.float16"),
+        ({"code": layer_norm}, "has not been timed with a layer norm"),
+        ({"code": without_a_residual}, "has not been timed without a residual"),
+    ],
+)
+def test_nothing_is_taken_that_was_not_timed(given, why, job, reached):
+    (site,) = sites({}, **given)
     assert not site.fused
-    assert "the sum over 2 ranks has not been timed; fusion.gate=always takes it" in site.reason
+    assert f"the sum over 2 ranks {why}; fusion.gate=always takes it" in site.reason
 
 
-def test_the_table_decides_by_ranks_and_bytes(job, reached, monkeypatch):
-    monkeypatch.setattr(size_gate, "TIMED", {2: (1 << 14, 1 << 19)})
-    assert [sites({}, rows)[0].fused for rows in (1, 2, 64, 128)] == [False, True, True, False]
+def test_training_was_not_timed():
+    x = torch.empty(64, 4096, dtype=torch.bfloat16)
+    assert size_gate.untimed(x, x, "rms", 2, training=False) is None
+    refused = size_gate.untimed(x, x, "rms", 2, training=True)
+    assert "the sum over 2 ranks has not been timed with gradients" in refused.reason
+    refused = size_gate.untimed(x, x, "rms", 4, training=False)
+    assert "the sum over 4 ranks has not been timed" in refused.reason
+
+
+@pytest.mark.parametrize(
+    "gpu, why",
+    [
+        ("NVIDIA H200", "and not on NVIDIA H200"),
+        ("", "and not on GPUs that differ or are not linked by NVLink"),
+    ],
+)
+def test_other_gpus_were_not_timed(gpu, why, job, reached, monkeypatch):
+    monkeypatch.setattr(pattern, "linked", lambda group: gpu)
+    (site,) = sites({})
+    assert not site.fused and why in site.reason
+    assert sites({"fusion.gate": "always"})[0].fused
 
 
 @pytest.mark.parametrize("why, n", [("a row is longer than 16384", 16400), ("64 MB", 16384)])
@@ -184,32 +236,37 @@ def test_what_the_kernel_cannot_do_is_refused(job, reached, why, n):
 def test_out_of_reach_is_asked_last_and_refuses(job, monkeypatch):
     asked = []
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
+    monkeypatch.setattr(pattern, "linked", lambda group: "")
     monkeypatch.setattr(
         pattern, "out_of_reach", lambda group: asked.append(group) or "the ranks are far apart"
     )
-    sites({})
+    sites({}, rows=1)
     assert not asked  # it waits for other ranks, and the tables refuse the site
-    (site,) = sites({"fusion.gate": "always"})
-    assert asked and not site.fused and site.reason.endswith("the ranks are far apart")
+    for options in ({}, {"fusion.gate": "always"}):
+        (site,) = sites(options)
+        assert asked and not site.fused and site.reason.endswith("the ranks are far apart")
 
 
 # What the ranks answer together.
 
-HERE = {"host": "a", "gpu": 0, "reaches": [1], "memory": "CUDA"}
+HERE = {"host": "a", "gpu": 0, "name": H100, "reaches": [1], "linked": [1], "memory": "CUDA"}
+THERE = {**HERE, "gpu": 1, "reaches": [0], "linked": [0]}
 
 
 @pytest.mark.parametrize(
-    "other, why",
+    "other, why, gpu",
     [
-        ({}, ""),
-        ({"host": "b"}, "the ranks are on different hosts"),
-        ({"gpu": 0}, "ranks share a GPU, or each sees its own alone"),
-        ({"reaches": []}, "a GPU cannot reach the memory of another"),
-        ({"memory": None}, "torch.distributed has no symmetric memory of CUDA on every rank"),
+        ({}, "", H100),
+        ({"linked": []}, "", ""),
+        ({"name": "NVIDIA H200"}, "", ""),
+        ({"host": "b"}, "the ranks are on different hosts", ""),
+        ({"gpu": 0}, "ranks share a GPU, or each sees its own alone", ""),
+        ({"reaches": []}, "a GPU cannot reach the memory of another", ""),
+        ({"memory": None}, "torch.distributed has no symmetric memory of CUDA on every rank", ""),
     ],
 )
-def test_the_verdict(other, why):
-    assert reach.verdict([HERE, {**HERE, "gpu": 1, "reaches": [0], **other}]) == why
+def test_the_verdict(other, why, gpu):
+    assert reach.verdict([HERE, {**THERE, **other}]) == (why, gpu)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -218,7 +275,7 @@ def test_the_first_answer_holds_for_all_ranks(late, monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(reach, "WAIT_S", 0.05)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda owner: [0, 1])
-    seen_by = [HERE, {**HERE, "gpu": 1, "reaches": [0]}]
+    seen_by = [HERE, THERE]
     if not late:
         store.set("fusion/reach/facts/g/[0, 1]/1", json.dumps(seen_by[1]))
     monkeypatch.setattr(reach, "seen_here", lambda: seen_by[0])
@@ -226,20 +283,21 @@ def test_the_first_answer_holds_for_all_ranks(late, monkeypatch):
     monkeypatch.setattr(reach, "seen_here", lambda: seen_by[1])
     second = reach.agreed(store, 1, "g", None)
     assert first == second
-    assert first == ("a rank of the group did not say which memory it can reach" if late else "")
+    told = reach.Answer("a rank of the group did not say which memory it can reach")
+    assert first == (told if late else ("", H100))
 
 
 def test_an_answer_that_was_given_meanwhile_holds(monkeypatch):
-    store = dist.HashStore()
+    store, told = dist.HashStore(), reach.Answer("another rank waited too long")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda owner: [0])
     monkeypatch.setattr(reach, "seen_here", lambda: HERE)
 
-    def verdict(found: list) -> str:
-        store.set("fusion/reach/answer/g/[0]", "another rank waited too long.")
-        return ""
+    def verdict(found: list) -> reach.Answer:
+        store.set("fusion/reach/answer/g/[0]", json.dumps(told))
+        return reach.Answer("")
 
     monkeypatch.setattr(reach, "verdict", verdict)
-    assert reach.agreed(store, 0, "g", None) == "another rank waited too long"
+    assert reach.agreed(store, 0, "g", None) == told
 
 
 def test_memory_grows_and_what_was_made_stays(monkeypatch):

@@ -12,22 +12,45 @@ import json
 import platform
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fusion_backend.compat.distributed import default_store
-from fusion_backend.compat.symmetric_memory import backend_of, process_group
+from fusion_backend.compat.symmetric_memory import backend_of, linked_by_nvlink, process_group
 from fusion_backend.kernels.collective.size_gate import GROUPS
 
 WAIT_S, POLL_S = 60.0, 0.02
-KNOWN: dict[str, tuple[object, str]] = {}
+
+
+class Answer(NamedTuple):
+    """`why`: why no kernel can sum over these ranks, in words; empty where one can. `gpu`: the name
+    of the GPUs, where all are alike and NVLink goes from each to all others; else empty.
+    """
+
+    why: str
+    gpu: str = ""
+
+
+KNOWN: dict[str, tuple[object, Answer]] = {}
 
 
 def out_of_reach(group: str) -> str:
     """Why no kernel can sum over the ranks of this group, in words; empty where one can. Waits for
     the other ranks to ask, and is for a group of which `unsupported` says nothing.
     """
+    return answer_of(group).why
+
+
+def linked(group: str) -> str:
+    """Which GPUs the ranks have, if NVLink goes from each to all others; else empty. As
+    `out_of_reach`.
+    """
+    return answer_of(group).gpu
+
+
+def answer_of(group: str) -> Answer:
     store, rank = default_store()
     owner = process_group(group)
     if group not in KNOWN or KNOWN[group][0] is not owner:
@@ -50,7 +73,7 @@ def unsupported(group: str) -> str:
     return ""
 
 
-def agreed(store, rank: int, group: str, owner) -> str:
+def agreed(store, rank: int, group: str, owner) -> Answer:
     """The answer of the whole group, which is of its first rank or of whom the others made wait
     too long.
     """
@@ -61,14 +84,13 @@ def agreed(store, rank: int, group: str, owner) -> str:
     names = [f"{facts}/{other}" for other in ranks]
     while not store.check([answer]) and not store.check(names):
         if time.monotonic() > until:
-            told = "a rank of the group did not say which memory it can reach"
-            return store.compare_set(answer, "", told + ".").decode()[:-1]
+            told = Answer("a rank of the group did not say which memory it can reach")
+            return Answer(*json.loads(store.compare_set(answer, "", json.dumps(told))))
         time.sleep(POLL_S)
     if not store.check([answer]):
-        found = [json.loads(store.get(name)) for name in names]
-        # the store takes no empty answer
-        return store.compare_set(answer, "", verdict(found) + ".").decode()[:-1]
-    return store.get(answer).decode()[:-1]
+        told = verdict([json.loads(store.get(name)) for name in names])
+        return Answer(*json.loads(store.compare_set(answer, "", json.dumps(told))))
+    return Answer(*json.loads(store.get(answer)))
 
 
 def seen_here() -> dict:
@@ -79,13 +101,24 @@ def seen_here() -> dict:
     return {
         "host": f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}",
         "gpu": device.index,
+        "name": torch.cuda.get_device_name(device),
         "reaches": [i for i in others if torch.cuda.can_device_access_peer(device.index, i)],
+        "linked": linked_by_nvlink(device.index),
         "memory": backend_of(device),
     }
 
 
-def verdict(found: list[dict]) -> str:
-    """The answer, of what every rank sees: empty where all reach all."""
+def verdict(found: list[dict]) -> Answer:
+    """The answer, of what every rank sees."""
+    if why := far(found):
+        return Answer(why)
+    gpus, names = {one["gpu"] for one in found}, {one["name"] for one in found}
+    alike = len(names) == 1 and all(gpus <= {one["gpu"], *one["linked"]} for one in found)
+    return Answer("", names.pop() if alike else "")
+
+
+def far(found: list[dict]) -> str:
+    """Why not all reach all; empty where they do."""
     gpus = {one["gpu"] for one in found}
     if any(one["memory"] != "CUDA" for one in found):
         return "torch.distributed has no symmetric memory of CUDA on every rank"

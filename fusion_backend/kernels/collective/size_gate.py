@@ -7,6 +7,8 @@ decide alike.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,25 @@ from fusion_backend.kernels.common.inputs import dynamic, number
 from fusion_backend.reporting.reject import Reject, Unmeasured
 
 GROUPS = (2, 4, 8)
-# Ranks -> [smallest, largest] bytes of x at which the kernels won at every size that was timed, in
-# bf16. Not timed yet.
-TIMED: dict[int, tuple[int, int]] = {}
-# Ranks -> bytes of x from which two shots were faster than one. Until that is timed: two ranks move
-# as many bytes either way and wait once less in one shot; of more ranks, each reads world - 1 times
-# x in one shot, and 2 (world - 1) / world times in two.
+
+
+class Timed(NamedTuple):
+    """What was timed, and the kernels won all of: bf16 rows of n, summed over the ranks, the
+    residual sum and the RMS norm, without gradients, of [smallest, largest] bytes of x.
+    """
+
+    gpu: str  # NVLink goes from each to all others
+    n: int
+    smallest: int
+    largest: int
+
+
+# Ranks -> what was timed. Source: benchmarks/results/h100-all-reduce.json
+TIMED: dict[int, Timed] = {2: Timed("NVIDIA H100 80GB HBM3", 4096, 1 << 14, 1 << 26)}
+# Ranks -> bytes of x from which two shots are taken to be faster than one. Over two ranks they are
+# not, at any size that was timed: as many bytes move either way, and one shot waits once less. Of
+# more ranks, which were not timed, each reads world - 1 times x in one shot, and
+# 2 (world - 1) / world times in two.
 TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 19, 8: 1 << 18}
 LARGEST = 64 << 20  # bytes of x: twice as much is allocated on each rank
 
@@ -38,15 +53,39 @@ def reject_size(x: Tensor) -> Reject | None:
         return Reject(f"x has more than {LARGEST >> 20} MB")
 
 
-def untimed(x: Tensor, world: int) -> Unmeasured | None:
+ALWAYS = "fusion.gate=always takes it"
+
+
+def untimed(
+    x: Tensor, residual: Tensor | None, kind: str, world: int, training: bool
+) -> Unmeasured | None:
     """Was the kernel faster at this size, with so many ranks?"""
+    if world not in TIMED:
+        return Unmeasured(f"the sum over {world} ranks has not been timed; {ALWAYS}")
+    timed, n = TIMED[world], number(x.shape[-1])
+    others = {
+        "with gradients": training,
+        f"in {x.dtype}": x.dtype != torch.bfloat16,
+        "with a layer norm": kind != "rms",
+        "without a residual": residual is None,
+        f"of rows of {n}": n != timed.n,
+    }
+    told = next((what for what, holds in others.items() if holds), None)
+    if told is not None:
+        return Unmeasured(f"the sum over {world} ranks has not been timed {told}; {ALWAYS}")
     size = number(x.numel()) * x.element_size()
-    if world not in TIMED or x.dtype != torch.bfloat16:
-        told = f"{world} ranks" if x.dtype == torch.bfloat16 else f"{world} ranks in {x.dtype}"
-        return Unmeasured(f"the sum over {told} has not been timed; fusion.gate=always takes it")
-    smallest, largest = TIMED[world]
-    if not smallest <= size <= largest:
+    if not timed.smallest <= size <= timed.largest:
         return Unmeasured(
-            f"x has {size:,} bytes, and over {world} ranks the kernel was faster from {smallest:,} "
-            f"to {largest:,}; fusion.gate=always takes it"
+            f"x has {size:,} bytes, and over {world} ranks the kernel was faster from "
+            f"{timed.smallest:,} to {timed.largest:,}; {ALWAYS}"
+        )
+
+
+def other_gpus(gpu: str, world: int) -> Unmeasured | None:
+    """Was it timed on such GPUs? Empty where they differ, or NVLink does not go between all."""
+    timed = TIMED[world].gpu
+    if gpu != timed:
+        found = f"on {gpu}" if gpu else "on GPUs that differ or are not linked by NVLink"
+        return Unmeasured(
+            f"the sum over {world} ranks has been timed on {timed}, and not {found}; {ALWAYS}"
         )
