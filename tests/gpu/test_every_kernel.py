@@ -9,8 +9,8 @@ from fusion_backend.ops.op import Op
 from fusion_backend.testing import arguments, close, in_fp64, supported_forms, value_and_gradients
 
 pytestmark = pytest.mark.gpu
-# Dropout is compared in test_dropout.py: the masks of a compiled graph are its own. A rule by itself
-# has no kernel: what it writes is compared in test_all_reduce.py.
+# Dropout is compared in test_dropout.py: the masks of a compiled graph are its own. A rule by
+# itself has no kernel: what it writes is compared in test_all_reduce.py.
 OPS = [p for p in patterns() if isinstance(p, Op)]
 WITH_KERNELS = {p.name: p for p in OPS if p.kernel_fn is not None and not p.seed_arguments}
 

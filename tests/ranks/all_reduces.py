@@ -28,7 +28,7 @@ import fusion_backend
 from ..eager_kernels import eager_kernels
 from ..oracle.harness import FAST, fused_sites
 from ..sums_over_ranks import within_reach
-from . import tp_plans
+from . import shared_memory, tp_plans
 from .tp_plans import Job, collectives, whole
 
 BACKENDS = ("eager", "inductor", "left", "taken")
@@ -189,6 +189,8 @@ JOBS: dict[str, Callable] = {
     **{name: of_function(fn) for name, fn in SITES.items()},
     **{name: of_function(fn, "gradient" in name) for name, fn in OTHERS.items()},
 }
+# Those that only `--full` runs. By default one plan and one model remain, one of them in training.
+DEAR = {"plan, inference", "plan with layer norms, training", "llama, training"}
 
 
 def observe(run: Callable, folder: Path, backend: str) -> dict:
@@ -220,11 +222,12 @@ def observe(run: Callable, folder: Path, backend: str) -> dict:
     }
 
 
-def observe_all(folder: Path) -> dict:
-    """(job, backend) -> what was seen."""
+def observe_all(folder: Path, names: list[str], calls: list[shared_memory.Call]) -> dict:
+    """ "jobs": (job, backend) -> what was seen. "kernels": what shared_memory.py has observed."""
     with torch._inductor.config.patch(FAST):
-        return {
-            (name, backend): observe(run, folder, backend)
-            for name, run in JOBS.items()
+        jobs = {
+            (name, backend): observe(JOBS[name], folder, backend)
+            for name in names
             for backend in BACKENDS
         }
+    return {"jobs": jobs, "kernels": shared_memory.observe(folder, calls)}

@@ -18,6 +18,8 @@ from fusion_backend.kernels.collective.norm import fresh, start
 from fusion_backend.kernels.collective.workspace import DATA, Workspace, laid_out
 from fusion_backend.kernels.norm.operands import Norm
 
+from ..selection import covering
+
 CAPACITY = 1 << 16
 
 
@@ -39,12 +41,16 @@ KINDS = [
 ]
 # 300 rows: some programs have two, and others one
 SHAPES = [(1, 33), (7, 100), (300, 8)]
+SHOTS = (False, True)
 CALLS = [
-    Call(rows, n, dtype, two_shot, centred, residual)
-    for (rows, n), two_shot, (dtype, centred, residual) in itertools.product(
-        SHAPES, (False, True), KINDS
-    )
+    Call(*shape, dtype, two_shot, centred, residual)
+    for shape, two_shot, (dtype, centred, residual) in itertools.product(SHAPES, SHOTS, KINDS)
 ]
+# Enough for every two of them together.
+FEW = {
+    Call(*shape, dtype, two_shot, centred, residual)
+    for shape, two_shot, (dtype, centred, residual) in covering(SHAPES, SHOTS, KINDS)
+}
 
 
 def workspace(folder: Path) -> Workspace:
@@ -87,12 +93,12 @@ def exact(xs: list[Tensor], residual: Tensor | None, norm: Norm) -> tuple[Tensor
     return F.rms_norm(h, h.shape[-1:], weight, norm.eps), h
 
 
-def observe(folder: Path) -> list[dict]:
-    """Of each call, one after another in the same memory: the distances of y and h from fp64, and
-    the results.
+def observe(folder: Path, calls: list[Call]) -> dict[str, dict]:
+    """Of each call, by its words, one after another in the same memory: the distances of y and h
+    from fp64, and the results.
     """
-    place, found = workspace(folder), []
-    for number, call in enumerate(CALLS):
+    place, found = workspace(folder), {}
+    for number, call in enumerate(calls):
         xs, residual, norm = arguments(call, number)
         results = fresh(xs[0], norm, save=True)
         start(xs[dist.get_rank()], residual, norm, results, place, call.two_shot)
@@ -101,5 +107,5 @@ def observe(folder: Path) -> list[dict]:
             (have.double() - want).abs().max().item()
             for have, want in zip(results[:2], wanted, strict=True)
         ]
-        found.append({"far": far, "results": results, "scale": wanted[0].abs().max().item()})
+        found[str(call)] = {"far": far, "results": results, "scale": wanted[0].abs().max().item()}
     return found

@@ -16,9 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusion_backend import explain
 from fusion_backend.kernels.collective import reach, size_gate, workspace
 
-from . import all_reduces, shared_memory, tp_plans
-from .all_reduces import OTHERS, SITES
-from .shared_memory import CALLS
+from .. import selection
+from ..selection import only_full
+from . import all_reduces, tp_plans
+from .all_reduces import DEAR, OTHERS, SITES
+from .shared_memory import CALLS, FEW
 from .starting import in_two_processes
 
 PLANS = {
@@ -38,18 +40,42 @@ REFUSED = {
 }
 
 
+def jobs(names) -> list:
+    """As parameters."""
+    return [only_full(name) if name in DEAR else name for name in names]
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> list[dict]:
-    """What both processes have observed."""
-    distributed = pytest.importorskip("transformers.distributed")
-    if "tp_plan" not in {f.name for f in dataclasses.fields(distributed.DistributedConfig)}:
-        pytest.skip("this transformers has no DistributedConfig(tp_plan=...)")
+def observed(tmp_path_factory) -> list[dict]:
+    """What both processes have observed. To start them takes as long as much of what they do."""
     folder = tmp_path_factory.mktemp("sums")
-    tp_plans.save(folder)
-    return in_two_processes(all_reduces.observe_all, folder, folder)
+    names = [name for name in all_reduces.JOBS if selection.FULL or name not in DEAR]
+    if has_plans():
+        tp_plans.save(folder)
+    else:
+        names = [name for name in names if "llama" not in name]
+    calls = [call for call in CALLS if selection.FULL or call in FEW]
+    return in_two_processes(all_reduces.observe_all, folder, folder, names, calls)
 
 
-@pytest.mark.parametrize("name", all_reduces.JOBS)
+def has_plans() -> bool:
+    """Has transformers a DistributedConfig(tp_plan=...)?"""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:
+        return False
+    return "tp_plan" in {f.name for f in dataclasses.fields(DistributedConfig)}
+
+
+@pytest.fixture
+def seen(observed, request) -> list[dict]:
+    """Of jobs."""
+    if "llama" in request.node.name and not has_plans():
+        pytest.skip("this transformers has no DistributedConfig(tp_plan=...)")
+    return [one["jobs"] for one in observed]
+
+
+@pytest.mark.parametrize("name", jobs(all_reduces.JOBS))
 def test_results_and_gradients_are_those_of_eager(seen, name):
     for one in seen:
         want = one[name, "eager"]["results"]
@@ -60,7 +86,7 @@ def test_results_and_gradients_are_those_of_eager(seen, name):
                 torch.testing.assert_close(a, b, rtol=0, atol=far)
 
 
-@pytest.mark.parametrize("name", all_reduces.JOBS)
+@pytest.mark.parametrize("name", jobs(all_reduces.JOBS))
 def test_collectives_are_those_of_plain_inductor_on_both_ranks(seen, name):
     plain, *others = (
         one[name, backend]["collectives"]
@@ -70,7 +96,7 @@ def test_collectives_are_those_of_plain_inductor_on_both_ranks(seen, name):
     assert all(other == plain for other in others) and any(plain)
 
 
-@pytest.mark.parametrize("name", [*PLANS, *SITES])
+@pytest.mark.parametrize("name", jobs([*PLANS, *SITES]))
 def test_what_is_left_to_gloo_has_a_reason_and_the_smaller_pattern(seen, name):
     rule, count = PLANS.get(name, ("", 1))
     smaller = NORMS.get(name, "add_layer_norm" if "layer_norm" in rule else "add_rms_norm")
@@ -83,7 +109,7 @@ def test_what_is_left_to_gloo_has_a_reason_and_the_smaller_pattern(seen, name):
         }
 
 
-@pytest.mark.parametrize("name", [*PLANS, *SITES])
+@pytest.mark.parametrize("name", jobs([*PLANS, *SITES]))
 def test_sites_are_found(seen, name):
     layer = "all_reduce_add_layer_norm" if name == "layer norm" else "all_reduce_add_rms_norm"
     rule, count = PLANS.get(name, (layer, 1))
@@ -114,16 +140,12 @@ def test_what_is_something_else_is_left_alone(seen, name):
             )
 
 
-@pytest.fixture(scope="module")
-def computed(tmp_path_factory) -> list[list[dict]]:
-    folder = tmp_path_factory.mktemp("memory")
-    return in_two_processes(shared_memory.observe, folder, folder)
-
-
-@pytest.mark.parametrize("number", range(len(CALLS)), ids=map(str, CALLS))
-def test_the_kernels_agree_with_fp64_and_ranks_have_the_same_bits(computed, number):
-    first, second = (one[number] for one in computed)
-    rounding = torch.finfo(CALLS[number].dtype).eps
+@pytest.mark.parametrize(
+    "call", [call if call in FEW else only_full(call) for call in CALLS], ids=str
+)
+def test_the_kernels_agree_with_fp64_and_ranks_have_the_same_bits(observed, call):
+    first, second = (one["kernels"][str(call)] for one in observed)
+    rounding = torch.finfo(call.dtype).eps
     assert max(first["far"]) <= 2 * rounding * max(1.0, first["scale"])
     assert all(map(torch.equal, first["results"], second["results"]))
 
