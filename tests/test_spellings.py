@@ -180,9 +180,11 @@ def test_training_and_inference(scaled_tanh):
 
 
 def test_the_figures_on_the_page():
-    """What benchmarks.spellings measured last: recognised in both modes, and nothing wrong."""
+    """What benchmarks.spellings measured last, of all but rules by themselves: recognised in both
+    modes, and nothing wrong.
+    """
     rows = json.loads(RESULTS.read_text())["rows"]
-    assert [r["pattern"] for r in rows] == list(ALL)
+    assert [r["pattern"] for r in rows] == [n for n, p in ALL.items() if isinstance(p, Op)]
     assert all(
         r["spellings"] >= 40 and r["training"] and r["inference"] and not r["faults"] for r in rows
     )
