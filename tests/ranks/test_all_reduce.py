@@ -192,6 +192,7 @@ def sites(
 
 @pytest.fixture
 def reached(monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
     monkeypatch.setattr(pattern, "out_of_reach", lambda group: "")
     monkeypatch.setattr(pattern, "linked", lambda group: H100)
@@ -202,8 +203,15 @@ def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
     assert site.fused and site.forward == "kernel"
 
 
+def test_nothing_is_taken_that_nobody_asked_for(job, reached, monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", False)
+    (site,) = sites({})
+    assert not site.fused and "would leave the others waiting" in site.reason
+    assert sites({"fusion.gate": "always"})[0].fused
+
+
 @pytest.mark.parametrize("options", [{}, {"fusion.gate": "table"}], ids=["auto", "table"])
-def test_what_was_timed_is_taken(options, job, reached):
+def test_what_was_timed_may_be_taken(options, job, reached):
     """From 16 KB to 64 MB of x."""
     rows = (1, 2, 64, 8192)
     found = [sites(options, n)[0] for n in rows]
@@ -226,7 +234,8 @@ def test_nothing_is_taken_that_was_not_timed(given, why, job, reached):
     assert f"the sum over 2 ranks {why}; fusion.gate=always takes it" in site.reason
 
 
-def test_training_was_not_timed():
+def test_training_was_not_timed(monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     x = torch.empty(64, 4096, dtype=torch.bfloat16)
     assert size_gate.untimed(x, x, "rms", 2, training=False) is None
     refused = size_gate.untimed(x, x, "rms", 2, training=True)
@@ -257,6 +266,7 @@ def test_what_the_kernel_cannot_do_is_refused(job, reached, why, n):
 
 def test_out_of_reach_is_asked_last_and_refuses(job, monkeypatch):
     asked = []
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
     monkeypatch.setattr(pattern, "linked", lambda group: "")
     monkeypatch.setattr(

@@ -54,6 +54,10 @@ def reject_size(x: Tensor) -> Reject | None:
 
 
 ALWAYS = "fusion.gate=always takes it"
+# Is the kernel used without being asked for, where it was timed? A rank whose compilation fails
+# runs its graph with NCCL, and the others would wait for it in the kernel. NCCL, too, was timed
+# without NVLS.
+BY_DEFAULT = False
 
 
 def untimed(
@@ -79,6 +83,12 @@ def untimed(
             f"x has {size:,} bytes, and over {world} ranks the kernel was faster from "
             f"{timed.smallest:,} to {timed.largest:,}; {ALWAYS}"
         )
+    if not BY_DEFAULT:
+        return Unmeasured(
+            f"over {world} ranks the kernel was faster at this size, but a rank whose compilation "
+            f"fails would leave the others waiting; {ALWAYS}"
+        )
+    return None
 
 
 def other_gpus(gpu: str, world: int) -> Unmeasured | None:
