@@ -11,10 +11,7 @@ of diffusion transformers), after Perez et al. 2018.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -29,6 +26,7 @@ from fusion_backend.kernels import (
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.modulated import MAX_HELD, Modulation, forward
 from fusion_backend.kernels.norm.modulated_backward import backward
+from fusion_backend.kernels.norm.plain import Kind, normalised, statistics
 
 
 @Pattern(inductor="reduction")
@@ -39,19 +37,11 @@ def modulated_norm(
     scale: Tensor,
     shift: Tensor | None,
     eps: float,
-    norm: Literal["layer", "rms"],
+    norm: Kind,
 ) -> Tensor:
     is_per_sample(x, scale, shift)
     y = normalised(x, weight, bias, eps, norm) * (1 + scale)
     return (y if shift is None else y + shift).to(x.dtype)
-
-
-def normalised(x, weight, bias, eps, norm):
-    if norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if bias is not None:
-        raise ValueError("an RMS norm has no bias")
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def is_per_sample(x, scale, shift):
@@ -149,12 +139,7 @@ def _(x, weight, bias, scale, shift, eps, norm, save):
 
 @modulated_norm.saved
 def _(x, weight, bias, scale, shift, eps, norm):
-    """Operator for operator as in the forward, so that nothing is computed twice."""
-    if norm == "layer":
-        _, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, eps)
-        return mean.reshape(-1), rstd.reshape(-1)
-    rstd = torch.rsqrt(x.float().pow(2).mean(x.dim() - 1, keepdim=True) + eps)
-    return rstd.new_empty(0), rstd.reshape(-1)
+    return statistics(x, eps, norm)
 
 
 @modulated_norm.backward

@@ -4,16 +4,15 @@ and silu.
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 8192 long; norm is the layer norm or the RMS
 norm over the last dimension, weight and bias `[n]` may be missing, and an RMS norm has no bias.
 Computed in fp32, rounded once; backward keeps x and the mean and rstd of each row, and computes
-again what the activation was applied to. Source: wav2vec 2.0 (Baevski et al. 2020), for one, has
-gelu(layer_norm(x)) behind its convolutions.
+again what the activation was applied to. Projection heads have it behind a linear layer. Where the
+columns are not one element apart, as behind the convolutions of wav2vec 2.0, it is left to
+Inductor.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
@@ -28,6 +27,7 @@ from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.norm_act import MAX_HELD, backward, forward
 from fusion_backend.kernels.norm.operands import Norm
+from fusion_backend.kernels.norm.plain import Kind, normalised, statistics
 
 Act = Literal["relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 
@@ -38,18 +38,10 @@ def norm_act(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    norm: Literal["layer", "rms"],
+    norm: Kind,
     act: Act,
 ) -> Tensor:
     return activate(normalised(x, weight, bias, eps, norm), act)
-
-
-def normalised(x, weight, bias, eps, norm):
-    if norm == "layer":
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    if bias is not None:
-        raise ValueError("an RMS norm has no bias")
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 @norm_act.near_miss
@@ -93,12 +85,7 @@ def _(x, weight, bias, eps, norm, act, save):
 
 @norm_act.saved
 def _(x, weight, bias, eps, norm, act):
-    """Operator for operator as in the forward, so that nothing is computed twice."""
-    if norm == "layer":
-        _, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, eps)
-        return mean.reshape(-1), rstd.reshape(-1)
-    rstd = torch.rsqrt(x.float().pow(2).mean(x.dim() - 1, keepdim=True) + eps)
-    return rstd.new_empty(0), rstd.reshape(-1)
+    return statistics(x, eps, norm)
 
 
 @norm_act.backward

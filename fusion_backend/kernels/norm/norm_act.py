@@ -19,7 +19,7 @@ from fusion_backend.kernels.common.inputs import as_rows, number
 from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.gemm.epilogue import bell_of, epilogue, slope
-from fusion_backend.kernels.norm.backward_short import backward_config
+from fusion_backend.kernels.norm.backward_short import backward_config, write_gradient
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.kernels.norm.weight_sums import add_up, partial_sums, write_sums
 
@@ -191,10 +191,9 @@ def norm_act_backward_kernel(
             db += g
         if DX is not None:
             g = affine(g, W, None, col, inside)
-            d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
-            if MEAN is not None:
-                d -= tl.sum(g, 1, keep_dims=True) / N
-            tl.store(DX + row * N + col, d * rstd, keep)
+            write_gradient(
+                g, u, rstd, row, keep, MEAN, None, DX, None, 0, 0, N, BLOCK, THRESHOLD=0, SCALE=1.0
+            )
     if SUMS is not None:
         write_sums(
             SUMS, tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True),
