@@ -76,6 +76,11 @@ def _(around, training):
 
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
+    if groups == x.shape[1]:
+        return Reject(
+            "each channel is a group, as in instance_norm: timed at 0.74 to 1.00 of Inductor on an "
+            "H100 in inference, and not in training"
+        )
     if statically_known_true(x.numel() < 1 << 23):
         return UNMEASURED
 

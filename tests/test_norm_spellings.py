@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, explain
 from fusion_backend.ops.registry import unregister
 from fusion_backend.testing import assert_fuses, fused_nodes, rewritten
 from tests.kernel_checks import FLOATS, randn, runs_kernels
@@ -70,6 +70,17 @@ def test_instance_norm_with_running_statistics_is_left_alone(training):
     norms[0](x)
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(norms[1], name), getattr(norms[0], name))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_tables_leave_a_group_for_each_channel_to_inductor(training):
+    """Found, and for the gate to measure; groups of several channels are taken."""
+    x = torch.empty(32, 64, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=training)
+    for fn, taken in ((F.instance_norm, 0), (lambda x: F.group_norm(x, 8), 1)):
+        report = explain(fn, x, target="H200", options={"fusion.gate": "table"})
+        assert [s.pattern for s in report.fused] == ["group_norm"] * taken, report
+        (site,) = [s for s in report.sites if s.pattern == "group_norm"]
+        assert taken or "each channel is a group" in site.reason
 
 
 def test_one_channel_is_one_group():
