@@ -10,10 +10,10 @@
 Each graph of benchmarks/foreign_code/ is compiled by plain Inductor and by fusion in a process of
 its own, with empty caches. It is compared with fp64: outputs and, in training, gradients may not be
 further off than both Inductor's and eager's. Then both are timed in turns, with Inductor's twin for
-the noise. Kernels that both graphs have in common are tuned once, unless --apart. Many processes
-compile at once; whoever times is alone on the GPU. Sizes are tiny on a CPU, where times mean
-nothing. Exit status: 0; 1 when a graph went wrong or is slower than 0.98 beyond its noise; 2
-when the arguments make no sense; 130 after Ctrl-C. What was measured until then is kept.
+the noise: the same code, whose kernels Inductor has tuned once more. Many processes compile at
+once; whoever times is alone on the GPU. Sizes are tiny on a CPU, where times mean nothing. Exit
+status: 0; 1 when a graph went wrong or is slower than 0.98 beyond its noise; 2 when the arguments
+make no sense; 130 after Ctrl-C. What was measured until then is kept.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         about |= dict(
             options=options, size=size, warm=args.warm, apart=args.apart, processes=args.processes
         )
+        how = How(size, options, args.rounds, args.apart, args.warm)
         run = Run("foreign", about, before(args.out, about) if args.add else [])
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {name: graph for name, graph in found.items() if name not in known}
     print(f"{run.about['gpu'] or 'CPU: the times below mean nothing'}, torch {torch.__version__}")
     try:
-        runner = Runner(run, How(size, options, args.rounds, args.apart), device, args, show)
+        runner = Runner(run, how, device, args, show)
         runner.measure(wanted, until(args.minutes))
     except KeyboardInterrupt:
         run.about["stopped"] = "by Ctrl-C"

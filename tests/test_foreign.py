@@ -1,5 +1,7 @@
 """The command benchmarks.foreign: what is wrong, what is slow, and its files."""
 
+import os
+
 import pytest
 import torch
 
@@ -163,6 +165,8 @@ def fill(name, tmp_path, monkeypatch, ours=lambda fn: fn, plain=lambda fn: fn) -
     graph = graphs()[name]
     found, made = GraphRow.of_graph(graph), {INDUCTOR: plain, FUSION: ours}
     monkeypatch.setattr(measuring, "contenders", lambda options: made)
+    (tmp_path / "caches").mkdir(exist_ok=True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     measure(graph, How("tiny", {}, 1, False), found, Turns(tmp_path / "gpu.lock"), CPU)
     return found
 
@@ -184,6 +188,25 @@ def test_a_graph_is_compared_and_timed(name, tmp_path, monkeypatch):
     assert found.ratio == pytest.approx(base.kernel.median / mine.kernel.median)
     assert 0 < mine.output_error == base.output_error < 0.01
     assert (mine.gradient_error is None) == (found.mode == "infer")
+
+
+def test_the_twin_is_tuned_once_more(tmp_path, monkeypatch):
+    """It finds what Inductor compiled, without the configurations that it chose."""
+    (tmp_path / "caches").mkdir()
+    for ending in ("py", "best_config"):
+        (tmp_path / "caches" / f"kernel.{ending}").touch()
+    seen: list[list[str]] = []
+
+    def looks(fn):
+        def call(*args):
+            seen.append(sorted(os.listdir(os.environ["TORCHINDUCTOR_CACHE_DIR"])))
+            return fn(*args)
+
+        return call
+
+    fill("swish infer bf16", tmp_path, monkeypatch, plain=looks)
+    chosen, compiled = ["kernel.best_config"], ["kernel.py"]  # the first call starts the compilers
+    assert seen[1:5] == [chosen + compiled] * 2 + [compiled] * 2
 
 
 @pytest.mark.parametrize("name", ["layer_norm_odd infer f32", "mse_loss train bf16"])

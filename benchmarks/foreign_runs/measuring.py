@@ -30,13 +30,15 @@ from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 
 class How(NamedTuple):
     """size: full or tiny. options: those of fusion. rounds: turns of each contender. apart: each
-    contender has caches of its own; otherwise fusion finds what Inductor has compiled and tuned.
+    contender has caches of its own; otherwise fusion finds what Inductor has compiled. warm: the
+    caches are the user's, and nothing is added beside them.
     """
 
     size: str
     options: dict
     rounds: int
     apart: bool
+    warm: bool = False
 
 
 def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.device) -> None:
@@ -75,7 +77,8 @@ def compiled(
     step: Step, how: How, row: GraphRow, turns: Turns, device: torch.device
 ) -> dict[str, Callable]:
     """The functions of the contenders, each compiled and called twice; and Inductor's twin: the
-    same code once more, from the cache, for which Inductor may choose other configurations.
+    same code, for which Inductor chooses the configurations once more. Its choices differ from one
+    compilation to the next, and a kernel of ours earlier in the graph makes it choose again.
     """
     functions, makes = {}, contenders(how.options)
     for name, make in {**makes, TWIN: makes[INDUCTOR]}.items():
@@ -85,7 +88,8 @@ def compiled(
         fusion_backend.reset()
         try:
             functions[name] = make(entry(step.module, name))
-            with caches_of(name) if how.apart else contextlib.nullcontext():
+            own = how.apart or (name == TWIN and not how.warm)
+            with caches_of(name) if own else contextlib.nullcontext():
                 first_calls(step, functions[name], side, turns, device)
         except Exception as error:
             side.status, side.note = FAILED, said(error)
@@ -99,9 +103,11 @@ def compiled(
 
 @contextlib.contextmanager
 def caches_of(name: str) -> Iterator[None]:
-    """A copy of the process's caches, which this contender alone fills."""
+    """A copy of the process's caches, without the configurations that Inductor has chosen, which
+    this contender alone fills.
+    """
     own = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    shutil.copytree(own, f"{own}-{name}")
+    shutil.copytree(own, f"{own}-{name}", ignore=shutil.ignore_patterns("*.best_config"))
     with cache_in(f"{own}-{name}"):
         yield
 

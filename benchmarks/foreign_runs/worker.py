@@ -21,7 +21,6 @@ from benchmarks.foreign_runs.steps import contenders
 from benchmarks.measure.failures import said
 from benchmarks.processes.turns import Turns, lock_file, measure_alone
 from benchmarks.records.rows import FAILED
-from fusion_backend.compat.torch import inductor_config
 from fusion_backend.frontends.loading import patterns
 
 LOG = "log"  # the file in a worker's folder that has what it printed
@@ -45,8 +44,6 @@ def work(job: Work, pipe) -> None:
     begun = time.monotonic()
     quiet(job.folder)
     fresh_caches(job)
-    # kernels that plain Inductor's graph and ours have in common are tuned once, for both
-    inductor_config.triton.unique_kernel_names = False
     torch.set_num_threads(job.threads)
     if not job.name:
         begin(job)

@@ -21,7 +21,7 @@ from benchmarks.records.rows import FAILED, ModelContender
 from fusion_backend.compat.torch import clear_caches
 from fusion_backend.measure import store
 
-WARM = 3  # compilations with a filled cache
+WARM = 7  # compilations with a filled cache, which differ by up to a third
 # contenders that have compiled something in this process, and for training
 STARTED: set[tuple[str, bool]] = set()
 
@@ -77,7 +77,7 @@ def compile_all(
     say,
 ) -> None:
     """Compile every contender, each in a cache of its own, and note how long it took: with a
-    filled cache the median of several times, which differ by some percent.
+    filled cache the median of several times.
     """
     answers = store.store()  # the user's, before each contender has its own
     turns = ("cold", *["warm"] * WARM) if plan.cold else ("cold",)
