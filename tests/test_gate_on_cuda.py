@@ -125,6 +125,13 @@ def product(x, norm):
 check(marked(product), [])
 check(marked(lambda x, norm: norm(x.detach().cos())), [])  # nothing is kept for it
 check(marked(lambda x, norm: norm(F.silu(x)), grad=False), [])
+# computed with its product, by one kernel, which backward is not to run once more
+def activated(x, norm):
+    return norm(F.gelu(F.linear(x, x.t() @ x)))
+check(marked(activated), [])
+gm, new, record = run(lambda x, w, b: activated(x, lambda h: norm(h, w, b)), (64, 4096), (4096,),
+                      (4096,), grad=True, gate="always")
+assert {s.pattern for s in record.sites if s.fused} == {"linear_act", "layer_norm"}, record
 """,
     "kernels of channels, groups and rows of unit length are taken when asked for": """
 plane, c = (4, 32, 16, 16), (32,)

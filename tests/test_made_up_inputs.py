@@ -26,6 +26,19 @@ def test_made_up_inputs_have_the_sizes_strides_and_dtypes_of_the_graph():
         assert have.requires_grad == want.requires_grad and have.is_leaf
 
 
+def test_variances_are_positive():
+    norm = nn.BatchNorm1d(16).eval()
+
+    def by_hand(x, mean, var):
+        return torch.relu((x - mean) / torch.sqrt(var[None].to(x.dtype) + 1e-5))
+
+    x, mean, var = torch.randn(64, 16), torch.randn(16), torch.rand(16)
+    for fn, inputs in ((lambda x: norm(x), [x]), (by_hand, [x, mean, var])):
+        cut, found = inputs_of(fn, *inputs, only="batch_norm")
+        signs = {n.name: bool((t > 0).all()) for n, t in zip(cut.inputs, found, strict=True)}
+        assert sorted(signs.values()) == [False] * (len(signs) - 1) + [True], signs
+
+
 def test_indices_are_within_what_they_index():
     table = nn.Embedding(7, 16)
 

@@ -92,3 +92,23 @@ def test_what_the_user_has_switched_off_is_no_rival(monkeypatch, tmp_path, one):
     with as_on_a_gpu(monkeypatch, tmp_path, gains(gelu=1.2)) as stub:
         assert fused(decided(layer, *one, skip=("gelu",))) == ["linear_act"]
     assert stub.asked == [["linear_act"]]
+
+
+def test_what_inductor_computes_with_its_neighbours_is_tried_without_the_kernels(
+    monkeypatch, tmp_path
+):
+    """A kernel of batch_norm in front of gelu moves all of it through memory once more."""
+    norm = torch.nn.BatchNorm1d(1024).eval().bfloat16()
+
+    def fn(x):
+        return F.gelu(norm(x)).relu()
+
+    def by_number(alone):
+        return lambda chosen: {1: alone, 2: 1.1}[len(chosen)]
+
+    x = torch.randn(4096, 1024, dtype=torch.bfloat16)
+    for alone, kept in ((1.3, ["gelu"]), (1.05, ["batch_norm", "gelu"])):
+        place = tmp_path / str(alone)
+        with as_on_a_gpu(monkeypatch, place, by_number(alone)) as stub, torch.no_grad():
+            assert fused(decided(fn, x)) == kept
+        assert stub.asked == [["batch_norm", "gelu"], ["gelu"]]

@@ -89,6 +89,19 @@ def test_what_reads_a_value_later_element_by_element_belongs_to_the_region():
         )
 
 
+def test_a_concatenation_that_reads_a_value_later_belongs_to_the_region():
+    """As in DLRM, where Inductor computes an activation in both concatenations."""
+    up, down = nn.Linear(16, 16), nn.Linear(32, 16)
+
+    def fn(x, y):
+        h = F.layer_norm(up(x), (16,))
+        return torch.cat((h, down(torch.cat((h, y), 1))), 1)
+
+    cut, *others = cuts_of(fn, torch.randn(4, 16), torch.randn(4, 16), only="layer_norm")
+    assert names(cut.region) == ["layer_norm", "cat", "cat"] and not others
+    assert [n.name for n in cut.outputs] == ["cat", "cat_1"]
+
+
 def test_a_result_of_the_graph_stays_with_what_makes_it():
     linear = nn.Linear(16, 16)
 
@@ -231,6 +244,24 @@ def test_a_cast_of_an_argument_that_is_read_before_is_computed_again():
     assert names(cut.region) == ["dropout", "dropout", "add", "layer_norm"]
     inputs = made_up(cut, torch.device("cpu"))
     torch.testing.assert_close(cut.graph([])(*inputs), cut.graph(cut.region.sites)(*inputs))
+
+
+def test_what_backward_computes_again_does_so_in_a_region():
+    """An activation, that is; not the matrix product that it is part of."""
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def marked(fn, *patterns):
+        (cut,) = cuts_of(fn, x, only=("layer_norm", *patterns))
+        assert len(cut.region.sites) == 1 + len(patterns)
+        for d in cut.region.sites:
+            d.backward = "kernel"
+        nodes = cut.graph(cut.region.sites).graph.nodes
+        return [str(n.target) for n in nodes if "recompute" in n.meta]
+
+    assert marked(lambda x: F.layer_norm(F.gelu(x), (16,))) == ["aten.gelu.default"]
+    assert marked(lambda x: F.layer_norm(F.gelu(x), (16,)), "gelu") == ["fusion.gelu.default"]
+    weight = torch.randn(16, 16)
+    assert marked(lambda x: F.layer_norm(F.gelu(x @ weight), (16,)), "linear_act") == []
 
 
 def test_what_is_written_to_is_an_input():

@@ -58,7 +58,7 @@ class Cut:
             now[n].meta = {"val": n.meta.get("val"), **(MARK if n in again else {})}
         replaced: dict[fx.Node, fx.Node] = {}
         for d in chosen:
-            self.replace(graph, d, replaced, now)
+            self.replace(graph, d, replaced, now, again.issuperset(d.match.roots))
         results = [last(now[n], replaced) for n in self.outputs]
         for n in self.rows:
             rows = (last(now[n], replaced), [-1, number(n.meta["val"].shape[-1])])
@@ -67,12 +67,15 @@ class Cut:
         graph.eliminate_dead_code()
         return fx.GraphModule({}, graph)
 
-    def replace(self, graph: fx.Graph, d: Decision, replaced: dict, now: dict) -> None:
-        """Write one site, as the rewriter does, into a graph that is ours alone."""
+    def replace(self, graph: fx.Graph, d: Decision, replaced: dict, now: dict, again: bool) -> None:
+        """Write one site, as the rewriter does, into a graph that is ours alone. again: backward
+        computes it again.
+        """
         copy = moved(d, now)
         new, results = put(graph, copy, lambda n: last(n, replaced))
         for n in new:
             n.args, n.kwargs = pytree.tree_map_only(NUMBERS, number, (n.args, n.kwargs))
+            n.meta |= MARK if again else {}
         replaced |= results
         of, inside = self.facts.canon.of, {*self.region.nodes}
         for root, copied in zip(d.match.roots, copy.match.roots, strict=True):

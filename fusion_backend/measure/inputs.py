@@ -84,7 +84,7 @@ def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> 
         return laid_out
     if not chain and (value.is_floating_point() or value.is_complex()):
         memory, laid_out = room(value, device)
-        memory.normal_()
+        memory.uniform_(0.5, 1.5) if variance(a, {*cut.region.nodes}) else memory.normal_()
         return laid_out
     return placed(computed(chain, device) if chain else masking(value, device), a, cut, device)
 
@@ -132,6 +132,24 @@ def limits(a: fx.Node, inside: set[fx.Node]) -> list[int]:
             elif is_lowered(u) and name in MOVING:
                 pending.append(u)
     return bounds
+
+
+def variance(a: fx.Node, inside: set[fx.Node]) -> bool:
+    """Is it one, as the running variance of a batch norm? The region takes its square root. Of a
+    negative one all that follows is NaN, for which Inductor's erf takes another time.
+    """
+    pending, seen = [a], {a}
+    while pending:
+        n = pending.pop()
+        for u in inside.intersection(n.users) - seen:
+            seen.add(u)
+            name = name_of(u)
+            normed = name == "aten::batch_norm" and len(u.args) > 4 and u.args[4] is n
+            if normed or name in ("aten::sqrt", "aten::rsqrt"):
+                return True
+            if is_lowered(u) and (name in MOVING or name == "aten::add"):
+                pending.append(u)
+    return False
 
 
 def indexed(n: fx.Node, index: fx.Node) -> int:

@@ -30,7 +30,7 @@ from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.bound import bound, least, promises, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
-from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, measured, unanswered
+from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, has_kernels, measured, unanswered
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
@@ -372,10 +372,6 @@ def has_product(d: Decision) -> bool:
     """Is a matrix product inside, other than those of attention?"""
     names = [name_of(n) for n in (*d.match.interior, *d.match.roots)]
     return any(map(library_call, names)) and not any("softmax" in name for name in names)
-
-
-def has_kernels(d: Decision) -> bool:
-    return "kernel" in (d.forward, d.backward)
 
 
 def device_of(d: Decision):

@@ -98,12 +98,17 @@ class Choice:
         self.wrong = self.broken = ""
 
     def run(self) -> None:
-        """All sites; if they are not faster, each alone, and those that are, together; of a single
-        one, the other half (the backward alone, or both). Against what is faster runs what it
-        covers.
+        """All sites. If they are faster, also those that Inductor computes with their neighbours,
+        without the kernels, which stand apart. If they are not, each alone, and those that are,
+        together; of a single one, the other half (the backward alone, or both). Against what is
+        faster runs what it covers.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
-        if not self.faster(sites):
+        if self.faster(sites):
+            without = [d for d in sites if not has_kernels(d)]
+            if 0 < len(without) < len(sites):
+                self.faster(without)
+        else:
             if len(sites) > 1:
                 alone = [d for d in sites if self.faster([d])]
                 if 1 < len(alone) < len(sites):
@@ -173,6 +178,10 @@ class Choice:
             verdict=verdict,
             more_bytes=more,
         )
+
+
+def has_kernels(d: Decision) -> bool:
+    return "kernel" in (d.forward, d.backward)
 
 
 def unanswered(c: Class, why: str) -> Answer:

@@ -66,6 +66,7 @@ MOVING = {
     constant_pad_nd pad
     """.split()
 }
+JOINING = {"aten::cat", "aten::concat", "aten::stack"}  # computed by what reads them, too
 
 
 @dataclasses.dataclass
@@ -251,9 +252,9 @@ class Regions:
         return wide and any(u in self.site for u in n.users) and all(map(elementwise, n.users))
 
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
-        """The elementwise operators of later levels that read a value of the region: instead of
-        writing it, Inductor may compute it once more for them. (In the region alone it may even
-        compute them in the same kernel, which favours Inductor.)
+        """The elementwise operators and concatenations of later levels that read a value of the
+        region: instead of writing it, Inductor may compute it once more for them. (In the region
+        alone it may even compute them in the same kernel, which favours Inductor.)
         """
         readers = {u for n in found for u in n.users} - found
         return {
@@ -261,7 +262,7 @@ class Regions:
             for u in readers
             if self.level[u] > level
             and self.view.region.get(u) == state
-            and elementwise(u)
+            and (elementwise(u) or name_of(u) in JOINING)
             and not self.ends(u)
         }
 

@@ -38,21 +38,25 @@ MARK = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30}
 
 def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
     """The nodes of the view that backward should compute again: of arguments of kernels in
-    backward.
+    backward. Where a node belongs to another site, computing it again computes the whole of that
+    site, so the site must be elementwise: an activation may be part of a matrix product.
     """
     found: set[fx.Node] = set()
-    for d in decisions:
+    sites = [{*d.match.roots, *d.match.interior} for d in decisions]
+    costly = {n for nodes in sites if not all(map(is_elementwise, nodes)) for n in nodes}
+    for d, inside in zip(decisions, sites, strict=True):
         if d.backward == "kernel":
-            sites = {*d.match.roots, *d.match.interior}
             for a in d.match.tensors.values():
                 if isinstance(a, fx.Node):
-                    found |= chain(view, a, sites)
+                    found |= chain(view, a, inside, costly)
     return found
 
 
-def chain(view: View, argument: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
+def chain(
+    view: View, argument: fx.Node, inside: set[fx.Node], costly: set[fx.Node]
+) -> set[fx.Node]:
     """The elementwise operators from a value that is kept in any case to the argument; empty if it
-    is not so.
+    is not so, or if one of them is costly.
     """
     nodes: list[fx.Node] = []
     again: set[fx.Node] = set()
@@ -60,6 +64,7 @@ def chain(view: View, argument: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
     while (
         len(nodes) < LONGEST
         and is_elementwise(n)
+        and n not in costly
         and all(u in inside or is_elementwise(u) for u in n.users)
     ):
         tensors = [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
