@@ -140,12 +140,15 @@ def test_answers_that_ship_come_after_those_of_this_user_and_alone_under_the_tab
         shipped = dataclasses.replace(
             mine, take=("kernel/None",), ratio=2.0, verdict="faster", seed=True
         )
-        monkeypatch.setattr(stored, "seed", lambda: {mine.key: shipped})
-        assert not told(decided(norm, long_norm()), "layer_norm")[0][1]
-        ((_, fused, reason),) = told(decided(norm, long_norm(), gate="table"), "layer_norm")
-        assert fused and reason.endswith("measured on an NVIDIA H200")
-        stored.store().clear()
-        assert told(decided(norm, long_norm()), "layer_norm")[0][1]
+        with (
+            monkeypatch.context() as m
+        ):  # one inside of that of as_on_a_gpu, which restores its own
+            m.setattr(stored, "seed", lambda: {mine.key: shipped})
+            assert not told(decided(norm, long_norm()), "layer_norm")[0][1]
+            ((_, fused, reason),) = told(decided(norm, long_norm(), gate="table"), "layer_norm")
+            assert fused and reason.endswith("measured on an NVIDIA H200")
+            stored.store().clear()
+            assert told(decided(norm, long_norm()), "layer_norm")[0][1]
 
 
 def test_explain_says_what_a_compilation_would_measure(monkeypatch, tmp_path):
