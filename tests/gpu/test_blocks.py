@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend
+from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.timing import Clock, in_turn
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +62,12 @@ CASES = [
     ("add_rms_norm", False, SMALL),
     *((name, True, SMALL) for name in ("layer_norm", "dropout_add_layer_norm")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def all_the_time_to_measure():
+    """The tests before have used some of it; without any left the tables decide."""
+    as_a_program_of_its_own()
 
 
 def block(name: str, n: int) -> nn.Module:
