@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks import distributed
 from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
+from tests import selection
 
 WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
 
@@ -65,17 +66,27 @@ def test_blocks_are_the_longest_list():
     assert blocks(model) is model.layers
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
-@pytest.mark.parametrize("how", WAYS)
-def test_two_processes_train(how, tmp_path):
-    """The same losses, no more graphs, and sites are fused."""
+def ways_to_run() -> list[str]:
+    test = "tests/test_benchmark_distributed.py::test_two_processes_train"
+    return [how for how in WAYS if selection.FULL or not selection.left_out(f"{test}[{how}]")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The rows of the ways that are run, by one start of two processes."""
     pytest.importorskip("transformers")
-    out = tmp_path / "ranks.json"
-    asked = ["--model", "llama", "--how", how, "--layers", "1", "--steps", "6", "--rounds", "1"]
-    assert distributed.main([*asked, "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())["rows"]
-    plain, ours = row["contenders"]
-    assert row["wrapping"] == how
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("no gloo")
+    out = tmp_path_factory.mktemp("ranks") / "ranks.json"
+    asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
+    assert distributed.main([*asked, "--how", *ways_to_run(), "--out", str(out)]) == 0
+    return {row["wrapping"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_two_processes_train(how, trained):
+    """The same losses, no more graphs, and sites are fused."""
+    plain, ours = trained[how]["contenders"]
     assert ours["graphs"] == plain["graphs"] > 0
     assert sum(ours["fused"].values()) > 0
     assert len(ours["losses"]) == 6
