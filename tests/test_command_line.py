@@ -373,6 +373,6 @@ def test_the_gate_leaves_elementwise_training_to_inductor(scratch):
         return torch.tanh(x) * 0.5
 
     halved.kernel(lambda x: x)
-    told = "in training Inductor fuses it too, and chooses what to save"
+    told = "in training Inductor fuses its gradient too, and chooses what to save"
     assert answer(halved, {}, torch.float32, True) == ("", told)
     assert answer(halved, {}, torch.float32, False)[0] == "forward"

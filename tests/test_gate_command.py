@@ -361,17 +361,20 @@ def test_an_answer_is_a_sentence_of_the_report():
     one = dataclasses.replace(NORM, date=today, more_bytes=0)
     said = "(0.071 ms, Inductor 0.159 ms here, measured today)"
     assert told(one, "kernel/kernel").endswith(f"  forward kernel, backward kernel {said}")
-    said = "  left to Inductor: 0.94 in context, measured on 2026-11-21"
+    said = "  left to Inductor: 0.94 times as fast in its region, measured on 2026-11-21"
     assert told(SOFTMAX, "").endswith(said)
     assert "with its neighbours, 12 MB more kept" in told(NORM, "kernel/kernel", True)
     # the ratio is that of the other sites
-    said = "left to Inductor: its neighbours are faster without it, measured on 2026-11-20"
+    said = (
+        "left to Inductor: its region is faster with its other sites alone, measured on 2026-11-20"
+    )
     assert told(NORM, "", True).endswith(said)
     seeded = dataclasses.replace(SOFTMAX, seed=True)
-    assert told(seeded, "").endswith("0.94 in context, measured on an NVIDIA L40S")
+    assert told(seeded, "").endswith("0.94 times as fast in its region, measured on an NVIDIA L40S")
     lost = dataclasses.replace(SOFTMAX, plain_ms=0.0, why="result 0 is another")
     assert "left to Inductor: result 0 is another, measured on 2026" in told(lost, "")
-    assert unmeasured("it is large", True) == "bytes and launches promise enough; it is large"
+    estimated = "fused on an estimate from bytes and launches; it is large"
+    assert unmeasured("it is large", True) == estimated
     assert unmeasured("it is large", False) == "left to Inductor: it is large"
 
 
@@ -380,10 +383,10 @@ def test_the_report_says_what_was_measured_and_what_to_do():
     sites = [Site("softmax", f"mine.py:{i}", False, late, cause=UNPROFITABLE) for i in (3, 4)]
     graphs = [GraphRecord(9), GraphRecord(9, sites=sites, measured=1, measure_s=12.34)]
     text = Report(graphs).text()
-    assert "\nmeasured\n  graph 1: 1 kind of regions in 12.3 s\n" in text
+    assert "\nmeasured\n  graph 1: 1 distinct region in 12.3 s\n" in text
     words = " ".join(text.split())
-    assert "2 sites could not be measured in the time of fusion.measure_s. Raise it" in words
-    assert "graph 1: 1 kind of regions in 12.3 s</p>" in Report(graphs).to_html()
+    assert "2 sites could not be measured in the seconds of fusion.measure_s. Raise it" in words
+    assert "graph 1: 1 distinct region in 12.3 s</p>" in Report(graphs).to_html()
     found = json.loads(Report(graphs).to_json())["graphs"][1]
     assert (found["measured"], found["measure_s"]) == (1, 12.34)
     nothing = Report([GraphRecord(9)])

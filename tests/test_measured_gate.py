@@ -43,7 +43,7 @@ def test_a_site_that_is_fast_alone_and_loses_in_context_is_declined(monkeypatch,
         record = decided(norm, long_norm(), measure_s=20)
     (site,) = [s for s in record.sites if s.counted]
     assert not site.fused and site.cause == UNPROFITABLE
-    assert site.reason == "left to Inductor: 0.94 in context, measured today"
+    assert site.reason == "left to Inductor: 0.94 times as fast in its region, measured today"
     assert record.measured == 1
 
 
@@ -78,7 +78,7 @@ def test_what_is_as_fast_is_left_to_inductor(monkeypatch, tmp_path):
     for ratio in (1.004, 1.017):  # less than what tuning the rest anew can cost
         with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen, ratio=ratio: ratio):
             ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
-            assert not fused and f"{ratio:.2f} in context" in reason
+            assert not fused and f"{ratio:.2f} times as fast in its region" in reason
             assert stored.store().clear()
 
 
@@ -94,7 +94,7 @@ def test_a_gain_too_close_to_call_is_none_and_measured_once(monkeypatch, tmp_pat
     """From 1.005 to 1.035: whether it is more than the 2 % that count stays open, in every race."""
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: (0.0147, 1.02)) as stub:
         ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
-        assert not fused and "left to Inductor: 1.02 in context" in reason
+        assert not fused and "left to Inductor: 1.02 times as fast in its region" in reason
         asked = len(stub.asked)
         assert decided(norm, long_norm(), measure_s=20).measured == 0 and len(stub.asked) == asked
 
@@ -299,7 +299,7 @@ def test_what_is_wrong_or_fails_in_context_is_not_taken_for_what_bytes_promise(
     x = torch.randn(8, 8, 256, 32)
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: Lost("the GPU is busy")):
         ((_, fused, reason),) = told(decided(block, x, measure_s=20), "attention")
-        assert fused and "bytes and launches promise enough" in reason
+        assert fused and "fused on an estimate from bytes and launches" in reason
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: error), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         ((_, fused, reason),) = told(decided(block, x, measure_s=20), "attention")

@@ -134,7 +134,7 @@ def test_a_small_part_is_decided_as_what_is_equal_but_for_its_neighbours(
     found = [(s.fused, s.reason) for s in record.sites]
     taken = ratio > 1 and not others
     assert [fused for fused, _ in found].count(True) == (4 if taken else 3 if ratio > 1 else 0)
-    assert any("as another one in this graph: " in why for _, why in found) == taken
+    assert any("like another site of this graph: " in why for _, why in found) == taken
 
 
 @pytest.mark.parametrize("alone", [1.5, 0.7])
@@ -160,7 +160,7 @@ def test_beside_a_product_that_lost_other_sites_are_timed_without_it(alone, monk
     ((_, fused, reason),) = told(record, "layer_norm")
     assert fused == (alone > 1) and "measured today" in reason
     ((_, fused, reason),) = told(record, "gated_linear")
-    assert not fused and reason.startswith("left to Inductor: 1.00 in context")
+    assert not fused and reason.startswith("left to Inductor: 1.00 times as fast in its region")
 
 
 def test_what_was_not_measured_has_not_lost(monkeypatch, tmp_path):

@@ -129,9 +129,10 @@ LEFT = {
     "random": (lambda w, x, q: bias(torch.randint(ROWS, (N, M)), w), READS),
     "sorted": (lambda w, x, q: bias(apart().abs().sort(1)[0] % ROWS, w), READS),
     "written to": (written, READS),
-    "a copy is written to": (lambda w, x, q: written(w, x, q, True), "a value inside is changed"),
+    "a copy is written to": (lambda w, x, q: written(w, x, q, True),
+    "a value inside it is written to"),
     "written to afterwards": (written_later,
-    READS if TORCH < (2, 14) else "backward reads is changed afterwards"),
+    READS if TORCH < (2, 14) else "backward reads is written to afterwards"),
     "several batches": (
         lambda w, x, q: F.embedding(buckets(apart())[None].expand(2, N, M), w).permute(0, 3, 1, 2),
         "its index has the shape (2, 24, 30), not [n, m]"),

@@ -94,7 +94,7 @@ def test_a_target_decides_as_its_gpu_would_and_restores_everything():
     again = explain(Block(), torch.randn(8, 64))
     assert NO_GPU in {s.cause for s in again.sites}, "the target is forgotten afterwards"
     a100 = explain(Block(), torch.randn(8, 64), target="a100")
-    assert "measured on an H200; on an NVIDIA A100 it is a guess" in words(a100)
+    assert "timed on an H200; what it says of an NVIDIA A100 is a guess" in words(a100)
     with pytest.raises(ValueError, match="target is 'H2000'; known are H200, H100"):
         explain(Block(), torch.randn(8, 64), target="H2000")
 

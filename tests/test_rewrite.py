@@ -222,8 +222,8 @@ def written_under_no_grad(x, y):
 
 
 WRITES = {
-    written_between: "an argument may be changed in between, at ",
-    written_behind: "an argument that backward reads is changed afterwards, at ",
+    written_between: "an argument may be written to in between, at ",
+    written_behind: "an argument that the backward reads is written to afterwards, at ",
     written_before_it_is_read: None,
     written_under_no_grad: None,
 }

@@ -62,7 +62,7 @@ def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | 
     if isinstance(answer, Reject):
         return answer
     if isinstance(answer.op, Op) and not registered(answer.op):
-        return Reject(f"another definition has the name of {answer.op.name}, which it would call")
+        return Reject(f"it would call {answer.op.name}, but another definition has that name now")
     answer = dataclasses.replace(answer, args=tuple(on_graph(a, match) for a in answer.args))
     if already(match, answer, facts.canon):
         name = schema_of(answer.op).name.removeprefix("aten::")
@@ -70,7 +70,7 @@ def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | 
     found = [a for a in answer.args if isinstance(a, fx.Node)]
     found = [n for n in found if n not in match.tensors.values()]
     if any(s in facts.writers for n in found for s in storages(n)):
-        return Reject("what its mask is made of may be written to")
+        return Reject("a tensor that its mask is computed from may be written to")
     return answer
 
 

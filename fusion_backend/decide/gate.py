@@ -165,7 +165,7 @@ class Gate:
         if answer.take != decision.providers:
             other = self.other_half(decision)
             if other is None or answer.take != other.providers:
-                why = f"measured with {answer.take}, which is not possible here"
+                why = f"the measured choice, {answer.take}, is not possible here"
                 return Decision(decision.match, False, why, cause=UNPROFITABLE)
             decision = other
         return dataclasses.replace(decision, reason=answer.reason, doubt=None)
@@ -273,7 +273,7 @@ class Gate:
 
     def other_op_refused(self, match: Match, answer: Replacement, training: bool) -> Reject | None:
         if training and answer.op.backward_result and self.legality.written_to(match.roots):
-            return Reject("its result, which backward reads, is changed afterwards")
+            return Reject("its result, which the backward reads, is written to afterwards")
         if draws_random_numbers(match) and SEED not in answer.args:
             return Reject("it draws random numbers and its replacement takes no seed")
         return None

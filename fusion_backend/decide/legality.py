@@ -108,17 +108,17 @@ class Legality:
         last_root = max(self.order[r] for r in match.roots)
         for m in (m for storage in within for m in self.facts.writers.get(storage, ())):
             if self.order[m] > first and m not in inside:  # a view of it, say, that is the result
-                return f"a value inside is changed, at {location(m)}"
+                return f"a value inside it is written to, at {location(m)}"
         for m in (m for storage in results for m in self.facts.writers.get(storage, ())):
             if self.order[m] < last_root and m not in inside:
-                return f"a result is changed before the last one, at {location(m)}"
+                return f"a result is written to before the last one is computed, at {location(m)}"
         for storage in held | results:
             writers = self.facts.writers.get(storage, ())
             read = writers and storage in held
             begin = self.first_read(match, storage, first) if read else last_root
             for m in (m for m in writers if m not in inside):
                 if begin < self.order[m] < last_root:
-                    return f"an argument may be changed in between, at {location(m)}"
+                    return f"an argument may be written to in between, at {location(m)}"
                 # the op keeps its arguments for backward, where plain autograd may keep only what
                 # it made of them
                 later = (
@@ -128,7 +128,8 @@ class Legality:
                 kept = storage in held or result_is_read
                 if later and kept and storage in storages(m.args[0]) and self.facts.training(match):
                     what = "an argument" if storage in held else "a result"
-                    return f"{what} that backward reads is changed afterwards, at {location(m)}"
+                    where = location(m)
+                    return f"{what} that the backward reads is written to afterwards, at {where}"
         return ""
 
     def overwritten_for_others(self, m: fx.Node, inside: set[fx.Node]) -> str:
@@ -140,10 +141,10 @@ class Legality:
         made = alike[0]
         fresh = made.target is LINEAR or (is_lowered(made) and not may_alias(made))
         if not fresh or made is m:
-            return f"it writes to memory from outside, at {location(m)}"
+            return f"it writes to memory that this graph has not made, at {location(m)}"
         for u in (u for n in alike for u in n.users):
             if u not in inside and self.order[u] > self.order[m]:
-                return f"what it writes is read elsewhere too, at {location(u)}"
+                return f"the memory that it writes to is read elsewhere too, at {location(u)}"
         return ""
 
     def written_to(self, results: list[fx.Node]) -> bool:

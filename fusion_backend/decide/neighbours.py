@@ -39,7 +39,7 @@ REDUCTIONS = """
 """
 REDUCTIONS = {f"aten::{name}" for name in REDUCTIONS.split()}
 
-FUSES_GRADIENT = Reject("in training Inductor fuses it too, and chooses what to save")
+FUSES_GRADIENT = Reject("in training Inductor fuses its gradient too, and chooses what to save")
 
 
 def names(nodes: Iterable[fx.Node]) -> list[str]:

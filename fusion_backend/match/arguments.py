@@ -24,7 +24,8 @@ def mixed(env: dict, arguments: dict) -> str:
         for name, b in bounds.items()
         if not b.pinned and b.expr.op == "cast"
     }
-    return "a matrix product would get two dtypes" if pinned and uncast - pinned else ""
+    told = "the operands of a matrix product would differ in dtype"
+    return told if pinned and uncast - pinned else ""
 
 
 def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:

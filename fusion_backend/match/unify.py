@@ -47,9 +47,8 @@ class Unifier:
     @property
     def exhausted(self) -> str:
         """Why it gave up, if it did."""
-        return (
-            f"it can be read in more ways than {BUDGET:,} steps try" if self.steps > BUDGET else ""
-        )
+        told = f"matching stopped after {BUDGET:,} steps: it can be read in too many ways"
+        return told if self.steps > BUDGET else ""
 
     def miss(self, g: Expr, reason: str) -> None:
         if self.depth > self.best[0]:
@@ -97,7 +96,7 @@ class Unifier:
             return
         # silu(x w) is no gated_linear(x, w, w), which would multiply twice
         if env.get(g, p) is not p:
-            self.miss(g, f"{describe(g)} would stand for two operators of the pattern")
+            self.miss(g, f"{describe(g)} would have to match two operators of the pattern")
             return
         env = {**env, g: p}
         self.depth += 1

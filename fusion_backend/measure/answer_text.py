@@ -12,10 +12,11 @@ def reason(answer: Answer, take: str, together: bool) -> str:
     if not take and answer.why:
         return f"left to Inductor: {answer.why}, {answer.when}"
     if not take and answer.verdict == "faster":
-        return f"left to Inductor: its neighbours are faster without it, {answer.when}"
+        return f"left to Inductor: its region is faster with its other sites alone, {answer.when}"
     others = " with its neighbours" if together else ""
     if not take:
-        return f"left to Inductor: {answer.ratio:.2f} in context{others}, {answer.when}"
+        speed = f"{answer.ratio:.2f} times as fast in its region"
+        return f"left to Inductor: {speed}{others}, {answer.when}"
     kept = round(answer.more_bytes / 1e6)
     more = f", {kept} MB more kept for backward" if kept > 0 else ""
     times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms here{others}"
@@ -26,7 +27,8 @@ def unmeasured(why: str, taken: bool) -> str:
     """Of an answer without a verdict: what bytes and launches alone make of the site, and why it
     has no answer.
     """
-    return f"{'bytes and launches promise enough; ' if taken else 'left to Inductor: '}{why}"
+    how = "fused on an estimate from bytes and launches; " if taken else "left to Inductor: "
+    return how + why
 
 
 def like_another(answer: Answer) -> str:
@@ -34,4 +36,4 @@ def like_another(answer: Answer) -> str:
     neighbours.
     """
     times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms"
-    return f"as another one in this graph: {times} there, {answer.when}"
+    return f"like another site of this graph: {times} there, {answer.when}"

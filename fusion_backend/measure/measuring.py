@@ -160,7 +160,7 @@ class Choice:
         taken = {d.match.roots[0]: d.providers for d in chosen} if won else {}
         low, high = race.interval
         verdict = race.verdict or ("same" if race.no_faster or race.close else "")
-        why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} in context"
+        why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} times as fast"
         better = [r for r in self.rivals if r[1].verdict == "faster" and r[1].ratio > race.ratio]
         if won and better:
             rival, faster, _ = max(better, key=lambda r: r[1].ratio)

@@ -292,7 +292,7 @@ class Regions:
         for n in nodes:
             whole = [a for a in n.all_input_nodes if is_index(a)]
             if name_of(n) in INDEXING and not all(known_range(a, inside) for a in whole):
-                return f"an index of {n.name} is computed in it, from its inputs"
+                return f"an index of {n.name} is computed inside the region, from its inputs"
         # what is computed outside from the region's results must not come back into it
         core = inside - later
         seen, level = set(), max(self.level[n] for n in core)
@@ -303,7 +303,7 @@ class Regions:
                 continue
             seen.add(n)
             if not core.isdisjoint(n.users):
-                return f"{n.name} is computed outside of it from its results, and read in it"
+                return f"{n.name}, outside the region, reads its results and is read inside it"
             pending += n.users
         return ""
 

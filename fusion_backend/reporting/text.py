@@ -38,7 +38,7 @@ FASTPATH = (
 )
 UNMEASURED = "fusion.measure_s"  # in the reason of a site that there was no time to measure
 MORE_TIME = (
-    "could not be measured in the time of fusion.measure_s. Raise it, or let "
+    "could not be measured in the seconds of fusion.measure_s. Raise it, or let "
     "`fusion gate measure SPEC` measure all of your model once; later processes find the answers."
 )
 MEASURED = "H200"  # the GPU that the gate's measurements were made on
@@ -196,7 +196,7 @@ def measurements(graphs: list[GraphRecord]) -> list[list[str]]:
 
 def measured(g: GraphRecord) -> str:
     """How much, and for how long."""
-    return f"{numbered(g.measured, 'kind')} of regions in {g.measure_s:.1f} s"
+    return f"{numbered(g.measured, 'distinct region')} in {g.measure_s:.1f} s"
 
 
 def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
@@ -217,7 +217,7 @@ def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[
     lines = [row for i, g in shown for row in hanging(short(f"graph {i}: {g.verified}"), width)]
     more = len(told) - len(shown)
     lines += [f"  and {numbered(more, 'graph')} more"] if more else []
-    return [["", "against plain Inductor", *lines]] if lines else []
+    return [["", "verified against plain Inductor", *lines]] if lines else []
 
 
 def failures(report: Report, width: int) -> list[list[str]]:
@@ -243,7 +243,7 @@ def hints(
         most = ", ".join(f"{name} ×{n}" for name, n in operators.most_common(MOST_OPERATORS))
         yield wrapped(f"No pattern was recognised. The operators are {most}.", width)
     if not report.graphs:
-        told = "No graph was compiled. Where a model has run, TORCH_LOGS=graph_breaks says why."
+        told = "No graph was compiled. If a model has run, TORCH_LOGS=graph_breaks says why."
         yield wrapped(told, width)
     if any(s.cause == NO_GPU for s in refused):
         yield wrapped(f"There is no CUDA GPU here. {words.target} shows what one would do.", width)
@@ -251,10 +251,12 @@ def hints(
     if late:
         yield wrapped(f"{numbered(late, 'site')} {MORE_TIME}", width)
     if any(s.cause == UNPROFITABLE for s in refused):
-        told = "fuses also what does not pay, wherever a kernel can run."
+        told = "fuses wherever a kernel can run, also where that does not pay."
         yield wrapped(f"{words.always} {told}", width)
     if report.target and MEASURED not in report.target:
-        told = f"The gate was measured on an {MEASURED}; on an {report.target} it is a guess."
+        told = (
+            f"The gate was timed on an {MEASURED}; what it says of an {report.target} is a guess."
+        )
         yield wrapped(told, width)
     if report.dropped:
         yield [f"{report.dropped} older graphs were dropped from the report"]

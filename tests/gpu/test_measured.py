@@ -93,7 +93,7 @@ def test_a_slow_kernel_of_a_users_is_declined(user_pattern):
     x = torch.randn(1 << 24, device=DEVICE)
     _, record = compiled(sine, x)
     (site,) = sites(record, "scaled_sine")
-    assert not site.fused and "in context, measured today" in site.reason
+    assert not site.fused and "in its region, measured today" in site.reason
 
 
 @pytest.mark.parametrize("user_pattern", [(0, 4)], indirect=True)

@@ -245,7 +245,7 @@ def test_modes(mode):
     for _ in range(3):  # cudagraphs: warm up, record, replay
         as_close_as_eager(m, call, x)
     report = fusion_backend.report()
-    assert fused() or any("in context" in site.reason for site in report.sites), str(report)
+    assert fused() or any("in its region" in site.reason for site in report.sites), str(report)
 
 
 def test_dynamic_shapes():

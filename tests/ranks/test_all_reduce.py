@@ -35,8 +35,8 @@ REFUSED = {
     "the sum is read elsewhere": "is used elsewhere too",
     "the sum in place is read elsewhere": "is used elsewhere too",
     "the sum in place of an input": "writes to memory from outside",
-    "an older name is read": "what it writes is read elsewhere too",
-    "a write in between": "an argument may be changed in between",
+    "an older name is read": "the memory that it writes to is read elsewhere too",
+    "a write in between": "an argument may be written to in between",
 }
 
 

@@ -30,7 +30,8 @@ def test_all_take_one_of_two_answers_that_were_kept(seen):
 def test_ranks_that_decide_different_graphs_do_not_wait(seen):
     first, second = (one["measured"]["apart"][0] for one in seen)
     assert first[1] and "here, measured today" in first[2]
-    assert not second[1] and second[2] == "left to Inductor: 0.50 in context, measured today"
+    left = "left to Inductor: 0.50 times as fast in its region, measured today"
+    assert not second[1] and second[2] == left
 
 
 def test_a_rank_that_cannot_decide_trains_on_with_plain_inductor(seen):
