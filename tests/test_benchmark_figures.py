@@ -103,7 +103,7 @@ def test_summary(pages):
         "In 9 of 11 rows fusion with its default gate is faster" in found and "in 1 slower" in found
     )
     assert "Slower than plain Inductor: softmax bf16 n=100000000 (" in found
-    tuned = "Of the 10 rows that max-autotune was timed in, fusion is faster than it in 9, "
+    tuned = "Of the 10 rows in which max-autotune was timed, fusion is faster than it in 9, "
     assert tuned + "as fast in 0, slower" in found
     assert (
         "wrong or failed: add_mul bf16 n=1000000: fusion failed" in found

@@ -20,8 +20,8 @@ def foreign(run: Run, _: list[str]) -> str:
         f"{found['mean_with_sites']:.2f} over those, and of {found['mean']:.2f} over all; the "
         f"smallest is {found['min']:.2f} ({found['min_name']}). Beyond the noise "
         f"{found['faster']} are faster and {found['slower']} slower. "
-        f"Results are further from fp64 than both Inductor's and eager's, or missing, in "
-        f"{len(found['errors']) or 'none'}."
+        f"Results are missing, or further from fp64 than both Inductor's and eager's, in "
+        f"{len(found['errors']) or 'no'} graph{'' if len(found['errors']) == 1 else 's'}."
     )
     parts = [wrapped(where(run)), wrapped(said), families(run.rows)]
     if slow := sorted((r for r in run.rows if (r["ratio"] or 1.0) < NEARLY), key=ratio):

@@ -46,7 +46,7 @@ def summary(run: Run, _: list[str]) -> str:
     tuned = counted(rows, AUTOTUNE)
     if timed := sum(map(len, tuned.values())):
         text += (
-            f" Of the {timed} rows that max-autotune was timed in, fusion is faster than it in "
+            f" Of the {timed} rows in which max-autotune was timed, fusion is faster than it in "
             f"{len(tuned['faster'])}, as fast in {len(tuned['same'])}, "
             f"slower in {len(tuned['slower'])}."
         )
@@ -70,7 +70,7 @@ def summary(run: Run, _: list[str]) -> str:
     ]
     wrong += [f"{row.name}: {row.note}" for row in rows if not row.contenders]
     if wrong:
-        text += f" Not compared, for one of the two is wrong or failed: {'; '.join(wrong)}."
+        text += f" Not compared, because one of the two is wrong or failed: {'; '.join(wrong)}."
     if about.get("stopped"):
         text += f" The run stopped: {about['stopped']}."
     return wrapped(text)
