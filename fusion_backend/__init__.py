@@ -38,8 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """explain and fuse pull in the compiler, the version reads files: each is looked up when it is
-    used.
+    """`explain` and `fuse` import the compiler, and the version reads files: each is looked up when
+    it is used.
     """
     if name == "explain":
         from fusion_backend.frontends.explain import explain

@@ -1,4 +1,4 @@
-"""What each pass has made, as text: `options={"fusion.dump": DIR}`, and torch's structured trace.
+"""The result of each pass, as text: `options={"fusion.dump": DIR}`, and torch's structured trace.
 
 Every graph gets a folder of its own, `DIR/graph_0`, with a file a pass. With TORCH_TRACE set,
 `tlparse` shows the same texts as artifacts of the compilation.
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Dump:
-    """The texts of one graph. Nothing is made of them that nobody asked for."""
+    """The texts of one graph. A text that nobody asked for is not made."""
 
     def __init__(self, folder: Path | None):
         self.folder = folder
 
     def put(self, name: str, text: Callable[[], str]) -> None:
-        """Write one text. Whatever fails there costs a warning, not the fusion."""
+        """Write one text. A failure costs a warning, not the fusion."""
         try:
             trace_artifact(f"fusion_{name}", text)
             if self.folder is not None:
@@ -96,7 +96,7 @@ def of_scopes(top: Scope, text: Callable[[Scope], str]) -> str:
 
 
 def kind_of(value) -> str:
-    """`float32[2, 8]` of a fake tensor; what is no tensor by its type."""
+    """`float32[2, 8]` of a fake tensor; the name of the type of any other value."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (tuple, list)):

@@ -19,10 +19,10 @@ class Options:
 
     only, skip: names of patterns.
     limit: how many sites may be fused in one graph; bisects a wrong answer to one rewrite.
-    gate: "auto", where it pays: as measured where the site stands, now or by an earlier process;
-        "measure", all that is possible is measured, for as long as it takes; "table", by what ships
-        with the package alone, so that builds are the same everywhere; "always", wherever it is
-        possible; "never", report only.
+    gate: "auto", where it pays: as measured in the graph, now or by an earlier process; "measure",
+    everything that can be measured is, for as long as it takes; "table", only by what ships with
+    the package, so that builds are the same everywhere; "always", wherever it is possible; "never",
+    report only.
     measure_s: the seconds that a process may spend on measuring under "auto". With 0, sites that
         were not measured before are decided by tables alone.
     exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.

@@ -1,8 +1,8 @@
 """The passes, in order: capture, analyse, match, decide, write.
 
-Each is a function of the scopes that the passes before it have filled in. The Dynamo entry, the
-torch.export entry and `explain` run the same ones. What each has made can be printed:
-`fusion.dump` (`dump.py`).
+Each pass is a function of scopes, and reads what the passes before it have filled in. The Dynamo
+entry, the torch.export entry and `explain` run the same passes. `fusion.dump` (`dump.py`) prints
+what each pass has made.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fusion_backend.rewrite.writer import Origins, rewrite
 
 @dataclasses.dataclass
 class Scope:
-    """One graph on its way through the passes, and those of the bodies inside it (of activation
-    checkpoints, `invoke_subgraph` and `cond`). `path` leads to it: "" or "body.inner.".
+    """One graph on its way through the passes, with a scope for each body inside it (of activation
+    checkpoints, `invoke_subgraph` and `cond`). `path` says where it is: "" or "body.inner.".
     """
 
     view: View  # made by capture
@@ -89,7 +89,7 @@ def match(top: Scope, rules: list[Rule]) -> None:
 
 
 def decide(top: Scope, options: Options, judge: Judge) -> None:
-    """Matches and facts -> decisions, until the judge has answered for all that is proposed.
+    """Matches and facts -> decisions, repeated until the judge has answered every proposal.
     `fusion.limit` counts the sites of all scopes.
     """
     for scope in top.scopes():
@@ -102,8 +102,8 @@ def decide(top: Scope, options: Options, judge: Judge) -> None:
 
 
 def note(top: Scope, record: GraphRecord) -> None:
-    """Decisions, near misses and faults -> the rows of the report. Its dicts are replaced, for
-    another thread may be reading them.
+    """Decisions, near misses and faults -> the rows of the report. The record's dicts are replaced,
+    not changed, because another thread may be reading them.
     """
     for scope in top.scopes():
         mark_alternatives(scope.decisions, scope.gate)
@@ -118,7 +118,7 @@ def note(top: Scope, record: GraphRecord) -> None:
 
 
 def write(top: Scope) -> None:
-    """Decisions -> graphs with the accepted sites; the very same object where there are none."""
+    """Decisions -> graphs with the accepted sites; the same graph object if there are none."""
     for scope in top.scopes():
         bodies = {name: body.result for name, body in scope.bodies.items()}
         written = rewrite(scope.view, scope.canon, scope.decisions, scope.chains, bodies)
@@ -133,9 +133,9 @@ def fuse_graph(
     compiles: bool = True,
     done: Callable[[Scope, Judge], None] = lambda top, judge: None,
 ) -> tuple[fx.GraphModule, list[Decision]]:
-    """Run all passes on one Dynamo graph. Returns the graph to compile, the same object when
-    nothing was accepted, and every decision. `compiles`: it is compiled next, so that what is not
-    known may be measured. `done` is called with what the passes have made.
+    """Run all passes on one Dynamo graph. Returns the graph to compile (the same object if nothing
+    was accepted) and every decision. `compiles`: the graph is compiled next, so sites without an
+    answer may be measured. `done` is called with the results of the passes.
     """
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
@@ -161,9 +161,7 @@ def fuse_graph(
 def run(
     top: Scope, judge: Judge, record: GraphRecord, rules: list[Rule], dumped: dump.Dump
 ) -> None:
-    """The passes between capture and rewrite, which exported programs have in common with Dynamo
-    graphs.
-    """
+    """Run the passes between capture and rewrite, which Dynamo graphs and exported programs share."""
     options = judge.options
     analyse(top, options)
     dumped.canonical(top)

@@ -1,8 +1,8 @@
-"""Graphs that were decided before. Of a Dynamo graph that an earlier process has decided, only the
-result is written: capture, match and decide are left out.
+"""Graphs that were decided before. If an earlier process has decided a Dynamo graph, its result is
+written again without capture, match and decide.
 
-A graph is kept as soon as nothing of it is left to measure. Its key has everything that a decision
-depends on, but for measured answers: those that were asked for are looked up again, and where one
+A graph is kept as soon as nothing in it is left to measure. Its key has everything that a decision
+depends on, except measured answers: the answers that were asked for are looked up again, and if one
 has changed, the graph is decided anew.
 """
 
@@ -58,8 +58,8 @@ def fuse(
     usable: Callable[[list[Rule]], list[Rule]],
 ) -> tuple[fx.GraphModule, list[Rule]]:
     """`fuse_graph`, unless an earlier process has decided this very graph. Returns the graph to
-    compile and the rules that it uses. `usable` leaves out those that cannot be traced, which takes
-    time and is asked for only where the passes run.
+    compile and the rules that it uses. `usable` leaves out rules that cannot be traced. It takes
+    time, and is called only if the passes run.
     """
     started, file, found = time.thread_time(), None, None
     with at_worst_decided(record):
@@ -81,7 +81,7 @@ def fuse(
 
 @contextlib.contextmanager
 def at_worst_decided(record: GraphRecord) -> Iterator[None]:
-    """What fails inside is a fault of ours, and costs no more than that the graph is decided."""
+    """Inside, a failure is a fault of ours; its only cost is that the graph is decided."""
     try:
         yield
     except Exception as error:
@@ -91,9 +91,9 @@ def at_worst_decided(record: GraphRecord) -> Iterator[None]:
 
 
 def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | None:
-    """Where the decided graph is kept. None where it is not: Inductor's caches are off, something
-    in it or in a pattern has no name that holds in every process, a size is dynamic, or several
-    ranks decide together.
+    """The file in which the decided graph is kept. None if it is not kept: Inductor's caches are
+    off, something in it or in a pattern has no name that holds in every process, a size is dynamic,
+    or several ranks decide together.
     """
     folder = cache_folder()
     together = default_store()[0] is not None
@@ -118,8 +118,8 @@ def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | N
 
 
 def forget(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> None:
-    """Decide the graph anew the next time: what was kept could not be compiled. Its kernels were
-    compiled before it was kept, and are not tried again where it is recalled.
+    """Decide the graph anew the next time, because the kept one could not be compiled. Its kernels
+    were compiled before it was kept, and are not tried again when it is recalled.
     """
     file = file_of(gm, options, rules)
     if file is not None:
@@ -127,7 +127,7 @@ def forget(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> None:
 
 
 def about_gpu(device: torch.device) -> tuple:
-    """What kernels are chosen by."""
+    """The properties of a GPU by which kernels are chosen."""
     about = torch.cuda.get_device_properties(device)
     numbers = about.major, about.minor, about.multi_processor_count
     return about.name, *numbers, about.shared_memory_per_block_optin, about.total_memory
@@ -136,8 +136,8 @@ def about_gpu(device: torch.device) -> tuple:
 def recall(
     file: Path | None, gm: fx.GraphModule, options: Options, record: GraphRecord, rules: list[Rule]
 ) -> tuple[fx.GraphModule, list[Rule]] | None:
-    """The graph as it was written then, and the rules that it uses; the record is filled as it was.
-    None where nothing is kept, or not as things are now.
+    """The kept graph and the rules that it uses; the record is filled as it was then. None if no
+    graph is kept, or if the kept one is no longer current.
     """
     kept = disk.read(file, "decided graphs") if file is not None else None
     try:

@@ -1,4 +1,4 @@
-"""Exceptions of one rule, site or guard, as the reason to refuse it alone and not the graph."""
+"""An exception in a rule, site or guard, as the reason to refuse it, and not the whole graph."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def refusal(error: Exception, doing: str) -> tuple[str, str | None]:
 
 
 def of_kernel(error: Exception) -> str:
-    """The reason why a site is refused whose kernel failed when it was compiled or run on fakes.
-    Raises `error` again where it says that a guard is needed.
+    """Why a site is refused: its kernel failed when it was compiled or run on fake tensors. Raises
+    `error` again where it says that a guard is needed.
     """
     if isinstance(error, GuardOnDataDependentSymNode):
         raise error

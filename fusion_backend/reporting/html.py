@@ -61,7 +61,7 @@ def page(report: Report) -> str:
 
 
 def fragment(report: Report) -> str:
-    """What stands inside a page, or in the output of a notebook."""
+    """The content of a page, or of a notebook's output."""
     root = tree(report)
     inside = "".join(map(drawn, root.inside.values()))
     times = [f"graph {i}: {measured(g)}" for i, g in enumerate(report.graphs) if g.measured]
@@ -93,8 +93,8 @@ def tree(report: Report) -> Module:
 
 
 def drawn(module: Module) -> str:
-    """A module that has sites can be opened. It is open at first where something is fused, but for
-    the layers after the first.
+    """A module as HTML. One that has sites can be opened; it is open at first if something in it is
+    fused, except in layers after the first.
     """
     sites = list(module.every_site())
     kind = f' <span class="class">{escape(module.kind)}</span>' if module.kind else ""

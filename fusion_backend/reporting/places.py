@@ -21,8 +21,8 @@ DOTTED = re.compile(r"\b\w+(?:\.\w+)+\b")
 
 
 def location(node: fx.Node) -> str:
-    """The user's file:line that a node comes from, which is the innermost frame outside of torch.
-    Code of torch itself, such as that of nn.Sequential, is named by its module.
+    """The user's file:line that a node comes from: the innermost frame outside of torch. Code of
+    torch itself, such as that of nn.Sequential, is named by its module.
     """
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     users = [f for f in frames if not INSIDE.search(f[0])]
@@ -34,7 +34,7 @@ def location(node: fx.Node) -> str:
 
 
 def named(module: str) -> str:
-    """A path of a module in a sentence: a number alone would not be understood."""
+    """A module's path for a sentence: "module 1", because a number alone would not be understood."""
     return f"module {module}" if module.isdigit() or module == "*" else module
 
 

@@ -1,4 +1,4 @@
-"""What the pass did to one graph, as data: its sites, its near misses, its counts and times."""
+"""What the backend did to one graph, as data: its sites, near misses, counts and times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_GPU = "no GPU"
 FAILED = "failed"  # an exception in our code or the pattern's
 DROPPED = "dropped"  # by fusion.verify: its graph was slower than plain Inductor's, or wrong
 
-# Who computes a fused site: what its providers are called in a text.
+# The providers of a fused site (what computes it), in words.
 FORWARD = {
     "kernel": "forward kernel",
     "reference": "forward by Inductor",
@@ -49,9 +49,9 @@ class Site:
     bytes_saved: the size of the values inside it, which eager writes to memory and reads again.
     nodes: names of the nodes in the view. covered: a larger site that is fused has these nodes, so
     that this one is not counted. module: the path of the module that computes it, "layers.0.norm1".
-    cause: of a site that is not fused, one of the words at the top of
-    fusion_backend/reporting/records.py. alternative: another site has some of these nodes and is
-    counted instead. position: of its first result among the nodes of the view.
+    cause: why it is not fused, one of the words at the top of fusion_backend/reporting/records.py.
+    alternative: another site has some of these nodes and is counted instead. position: the place of
+    its first result among the nodes of the view.
 
         print([site.reason for site in fusion_backend.report().sites if not site.fused])
     """
@@ -72,17 +72,17 @@ class Site:
 
     @property
     def counted(self) -> bool:
-        """Is it one of the sites that a report counts, of which no two share an operator?"""
+        """Does the report count this site? No two counted sites share an operator."""
         return not self.covered and not self.alternative
 
     @property
     def by_module(self) -> bool:
-        """Is `where` the module, for want of a line of the user's?"""
+        """Is `where` a module, because no line of the user's code is known?"""
         return self.where == named(self.module)
 
     @property
     def how(self) -> str:
-        """Of a fused site: who computes it, and why."""
+        """What computes a fused site, and why."""
         how = computed_by(self.forward or "", self.backward or "")
         return how + (f" ({self.reason})" if self.reason else "")
 
@@ -132,7 +132,7 @@ class RuleCount:
 
 @dataclasses.dataclass(eq=False)  # two graphs may have equal records
 class GraphRecord:
-    """One graph of Dynamo's: the seconds that its passes took, its sites and near misses.
+    """One Dynamo graph: the seconds that its passes took, its sites and near misses.
 
     measured: how many classes of regions were measured for it, which took measure_s seconds.
     training: it computes gradients. error: why the graph went to Inductor unchanged.
@@ -140,8 +140,8 @@ class GraphRecord:
     copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
     one site. operators: the names of its operators, with how many there are of each. broken: the
     user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
-    verified: what `fusion.verify` has found, in words. remembered: an earlier process has decided
-    it, and its passes did not run.
+    verified: the result of `fusion.verify`, in words. remembered: an earlier process has decided
+    the graph, and its passes did not run.
     """
 
     nodes: int

@@ -28,13 +28,13 @@ class Reject:
 
 
 class BackwardOnly(Reject):
-    """The answer of `worthwhile` where the kernel pays in the backward alone: in training the
+    """The answer of `worthwhile` if the kernel is faster in the backward only. In training the
     forward is left to Inductor, as the inlined reference, and the backward kernel is used; in
     inference the site is refused.
     """
 
 
 class Unmeasured(Reject):
-    """The answer of `worthwhile` or `neighbours` where nobody has timed the kernel. It leaves the
-    site to Inductor as any refusal does, unless the gate measures it (`fusion.measure_s`).
+    """The answer of `worthwhile` or `neighbours` if nobody has timed the kernel. It leaves the site
+    to Inductor as any refusal does, unless the gate measures it (`fusion.measure_s`).
     """

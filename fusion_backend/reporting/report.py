@@ -13,10 +13,10 @@ import warnings
 
 from fusion_backend.reporting.records import GraphRecord, Miss, Site
 
-# How many graphs the report of a process has at most; a training script with changing shapes makes
+# The most graphs that the report of a process keeps; a training script with changing shapes makes #
 # new ones for days.
 MAX_GRAPHS = 500
-MAX_WARNINGS = 1000  # that are remembered, so that none is given twice
+MAX_WARNINGS = 1000  # warnings that are remembered, so that none is given twice
 # unset or 0: failures only; 1: one line for each site; 2: near misses and timings too
 LOG_VARIABLE = "FUSION_LOG"
 
@@ -25,10 +25,11 @@ LOG_VARIABLE = "FUSION_LOG"
 class Report:
     """What the pass did to the newest 500 graphs of a process, or to all graphs of one `explain`.
 
-    `sites`, `fused` and `misses` go through all graphs. `print(report)` shows one screen, `text`
-    all there is, `to_json` the same as JSON and `to_html` as a page with the model's tree. dropped:
-    how many older graphs were removed. target: the GPU that `explain` was asked about, instead of
-    the one that is there. modules: the paths and classes of the model that was explained.
+    `sites`, `fused` and `misses` cover all graphs. `print(report)` shows one screen,
+    `text(verbose=True)` all details, `to_json` the same as JSON and `to_html` a page with the
+    model's tree. dropped: how many older graphs were removed. target: the GPU that `explain`
+    decided for, instead of the one that is there. modules: the paths and classes of the modules of
+    the explained model.
 
         report = fusion_backend.explain(model, x)
         print([(site.where, site.reason) for site in report.sites])
@@ -132,7 +133,7 @@ def log_level() -> int:
 
 
 def log(record: GraphRecord) -> None:
-    """Print the sites of a graph to standard error, as far as FUSION_LOG asks for it."""
+    """Print the sites of a graph to standard error, in the detail that FUSION_LOG asks for."""
     if log_level() < 1:
         return
     from fusion_backend.reporting.text import with_counts

@@ -1,4 +1,4 @@
-"""A report as text: what was gained first, then what was left and why, on one screen."""
+"""A report as text, on one screen: first the fused sites, then the others and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fusion_backend.reporting.report import Report
 
 WIDEST, NARROWEST = 100, 60
-LEAST = 20  # characters of a text, whatever stands beside it
+LEAST = 20  # characters of a text, however little room there is beside it
 MOST_MODULES = 3  # that are named in an entry
 MOST_MISSES = 5
 MOST_OPERATORS = 8
@@ -36,7 +36,7 @@ FASTPATH = (
     "torch.backends.mha.set_fastpath_enabled(False) writes the block out, so that its parts can be "
     "fused."
 )
-UNMEASURED = "fusion.measure_s"  # in the reason of a site that there was no time to measure
+UNMEASURED = "fusion.measure_s"  # in the reason of a site for whose measurement there was no time
 MORE_TIME = (
     "could not be measured in the seconds of fusion.measure_s. Raise it, or let "
     "`fusion gate measure SPEC` measure all of your model once; later processes find the answers."
@@ -61,7 +61,7 @@ def headline(report: Report) -> str:
 
 
 class Hints(NamedTuple):
-    """What a user is told to write: in Python, or on a command line."""
+    """What a hint tells the user to write: in Python, or on a command line."""
 
     target: str = 'explain(model, ..., target="H200")'
     always: str = 'options={"fusion.gate": "always"}'
@@ -129,7 +129,7 @@ class Entry:
 
 
 def section(title: str, sites: list[Site], layout: Layout, reasons: bool = True) -> list[list[str]]:
-    """A title, and an entry for the sites that are alike but for the number of their layer."""
+    """A title, and one entry for all sites that differ only in the number of their layer."""
     if not sites:
         return []
     found: dict[tuple[str, ...], Entry] = {}
@@ -151,7 +151,7 @@ def alike(*texts: str) -> tuple[str, ...]:
 
 
 def named_modules(sites: list[Site]) -> str:
-    """The modules of an entry, those of layers as one, and how many more there are."""
+    """The modules of an entry, with one name for all layers, and how many more there are."""
     names = list(dict.fromkeys(s.module for s in sites if s.module))
     if len(names) > 1:
         names = list(dict.fromkeys("*" if n.isdigit() else folded(n) for n in names))
@@ -170,7 +170,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]]:
-    """Code that is almost a pattern, and not part of another; in `verbose` all that was tried."""
+    """Code that is almost a pattern, and not part of another; with `verbose` every partial match."""
     shown = misses if verbose else [m for m in misses if almost(m)][:MOST_MISSES]
     lines = []
     for m in shown:
@@ -195,12 +195,12 @@ def measurements(graphs: list[GraphRecord]) -> list[list[str]]:
 
 
 def measured(g: GraphRecord) -> str:
-    """How much, and for how long."""
+    """How many regions were measured, and how long that took."""
     return f"{numbered(g.measured, 'distinct region')} in {g.measure_s:.1f} s"
 
 
 def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
-    """Where Dynamo ended a graph early, and why: no pattern is found across."""
+    """Where Dynamo ended a graph early, and why: no pattern is found across a break."""
     places = Counter(g.broken for g in graphs if g.broken)
     lines: list[str] = []
     for (where, why), n in places.items():
@@ -210,7 +210,7 @@ def graph_breaks(graphs: list[GraphRecord], width: int) -> list[list[str]]:
 
 
 def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[str]]:
-    """What `fusion.verify` has found, graph by graph; those that it dropped first."""
+    """The results of `fusion.verify`, graph by graph; dropped graphs first."""
     told = [(i, g) for i, g in enumerate(graphs) if g.verified]
     told.sort(key=lambda row: all(s.cause != DROPPED for s in row[1].sites))
     shown = told if verbose else told[:MOST_VERIFIED]
@@ -221,7 +221,7 @@ def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[
 
 
 def failures(report: Report, width: int) -> list[list[str]]:
-    """What went wrong in our code or in a pattern's, graph by graph."""
+    """The failures of our code or a pattern's, graph by graph."""
     told = [fault for g in report.graphs for fault in g.faults]
     for i, g in enumerate(report.graphs):
         if g.error:
