@@ -161,7 +161,7 @@ def fuse_graph(
 def run(
     top: Scope, judge: Judge, record: GraphRecord, rules: list[Rule], dumped: dump.Dump
 ) -> None:
-    """Run the passes between capture and rewrite, which Dynamo graphs and exported programs share."""
+    """Run the passes between capture and rewrite, for Dynamo graphs and exported programs."""
     options = judge.options
     analyse(top, options)
     dumped.canonical(top)

@@ -1,5 +1,4 @@
-"""What a decision is worth where it stands: regions of a graph, compiled with and without it and
-timed.
+"""Measures what a decision gains in its graph: regions are compiled with and without it, and timed.
 
 Comes in: decisions and the view.
 Goes out: measured answers, which are kept on disk.

@@ -11,14 +11,16 @@ from torch import Tensor, fx
 from fusion_backend.compat.torch import pytree
 
 PART = 1 << 24  # elements that are compared at a time, in fp64
-# The largest error stands out from the others by more than the largest value does.
+# The largest error exceeds the typical error by a larger factor than the largest value does.
 OUTLIER = 4.0
-# Our error may be so many times that of another order of the same operators.
+# Our error may be this many times that of another order of the same operators.
 FACTOR = 4.0
 
 
 class Distance(NamedTuple):
-    """Of two tensors: the norm of their difference, its largest element, and both of the second."""
+    """The distance of two tensors: the norm of their difference and its largest element, and the
+    same of the second tensor.
+    """
 
     norm: float
     largest: float
@@ -31,7 +33,7 @@ class Distance(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a run computes, and what it is called in a sentence. None: a gradient of zeros."""
+    """A value that a run computes, and its name in a sentence. None is a gradient of zeros."""
 
     name: str
     value: Tensor | None
@@ -40,12 +42,12 @@ class Value(NamedTuple):
 def disagreement(
     ours: list[Value], plain: list[Value], eager: Callable[[], list[Value]], eps: float
 ) -> str:
-    """What differs by more than rounding explains, in words; "" where nothing does.
+    """What differs by more than rounding explains, in words; "" if nothing does.
 
     eps: of the coarsest dtype that the graph computes in. Half of its digits may be lost: a
-    difference of at most √eps of the tensor passes. A larger one passes where `eager`, the same
-    graph run operator by operator, is as far from plain Inductor as well: a gradient of zeros that
-    is nothing but rounding, for example. NaN must be in the same places.
+    difference of at most √eps of the tensor passes. A larger one passes if `eager`, the same graph
+    run operator by operator, is as far from plain Inductor as well: for example, if a gradient of
+    zeros is nothing but rounding. NaN must be in the same places.
     """
     if [v.name for v in ours] != [v.name for v in plain]:
         return "it returns other values"
@@ -77,7 +79,7 @@ def said(v: Value, far: Distance) -> str:
 
 
 def unlike(mine: Tensor | None, theirs: Tensor | None) -> str:
-    """Another shape or dtype, in words."""
+    """How shape or dtype differ, in words."""
     if mine is None or theirs is None or (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
         return ""
     shapes = tuple(mine.shape), tuple(theirs.shape)
@@ -85,7 +87,7 @@ def unlike(mine: Tensor | None, theirs: Tensor | None) -> str:
 
 
 def distance(mine: Tensor | None, theirs: Tensor | None) -> Distance:
-    """NaN in one of them only counts as an infinite difference, equal infinities as none."""
+    """NaN in only one of them counts as an infinite difference, equal infinities as none."""
     if mine is None and theirs is None:
         return Distance(0.0, 0.0)
     mine = torch.zeros_like(theirs) if mine is None else mine

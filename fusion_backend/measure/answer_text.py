@@ -6,8 +6,8 @@ from fusion_backend.measure.store import Answer
 
 
 def reason(answer: Answer, take: str, together: bool) -> str:
-    """Of an answer with a verdict, about one site that `take` computes: the times, or the ratio.
-    together: it was measured with other sites.
+    """The reason from an answer with a verdict, for one site that `take` computes: the times, or
+    the ratio. together: the site was measured with other sites.
     """
     if not take and answer.why:
         return f"left to Inductor: {answer.why}, {answer.when}"
@@ -24,16 +24,16 @@ def reason(answer: Answer, take: str, together: bool) -> str:
 
 
 def unmeasured(why: str, taken: bool) -> str:
-    """Of an answer without a verdict: what bytes and launches alone make of the site, and why it
-    has no answer.
+    """The reason from an answer without a verdict: what was decided from bytes and launches alone,
+    and why nothing was measured.
     """
     how = "fused on an estimate from bytes and launches; " if taken else "left to Inductor: "
     return how + why
 
 
 def like_another(answer: Answer) -> str:
-    """Of a site that was not measured itself: the times of one that is equal but for its
-    neighbours.
+    """The reason for a site that was not measured itself: the times of a site that differs only in
+    its neighbours.
     """
     times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms"
     return f"like another site of this graph: {times} there, {answer.when}"

@@ -1,8 +1,9 @@
-"""What can be gained at a site at best and for certain, from bytes, operations and launches alone.
+"""Bounds on the gain of a site, from bytes, operations and launches alone.
 
-It says no where nothing can be gained, and where nothing was measured it says yes if a prediction
-that favours Inductor still gains much. Everything is counted in bytes: a launch and an operation as
-what the memory of an H200 moves meanwhile (4.3 TB/s; 700 TFLOP/s of products in bf16).
+A site is refused if nothing can be gained. If nothing was measured, it is taken only if a
+prediction that favours Inductor still gains much. Everything is counted in bytes: a launch or an
+operation counts as the bytes that the memory of an H200 moves in its time (4.3 TB/s; 700 TFLOP/s of
+products in bf16).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from fusion_backend.ir.argument_views import Viewed
 ENOUGH = 1.15  # the predicted gain from which a site is taken without a measurement
 LAUNCH = 2e-6 * 4.3e12  # of 2 µs
 OPERATION = 4.3e12 / 700e12
-OURS = 0.8  # of the bandwidth that a kernel of ours reaches at least, where it is large
+OURS = 0.8  # share of the bandwidth that a large kernel of ours reaches at least
 LIBRARY = (
-    0.9  # of the speed of the library's products that ours reach at least, where they are large
+    0.9  # share of the speed of the library's products that large products of ours reach at least
 )
 ATTENTION = "aten::scaled_dot_product_attention"
 SOFTMAX, SCALING = {"aten::softmax", "aten::_softmax"}, {"aten::mul", "aten::div"}
-# Matrix products, and which of the arguments has rows of the length that is summed over.
+# Matrix products, and the place of the argument whose rows have the length that is summed over.
 INNER = {f"aten::{name}": 0 for name in ("linear", "matmul", "mm", "bmm")} | {
     f"aten::{name}": 1 for name in ("addmm", "baddbmm")
 }
@@ -37,8 +38,8 @@ INNER = {f"aten::{name}": 0 for name in ("linear", "matmul", "mm", "bmm")} | {
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """plain: what Inductor needs at least; ours: what we need at most. calls: of libraries, inside
-    the site.
+    """plain: the least that Inductor needs; ours: the most that we need. calls: library calls
+    inside the site.
     """
 
     plain: float
@@ -51,13 +52,13 @@ class Bound:
 
     @property
     def hopeless(self) -> bool:
-        """Is the site so small that it is one launch, whoever computes it?"""
+        """Is the site so small that both Inductor and we need a single launch?"""
         return not self.calls and self.plain < 1.5 * LAUNCH
 
 
 def bound(d: Decision) -> Bound:
-    """Of the forward. What a library call inside the site computes goes to memory and comes back;
-    all else Inductor may fuse.
+    """The bound of the forward. The result of a library call inside the site is written to memory
+    and read again; Inductor may fuse everything else.
     """
     nodes = [*d.match.interior, *d.match.roots]
     calls = [n for n in nodes if library_call(name_of(n))]
@@ -77,9 +78,9 @@ def bound(d: Decision) -> Bound:
 
 
 def promises(d: Decision) -> bool:
-    """Is the site taken where nothing was measured? Not where Inductor may need less than is
-    counted: attention by hand whose scores are scaled it replaces by one call itself (BERT's, timed
-    at 0.95 and 0.99 of it on an H100 and an H200). T5's, which are not scaled, it does not.
+    """Is the site taken if nothing was measured? Not if Inductor may need less than is counted: it
+    replaces attention by hand with one call if the scores are scaled (BERT's, timed at 0.95 and
+    0.99 of it on an H100 and an H200). It does not replace T5's, whose scores are not scaled.
     """
     names = {name_of(n) for n in d.match.interior}
     replaced = d.op is not None and bool(names & SOFTMAX and names & SCALING)
@@ -87,7 +88,7 @@ def promises(d: Decision) -> bool:
 
 
 def least(nodes: Iterable[fx.Node]) -> float:
-    """What the library calls of a graph take at least."""
+    """The least that the library calls of a graph need."""
     total = 0.0
     for n in nodes:
         if is_lowered(n) and library_call(name_of(n)):
@@ -134,7 +135,9 @@ def value(a: fx.Node | Viewed) -> torch.Tensor | None:
 
 
 def size(t: torch.Tensor | None) -> float:
-    """The bytes of a tensor's elements in the example, those of an expanded one counted once."""
+    """The bytes of a tensor's elements, with the sizes of the example; expanded elements count
+    once.
+    """
     if not isinstance(t, torch.Tensor) or hinted((*t.shape, *t.stride())) is None:
         return 0.0
     elements = 1.0

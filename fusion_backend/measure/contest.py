@@ -21,17 +21,19 @@ from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
-TIMING_S = 2.0  # for a race at most; where compiling took longer, as long as that
-# The gain that counts beside a convolution: what a region reads is as the graph has it, and
-# Inductor copies it to channels-last, which in the whole graph it may be already.
+TIMING_S = 2.0  # seconds for a race, or as long as compiling took if that was longer
+# The least gain that counts beside a convolution: the inputs of a region are laid out as in the
+# original graph, and Inductor copies them to channels-last; in the whole graph they may be so
+# already.
 WORTH_OF_LAYOUT = 0.05
-# Beside a product whose bias Inductor adds: it does so in place, and the next product finds more in
-# L2. In benchmarks.foreign a batch norm that gained with its product lost in its graph (gin_layer).
+# The least gain that counts beside a product whose bias Inductor adds: it adds the bias in place,
+# and the next product finds more in L2. In benchmarks.foreign a batch norm that gained with its
+# product lost in its graph (gin_layer).
 WORTH_OF_BIAS = 0.1
 
 
 class Lost(Exception):
-    """A region cannot be measured, or a variant of it; the text says why."""
+    """A region or a variant of it cannot be measured; the text says why."""
 
 
 class Different(Lost):
@@ -56,7 +58,7 @@ class Contest:
         self.cut, self.device = cut, cut.device
         check_memory(cut, self.device)
         self.inputs = made_up(cut, self.device)
-        # what is computed before a region is in L2, as far as there is room
+        # tensors that the graph computes before the region: they are in L2, as far as they fit
         made, order = dict(zip(cut.inputs, self.inputs, strict=True)), cut.facts.order
         last = max(order[r] for d in cut.region.sites for r in d.match.roots)
         before = sorted((n for n in made if order[n] < last and computed(n)), key=order.get)
@@ -67,7 +69,7 @@ class Contest:
         self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
-        # random numbers of ours are others than Inductor's, whose own differ from run to run
+        # our random numbers differ from Inductor's, which themselves differ from run to run
         again = self.named(self.plain.call())
         self.random = bool(self.different(again))
 
@@ -101,8 +103,8 @@ class Contest:
         return [Value(name, None if v is None else v.detach()) for name, v in named]
 
     def different(self, ours: list[Value]) -> str:
-        """In what values differ from plain Inductor's by more than rounding; "" where they do not.
-        Where one is not finite, made-up inputs may be the cause.
+        """How values differ from plain Inductor's by more than rounding; "" if they do not. If one
+        is not finite, the made-up inputs may be the cause.
         """
         pairs = zip(ours, self.plain.values, strict=True)
         compared = [(a, b) for a, b in pairs if a.value is None or a.value.is_floating_point()]
@@ -127,8 +129,8 @@ class Contest:
         return [*torch.autograd.grad(outs, wanted, self.tangents, allow_unused=True)]
 
     def against(self, chosen: list[Decision], seconds: float) -> tuple[Race, int]:
-        """The race of plain Inductor and the region with these sites replaced, and how many bytes
-        more that keeps for backward. Raises Different where the results are not the same.
+        """The race between plain Inductor and the region with these sites replaced, and how many
+        bytes more the replacement keeps for backward. Raises Different if the results differ.
         """
         started = time.perf_counter()
         ours = self.compiled(chosen)
@@ -163,13 +165,13 @@ def contest(cut: Cut) -> Iterator[Contest]:
         raise Lost("there is not enough memory to measure it") from error
     finally:
         if held is not None:
-            held.__dict__.clear()  # whoever has it still, has its tensors no more
+            held.__dict__.clear()  # no reference to the contest keeps its tensors
         if on_gpu:
             torch.cuda.empty_cache()
 
 
 def check_memory(cut: Cut, device: torch.device) -> None:
-    """A region must fit beside what is there, with its gradients and intermediates."""
+    """Raise Lost unless a region, its gradients and intermediates fit in the free memory."""
     if device.type != "cuda":
         return
     values = [n.meta["val"] for n in (*cut.inputs, *cut.region.nodes)]
@@ -201,7 +203,7 @@ def finished(device: torch.device, seconds: float = 10.0) -> None:
 
 
 def finite(a: Value, b: Value) -> tuple[Value, Value]:
-    """Both with zeros where one of them is not finite."""
+    """Both tensors, with zeros where one of them is not finite."""
     if a.value is None or b.value is None or a.value.shape != b.value.shape:
         return a, b
     both = a.value.isfinite() & b.value.isfinite()

@@ -1,4 +1,4 @@
-"""A region as a graph of its own, as it is and with sites replaced, and the text that names it."""
+"""A region as a graph of its own, unchanged or with sites replaced, and the text that names it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDED = {"aten::linear", "aten::matmul"}  # products that take more dimensions 
 @dataclasses.dataclass
 class Cut:
     """A region with its edges. inputs: the nodes outside that it reads, or that a replacement in it
-    reads. outputs: its nodes that are read outside. rows: those that a matrix product outside
+    reads. outputs: its nodes that are read outside. rows: the outputs that a matrix product outside
     copies, row by row, before it reads them. grads: the inputs whose gradient is wanted; none in
     inference.
     """
@@ -89,8 +89,8 @@ class Cut:
                     now[n].replace_all_uses_with(result)
 
     def text(self) -> str:
-        """The region in words that are the same for every layer that is alike, and in every
-        process. A size that is symbolic is named by the power of two above it.
+        """The region as text that is the same for all equal layers and in every process. A symbolic
+        size is named by the power of two above it.
         """
         name = {n: f"%{i}" for i, n in enumerate((*self.inputs, *self.region.nodes))}
         lines = [
@@ -123,8 +123,9 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
 
 
 def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
-    """Does it multiply the rows of n by a matrix, when n is in memory as no matrix of rows? Only by
-    a weight that requires a gradient: by another, torch multiplies one matrix of n after the other.
+    """Does a product of the rows of n copy n first, because n does not lie in memory as one matrix?
+    Only if the weight requires a gradient: with another weight torch multiplies the matrices of n
+    one by one.
     """
     if not is_lowered(product) or name_of(product) not in FOLDED:
         return False
@@ -144,7 +145,7 @@ def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
 
 
 def inputs_of(region: Region) -> list[fx.Node]:
-    """The tensors outside that a region reads, or a replacement in it."""
+    """The tensors outside that a region or a replacement in it reads."""
     inside = {*region.nodes}
     read = [a for n in region.nodes for a in n.all_input_nodes]
     read += [a for d in region.sites for a in call_reads(d)]
@@ -153,8 +154,8 @@ def inputs_of(region: Region) -> list[fx.Node]:
 
 
 def views_of_one(inputs: list[fx.Node]) -> set[fx.Node]:
-    """The views and casts among the inputs, and between them and what they are made of, where
-    several inputs are made of one: made-up values for each would contradict each other.
+    """The views and casts that must be part of the cut because several inputs are made of one
+    tensor: values that were made up for each input would contradict each other.
     """
     source = {a: (a, *seen_through(a))[-1] for a in inputs}
     several = {n for n in source.values() if sum(m is n for m in source.values()) > 1}
@@ -167,7 +168,7 @@ def views_of_one(inputs: list[fx.Node]) -> set[fx.Node]:
 
 
 def seen_through(n: fx.Node) -> list[fx.Node]:
-    """What a value is a view or a cast of, the nearest first."""
+    """The values that a value is a view or a cast of, the nearest first."""
     found = []
     while is_lowered(n) and (name_of(n) in CASTS or may_alias(n)):
         tensors = [a for a in n.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
@@ -243,7 +244,7 @@ def told(value, name: dict) -> str:
 
 
 def call_text(d: Decision, name: dict) -> str:
-    """The call that replaces a site, but for who computes it, which is what is asked."""
+    """The call that replaces a site, without its providers, which the measurement decides."""
     named = {k: v for k, v in d.call.kwargs.items() if k not in ("forward", "backward")}
     return f"{d.call.target}{told((d.call.args, named), name)} copied={d.call.contiguous}"
 

@@ -1,4 +1,4 @@
-"""Gradients of a region's inputs, some of which are computed from others."""
+"""Gradients of a region's inputs if some inputs are computed from others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fusion_backend.measure.inputs import chain_of, computed
 def passed_on(
     cut: Cut, inputs: list[Tensor], gradients: list[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of the inputs that want one, where an input that is computed from others, such
-    as a bias with a mask from the bias, passes its gradient on to these: a replacement may read the
-    others instead, and what reaches them is the same.
+    """The gradients of the inputs that want one. An input that is computed from others, such as the
+    sum of a bias and a mask, passes its gradient on to them: a replacement may read the others
+    instead, and the gradients that reach them are the same.
     """
     made = dict(zip(cut.inputs, inputs, strict=True))
     wanted = [n for n in cut.inputs if made[n].requires_grad]
     found = dict(zip(wanted, gradients, strict=True))
-    for a in sorted(found, reverse=True):  # what is computed last comes first
+    for a in sorted(found, reverse=True):  # the inputs that are computed last come first
         chain, gradient = chain_of(a, made.keys() - {a}), found[a]
         read = {n for c in chain for n in c.all_input_nodes}
         sources = [n for n in found if n in read]

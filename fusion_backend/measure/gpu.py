@@ -1,5 +1,5 @@
-"""One process times at a time on a GPU: who waits for it, waits no longer than it was going to
-measure.
+"""Only one process at a time measures times on a GPU. Another process waits for it, but no longer
+than it was going to measure itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: processes there disturb each other, which the noise shows
+except ImportError:  # not a POSIX system: processes may disturb each other, which the noise shows
     fcntl = None
 LONGEST_S = 60.0  # a process that was stopped keeps its lock
 
 
 @contextlib.contextmanager
 def alone(device: torch.device, seconds: float) -> Iterator[bool]:
-    """Inside, no other process of this user that asks times on this GPU. Yields False where one
-    still did after so many seconds, or where no lock can be had: then both may be disturbed, which
-    the noise of the times shows.
+    """Inside, no other process of this user that takes this lock times on this GPU. Yields False if
+    another one still held it after so many seconds, or if there can be no lock: then the processes
+    may disturb each other, which the noise of the times shows.
     """
     if device.type != "cuda" or fcntl is None:
         yield device.type != "cuda"

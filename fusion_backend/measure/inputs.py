@@ -31,10 +31,10 @@ MASKS = {
 
 
 def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
-    """A tensor for each input of the cut, and `requires_grad` where its gradient is wanted. What
-    masks are computed from is the same wherever it is read, an input that is computed from others,
-    such as a bias with a mask from the bias, has the value that follows from theirs, and inputs
-    that are equal in the graph are equal.
+    """A tensor for each input of the cut, with `requires_grad` if its gradient is wanted. The
+    values are consistent: a value that masks are computed from is the same wherever it is read; an
+    input that is computed from others, such as the sum of a bias and a mask, is computed from their
+    values; and inputs that are equal in the graph are equal.
     """
     chains = {a: chain for a in cut.inputs if (chain := chain_of(a))}
     chains |= {n: [n] for chain in chains.values() for n in chain if n.op == "placeholder"}
@@ -53,7 +53,7 @@ def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
 
 
 def nbytes(value) -> int:
-    """The memory that a fake tensor would take: expanded dimensions take none."""
+    """The memory that a tensor takes; expanded dimensions take none."""
     sizes, strides = hinted(value.shape), hinted(value.stride())
     return span(sizes, strides) * value.element_size()
 
@@ -65,8 +65,8 @@ def span(sizes, strides) -> int:
 
 
 def placed(content: torch.Tensor, a: fx.Node, cut: Cut, device: torch.device) -> torch.Tensor:
-    """The content of an input, in memory as the graph has it, and where it is an index in its
-    range: out of range it would stop the GPU for good.
+    """An input with content, laid out in memory as in the graph. An index is in its range: out of
+    range it would stop the GPU for good.
     """
     if bounds := limits(a, {*cut.region.nodes}):
         content = content.clamp(0, max(0, min(bounds) - 1))
@@ -90,16 +90,16 @@ def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> 
 
 
 def room(value: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for a value of the graph, and that with its sizes and strides."""
+    """Memory for a value of the graph, and a tensor in it with the value's sizes and strides."""
     sizes, strides = hinted(value.shape), hinted(value.stride())
     memory = torch.empty(span(sizes, strides), dtype=value.dtype, device=device)
     return memory, memory.as_strided(sizes, strides)
 
 
 def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Ones and then zeros along the last dimension, as in batches that are padded: in the first row
-    of the first dimension half are ones, in the last all but one. Whatever they mean in a mask, no
-    row is left with nothing.
+    """Ones and then zeros along the last dimension, as in padded batches: half are ones in the
+    first row of the first dimension, and all but one in the last. Whether ones keep or hide, no row
+    is fully masked.
     """
     sizes = hinted(value.shape)
     if not sizes:
@@ -111,13 +111,13 @@ def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.device:
-    """Where a value of the graph is: numbers that it multiplies with may be on the CPU."""
+    """The device of a value of the graph: numbers that it multiplies by may be on the CPU."""
     return value.device if value.device.type == "cpu" else device
 
 
 def limits(a: fx.Node, inside: set[fx.Node]) -> list[int]:
-    """For what is indexed with it in the region, one more than the largest index that this takes;
-    0 is an index of anything.
+    """The bounds of an index, one for each tensor that it indexes in the region: one more than the
+    largest valid index. 0 is always valid.
     """
     bounds, pending, seen = [], [a], set()
     while pending:
@@ -164,8 +164,8 @@ def indexed(n: fx.Node, index: fx.Node) -> int:
 
 
 def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
-    """The operators that compute a mask, or ids, from no floats, and what they are given, in graph
-    order; nothing where that is not so. With `others`: that compute it from some of these.
+    """The operators that compute a mask or ids without floats, and their inputs, in graph order;
+    empty if floats take part. With `others`: the operators that compute it from some of these.
     """
     chain: set[fx.Node] = set()
     met, pending = not others, [a] if a.op == "call_function" else []
@@ -184,8 +184,8 @@ def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
 def computed(
     chain: list[fx.Node], device: torch.device, known: Mapping[fx.Node, torch.Tensor] = EMPTY
 ) -> torch.Tensor:
-    """The value of the last node of a chain, with ones and zeros for what the graph is given, where
-    it is not known.
+    """The value of the last node of a chain, with ones and zeros for inputs of the graph whose
+    values are not known.
     """
     values: dict[fx.Node, object] = dict(known)
     for n in chain:

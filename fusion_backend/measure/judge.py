@@ -1,9 +1,10 @@
-"""Proposed sites -> answers: from the store, from a bound, by measuring them where they stand, or
-from the tables.
+"""Proposed sites -> answers: from the store, from a measurement in the graph, from a bound, or from
+the tables.
 
-The gate proposes; the judge forms regions of what is proposed, asks the store about each class of
-them, measures the most valuable of the rest within the time that is left, and hands the answers to
-the gate, which decides once more. What it then proposes instead is judged in turn.
+The gate proposes sites. The judge forms regions around them, looks up each class of regions in the
+store, measures the most valuable of the others in the time that is left, and gives the answers to
+the gate, which decides again. If the gate now proposes other sites, the judge answers these in
+turn.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
 from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.reporting.report import warn_once
 
-MOST_ROUNDS = 8  # in each round but the last, something that was proposed is refused for good
-SMALL = 0.01  # of a graph's time: to compile and time less costs more than it can gain
+MOST_ROUNDS = 8  # in each round except the last, a proposed site is refused for good
+SMALL = 0.01  # of a graph's time; to compile and time a smaller part costs more than it gains
 SMALL_PART = "it is less than a hundredth of the graph, too little to measure"
 LATE = "another rank did not answer in time"
-# For the answer of another rank, beyond the time that it may measure, which is no limit under
-# fusion.gate=measure.
+# Seconds to wait for another rank's answer, in addition to the time in which it may measure; that
+# time is unlimited under fusion.gate=measure.
 WAITING_S, PATIENCE_S = 60.0, 1800.0
 
 
 @dataclasses.dataclass
 class Class:
-    """Regions that are alike: one of them is measured, for all."""
+    """Equal regions: one of them is measured for all."""
 
     key: str | None
     cut: Cut
@@ -62,21 +63,21 @@ class Class:
 
     @property
     def value(self) -> float:
-        """What plain Inductor needs for these sites at least, in bytes moved."""
+        """The least that plain Inductor needs for these sites, in bytes moved."""
         return sum(bound(d).plain for d in self.sites) * len(self.members)
 
     @property
     def urgency(self) -> tuple[bool, float]:
-        """What comes first if the time does not suffice: what the tables accept, and what nobody
-        has timed, by its value.
+        """The order of measuring, in case the time is too short: first classes that the tables
+        accept or that nobody has timed, then by value.
         """
         refused = (d.doubt is not None and not isinstance(d.doubt, Unmeasured) for d in self.sites)
         return not all(refused), self.value
 
 
 class Judge:
-    """Of the sites of one Dynamo graph. compiles: is the graph compiled next? Only then is anything
-    measured; the store is asked in any case.
+    """Answers for the sites of one Dynamo graph. compiles: is the graph compiled next? Only then is
+    anything measured; stored answers are looked up in any case.
     """
 
     def __init__(self, options: Options, record: GraphRecord, compiles: bool):
@@ -85,11 +86,11 @@ class Judge:
         self.measures = compiles and wanted and TARGET.get() is None
         self.compiles = compiles
         self.open = True
-        self.least = 0.0  # what the graph takes at least, in bytes moved
-        self.thread_s = 0.0  # of measuring, in the time of this thread
-        self.proven: dict[tuple, Answer] = {}  # of sites that were faster, alone in their region
-        self.asked: dict[str, Answer | None] = {}  # what the store had, by the key of the class
-        self.settled = True  # would another process ask nothing else, and measure nothing?
+        self.least = 0.0  # the least that the graph needs, in bytes moved
+        self.thread_s = 0.0  # of measuring, in CPU time of this thread
+        self.proven: dict[tuple, Answer] = {}  # for sites that were faster, alone in a region
+        self.asked: dict[str, Answer | None] = {}  # the store's answers, by key
+        self.settled = True  # would another process look up the same answers, and measure nothing?
 
     @property
     def active(self) -> bool:
@@ -101,8 +102,8 @@ class Judge:
         return self.options.gate != "table" and not stored.store().empty
 
     def rounds(self, gates: list[Gate]) -> Iterator[None]:
-        """For each time that the gates are to decide: until nothing is proposed that has no
-        answer. In the last round nothing is proposed that the tables refuse.
+        """Yields once for each time that the gates must decide, until every proposal has an answer.
+        In the last round the gates propose nothing that the tables refuse.
         """
         active = self.active
         for number in range(MOST_ROUNDS):
@@ -118,7 +119,7 @@ class Judge:
             obey(gate)
 
     def heard(self, gates: list[Gate]) -> bool:
-        """`hear`; where that fails, which is a fault of ours, the tables decide after all."""
+        """`hear`; if it fails, which is a fault of ours, the tables decide."""
         try:
             self.hear(gates)
         except Exception as error:
@@ -153,8 +154,8 @@ class Judge:
                     self.not_judged(gate, d)
 
     def not_judged(self, gate: Gate, d: Decision) -> None:
-        """What the tables refuse is fused on a measurement, or not at all; of all else the kernels,
-        which no measurement has compiled, are compiled when it is decided again.
+        """Without a judge, a site that the tables refuse is not fused. The kernels of all other
+        sites, which no measurement has compiled, are compiled when the gate decides again.
         """
         if d.doubt is not None:
             gate.evidence.tell(d.match, Measured("", d.doubt.reason))
@@ -165,7 +166,7 @@ class Judge:
         self.open = True
 
     def classes(self, gates: list[Gate]) -> list[Class]:
-        """What is proposed and has no answer, by regions, those that are alike together."""
+        """The classes of regions of the proposals that have no answer."""
         found: dict[tuple, Class] = {}
         for gate in gates:
             proposed = [d for d in gate.found if d.fused and on_gpu(d)]
@@ -187,12 +188,12 @@ class Judge:
 
     @functools.cached_property
     def ranks(self) -> Ranks | None:
-        """Those that compile this graph, too."""
+        """The ranks that compile this graph, too."""
         return Ranks() if self.compiles else None
 
     def answers(self, classes: list[Class]) -> list[Answer]:
-        """An answer for each: this process measures what no other rank has begun to measure, and
-        then waits for theirs.
+        """An answer for each class: this process measures the classes that no other rank has
+        claimed, and then waits for the others' answers.
         """
         found: dict[int, Answer] = {}
         for c in classes:
@@ -210,7 +211,7 @@ class Judge:
                 late = unanswered(c, LATE).to_json()
                 told = self.ranks.wait(self.key_of(c), late, patience)
                 found[id(c)] = answer_of(json.loads(told))
-                if found[id(c)].why == LATE:  # what a dead rank has claimed is waited for once
+                if found[id(c)].why == LATE:  # wait only once for a rank that may have died
                     patience = 0.0
                 if found[id(c)].kept:
                     stored.store().put(found[id(c)])
@@ -222,7 +223,9 @@ class Judge:
         return auto and c.value < SMALL * self.least
 
     def key_of(self, c: Class) -> str | None:
-        """What the ranks call it. That it is small holds for graphs like this one alone."""
+        """The name of a class among ranks. A class that is too small is so only in graphs like this
+        one.
+        """
         return f"{c.key} of {self.least:.0f}" if c.key and self.small(c) else c.key
 
     @property
@@ -231,7 +234,7 @@ class Judge:
         return PATIENCE_S if all_of_it else self.options.measure_s + WAITING_S
 
     def own(self, c: Class) -> Answer:
-        """What this process knows or measures."""
+        """The answer that this process knows or measures."""
         found = known_answer(c.key, self.options)
         if found is None and self.measures:
             if self.small(c):
@@ -246,10 +249,10 @@ class Judge:
         return found or unanswered(c, "")
 
     def tell(self, c: Class, answer: Answer) -> list[Decision]:
-        """Hand an answer to the gates of all regions of a class. Where it changes nothing but the
-        reason, nothing is decided again. Where sites with a matrix product gain nothing, the other
-        sites of the region are judged without them in the next round, for most of the time was the
-        product's: they are told nothing, and returned.
+        """Give an answer to the gates of all regions of a class. If it changes only the reason,
+        nothing is decided again. If sites with a matrix product gain nothing, the other sites of
+        the region get no answer and are returned: the next round judges them without the product,
+        which took most of the time.
         """
         again: list[Decision] = []
         products = [has_product(d) for d in c.sites]
@@ -263,7 +266,8 @@ class Judge:
                     continue
                 told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
                 gate.evidence.tell(d.match, told)
-                # what is taken without a measurement has kernels that nobody has compiled yet
+                # sites that are taken without a measurement have kernels that nobody has compiled
+                # yet
                 compiled = told.certain or not gate.evidence.wanted or not has_kernels(d)
                 if told.take == d.providers and d.doubt is None and compiled:
                     d.reason = told.reason
@@ -293,7 +297,7 @@ class Judge:
 
 
 def known_answer(key: str | None, options: Options) -> Answer | None:
-    """What was measured before: by this user, or else for the package."""
+    """The stored answer: this user's, or else the one that ships with the package."""
     found = stored.seed().get(key or "")
     if options.gate != "table" and key:
         found = stored.store().get(key) or found
@@ -302,14 +306,14 @@ def known_answer(key: str | None, options: Options) -> Answer | None:
 
 def final(c: Class, answer: Answer) -> bool:
     """Is there no verdict because there is nothing to measure? Then another process has none
-    either; where the time was up or too much noise, it may.
+    either. If the time was up or the noise too high, another process may have one.
     """
     return bool(c.cut.region.problem) or answer.why in (SMALL_PART, ONE_SHORT_LAUNCH)
 
 
 def inside_of_lost(gate: Gate) -> bool:
-    """Answer for what is proposed inside of a larger match that lost where it stands: if that is of
-    the same pattern, Inductor would still compute the rest; if it is a softmax between library
+    """Answer for proposals inside a larger match that was measured and lost. If both are of one
+    pattern, Inductor would still compute the rest; if the proposal is a softmax between library
     calls, as in attention, Inductor may replace all of it. Returns whether anything was answered.
     """
     order = gate.facts.order.__getitem__
@@ -344,7 +348,7 @@ def cut_of(gate: Gate, region: Region) -> Cut:
 
 
 def obey(gate: Gate) -> None:
-    """After the last round nothing stays fused otherwise than as its answer says."""
+    """After the last round, unfuse every site that is not fused as its answer says."""
     for d in gate.found:
         answer = gate.evidence.of(d.match)
         if d.fused and answer is not None and answer.take != d.providers:
@@ -354,9 +358,9 @@ def obey(gate: Gate) -> None:
 
 
 def likeness(d: Decision) -> tuple:
-    """What sites that are equal but for their neighbours have in common: the pattern, who computes
-    it, what the replacement is given, tensors by dtype, shape and strides, and what the tables hold
-    against it.
+    """A key that is equal for sites that differ only in their neighbours: the pattern, the
+    providers, the arguments of the replacement (tensors by dtype, shape and strides), and the
+    reason why the tables refuse it, if they do.
     """
     given = pytree.tree_leaves((d.call.args, d.call.kwargs))
     tensors = (value(a) if isinstance(a, (fx.Node, Viewed)) else a for a in given)
@@ -369,7 +373,7 @@ def likeness(d: Decision) -> tuple:
 
 
 def has_product(d: Decision) -> bool:
-    """Is a matrix product inside, other than those of attention?"""
+    """Is there a matrix product inside, other than those of attention?"""
     names = [name_of(n) for n in (*d.match.interior, *d.match.roots)]
     return any(map(library_call, names)) and not any("softmax" in name for name in names)
 

@@ -1,5 +1,5 @@
-"""What an answer depends on besides the region: the GPU, the versions, Inductor's settings, and the
-code of the kernels.
+"""The parts of an answer's key besides the region: the GPU, the versions, Inductor's settings, and
+the code of the kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def digest(text: str, ops: list[Definition], gpu: str) -> str | None:
 
 
 def machine(gpu: str) -> dict[str, str]:
-    """The GPU and the versions: their first two numbers, for the last one mends faults."""
+    """The GPU and the versions, by their first two numbers, because the third marks bug-fix
+    releases.
+    """
     return {"gpu": gpu, "torch": short(torch_version()), "triton": short(triton_version())}
 
 

@@ -1,5 +1,5 @@
-"""Measures one class of regions: which sites to replace, and by whom, until a choice is certain or
-the time is up.
+"""Measures one class of regions: tries which sites to replace, and with which providers, until a
+choice is certain or the time is up.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
 
 
 class Allowance:
-    """The seconds that this process has spent on measuring, for whichever graph."""
+    """The seconds that this process has spent on measuring, for all graphs together."""
 
     def __init__(self) -> None:
         self.took: list[float] = []
         self.lock = threading.Lock()
 
     def left(self, options: Options) -> float:
-        """What is left to measure; 0 where what is left would not do for a class like those
-        before.
+        """The seconds that are left to measure; 0 if they are too few for a class like the earlier
+        ones.
         """
         if options.gate == "measure":
             return float("inf")
@@ -98,10 +98,11 @@ class Choice:
         self.wrong = self.broken = ""
 
     def run(self) -> None:
-        """All sites. If they are faster, also those that Inductor computes with their neighbours,
-        without the kernels, which stand apart. If they are not, each alone, and those that are,
-        together; of a single one, the other half (the backward alone, or both). Against what is
-        faster runs what it covers.
+        """Race all sites together. If they are faster, also race those without kernels alone:
+        Inductor computes them together with their neighbours, while a kernel stands apart. If they
+        are not faster, race each alone, and then those that are faster together; for a single site,
+        race the other half (the backward alone, or both). A faster choice also races against the
+        smaller sites that it covers.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
@@ -146,8 +147,8 @@ class Choice:
         return race.verdict == "faster"
 
     def answer(self) -> Answer:
-        """The fastest certain choice; else that Inductor keeps the sites, or that it is
-        uncertain.
+        """The fastest certain choice; without one, the answer that Inductor keeps the sites, or
+        that the measurement is uncertain.
         """
         self.run()
         won = [r for r in self.races if r[1].verdict == "faster"]

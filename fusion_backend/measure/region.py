@@ -1,11 +1,12 @@
-"""A region: sites, and all that Inductor could fuse with them, up to the library calls on its edge.
+"""A region: sites and everything that Inductor could fuse with them, up to the library calls on its
+edge.
 
 Nodes of one region have the same *level*: the number of library calls on the longest path to them.
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
 theirs; and so does a matrix product whose rows Inductor pads, or whose bias it adds in the region.
-What reads a value of the region later, element by element, belongs to it as well; what else that
-reads, though it may follow from the region, is made up like any input.
+Elementwise operators of later levels that read a value of the region belong to it as well. Their
+other operands are made up like any input, even if they depend on the region.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PRODUCTS = {f"aten::{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm
 LONG_ROW, ALIGNED = 1024, 128
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MOST_NODES = 256
-# Operators that read memory at an index, of which inputs.py knows the range: out of range, it stops
+# Operators that read memory at an index whose range inputs.py knows: an index out of range stops
 # the GPU for good. Any other operator that takes integers ends a region, unless it is elementwise.
 INDEXING = {
     f"aten::{name}"
@@ -48,15 +49,15 @@ INDEXING = {
         "nll_loss2d",
     )
 }
-# Operators that stop the GPU at other values than those of the graph: too few for a mask, or no
-# probabilities.
+# Operators that stop the GPU if their values are made up: too few elements for a mask, or numbers
+# that are no probabilities.
 PARTICULAR = {
     f"aten::{name}"
     for name in """
     masked_scatter bernoulli multinomial normal poisson binomial binary_cross_entropy _assert_async
     """.split()
 }
-# Their result has no element that their first argument, or a number, does not have.
+# Every element of their result is an element of their first argument, or a number.
 MOVING = {
     f"aten::{name}"
     for name in """
@@ -85,7 +86,7 @@ class Region:
 
 
 def regions(facts: Facts, decisions: Iterable[Decision]) -> list[Region]:
-    """The regions around these sites; no site is in two, and sites that share one are together."""
+    """The regions around these sites. No site is in two; sites whose regions meet share one."""
     return Regions(facts, [*decisions]).found()
 
 
@@ -115,9 +116,9 @@ class Regions:
         return [*{id(r): r for r in done.values()}.values()]
 
     def levels(self) -> dict[fx.Node, int]:
-        """The level of each node. What a site or an elementwise operator computes for later levels
-        alone belongs to the first of them, where Inductor computes it. A mask that sites of several
-        levels read inside stays where it is: it is computed once, and in memory for all.
+        """The level of each node. If only later levels read what a site or an elementwise operator
+        computes, it belongs to the first of them, where Inductor computes it. A mask that sites of
+        several levels read inside keeps its level: it is computed once, and lies in memory for all.
         """
 
         def apart(n: fx.Node) -> bool:
@@ -136,7 +137,7 @@ class Regions:
             level |= dict.fromkeys(self.own(d), roots)
 
         def latest(nodes: Iterable[fx.Node]) -> int:
-            """The last level at which these can be computed, for those that read them."""
+            """The last level at which these nodes can be computed in time for their readers."""
             readers = {u for n in nodes for u in n.users if u.op != "output"} - {*nodes}
             ends = {u: u not in self.site and self.ends(u) for u in readers}
             return min((level[u] - ends[u] for u in readers), default=0)
@@ -150,12 +151,12 @@ class Regions:
         return level
 
     def own(self, d: Decision) -> list[fx.Node]:
-        """What is inside of this site alone."""
+        """The nodes that are inside this site alone."""
         return [n for n in (*d.match.interior, *d.match.roots) if n in self.site]
 
     def ends(self, n: fx.Node) -> bool:
-        """Does a region end there? At what Inductor fuses with nothing, and what is not to be run
-        on made-up values.
+        """Does a region end there? It ends at operators that Inductor fuses with nothing, and at
+        those that must not run on made-up values.
         """
         if n not in self.ended:
             self.ended[n] = self.edge(n)
@@ -167,12 +168,12 @@ class Regions:
         if not is_lowered(n) or is_mutation(n) or n.target.namespace != "aten":
             return True
         if self.writers and not self.writers.keys().isdisjoint(storages(n)):
-            return True  # its value is that of another moment for each reader
+            return True  # each reader sees its value at another moment
         return library_call(name_of(n)) or not measurable(n) or not self.safe(n)
 
     def safe(self, n: fx.Node) -> bool:
-        """May it run on made-up values? Integers are not computed inside a region: as its inputs
-        they are made up in the range of what is indexed.
+        """May it run on made-up values? Integers are not computed inside a region. They are its
+        inputs, and are made up in the range that is valid for the indexed tensor.
         """
         name = name_of(n)
         if name in PARTICULAR or any(map(whole_numbers, tensors(n))):
@@ -206,8 +207,8 @@ class Regions:
         return Region(nodes, members, problem, again, frozenset(filter(self.bias_apart, beside)))
 
     def again(self, d: Decision) -> list[fx.Node]:
-        """What a site has inside of its arguments alone. As an input of the region it would be
-        made up without regard to the arguments, which the replacement reads.
+        """The nodes inside a site that depend on its arguments alone. As inputs of the region they
+        would be made up without regard to the arguments, which the replacement reads.
         """
         made: dict[fx.Node, None] = {}
         read = {*call_reads(d)}
@@ -224,10 +225,10 @@ class Regions:
         return m.op == "call_function" and not self.ends(m)
 
     def beside(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
-        """The convolutions that make or read a value of the region, and the products that make one
-        whose rows Inductor pads: what decides how it is in memory. Also the products whose bias
-        Inductor adds in the region. Not those of earlier levels, whose results other library calls
-        stand between.
+        """The library calls that belong to the region. Some decide how a value of it lies in
+        memory: convolutions that make or read the value, and products that make it if Inductor pads
+        their rows. The others are products whose bias Inductor adds in the region. Calls of earlier
+        levels do not belong, because other library calls stand between.
         """
         makes = {m for n in found for m in n.all_input_nodes} - found
         near = makes | ({m for n in found for m in n.users} - found)
@@ -293,7 +294,7 @@ class Regions:
             whole = [a for a in n.all_input_nodes if is_index(a)]
             if name_of(n) in INDEXING and not all(known_range(a, inside) for a in whole):
                 return f"an index of {n.name} is computed inside the region, from its inputs"
-        # what is computed outside from the region's results must not come back into it
+        # a value that is computed from the region's results outside must not be read inside
         core = inside - later
         seen, level = set(), max(self.level[n] for n in core)
         pending = [u for n in core if n not in again for u in n.users if u not in inside]
@@ -309,7 +310,7 @@ class Regions:
 
 
 def alone(n: fx.Node, sites: list[Decision]) -> bool:
-    """Is a node a result of a site, or inside of this one and read in it alone?"""
+    """Is a node a result of a site, or inside this site and read nowhere else?"""
     match = sites[0].match
     inside = {*match.interior, *match.roots}
     return len(sites) == 1 and (n in match.roots or inside.issuperset(n.users))
@@ -357,7 +358,9 @@ def bias_of(n: fx.Node) -> object:
 
 
 def whole_numbers(value) -> bool:
-    """Could it be an index? Those are not bool, nor int8, which quantized values are."""
+    """Could it be an index? An index is neither bool nor int8, which is the dtype of quantized
+    values.
+    """
     if not isinstance(value, torch.Tensor):
         return False
     other = value.is_floating_point() or value.is_complex()
@@ -369,7 +372,7 @@ def is_index(n: fx.Node) -> bool:
 
 
 def known_range(index: fx.Node, inside: set[fx.Node]) -> bool:
-    """Are they an input of a region, moved at most, or computed from none of its inputs?"""
+    """Are they an input of a region, at most moved, or computed from none of its inputs?"""
     while index in inside and (source := moved(index)) is not None and is_index(source):
         index = source
     pending, seen = [index] if index in inside else [], set()
@@ -384,6 +387,6 @@ def known_range(index: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def moved(n: fx.Node) -> fx.Node | None:
-    """What an operator that only moves elements takes them from; None of another one."""
+    """The operand whose elements an operator only moves; None for another operator."""
     moves = (is_lowered(n) and name_of(n) in MOVING) or n.target is operator.getitem
     return n.args[0] if moves else None

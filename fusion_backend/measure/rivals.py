@@ -1,8 +1,8 @@
-"""What else could be fused where a larger site with a matrix product stands: an activation alone,
-say, where it is proposed together with the linear layer before it.
+"""The smaller sites that could be fused in place of a larger one with a matrix product: for
+example, an activation alone instead of a linear layer with its activation.
 
-Of sites without a product nothing else is tried: the larger one moves fewer bytes. Nor is a softmax
-inside of attention, which Inductor replaces as a whole.
+For sites without a product no rivals are tried: the larger site moves fewer bytes. A softmax inside
+attention is no rival either, because Inductor replaces attention as a whole.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fusion_backend.reporting.records import COVERED
 
 
 def rivals(gate: Gate, sites: list[Decision]) -> Iterator[list[Decision]]:
-    """The sites that these cover, as the gate would propose them: the larger ones first, and then
-    what those cover in turn.
+    """The sites that these cover, as the gate would propose them: the larger ones first, then those
+    that these cover in turn.
     """
     inside = {n for d in sites for n in (*d.match.interior, *d.match.roots)}
     found = (proposed(gate, d, inside) for d in gate.found)
@@ -35,8 +35,8 @@ def rivals(gate: Gate, sites: list[Decision]) -> Iterator[list[Decision]]:
 
 
 def proposed(gate: Gate, covered: Decision, inside: set) -> Decision | None:
-    """What the gate would decide about a covered site if nothing covered it; None unless it lies
-    inside, leaves a product there to Inductor, and would be fused.
+    """The decision of the gate about a covered site if nothing covered it; None unless the site
+    lies inside, leaves a product there to Inductor, and would be fused.
     """
     match = covered.match
     own = {*match.interior, *match.roots}

@@ -1,8 +1,9 @@
 """Measured answers, one file a class of regions, beside Inductor's caches; and the seed, answers
 that ship with the package.
 
-An answer is written to a file of its own, which is then renamed: whoever reads finds a whole answer
-or none, whatever else runs or is killed. A file that is not an answer counts as missing.
+An answer is written to a file of its own, which is then renamed: a reader finds a whole answer or
+none, even if processes run at the same time or are killed. A file that is not an answer counts as
+missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TODAY = "measured today"
 
 
 def on_date(date: str) -> str:
-    """What is said of an answer of another day."""
+    """How the report names the day of an older answer."""
     return f"measured on {date}"
 
 
@@ -69,7 +70,7 @@ class Answer:
 
     @property
     def kept(self) -> bool:
-        """Would another process find the same? A kernel that fails may run there."""
+        """Would another process find the same? A kernel that failed here may run there."""
         return self.verdict in ("faster", "same", "slower", "wrong")
 
     @property
@@ -96,7 +97,7 @@ TYPES = {
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError for whatever is none, or is nested too deeply."""
+    """The value of a JSON text. Raises ValueError if it is no JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -126,7 +127,7 @@ class Store:
 
     def __init__(self, folder: Path | None):
         self.folder = folder
-        self.known: dict[str, Answer] = {}  # of this process, and where nothing can be written
+        self.known: dict[str, Answer] = {}  # also what cannot be written
 
     def get(self, key: str) -> Answer | None:
         if key not in self.known and (found := self.read(key)):

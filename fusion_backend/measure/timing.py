@@ -13,7 +13,7 @@ FLUSH = 256 << 20  # bytes, several times the L2
 PRIME = 4  # flushes queued before a call, 0.12 ms each on an H200
 LONGEST = 16 * PRIME
 ROUNDS = (8, 60)  # fewer can prove nothing at this confidence; more change nothing
-TURN_MS = 3.0  # a turn repeats its call for about this long, ...
+TURN_MS = 3.0  # seconds for which a turn repeats its call, roughly, ...
 CALLS = (1, 5)  # ... within these bounds
 CONFIDENCE = 0.99
 SMALLEST = 0.01  # a difference of 1 % is never called one, ...
@@ -21,8 +21,8 @@ WORTH = 0.02  # ... nor a gain of 2 %: any change of a graph is tuned anew, whic
 
 
 class Clock:
-    """Device time of a call in milliseconds, with the host out of sight and an L2 that is cold but
-    for `recent`: what was computed before the call, in that order. On CPU, its wall time.
+    """Device time of a call in milliseconds, with the host's time hidden and a cold L2, except for
+    `recent`: the tensors computed before the call, in that order. On CPU, wall time.
     """
 
     def __init__(self, device: torch.device, recent: Sequence[torch.Tensor] = ()):
@@ -50,8 +50,7 @@ class Clock:
             self.prime *= 2
 
     def once(self, call: Callable[[], object]) -> tuple[float, bool]:
-        # It ends with reading: lines of the L2 that wait to be written back would be charged to the
-        # call.
+        # It ends with a read: otherwise the call would pay for writing back dirty lines of the L2.
         for _ in range(self.prime):
             self.buffer.fill_(1.0)
             self.buffer.sum()
@@ -67,8 +66,8 @@ class Clock:
 
 
 class Race:
-    """The times of two calls, `plain` and `ours`, one sample of each a round. The ratio is plain's
-    time over ours: above 1, ours is faster. A gain of `worth` or less is none.
+    """The times of two calls, `plain` and `ours`, with one sample of each per round. The ratio is
+    plain's time divided by ours: above 1, ours is faster. A gain of `worth` or less counts as none.
     """
 
     def __init__(self, worth: float = WORTH) -> None:
@@ -86,8 +85,8 @@ class Race:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the median of the ratios lies, at CONFIDENCE, whatever their distribution: between
-        two of them, by their order. Everywhere where there are too few.
+        """The interval of the median of the ratios, at CONFIDENCE, for any distribution: it ends at
+        two of the ordered ratios. With too few ratios it is unbounded.
         """
         ratios = sorted(p / o for p, o in zip(self.plain, self.ours, strict=True))
         n, outside, k = len(ratios), 0.0, 0
@@ -118,7 +117,7 @@ class Race:
 
     @property
     def close(self) -> bool:
-        """Is the ratio known to within 2 %? If there is no verdict then, the gain is so near to
+        """Is the ratio known to within 2 %? If there is still no verdict, the gain is so close to
         `worth` that another race would hardly decide it either.
         """
         low, high = self.interval
@@ -134,8 +133,8 @@ def race(
 ) -> Race:
     """Time two calls, which have both run before, until the verdict is certain or the time is up.
 
-    Clock frequency and neighbours drift slowly, so only times of the same round compare: in each
-    round both have a turn, and who is first alternates.
+    Clock frequency and other load drift slowly, so only times of the same round are comparable: in
+    each round both calls have a turn, and the first turn alternates.
     """
     found, until = Race(worth), time.perf_counter() + seconds
     took = max(clock(plain), clock(ours), 1e-3)

@@ -34,7 +34,7 @@ def location(node: fx.Node) -> str:
 
 
 def named(module: str) -> str:
-    """A module's path for a sentence: "module 1", because a number alone would not be understood."""
+    """A module's path for a sentence: "module 1", because a number alone says nothing."""
     return f"module {module}" if module.isdigit() or module == "*" else module
 
 

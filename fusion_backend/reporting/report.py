@@ -13,7 +13,7 @@ import warnings
 
 from fusion_backend.reporting.records import GraphRecord, Miss, Site
 
-# The most graphs that the report of a process keeps; a training script with changing shapes makes #
+# The most graphs that the report of a process keeps; a training script with changing shapes makes
 # new ones for days.
 MAX_GRAPHS = 500
 MAX_WARNINGS = 1000  # warnings that are remembered, so that none is given twice

@@ -170,7 +170,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def near_misses(misses: list[Miss], width: int, verbose: bool) -> list[list[str]]:
-    """Code that is almost a pattern, and not part of another; with `verbose` every partial match."""
+    """Code that is almost a pattern and not part of another; with `verbose` all partial matches."""
     shown = misses if verbose else [m for m in misses if almost(m)][:MOST_MISSES]
     lines = []
     for m in shown:
