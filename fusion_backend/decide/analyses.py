@@ -29,7 +29,9 @@ def relative_index(argument: fx.Node | Viewed, graph: Facts) -> Index:
 
 
 def known_of(match: Match, facts: Facts) -> dict[str, object]:
-    """What the analyses say that the rule asks for, of its arguments that are tensors here."""
+    """The results of the analyses that the rule asks for, for its arguments that are tensors
+    here.
+    """
     rule: Rule = match.pattern
     missing = [name for name in rule.asks.values() if name not in ANALYSES]
     if missing:

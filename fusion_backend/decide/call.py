@@ -1,5 +1,5 @@
-"""A replacement as a call on the values of one site: what it gives, and whether that may stand
-where the graph's own result stands.
+"""A replacement as a call on the values of one site: its results, and whether they may take the
+place of the graph's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusion_backend.ops.registry import registered
 from fusion_backend.ops.rule import SEED, Replacement
 from fusion_backend.reporting.reject import PatternError, Reject
 
-# Of a result these read the values, in whatever order they lie.
+# These operators read the values of a result in any memory layout.
 MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::swapaxes", "aten::swapdims"}
 MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"}
 
@@ -37,9 +37,9 @@ MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"
 class Call:
     """`target(*args, **kwargs)`, to be written in front of the first root of a site.
 
-    args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results, of
-    which the first `outputs` stand for the roots. `contiguous`: its one result is copied, because
-    somebody would see that its strides are not those of the graph.
+    args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results;
+    the first `outputs` of them stand for the roots. `contiguous`: the single result is copied,
+    because a reader would see that its strides differ from the graph's.
     """
 
     target: object
@@ -47,11 +47,13 @@ class Call:
     kwargs: dict
     values: tuple[torch.Tensor, ...]
     contiguous: bool = False
-    unread: tuple[int, ...] = ()  # results that stand for no root: nobody reads it
+    unread: tuple[int, ...] = ()  # places of results that nobody reads
 
 
 def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
-    """What the rule answers. Without a replacement function: the op of the same arguments."""
+    """The answer of the rule. Without a replacement function it is the rule's own op on the same
+    arguments.
+    """
     rule = match.pattern
     if rule.replacement_fn is None:
         if isinstance(rule, Op):
@@ -75,7 +77,7 @@ def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | 
 
 
 def on_graph(value, match: Match):
-    """What holds a value that a replacement function was given, or made itself."""
+    """The argument of the match that holds a value which a replacement function returned."""
     if not isinstance(value, torch.Tensor):
         return value
     for argument in match.tensors.values():
@@ -86,7 +88,7 @@ def on_graph(value, match: Match):
 
 
 def already(match: Match, answer: Replacement, canon) -> bool:
-    """Is it the very operator on the very tensors?"""
+    """Does the graph already call this operator on these tensors?"""
     root = match.roots[0]
     given = [a for a in root.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     wanted = [a for a in answer.args if isinstance(a, (fx.Node, Viewed))]
@@ -98,7 +100,7 @@ def already(match: Match, answer: Replacement, canon) -> bool:
 
 
 def values_of(answer: Replacement) -> tuple[list, dict]:
-    """The fake tensors, numbers and words that the replacement is called on."""
+    """The fake tensors, numbers and words on which the replacement is called."""
     like = next(original(a) for a in answer.args if isinstance(a, (fx.Node, Viewed)))
     return [fake_seed(like) if a is SEED else value_of(a) for a in answer.args], answer.kwargs
 
@@ -123,7 +125,7 @@ def call_of_op(op: Op, arguments: dict, values: dict, named, decision: dict) -> 
 
 
 def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Call:
-    """The call as it stands in a graph. `named`: the arguments that are written by name."""
+    """The call as it is written into a graph. `named`: the arguments that are written by name."""
     operator = operator_of(op)
     flat = operator.flatten(arguments | dict.fromkeys(op.seed_arguments, SEED))
     given = dict(zip((field.name for field in operator.fields), flat, strict=True))
@@ -151,10 +153,11 @@ def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def differs(call: Call, match: Match, strides: bool) -> str:
-    """Why the results that are read cannot stand for the site's: later views rely on the strides
-    that the graph was traced with, and later in-place code on fresh memory.
+    """Why the results cannot replace the site's: later views rely on the strides that the graph was
+    traced with, and later in-place code relies on fresh memory.
 
-    strides: must they be the graph's? Else a copy may be made of a result that is contiguous there.
+    strides: must the strides be the graph's? If not, a result that is contiguous in the graph may
+    be copied.
     """
     given = {storage_id(original(v)) for v in match.tensors.values()}
     if strides and any(storage_id(out) in given for out in call.values):
@@ -177,7 +180,7 @@ def differs(call: Call, match: Match, strides: bool) -> str:
 
 
 def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
-    """Would somebody see that the result's strides are not those of the graph?"""
+    """Would a reader see that the result's strides differ from the graph's?"""
     pending = [(root, out)]
     while pending:
         n, value = pending.pop()
@@ -185,7 +188,7 @@ def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
             continue
         for u in n.users:
             name = schema_of(u.target).name if is_lowered(u) else ""
-            # what was fresh memory may be a view now
+            # memory that was fresh may be a view now
             if name not in MOVES or any(s in writers for s in storages(u)):
                 return True
             if name == "aten::contiguous" and u.meta["val"].is_contiguous():

@@ -1,4 +1,4 @@
-"""What was measured of the sites of a graph, for the gate to follow."""
+"""The measured answers for the sites of a graph, which the gate follows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from fusion_backend.match.matcher import Match
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Who computes a site, "kernel/vjp" for forward and backward, or "" for Inductor; and why, in a
-    sentence. certain: a measurement says so; else a bound or the tables.
+    """The providers of a site, "kernel/vjp" for forward and backward or "" for Inductor, and the
+    reason as a sentence. certain: the answer comes from a measurement, not from a bound or the
+    tables.
     """
 
     take: str
@@ -23,8 +24,8 @@ class Measured:
 class Evidence:
     """The answers for the sites of one graph, which a judge gives between two rounds of decisions.
 
-    wanted: is a judge there who answers? Then the gate proposes also what the tables refuse, and
-    says what they hold against it (`Decision.doubt`).
+    wanted: is there a judge who answers? Then the gate also proposes sites that the tables refuse,
+    with their reason in `Decision.doubt`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,9 @@ class Evidence:
         return answer is not None and answer.certain and answer.take == ""
 
     def runs(self, match: Match) -> bool:
-        """Has a measurement compiled and run its kernels, or will one, before they are used?"""
+        """Has a measurement compiled and run its kernels, or will one do so before they are
+        used?
+        """
         answer = self.of(match)
         return self.wanted if answer is None else answer.certain
 

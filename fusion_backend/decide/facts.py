@@ -1,4 +1,6 @@
-"""What is known of a graph before any site is decided. Computed once, and only read afterwards."""
+"""Facts about a graph that are known before any site is decided. They are computed once, then only
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from fusion_backend.match.matcher import Match
 
 
 class Facts:
-    """Of one view: order, aliases, writers, masks, and where gradients are wanted.
+    """The facts of one view: order, aliases, writers, masks, and where gradients are wanted.
 
     `inner` are the facts of the bodies inside it, by name.
     """

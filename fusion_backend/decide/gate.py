@@ -1,9 +1,10 @@
-"""One decision a site: fused or not, by whom, and why, each refusal a sentence.
+"""Makes one decision for each site: whether it is fused, with which providers, and why. Every
+refusal is a sentence.
 
-The order of the questions: does the user want the pattern; may the graph be changed there
-(legality); what would replace it; may that take these inputs; is it worthwhile (profitability). A
-decision names who computes the forward and the backward, separately: a kernel, the reference,
-inlined for Inductor, or a library call.
+The questions, in order: does the user want the pattern? May the graph be changed there (legality)?
+What would replace the site? Does the replacement take these inputs? Is it faster (profitability)? A
+decision names the *providers*, which compute the forward and the backward, separately: a kernel,
+the reference, inlined for Inductor, or a library call.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class Decision:
     backward: str | None = None
     call: Call | None = None  # what is written at the site
     op: Op | None = None  # of ours, that is called
-    doubt: Reject | None = None  # of a proposal: what the tables hold against it
+    doubt: Reject | None = None  # of a proposal: why the tables refuse it
     bytes_saved: int | None = None
     cause: str | None = None  # of a refusal: one of the words of reporting/records.py
-    alternative: bool = False  # another refused site has some of its nodes, and is counted
-    # a fault of ours or of the pattern's author, told to the user as a warning
+    alternative: bool = False  # another refused site shares nodes with it and is counted instead
+    # a fault of ours or of the pattern's author, which a warning reports
     failure: str | None = None
 
     @property
@@ -81,7 +82,7 @@ class Decision:
 
 
 class Gate:
-    """Decides the sites of one graph, in the order in which it is asked. `other_readings` is the
+    """Decides the sites of one graph, in the order in which they come. `other_readings` is the
     matcher's; a judge may add to `evidence` between rounds.
     """
 
@@ -103,18 +104,20 @@ class Gate:
         self.found: list[Decision] = []  # the latest
 
     def decide_all(self, matches: list[Match], fused: int = 0) -> list[Decision]:
-        """In the order given, after `fused` sites elsewhere; what `decide` has no answer for is
-        left out.
+        """Decide matches in the order given, after `fused` sites in other scopes. A match for which
+        `decide` returns None is left out.
         """
         for number, _ in enumerate(self.trials.rounds()):
             self.claimed, self.fused = {}, fused
-            if number:  # a kernel has failed, on which something was decided
+            if number:  # a kernel on which a decision relied has failed
                 self.tried, self.provided = {}, {}
             self.found = [d for d in map(self.decide, matches) if d is not None]
         return self.found
 
     def decide(self, match: Match) -> Decision | None:
-        """None when the same pattern is already fused there, in a larger form."""
+        """The decision about one match; None if the same pattern is already fused there in a larger
+        form.
+        """
         try:
             return self.decided(match)
         except Exception as error:
@@ -148,7 +151,7 @@ class Gate:
         return decision
 
     def legal_reading(self, match: Match) -> Match | None:
-        """What else the pattern can stand for there and may replace, outside of what is fused. A
+        """Another way to match the pattern at this node that is legal and overlaps no fused site. A
         pattern without a kernel, or of two operators, is not worth the search.
         """
         rule = match.pattern
@@ -159,7 +162,7 @@ class Gate:
         return next((other for other in others if not self.legality.refusal(other)), None)
 
     def as_measured(self, decision: Decision, answer: Measured) -> Decision:
-        """The decision that a measurement led to."""
+        """The decision that follows from a measured answer."""
         if not answer.take:
             return Decision(decision.match, False, answer.reason, cause=UNPROFITABLE)
         if answer.take != decision.providers:
@@ -171,8 +174,8 @@ class Gate:
         return dataclasses.replace(decision, reason=answer.reason, doubt=None)
 
     def other_half(self, decision: Decision) -> Decision | None:
-        """The same site with the forward left to Inductor; or computed by the kernel, where it was
-        left. None where there is one possibility.
+        """The same site with the other provider of the forward: Inductor instead of the kernel, or
+        the reverse. None if only one is possible.
         """
         op, match = decision.op, decision.match
         if op is None or op is not match.pattern or decision.backward in (None, "vjp"):
@@ -205,10 +208,10 @@ class Gate:
             return f"fusion.limit is {o.limit}"
         return asked(match)
 
-    # What would replace it, may it, is it worthwhile?
+    # What would replace it, does that take the inputs, is it faster?
 
     def provided_once(self, match: Match) -> Decision:
-        """`provide`, asked again only where there is other evidence than before."""
+        """`provide`, called again only if the evidence has changed."""
         evidence = (self.evidence.of(match), self.evidence.wanted)
         known = self.provided.get(id(match))
         if known is None or known[1] != evidence:
@@ -217,7 +220,7 @@ class Gate:
         return dataclasses.replace(known[2])
 
     def provide(self, match: Match, training: bool) -> Decision:
-        """The replacement's decision; where that is refused, the rule's own op may be inlined."""
+        """The decision with the replacement; if it is refused, the rule's own op may be inlined."""
         rule, cuda = match.pattern, all(on_gpu(original(a)) for a in match.tensors.values())
         answer = replacement_of(match, self.facts, training)
         refused, cause = answer, UNSUPPORTED
@@ -279,7 +282,7 @@ class Gate:
         return None
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
-        """What the measurements say, of the op and of what stands around it."""
+        """Why the op is not faster here, by the tables of the op and by its neighbours."""
         around = Neighbours(match, self.legality.unread(match))
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
@@ -293,7 +296,7 @@ class Gate:
         return refused or fusable
 
     def inlines(self, match: Match, op: Op, refused: Reject, training: bool, cuda: bool) -> bool:
-        """Is the reference of a rule's own op written at the site, for Inductor to compile?"""
+        """Is the reference of the rule's own op written into the graph, for Inductor to compile?"""
         random = draws_random_numbers(match)
         if not cuda and self.options.gate == "always" and not (random and op.seeded_fn is None):
             return True
@@ -307,7 +310,9 @@ class Gate:
         return "formula" if op.backward_plain else "kernel" if cuda else "vjp"
 
     def library_call(self, match: Match, answer: Replacement, training: bool) -> Decision:
-        """A torch operator: autograd, Inductor and torch's choice of a kernel do the rest."""
+        """Decide for a torch operator: autograd, Inductor and torch's choice of a kernel do the
+        rest.
+        """
         try:
             call = call_of_torch(answer)
         except Exception as error:
@@ -325,8 +330,8 @@ class Gate:
         forward: str = "",
         doubt: Reject | None = None,
     ) -> Decision:
-        """An op of ours, tried out on fakes before the graph depends on it. Its kernels are
-        compiled here, unless a measurement does that.
+        """Decide for an op of ours, which first runs on fake tensors. Its kernels are compiled
+        here, unless a measurement does that.
         """
         op = answer.op
         forward = forward or ("kernel" if op.kernel_fn else "reference")
@@ -387,7 +392,7 @@ class Gate:
                 operator.backward(*results, *kept, [True] * len(operator.tensors), *flat)
 
     def checked(self, decision: Decision, strides: bool = False) -> Decision:
-        """Refused after all where the call's results cannot stand for the site's."""
+        """The decision, or a refusal if the results of the call cannot replace the site's."""
         match, call = decision.match, decision.call
         wrong = differs(call, match, strides)
         if wrong:

@@ -1,4 +1,4 @@
-"""What Inductor is asked to do at a site, and could not where a call of ours stands there.
+"""Settings of Inductor that a call of ours would defeat.
 
 Under `_micro_pipeline_tp` a pass over Inductor's graph makes one call of a collective and a matrix
 product beside it (asynchronous tensor parallelism). It looks for the operator `mm`, which a call of
@@ -19,8 +19,8 @@ from fusion_backend.decide.call import draws_random_numbers
 from fusion_backend.match.matcher import Match
 from fusion_backend.reporting.places import location
 
-# The first factor of a product, by its place among the arguments. A gathered second one, a weight,
-# the pass does not pipeline.
+# The first factor of a product, by its place among the arguments. The pass does not pipeline a
+# gathered second factor, which is a weight.
 PRODUCTS = {"aten::linear": 0, "aten::matmul": 0, "aten::mm": 0, "aten::addmm": 1}
 # Parts of names. A DTensor that is redistributed may be gathered or scattered: the view does not
 # say which.
@@ -29,20 +29,22 @@ SCATTERS = ("reduce_scatter", "redistribute")
 # Operators that move elements, besides views.
 MOVES = {f"aten::{name}" for name in ("reshape", "flatten", "contiguous", "clone", "cat", "copy_")}
 MOVES |= {"_c10d_functional::wait_tensor"}
-# What makes a DTensor of a tensor and the reverse; and the autograd function in which torch 2.11
-# waits for a collective that has a gradient.
+# Calls that make a DTensor of a tensor and the reverse; and the autograd function in which torch
+# 2.11 waits for a collective that has a gradient.
 WRAPS = ("to_local", "from_local", "autograd_function_apply")
 
 
 def asked(match: Match) -> str:
-    """Why a site is not wanted, by Inductor's settings."""
+    """Why Inductor's settings rule a site out; "" if they do not."""
     if draws_random_numbers(match) and inductor_config.fallback_random:
         return "Inductor's fallback_random asks for the random numbers that eager draws"
     return pipelined(match) if pipelines_collectives() else ""
 
 
 def pipelined(match: Match) -> str:
-    """Does the site compute a product of what was gathered, or one that is scattered next?"""
+    """Does the site compute a product of a gathered tensor, or one whose result is scattered
+    next?
+    """
     for n in (*match.interior, *match.roots):
         if name_of(n) not in PRODUCTS:
             continue

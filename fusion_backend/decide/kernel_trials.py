@@ -1,9 +1,9 @@
 """Kernels are compiled before a graph depends on them: in threads, several at a time, every
 distinct launch once.
 
-Triton's passes and ptxas run without Python's lock. What is not a function of its arguments, the
-device, say, Triton asks about in the thread that decides (`AsyncCompileMode`); the others see
-neither its fake mode nor its context.
+Triton's passes and ptxas run without Python's lock. Values that are no function of the arguments,
+such as the device, Triton looks up in the deciding thread (`AsyncCompileMode`); the other threads
+see neither its fake mode nor its context.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fusion_backend.compat.triton import AsyncCompileMode, FutureKernel, forget_
 class Trials:
     """The launches of a view's sites, and what became of them.
 
-    Called by `trial`, in place of a launch, it begins to compile what it has not seen and returns.
-    When kernels have failed, the sites are decided once more, and now their launches raise what
-    Triton raised: each site is answered as if its kernels had been compiled on the spot, and a
-    smaller site may stand where a larger one has failed.
+    `trial` calls it in place of a launch: it begins to compile a launch that it has not seen, and
+    returns. If kernels have failed, the sites are decided once more, and now their launches raise
+    Triton's exception. Each site is thus decided as if its kernels had been compiled on the spot,
+    and a smaller site may replace a larger one that has failed.
     """
 
     def __init__(self):
@@ -33,23 +33,23 @@ class Trials:
         self.started: dict[tuple, object] = {}  # in this round
 
     def rounds(self) -> Iterator[None]:
-        """For each time that the sites are to be decided: until nothing fails that has not failed
-        before.
+        """Yields once for each time that the sites must be decided, until no further kernel
+        fails.
         """
         failures = -1
         while failures < len(self.failed):
             failures = len(self.failed)
             pool = ThreadPoolExecutor(inductor_config.compile_threads or 1, "fusion-compile")
-            # where the mode holds: it need not be left, whatever happens
+            # the device for which the mode holds; it need not be left, whatever happens
             self.context = contextvars.Context()
             self.context.run(AsyncCompileMode(pool).__enter__)
             try:
                 yield
                 self.settle()
                 pool.shutdown()  # Inductor may fork
-            finally:  # whoever interrupts a compile does not wait for the others
+            finally:  # an interrupted compilation does not wait for the others
                 pool.shutdown(wait=False, cancel_futures=True)
-                # Triton 3.8 and 3.9 would give the cancelled to who asks next
+                # Triton 3.8 and 3.9 would give the cancelled ones to the next caller
                 for (kernel, _), started in self.started.items():
                     future = started.future if isinstance(started, FutureKernel) else None
                     if future is not None and future.cancelled():
@@ -73,7 +73,7 @@ class Trials:
             self.seen.add(key)
 
     def settle(self) -> None:
-        """Wait for what was started. Launches that differ in nothing that Triton looks at have one
+        """Wait for all compilations that were started. Launches that are equal to Triton share one
         outcome.
         """
         errors = {id(kernel): kernel for kernel in self.started.values()}
@@ -84,8 +84,8 @@ class Trials:
 
 
 def error_of(kernel) -> Exception | None:
-    """What Triton raised, without the frames that it was raised in; a kernel that was compiled
-    before has no result.
+    """The exception that Triton raised, without its traceback; a kernel that was compiled before
+    has no result.
     """
     try:
         if isinstance(kernel, FutureKernel):

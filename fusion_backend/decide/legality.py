@@ -1,4 +1,4 @@
-"""May the graph be changed at a site? Each question answers "" or the reason why not."""
+"""May the graph be changed at a site? Each check returns "" or the reason why not."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Legality:
-    """The questions about one graph."""
+    """The checks in one graph."""
 
     def __init__(self, facts: Facts):
         self.facts, self.canon, self.order = facts, facts.canon, facts.order
 
     def refusal(self, match: Match) -> str:
-        """Why the site may not be replaced, whatever would replace it."""
+        """Why the site may not be replaced, by whatever call; "" if it may."""
         return self.not_movable(match) or not_supported(match)
 
     def computed(self, match: Match) -> list[fx.Node]:
-        """What is computed inside; an argument, whatever it is cast to, or a result again, after a
-        dropout in evaluation, say, is not. Nor is the complement of a mask, which several layers
-        may share: the replacement reads the mask, if it reads any.
+        """The nodes that compute a new value inside. Casts of an argument do not, nor nodes that
+        equal a result, such as a dropout in evaluation. The complement of a mask does not count
+        either, because several layers may share it: the replacement reads the mask, if it reads
+        any.
         """
         of = self.canon.of
         given = {
@@ -47,15 +48,15 @@ class Legality:
         ]
 
     def costly(self, match: Match) -> list[fx.Node]:
-        """What another site may not compute, too: the results, and what is computed inside but for
-        views.
+        """The nodes that no other site may compute as well: the results, and the nodes computed
+        inside except views.
         """
         inside = (n for n in self.computed(match) if self.canon.of[n].op not in FREE)
         return [*match.roots, *inside]
 
     def unread(self, match: Match) -> tuple[int, ...]:
-        """The results that nobody reads, by their place: neither the code outside nor what stays
-        of the inside, such as a cast of a result that is itself read.
+        """The places of the results that nobody reads: neither the code outside, nor nodes of the
+        inside that stay in the graph, such as a cast of a result that is read outside.
         """
         inside, of = {*match.interior, *match.roots}, self.canon.of
         results = {id(of[r]) for r in match.roots}
@@ -63,7 +64,7 @@ class Legality:
         stays: set[fx.Node] = set()
         for n in sorted(inside, reverse=True):
             if any(u not in inside or u in stays for u in n.users):
-                if id(of[n]) in results:  # the result stands for whatever has its value
+                if id(of[n]) in results:  # the result replaces every node with its value
                     read.add(id(of[n]))
                 else:
                     stays.add(n)
@@ -74,7 +75,7 @@ class Legality:
         arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
         stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
-        if self.crosses_state(stateful):  # a mask may come from anywhere: it has no gradient
+        if self.crosses_state(stateful):  # a mask may come from any region: it has no gradient
             return "it crosses a change of grad mode, autocast or other state"
         for n in self.computed(match):
             if self.canon.of[n].op in FREE:
@@ -96,7 +97,7 @@ class Legality:
         return self.changed(match, arguments) if self.facts.writers else ""
 
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
-        """Does something write to what the match reads, keeps or computes?"""
+        """Does something write to a value that the match reads, keeps or computes?"""
         inside = {*match.interior, *match.roots}
         for m in (m for m in match.interior if is_mutation(m)):
             if told := self.overwritten_for_others(m, inside):
@@ -119,8 +120,8 @@ class Legality:
             for m in (m for m in writers if m not in inside):
                 if begin < self.order[m] < last_root:
                     return f"an argument may be written to in between, at {location(m)}"
-                # the op keeps its arguments for backward, where plain autograd may keep only what
-                # it made of them
+                # the op keeps its arguments for the backward; plain autograd may keep only values
+                # that were computed from them
                 later = (
                     is_lowered(m) and self.order[m] > last_root and isinstance(m.args[0], fx.Node)
                 )
@@ -133,8 +134,9 @@ class Legality:
         return ""
 
     def overwritten_for_others(self, m: fx.Node, inside: set[fx.Node]) -> str:
-        """Would somebody miss what a node of the site writes, once it is gone? It may write over a
-        value that this graph has made, and that nobody outside of the site reads from then on.
+        """Would a reader miss the write of this node if the site were replaced? The node may
+        overwrite a value that this graph has made and that nobody outside the site reads
+        afterwards.
         """
         written = storages(m.args[0])
         alike = [n for n in self.order if not written.isdisjoint(storages(n))]
@@ -148,15 +150,15 @@ class Legality:
         return ""
 
     def written_to(self, results: list[fx.Node]) -> bool:
-        """Does an operator write to what a site returns? A call of which nothing is known, such as
-        one that makes a DTensor of it, is not taken to do so.
+        """Does an operator write to a result of the site? Unknown calls, such as one that makes a
+        DTensor of the result, are assumed not to.
         """
         held = set().union(*map(storages, results))
         return any(is_lowered(m) for s in held for m in self.facts.writers.get(s, ()))
 
     def first_read(self, match: Match, storage: int, first: int) -> int:
-        """Where the match, or the op that replaces it, reads a storage first. `first` where no node
-        of the match does: an argument may be another node of the value that is read.
+        """Where the match, or the op that replaces it, first reads a storage. `first` if no node of
+        the match reads it: an argument may be another node with the same value.
         """
         nodes = (*match.interior, *match.roots)
         reads = [
@@ -165,8 +167,8 @@ class Legality:
         return min(*reads, *(self.order[r] for r in match.roots)) if reads else first
 
     def crosses_state(self, nodes: list[fx.Node]) -> bool:
-        """Casts, of which some do nothing, are the same under any autocast, but not under another
-        grad mode.
+        """Do the nodes differ in grad mode, autocast or other state? Casts may differ in autocast,
+        which does not change them, but not in grad mode.
         """
         of, regions = self.canon.of, {n: self.facts.view.region.get(n) for n in nodes}
         casts = {n for n in nodes if any(peel(of[a]) is peel(of[n]) for a in n.all_input_nodes)}
@@ -176,7 +178,9 @@ class Legality:
 
 
 def not_supported(match: Match) -> str:
-    """Only ordinary float tensors on one device; other dtypes where the reference has them."""
+    """Why the arguments are not supported: they must be ordinary float tensors on one device, or of
+    the dtype that the reference has there.
+    """
     for name, node in match.tensors.items():
         v = original(node)
         if type(v) is not FakeTensor:
@@ -202,7 +206,7 @@ def not_supported(match: Match) -> str:
 
 
 def result(n: fx.Node) -> str:
-    """What a node computes, in words."""
+    """The result of a node, in words."""
     return f"the result of {name_of(n).removeprefix('aten::')}"
 
 

@@ -1,8 +1,7 @@
-"""What stands around a site: which operators compute its arguments, which read its results.
+"""The operators around a site: those that compute its arguments, and those that read its results.
 
-A pattern's `neighbours` function is told, by names of ATen, so that a kernel can stand back where
-Inductor would have made one kernel of the site and its neighbours, or would have chosen their
-layout.
+A pattern's `neighbours` function gets their ATen names, so that it can decline a site if Inductor
+would make one kernel of the site and its neighbours, or would choose their layout.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ POINTWISE = {
     f"aten::{name}" for name in ("_to_copy", "clone", "dropout", "reshape", "flatten", "batch_norm")
 }
 
-# Of many elements one, or each by all of them.
+# Each result element needs many elements of the input.
 REDUCTIONS = """
     sum mean prod var std var_mean std_mean norm linalg_vector_norm logsumexp softmax log_softmax
     max min amax amin aminmax argmax argmin any all cumsum cumprod topk sort median
@@ -43,7 +42,7 @@ FUSES_GRADIENT = Reject("in training Inductor fuses its gradient too, and choose
 
 
 def names(nodes: Iterable[fx.Node]) -> list[str]:
-    """Each once, without "aten::"."""
+    """The name of each operator once, without "aten::"."""
     return list(dict.fromkeys(name_of(n).removeprefix("aten::") for n in nodes))
 
 
@@ -65,7 +64,9 @@ def elementwise(n: fx.Node) -> bool:
 
 
 class Neighbours:
-    """Of one match; the nearest first. unread: the results that nobody reads, by their place."""
+    """The neighbours of one match, the nearest first. unread: the places of results that nobody
+    reads.
+    """
 
     def __init__(self, match: Match, unread: tuple[int, ...]):
         self.roots, self.unread = match.roots, unread
@@ -77,7 +78,9 @@ class Neighbours:
 
     @functools.cached_property
     def making(self) -> list[fx.Node]:
-        """What the arguments are computed from, as far as the library calls before the site."""
+        """The operators that the arguments are computed from, back to the library calls before the
+        site.
+        """
         found: dict[fx.Node, None] = {}
         pending = list(self.arguments)
         while pending and len(found) < NEARBY:
@@ -89,8 +92,8 @@ class Neighbours:
 
     @functools.cached_property
     def reading(self) -> list[fx.Node]:
-        """What reads the results, also through elementwise operators that have one reader
-        themselves: of more Inductor writes the value to memory.
+        """The operators that read the results, also through elementwise operators that have a
+        single reader. Inductor writes a value with several readers to memory.
         """
         found: dict[fx.Node, None] = {}
         pending = [u for r in self.roots for u in self.users(r)]

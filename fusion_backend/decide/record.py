@@ -29,13 +29,13 @@ from fusion_backend.reporting.records import (
 )
 from fusion_backend.reporting.report import warn_once
 
-# Which of several sites that overlap is told: the first of these causes, None being fused.
+# Of several overlapping sites the report shows the one whose cause comes first here; None is fused.
 RANKS = (None, NO_GPU, UNPROFITABLE, UNSUPPORTED, FAILED, SWITCHED_OFF, ILLEGAL, NO_KERNEL)
 
 
 def best_answers(decisions: list[Decision]) -> list[Decision]:
-    """One decision a rule and root: the fused one, else the first refusal (of the largest
-    template).
+    """One decision for each rule and root: the fused one, or else the first refusal (that of the
+    largest template).
     """
     best: dict[tuple, Decision] = {}
     for d in decisions:
@@ -46,9 +46,9 @@ def best_answers(decisions: list[Decision]) -> list[Decision]:
 
 
 def mark_alternatives(decisions: list[Decision], gate: Gate) -> None:
-    """Of refused sites that share an operator with a fused one, or with each other, one is counted:
-    what has a kernel before what has none, and else in the order of the decisions. A site that is
-    not counted itself hides no other.
+    """If refused sites share an operator with a fused one, or with each other, only one is counted.
+    Sites with a kernel come before those without, otherwise the order of the decisions holds. A
+    site that is not counted does not hide others.
     """
     taken: set[fx.Node] = set()
     for d in sorted((d for d in decisions if d.cause != COVERED), key=rank):
@@ -65,7 +65,9 @@ def rank(d: Decision) -> int:
 
 
 def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
-    """A row for one decision. `path` leads to a body: bodies of a graph share names of nodes."""
+    """A row for one decision. `path` says in which body it is, because node names repeat between
+    bodies.
+    """
     m = d.match
     if d.failure:
         told = f"fusion: {m.pattern.where}: {d.failure}; its sites are left to Inductor"
@@ -86,8 +88,8 @@ def site(d: Decision, order: dict[fx.Node, int], path: str = "") -> Site:
 
 
 def near_misses(matcher: Matcher, gate: Gate, decisions: list[Decision]) -> list[Miss]:
-    """The best partial match of a rule on each source line, at least half of it, outside of what
-    was fused.
+    """The best partial match of each rule on each source line, if it covers at least half of the
+    rule and lies outside all fused sites.
     """
     inside = {n for d in decisions for n in (*d.match.interior, *d.match.roots)}
     best: dict[tuple[str, str], Mismatch] = {}
@@ -121,8 +123,8 @@ def count_operators(record: GraphRecord, graph: fx.Graph) -> None:
 
 
 def note_faults(record: GraphRecord, canon: Canon, matcher: Matcher) -> None:
-    """What failed before there was a site: it costs a canonical rule at one node, or a place to
-    match, and not the graph.
+    """Add the faults that happened before there was a site. Each costs one canonical rule at one
+    node, or one place to match, and not the graph.
     """
     for n, fault in (*canon.faults.items(), *matcher.faults.items()):
         record.faults.append(f"{fault}, at {location(n)}")

@@ -9,7 +9,7 @@ from fusion_backend.ir.expr import peel
 from fusion_backend.match.templates import Template
 from fusion_backend.match.unify import Bound
 
-# What a Viewed may put around a node.
+# The operators that a Viewed may put around a node.
 VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *BY_NUMBERS)
 
 
@@ -48,10 +48,10 @@ def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[st
 
 
 def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewed | None:
-    """The first node with the bound value; before rounding casts where they do not matter.
+    """The first node with the bound value, taken before rounding casts if these do not matter.
 
-    `through` a permutation that the user has made, but not for this site: a linear layer reads the
-    weight itself.
+    `through`: look through a permutation that the user wrote for another purpose, because a linear
+    layer reads the weight itself.
     """
     e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
     through = through and e.op == "permute" and bool(e.args[0].nodes)

@@ -1,4 +1,4 @@
-"""What matching finds: a match, or how far it came and why it is none."""
+"""The results of matching: a match, or how far matching came and why it failed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Match:
         return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
 
     def bytes_inside(self, canon: Canon) -> int | None:
-        """What eager writes and reads again for values inside the match; None when a size is
-        symbolic.
+        """The bytes that eager writes and reads again for values inside the match; None if a size
+        is symbolic.
         """
         total = 0
         for n in self.interior:
@@ -62,5 +62,5 @@ class Mismatch:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """The miss of the highest rank is reported where one node has several."""
+        """If a node has several misses, the one of the highest rank is reported."""
         return self.gave_up, self.matched

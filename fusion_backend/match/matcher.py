@@ -2,8 +2,8 @@
 
 A template is tried where it can start (root_index.py), fits (prefilter.py) and can be unified with
 the canonical expression (unify.py). Then the dtypes and shapes of the outputs must agree with the
-graph (outcomes.py). Whatever the expressions say, the walk over the real nodes has the last word on
-what is inside a match.
+graph (outcomes.py). Finally a walk over the real nodes decides what is inside a match, whatever the
+expressions say.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.faults import refusal
 from fusion_backend.reporting.records import RuleCount
 
-# nodes to look at for each operator of a template, for a result that is not inside another
+# nodes to look at, for each operator of a template, for a result that is not inside another one
 NEAR = 50
-MOST_READINGS = 4  # of a template at a node, for where the first may not be replaced
+MOST_READINGS = 4  # of a template at a node, in case the first one may not be replaced
 
 
 class Matcher:
@@ -41,7 +41,7 @@ class Matcher:
         self.patterns = patterns
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.inputs = {n: n.all_input_nodes for n in graph.nodes}
-        # what a node computes, but for a rounding
+        # the expression of a node, without a final rounding
         self.value = {n: peel(e) for n, e in canon.of.items()}
         below = Below()
         # Root operator -> what stands below -> nodes: layers are alike, so there are few groups.
@@ -67,7 +67,7 @@ class Matcher:
         self.counts: dict[str, RuleCount] = {}
 
     def starts(self, t: Template) -> list[fx.Node]:
-        """The nodes where a template can start, the latest first."""
+        """The nodes where a template can start, the last one first."""
         root = t.roots[t.start]
         # x / c for x · s
         either = root.op in ("mul", "div") and any(a.op == "scalar" for a in root.args)
@@ -83,9 +83,7 @@ class Matcher:
         return self.started[key]
 
     def candidates(self) -> Iterator[Match]:
-        """Matches, the largest templates first, the latest nodes first. Overlaps are for the caller
-        to refuse.
-        """
+        """Matches, the largest templates and the last nodes first. The caller refuses overlaps."""
         ranked = sorted((t for p in self.patterns for t in templates(p)), key=lambda t: -t.size)
         for t in ranked:
             started, found = time.perf_counter(), []
@@ -101,7 +99,7 @@ class Matcher:
             yield from found
 
     def attempt(self, t: Template, n: fx.Node) -> Match | None:
-        """A template at a node. Where that raises, this node alone is a miss."""
+        """Match a template at a node. If that raises, only this node is a miss."""
         try:
             return self.at(t, n)
         except Exception as error:
@@ -137,8 +135,8 @@ class Matcher:
         return None
 
     def other_readings(self, match: Match) -> Iterator[Match]:
-        """What else the template of a match can stand for at its node, for where that one may not
-        be replaced: either operand of dropout(a) + dropout(b), say.
+        """Other matches of the same template at the same node, in case this one may not be
+        replaced: for example, either operand of dropout(a) + dropout(b).
         """
         t, start = match.template, match.template.start
         roots: list = [None] * len(t.roots)
@@ -174,8 +172,8 @@ class Matcher:
             self.misses[key] = miss
 
     def covered(self, miss: Mismatch) -> bool:
-        """Does the pattern stand there in another form, or a larger one, where nothing but a node
-        was lacking?
+        """Does the pattern match there in another or a larger form, for which only a node was
+        missing?
         """
         larger = (
             t.pattern is miss.pattern or t.size > miss.size for t in self.stands.get(miss.root, ())
@@ -199,7 +197,9 @@ class Matcher:
                     yield from self.other_roots(t, unifier, [*roots[:i], n, *roots[i + 1 :]], found)
 
     def around(self, env: dict, t: Template, p: Expr) -> list[fx.Node]:
-        """Nodes that p fits among the users, and theirs, of the argument that is used least."""
+        """Nodes that p fits among the users, and their users, of the argument with the fewest
+        users.
+        """
         held = [b.expr for b in env.values() if isinstance(b, Bound)]
         pending = min(([u for n in e.nodes for u in n.users] for e in held), key=len, default=[])
         seen: set[fx.Node] = set()
@@ -216,8 +216,8 @@ class Matcher:
         return sorted(found, key=self.order.__getitem__)
 
     def complete(self, t: Template, roots: list[fx.Node], env: dict) -> Match | tuple[fx.Node, str]:
-        """Bound expressions -> nodes, in dtypes that reproduce the graph's outputs; then the nodes
-        in between.
+        """Bound expressions -> nodes, with dtypes that reproduce the graph's outputs; then the
+        nodes between arguments and results.
         """
         for name, bound in env.items():
             if isinstance(bound, Bound) and peel(bound.expr) in env:
@@ -269,6 +269,6 @@ class Matcher:
 
 
 def holds_tensors(n: fx.Node) -> bool:
-    """Sizes and numbers are no values of a match; a tensor or several, as of chunk, are."""
+    """Does a node hold one tensor or several, as chunk does, and not a size or a number?"""
     value = n.meta.get("val")
     return isinstance(value, torch.Tensor) or isinstance(value, (list, tuple)) and len(value) > 0

@@ -1,4 +1,4 @@
-"""Does the reference, on the arguments of a match, give what the graph computes there?"""
+"""Does the reference, on the arguments of a match, return what the graph computes there?"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fusion_backend.ir.argument_views import Viewed, geometry, value_of
 from fusion_backend.match.match import Match
 from fusion_backend.ops.rule import Rule
 
-REMEMBERED = 1000  # shapes a pattern
+REMEMBERED = 1000  # remembered shapes for each pattern
 
 
 class Outcomes:
-    """Dtypes, devices and shapes of what references give on the nodes of one view."""
+    """Dtypes, devices and shapes of the references' results on the nodes of one view."""
 
     def __init__(self):
         self.known: dict[Rule, dict[tuple, list[tuple] | str]] = {}
@@ -27,9 +27,9 @@ class Outcomes:
         """Why the reference on these arguments is not what the graph computes there; empty when it
         is.
 
-        What the reference gives is remembered: the layers of a model ask the same again and again,
-        and so do graphs. Symbolic sizes are asked about as they are in the example: reasoning with
-        symbols costs ten times more, and the gate runs the op on the symbols of what it accepts.
+        The results of a reference are remembered, because layers and graphs ask the same questions
+        again and again. Symbolic sizes are replaced by those of the example: reasoning with symbols
+        costs ten times more, and the gate runs accepted ops on the symbols anyway.
         """
         arguments = [match.arguments[p.name] for p in match.pattern.params]
         signatures = [self.signature(a) for a in arguments]
@@ -63,8 +63,8 @@ class Outcomes:
         return ""
 
     def signature(self, argument):
-        """What a shape rule can see of an argument, sizes as in the example; None where that is not
-        known.
+        """The properties of an argument that a shape rule can see, with the sizes of the example;
+        None if they are not known.
         """
         if isinstance(argument, Viewed):
             of = self.signature(argument.node)
@@ -86,8 +86,8 @@ def static(value) -> bool:
 
 
 def as_in_example(value):
-    """A fake of the sizes that a symbolic one has in the example; anything but a tensor
-    as it is.
+    """A fake tensor with the sizes of the example in place of symbolic ones; anything but a tensor
+    is returned unchanged.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -96,7 +96,7 @@ def as_in_example(value):
 
 
 def outcome(pattern: Rule, values: list) -> list[tuple] | str:
-    """Dtype, device and shape of what the reference gives on these fakes, or its error."""
+    """Dtype, device and shape of the reference's results on these fake tensors, or its error."""
     modes = [v.fake_mode for v in values if isinstance(v, FakeTensor)]
     try:
         with (

@@ -1,8 +1,8 @@
 """Does a template fit at an expression, whatever its arguments are bound to? And if not, how far
 does it fit?
 
-Whether two arguments are one value is the unifier's question. Without it every part of a template
-stands by itself, so the answer for one part at one expression is worked out once, for all templates
+The unifier checks whether two arguments are one value. Without that check the parts of a template
+are independent, so the answer for one part at one expression is computed once for all templates
 that have that part. This keeps the cost of matching linear: layers share parts, templates share
 parts, and the unifier runs only where a match is likely.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fusion_backend.ir.expr import COMMUTATIVE, Expr, describe, peel
 from fusion_backend.match.root_index import CHAINS, flat
 
-# a name that tells draws apart; how often, which the shapes say
+# a name that tells draws apart; a number of repeats that the shapes determine
 OWN_ATTR = {"dropout", "repeat_heads"}
 
 
@@ -41,12 +41,12 @@ class Skeleton:
 
 
 class Fit(NamedTuple):
-    """The operators that have a counterpart, and where the deepest of the others should have had
+    """The operators that have a counterpart, and the place where the deepest of the others lacks
     one.
     """
 
     matched: int  # a set of operators, one bit each
-    stopped: tuple[Skeleton, Expr] | None = None  # what was expected, and what is there
+    stopped: tuple[Skeleton, Expr] | None = None  # the expected operator, and the actual one
 
 
 OPEN = Fit(0)
@@ -55,7 +55,7 @@ REMEMBERED = 10_000  # the catalogue has about 400; notebooks define patterns ag
 
 
 def make_room() -> None:
-    """Before the skeletons of a template are made: they must all differ in their bits."""
+    """Make room for the bits of a template's skeletons, which must all differ."""
     if len(KNOWN) > REMEMBERED:
         KNOWN.clear()
 
@@ -151,8 +151,8 @@ class Fitting:
         return Fit(0, (p, g)) if found is None else Fit(found)
 
     def reciprocal(self, p: Skeleton, g: Expr) -> Fit:
-        """x·s against x/c, and the other way round: s is 1/c. Whether that may be rounded is the
-        unifier's question.
+        """x·s against x/c, and the other way round: s is 1/c. The unifier checks whether the
+        rounding is allowed.
         """
         scalar = [a for a in p.args if a.op == "scalar"]
         if (

@@ -1,9 +1,9 @@
 """Where in a view can a template start? By root operator, then by the operators one and two levels
 below it.
 
-A node passes when everything that the template has there is there too. This is a necessary
-condition only: it spares the matcher the nodes that cannot match, so that its cost grows with the
-graph and not with the catalogue.
+A node passes if it has every operator that the template has there. This is only a necessary
+condition: it spares the matcher nodes that cannot match, so that the cost of matching grows with
+the graph and not with the number of patterns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHAINS = {"add", "mul"}
 
 
 def flat(e: Expr, op: str, most: int = 6) -> list[Expr]:
-    """The operands of a chain of one associative operator, in order; none of a chain of more than
+    """The operands of a chain of one associative operator, in order; empty for a chain of more than
     `most`.
 
     A residual stream is such a chain, as long as the model is deep: it must not be walked again at
@@ -43,9 +43,7 @@ def kind(e: Expr) -> str:
 
 
 class Below:
-    """What stands below an expression: operators one level down, and pairs of operators two levels
-    down.
-    """
+    """The operators below an expression: those one level down, and pairs two levels down."""
 
     def __init__(self):
         self.memo: dict[Expr, frozenset] = {}
@@ -61,8 +59,8 @@ class Below:
         return self.memo[e]
 
     def operands(self, e: Expr) -> Iterable[Expr]:
-        """Operands and, in a chain, those of the chain: a pattern may be parenthesised in another
-        way.
+        """The operands and, in a chain, those of the whole chain, because a pattern may be
+        parenthesised differently.
         """
         direct = [peel(a) for a in e.args]
         if e.op in CHAINS and any(a.op == e.op for a in direct):
@@ -80,8 +78,8 @@ def shallow(e: Expr, depth: int = 4) -> list[Expr]:
 
 
 def needs(root: Expr) -> frozenset:
-    """What a template needs below its root; inside a chain only what is no link of it, as links may
-    be regrouped.
+    """The operators that a template needs below its root; inside a chain without its links, which
+    may be regrouped.
     """
     root = peel(root)
     links = root.op if root.op in CHAINS else None

@@ -1,9 +1,9 @@
 """Pattern -> templates: the expressions to look for, one for each spelling and each form of the
 arguments.
 
-A reference is traced twice, with other values for its scalars. A number that equals a scalar's
-value in both traces is that scalar, captured; the two templates must come out the same, so no
-constant is baked in.
+A reference is traced twice, with different values for its scalars. A number that equals a scalar's
+value in both traces is that scalar. The two templates must be equal, which proves that no constant
+is baked in.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.reject import PatternError
 
-# what tracing learns besides the templates
+# other results of tracing, besides the templates
 TRACED = ("random", "differentiable", "dtypes", "default_dtype")
-PROBES = (1.2360679774997898, 0.8660254037844386)  # a scalar's example value times these
+PROBES = (1.2360679774997898, 0.8660254037844386)  # factors of a scalar's example value
 # How a captured scalar may reach the graph, and how to get it back from there.
 FORMS: dict[str, tuple[Callable, Callable]] = {
     "s": (lambda s: s, lambda v: v),
@@ -58,7 +58,9 @@ class Template:
 
     @functools.cached_property
     def start(self) -> int:
-        """The root to start at: the one with the most below it, other results among them."""
+        """The root to start at: the one with the most operators below it, including other
+        results.
+        """
         below = [len(subexpressions([r])) for r in self.roots]
         return below.index(max(below))
 
@@ -80,8 +82,8 @@ def templates(pattern: Definition) -> list[Template]:
     """All templates of a pattern, the largest first; traced once, then kept on disk. Raises
     PatternError.
 
-    Integers times a float are of torch's default dtype: under another one a reference is traced
-    anew, and so it is once a canonical rule was added from outside.
+    Integers times a float have torch's default dtype. A reference is therefore traced anew under
+    another default dtype, and also after another package has added a canonical rule.
     """
     default = torch.get_default_dtype()
     if (pattern.memo.get("default_dtype"), pattern.memo.get("rules")) != (default, version()):
@@ -112,7 +114,7 @@ def templates(pattern: Definition) -> list[Template]:
 
 
 def spellings_of(definition: Definition) -> list[Callable]:
-    """The functions to trace. An op alone is traced as well, to learn of its dtypes."""
+    """The functions to trace. An op without a rule is traced as well, to learn its dtypes."""
     return definition.spellings if isinstance(definition, Rule) else [definition.reference]
 
 
@@ -126,7 +128,7 @@ def renew(pattern: Definition) -> None:
 
 
 def backward_of(pattern: Definition) -> str:
-    """Who computes the gradient, in words."""
+    """What computes the gradient, in words."""
     templates(pattern)
     if not pattern.memo.get("differentiable"):
         return "none (integers)"
@@ -191,8 +193,9 @@ def with_kinds(pattern: Definition, kinds: tuple[str, ...], args: list, probe: f
 
 
 def integer(number: int, i: int, probe: float) -> int:
-    """Multiples of the example, so that a number of groups still divides the channels; of small
-    numbers no multiples, which would be found everywhere.
+    """Another integer for a trace: a multiple of the example, so that a number of groups still
+    divides the channels. For small examples it is no multiple, because small numbers occur
+    everywhere.
     """
     if probe == 1.0:
         return number
@@ -200,7 +203,9 @@ def integer(number: int, i: int, probe: float) -> int:
 
 
 def template(pattern: Definition, fn: Callable, kinds: tuple[str, ...]) -> list[Template]:
-    """No template where a form is not supported by the spelling (a bias without a weight, say)."""
+    """The template of one form; None if the spelling does not support it (a bias without a weight,
+    say).
+    """
     first = traced(pattern, fn, kinds, PROBES[0])
     second = traced(pattern, fn, kinds, PROBES[1]) if first and "scalar" in kinds else first
     if first is None or second is None:
@@ -225,7 +230,7 @@ def template(pattern: Definition, fn: Callable, kinds: tuple[str, ...]) -> list[
     if unused and fn is pattern.reference:
         raise PatternError(f"{pattern.where}: argument {unused[0]} is not used")
     if unused:
-        return []  # a spelling for some forms only, for example without the zero point
+        return []  # the spelling is for some forms only, for example without the zero point
     return [Template(pattern, kinds, roots, size, fn.__code__.co_firstlineno)]
 
 
@@ -268,7 +273,7 @@ def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: flo
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
     roots = tuple(canon.of[o] for o in outs)
     size = sum(e.op not in LEAVES for e in subexpressions(roots))
-    # what a result is rounded to is compared with the graph's dtypes, not looked for
+    # the final rounding of a result is compared with the graph's dtypes, not matched
     return tuple(map(peel, roots)), size
 
 
@@ -287,7 +292,7 @@ def graph_of(pattern: Definition, fn: Callable, args: list, fake_mode):
     try:
         with torch.no_grad():
             return trace(call, tensors, fake_mode)
-    except Exception as error:  # whatever a user's function raises; told with the pattern's name
+    except Exception as error:  # a user's function may raise anything; the error names the pattern
         name = type(error).__name__
         branches = "DataDependent" in name
         why = "it reads the value of a tensor, to branch on it say: " if branches else ""
@@ -331,8 +336,8 @@ def check_operators(pattern: Definition, graph: torch.fx.Graph, kinds: tuple[str
 
 
 def note_dtypes(pattern: Definition, args: list) -> None:
-    """A mask, an index or a quantised weight is what the example inputs show; the gate asks for
-    nothing else there.
+    """Note the dtypes of masks, indices and quantised weights in the example inputs; the gate
+    accepts no other dtype there.
     """
     exact = pattern.memo.setdefault("dtypes", {})
     for p, a in zip(pattern.params, args, strict=True):

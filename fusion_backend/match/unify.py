@@ -20,7 +20,7 @@ from fusion_backend.match.prefilter import OWN_ATTR, Fitting
 from fusion_backend.match.root_index import CHAINS, flat
 from fusion_backend.match.templates import FORMS, Template
 
-KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these decides what is computed
+KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these operators changes the result
 BUDGET = 5_000  # unification steps for one template at one node
 
 
@@ -33,8 +33,8 @@ class Bound:
 class Unifier:
     """Match one template at one expression, remembering the deepest point that was reached.
 
-    An environment maps arguments to what they are bound to, and expressions to the template's
-    operator at them.
+    An environment maps arguments to the values they are bound to, and expressions to the operators
+    of the template that they match.
     """
 
     def __init__(self, template: Template, fitting: Fitting):
@@ -102,7 +102,7 @@ class Unifier:
         self.depth += 1
         pinned = pinned or p.op in KEEPS_DTYPE
         mixed = bool(self.skeletons[p].chain) and len({broadcast(w, p) for w in flat(p, p.op)}) > 1
-        if mixed:  # which operand is broadcast tells more than how they are parenthesised
+        if mixed:  # which operand is broadcast says more than the parentheses
             yield from self.chain(p, g, env, mixed)
         for given in orders(p, g):
             if all(map(self.fits, p.args, given)):
@@ -131,7 +131,7 @@ class Unifier:
             yield from self.all(pairs, found, pinned, i + 1)
 
     def chain(self, p: Expr, g: Expr, env: dict, mixed: bool) -> Iterator[dict]:
-        """a·(b·c) against (a·b)·c: the operands of both chains in any order, those first that are
+        """a·(b·c) against (a·b)·c: the operands of both chains in any order, first those that are
         broadcast alike.
         """
         if not self.skeletons[p].chain or len(self.skeletons[p].chain) != len(
@@ -139,7 +139,7 @@ class Unifier:
         ):
             return
         wanted, given = flat(p, p.op), self.fitting.operands(g)
-        wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # what can fail fails first
+        wanted.sort(key=lambda e: e.op in ("var", "scalar"))  # try first the operands that can fail
 
         def assign(i: int, left: list[Expr], env: dict) -> Iterator[dict]:
             if i == len(wanted):
@@ -215,8 +215,8 @@ class Unifier:
 
 
 def orders(p: Expr, g: Expr) -> tuple:
-    """The orders of the operands to try. Where one of the template's is broadcast and the other is
-    not, the value that is broadcast stands for that one first.
+    """The orders of the operands to try. If one operand of the template is broadcast and the other
+    is not, the graph's broadcast operand is tried for it first.
     """
     if p.op not in COMMUTATIVE:
         return (g.args,)
