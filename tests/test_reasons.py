@@ -131,7 +131,7 @@ def test_running_out_of_steps_is_told(monkeypatch):
         lambda x: torch.softmax(x @ x.mT * 0.3, -1) @ x, BIG, options={"fusion.only": "attention"}
     ).report
     told = [str(m) for m in report.misses if m.pattern == "attention"]
-    assert told and all("more ways than 4 steps" in text for text in told), report
+    assert told and all("matching stopped after 4 steps" in text for text in told), report
 
 
 def test_running_out_of_steps_is_told_before_a_deeper_match():

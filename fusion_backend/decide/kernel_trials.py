@@ -40,7 +40,7 @@ class Trials:
         while failures < len(self.failed):
             failures = len(self.failed)
             pool = ThreadPoolExecutor(inductor_config.compile_threads or 1, "fusion-compile")
-            # the device for which the mode holds; it need not be left, whatever happens
+            # the mode holds in this context alone, and need not be left, whatever happens
             self.context = contextvars.Context()
             self.context.run(AsyncCompileMode(pool).__enter__)
             try:
