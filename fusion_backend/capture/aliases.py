@@ -1,4 +1,4 @@
-"""Which values share memory, and which nodes may write to it: the one file with such questions.
+"""Which values share memory, and which nodes may write to it. All such questions are in this file.
 
 Memory is known by its storage, an integer. Values of a traced graph have the storages that running
 it would give them, so that two values alias only if their storages meet. A copied node has Dynamo's
@@ -26,8 +26,8 @@ def storages(node: fx.Node) -> set[int]:
 
 
 def storages_of(value) -> set[int]:
-    """The storages that the fake tensors in `value` live in. A tensor subclass has no storage to
-    ask for, so it counts for none.
+    """The storages that the fake tensors in `value` live in. A tensor subclass has no storage of
+    its own and counts as none.
     """
     return {
         storage_id(t)
@@ -45,9 +45,10 @@ def may_alias(node: fx.Node) -> bool:
 
 
 def aliases_whole(n: fx.Node, root: fx.Node) -> bool:
-    """Is the value of `n` that of `root` under another name, as x.view(x.shape) and x[:] are?
+    """Is the value of `n` the same as that of `root` under another name, as x.view(x.shape) and
+    x[:] are?
 
-    The two are known to share a storage; what remains to compare is how they lie in it.
+    The two are known to share a storage; this compares how they lie in it.
     """
     a, b = n.meta.get("val"), root.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):

@@ -2,8 +2,8 @@
 
 Each operator of the view is run alone, on fakes, under its region's autocast, while a dispatch mode
 records the operators that it calls. The first `_to_copy`s of its inputs are the casts. They are
-accepted where the rest equals what the operator calls without autocast on inputs that were cast
-before.
+accepted if the remaining calls equal those of the operator without autocast on inputs that were
+cast beforehand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 def resolve(view: View) -> set[fx.Node]:
     """Write casts into the view. Returns the fences: the nodes that autocast changes in a way that
-    no cast expresses.
+    casts cannot express.
     """
     fences: set[fx.Node] = set()
     memo: dict = {}
@@ -54,7 +54,7 @@ def resolve(view: View) -> set[fx.Node]:
 
 
 def autocast_around(n: fx.Node, view: View) -> tuple:
-    """(device type, whether autocast is on, its dtype) where the node was computed."""
+    """(device type, whether autocast is on, its dtype) at the place where the node was computed."""
     return view.region[n][2] if n in view.region else ()
 
 
@@ -78,8 +78,8 @@ def write_casts(
 def remembered_casts(
     op, values: list, spec, device: str, dtype: torch.dtype, memo: dict
 ) -> dict[int, torch.dtype] | None:
-    """`casts_of`, remembered by everything that it can depend on: einsum chooses its operators by
-    the equation and by which sizes are 1. Without such a key it is asked each time.
+    """`casts_of`, cached by everything that it can depend on: einsum chooses its operators by the
+    equation and by which sizes are 1. Without such a key it runs each time.
     """
     seen = key_of(values)
     key = None if seen is None else (op, str(spec), device, dtype, seen)
@@ -126,8 +126,8 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
     """Flat argument -> the dtype that autocast casts it to; None where autocast changes the
     operator in another way.
 
-    The first casts may also be the operator's own, as in attention. The fewest that explain the
-    rest are autocast's.
+    The first casts may also be the operator's own, as in attention. Autocast's are the fewest that
+    explain the remaining calls.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     log, out = run_logged(op, args, kwargs, device, dtype, True)
@@ -148,8 +148,8 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
 def casts_of_views(
     op, leaves, spec, device: str, dtype: torch.dtype, log: list, out
 ) -> dict[int, torch.dtype] | None:
-    """As `casts_of`, where the operator casts views of its arguments, as einsum does. They count as
-    casts of the arguments, which nothing else reads.
+    """Like `casts_of`, for an operator that casts views of its arguments, as einsum does. They
+    count as casts of the arguments if nothing else reads the views.
     """
     views = {
         id(v): i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.dtype != dtype
@@ -175,14 +175,14 @@ def same_without_autocast(op, arguments, device: str, dtype: torch.dtype, log: l
     """Does the operator do the same without autocast, operator by operator?"""
     try:
         plain, plain_out = run_logged(op, *arguments, device, dtype, False)
-    except RuntimeError:  # two dtypes, which autocast would have made one
+    except RuntimeError:  # two dtypes, which autocast would have made equal
         return False
     steps = [[(f, dtypes_of(result)) for f, _, _, result in ran] for ran in (log, plain)]
     return steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out)
 
 
 def only_moves(func) -> bool:
-    """Does the operator give the elements another order or memory, and change none?"""
+    """Does the operator only change the order or memory of elements, and not their values?"""
     return func in (aten.clone.default, UNSAFE_VIEW) or any(
         r.alias_info for r in schema_of(func).returns
     )

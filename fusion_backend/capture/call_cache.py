@@ -1,5 +1,5 @@
-"""The operators that a call was traced into, remembered for equal calls: models repeat their
-layers, and a repeated call then need not be run.
+"""Caches the operators that a call was traced into, for equal calls: models repeat their layers,
+and a repeated call need not be run.
 
 The key is everything that the operators can depend on: the callee, constants, dtype, device, sizes,
 strides, requires_grad and lazy conjugation of the tensors, which arguments are the same value, grad
@@ -84,8 +84,8 @@ class CallCache:
 
 
 def key_of(leaves: list) -> tuple | None:
-    """All that operators can see of their flat arguments. None where there is no key for that: of
-    a sparse tensor, or of a value without a hash.
+    """Everything that operators can see of their flat arguments. None if there is no such key: for
+    a sparse tensor, or a value without a hash.
     """
     parts: list = []
     first: dict[int, int] = {}

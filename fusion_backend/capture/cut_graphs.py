@@ -1,7 +1,7 @@
 """Graphs that Dynamo cuts at the buckets of DistributedDataParallel, and hands over part by part.
 
-What a part computes from constants, such as a causal mask, is an input of later parts, of which
-nothing is known. A part that reads it recomputes it, by the calls that made it.
+A value that one part computes from constants, such as a causal mask, reaches later parts as an
+input of which nothing is known. A part that reads it recomputes it by the same calls.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fusion_backend.capture.interpreter import AUTOCAST
 from fusion_backend.compat.distributed import cut_graph
 from fusion_backend.compat.torch import FakeTensor
 
-# Calls that write to nothing and whose one result depends on their arguments, and otherwise on
-# defaults only (dtype, device), which are the same for all parts of a graph, and on autocast.
+# Calls that write to nothing and whose single result depends only on their arguments, on defaults
+# (dtype, device), which are the same for all parts of a graph, and on autocast.
 KNOWN = {
     "arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full",
     "add", "sub", "mul", "truediv", "div", "floordiv", "floor_divide", "mod", "remainder", "neg",
@@ -32,7 +32,7 @@ KNOWN = {
     "transpose", "permute", "t", "flatten", "contiguous", "clone", "to", "bool", "int", "long",
     "float", "type", "repeat", "cat", "stack",
 }  # fmt: skip
-# Calls that write to none of the tensors that masks and positions are.
+# Calls that never write to masks or positions.
 READS = {
     "scaled_dot_product_attention", "softmax", "log_softmax", "embedding", "matmul", "bmm",
     "einsum", "sin", "cos", "exp",
@@ -42,7 +42,9 @@ LAST = threading.local()
 
 @dataclasses.dataclass
 class Constant:
-    """value: the input of later parts. nodes: what computes it, itself last."""
+    """value: the tensor that later parts get as an input. nodes: the nodes that compute it, its own
+    last.
+    """
 
     value: Tensor
     nodes: list[fx.Node]
@@ -53,7 +55,7 @@ class Constant:
 
 
 class Parts:
-    """What the parts of one graph have computed from constants so far."""
+    """The values that the parts of one graph have computed from constants so far."""
 
     def __init__(self, graph: weakref.ref):
         self.graph = graph
@@ -61,8 +63,8 @@ class Parts:
 
     @staticmethod
     def now() -> Parts | None:
-        """Those of the graph that this thread compiles now; None where it is not cut. Those of the
-        graph before are dropped.
+        """The parts of the graph that this thread compiles now; None if it is not cut. The parts of
+        the previous graph are dropped.
         """
         graph, last = cut_graph(), getattr(LAST, "parts", None)
         if graph is None:
@@ -77,7 +79,7 @@ class Parts:
             return
         memory = unknown_memory(gm)
         self.known = [c for c in self.known if memory is not None and not c.storages & memory]
-        # a result that shares memory with an input still has to
+        # a result that shares memory with an input must still do so
         results = storages_of([n.meta.get("example_value") for n in output_of(gm)])
         places = gm.graph.find_nodes(op="placeholder")
         found = [
@@ -129,8 +131,8 @@ class Parts:
 
 
 def unknown_memory(gm: fx.GraphModule) -> set[int] | None:
-    """The storages that are read or returned by calls which may write to them. None where the graph
-    changes autocast, under which the same calls may compute something else.
+    """The storages that are read or returned by calls which may write to them. None if the graph
+    changes autocast, because the same calls may then compute something else.
     """
     called = [n for n in gm.graph.nodes if n.op.startswith("call_")]
     if any(getattr(n.target, "__name__", "") in AUTOCAST for n in called):
@@ -144,8 +146,8 @@ def output_of(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def from_constants(n: object, memory: set[int]) -> list[fx.Node] | None:
-    """The nodes that compute a tensor from constants, in order; None where an input is among what
-    it is computed from, a call that is not KNOWN, or a tensor in this memory.
+    """The nodes that compute a tensor from constants, in order. None if it depends on an input, on
+    a call that is not KNOWN, or on a tensor in this memory.
     """
     if not isinstance(n, fx.Node):
         return None

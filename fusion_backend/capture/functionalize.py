@@ -19,7 +19,7 @@ from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, value_of
 from fusion_backend.compat.torch import OpOverload, overload_of, pytree, schema_of
 
-# No functional form with a gradient above autograd (copy_), or not arithmetic at all.
+# These have no functional form with a gradient above autograd (copy_), or are not arithmetic.
 NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}
 
 
@@ -63,7 +63,8 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
         group = groups[memory.pop()]
         if group.only_whole and convertible(view, n, target, group.nodes[0], chains):
             if torch.Tag.nondeterministic_seeded in n.target.tags:
-                # rewrite/writer.py restores it: the functional operator draws other numbers
+                # rewrite/writer.py restores the in-place operator: the functional one draws other
+                # numbers
                 n.meta["in_place"] = n.target
             n.target = target
             chains[n] = group.nodes
@@ -85,7 +86,7 @@ def mutated_groups(nodes) -> dict[int, StorageGroup]:
 
 class StorageGroup:
     """The nodes whose values live in one storage. `only_whole`: until the last write, every value
-    is the whole of it.
+    covers the whole storage.
     """
 
     def __init__(self, nodes: list[fx.Node]):
@@ -96,7 +97,7 @@ class StorageGroup:
         self.start = 0
 
     def upto(self, n: fx.Node) -> list[fx.Node]:
-        """The nodes before n whose later readers do not read a newer value already."""
+        """The nodes before n whose later readers do not yet read a newer value."""
         start, self.start = self.start, self.position[n]
         return self.nodes[start : self.start]
 
@@ -109,8 +110,8 @@ def part_of_chain(n: fx.Node, root: fx.Node) -> bool:
 
 
 def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains) -> bool:
-    """Was the storage made here, in the region of `n`, and does the functional operator give what
-    the in-place one leaves there?
+    """Was the storage made here, in the region of `n`, and does the functional operator return the
+    value that the in-place one writes?
     """
     if not is_lowered(root) or may_alias(root) or (is_mutation(root) and root not in chains):
         return False

@@ -47,7 +47,7 @@ AUTOCAST = ("_enter_autocast", "_exit_autocast")
 
 
 class Opaque:
-    """A value that the tracer cannot hold: known by its proxy alone."""
+    """A value that the tracer cannot hold; only its proxy is known."""
 
     def __init__(self, proxy: fx.Proxy):
         self.proxy = proxy
@@ -58,7 +58,9 @@ def is_opaque(value) -> bool:
 
 
 def traceable(value) -> bool:
-    """Can the tracer follow it? Subclasses, functorch wrappers and real tensors it cannot."""
+    """Can the tracer follow it? It cannot follow subclasses, functorch wrappers and real
+    tensors.
+    """
     return all(
         type(t) is FakeTensor for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)
     )
@@ -119,8 +121,8 @@ class CaptureInterpreter(fx.Interpreter):
     # A node that is lowered.
 
     def lower(self, n: fx.Node, tracer, last: fx.Node):
-        """Write the node as the one operator that it is, or else run it for real. Where running it
-        disagrees with Dynamo, take its nodes back and copy.
+        """Write the node as its single operator, or else run it. If the result of running it
+        disagrees with Dynamo, remove the new nodes and copy the node instead.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         repeatable = self.writes is not None and n not in self.writes.touched
@@ -140,14 +142,14 @@ class CaptureInterpreter(fx.Interpreter):
         except Exception as error:  # best effort: a node that cannot be lowered is a fence
             for new in reversed(list(nodes_after(last))):
                 tracer.graph.erase_node(new)
-            # a tensor that the node wrote to stands for what it was before
+            # a tensor that the node wrote to stands for its old value again
             for a, proxy in zip(tensors, proxies, strict=True):
                 if isinstance(proxy, fx.Proxy):
                     track_tensor_tree(a, proxy, constant=None, tracer=tracer)
             return self.copy(n, tracer, f"{type(error).__name__}: {error}")
 
     def data(self, n: fx.Node, tracer, last: fx.Node):
-        """x.data is no operator: it is copied, and run, so that it has the memory of x."""
+        """x.data is no operator. It is copied, and run so that the result has the memory of x."""
         args, _ = self.fetch_args_kwargs_from_env(n)
         self.single_ops.track(args)
         self.copied[n] = "no operator: a name for the same memory"
@@ -157,7 +159,7 @@ class CaptureInterpreter(fx.Interpreter):
         return track_tensor_tree(super().run_node(n), proxy, constant=None, tracer=tracer)
 
     def sum_over_ranks(self, n: fx.Node, tracer, parts: fx.Node, group: str):
-        """A sum over ranks that a DTensor stands for, as one operator on this rank's part of it."""
+        """Lower the sum over ranks of a DTensor to one operator on this rank's part."""
         given = self.env[parts].proxy
         proxy = tracer.create_proxy(
             "call_function", local_part, (given,), {}, name=f"{n.name}_part"
@@ -211,8 +213,8 @@ class CaptureInterpreter(fx.Interpreter):
         return self.value_of_copy(n, proxy, tracer)
 
     def value_of_copy(self, n: fx.Node, proxy: fx.Proxy, tracer):
-        """Dynamo's result of a copied node, tracked as the result of its proxy; opaque where there
-        is none that the tracer can follow.
+        """Dynamo's result of a copied node, tracked as the result of its proxy; opaque if the
+        tracer cannot follow it.
         """
         for key, item in n.meta.items():
             if key not in ("example_value", "val"):
@@ -229,7 +231,9 @@ class CaptureInterpreter(fx.Interpreter):
         return self.value_of_copy(n, attribute_node(tracer, n.target, value), tracer)
 
     def autocast(self, n: fx.Node, name: str, tracer):
-        """Copied, and really entered, or the dtypes of the view would be wrong."""
+        """Copy the call and really enter autocast; otherwise the dtypes of the view would be
+        wrong.
+        """
         out = self.copy(n, tracer, "autocast")
         with without_torch_function():
             if name == "_enter_autocast":
@@ -260,8 +264,8 @@ class CaptureInterpreter(fx.Interpreter):
 
 
 def check_agreement(n: fx.Node, out, last: fx.Node) -> None:
-    """Raise ValueError where a retraced node differs from Dynamo's in dtype or rank, or where a
-    value was written into the graph as a constant.
+    """Raise ValueError if a retraced node differs from Dynamo's in dtype or rank, or if a value was
+    written into the graph as a constant.
     """
     expected = pytree.tree_leaves(n.meta.get("example_value"))
     for have, want in zip(pytree.tree_leaves(out), expected, strict=False):

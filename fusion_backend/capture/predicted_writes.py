@@ -17,12 +17,12 @@ IN_PLACE = {
     "irshift", "isub", "itruediv", "ixor",
 }  # fmt: skip
 
-# After one of these Dynamo's value no longer shows which storage the tensor had before.
+# After one of these calls Dynamo's value no longer shows the earlier storage of the tensor.
 REPLACES_STORAGE = {"set_", "resize_", "resize_as_"}
 
 
 def may_write(n: fx.Node) -> bool:
-    """Does the call say that it writes into an argument, or not say what it does at all?"""
+    """Does the call's name say that it writes into an argument, or not say what it does?"""
     if n.op not in ("call_function", "call_method"):
         return n.op == "call_module"
     unknown = n.meta.get("example_value") is None or "unbacked_bindings" in n.meta

@@ -1,10 +1,10 @@
 """Calls of a Dynamo graph that are one ATen operator, written into the view without running them.
 
-Nearly every call is one operator, and Dynamo has its result already. The call is made once more
-while the tracer's mode intercepts the first operator, records it and answers with Dynamo's result.
-If the call then returns that very object, the operator is all there was to it. After a second
-operator, or any other result, the call must be run (interpreter.py), and the operators that it
-becomes are remembered (call_cache.py).
+Nearly every call is one operator, and Dynamo has its result already. The call is repeated while the
+tracer's mode intercepts the first operator, records it and returns Dynamo's result. If the call
+then returns that same object, it consists of this operator alone. After a second operator, or any
+other result, the call must be run (interpreter.py), and its operators are remembered
+(call_cache.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusion_backend.compat.torch import (
     without_torch_function,
 )
 
-# Between symbolic sizes; what Dynamo writes is what the tracer would write.
+# Functions of symbolic sizes; the tracer would write the same nodes as Dynamo.
 ARITHMETIC = {
     operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
     operator.pow,
@@ -35,7 +35,7 @@ ARITHMETIC = {
 
 
 class NotSingleOp(Exception):
-    """The call is not one operator, or not one that may be left out."""
+    """The call is not a single operator, or must be run."""
 
 
 class SingleOps:
@@ -49,7 +49,7 @@ class SingleOps:
         self.cache = CallCache()
         self.probing = False
         self.example = None  # Dynamo's result of the call that is probed
-        self.call: tuple | None = None  # its operator, once one was intercepted
+        self.call: tuple | None = None  # its operator, once it was intercepted
         self.run = operators_go_to(mode, self.intercept)
 
     def lower(self, n: fx.Node, args: tuple, kwargs: dict):
@@ -111,7 +111,7 @@ class SingleOps:
             function = n.target if n.op == "call_function" else getattr(type(args[0]), n.target)
             with without_torch_function():
                 out = function(*args, **kwargs)
-        except Exception:  # a call that is no single operator may raise anything: it is run
+        except Exception:  # a call of several operators may raise anything; it is run instead
             return None
         finally:
             self.probing = False
@@ -123,7 +123,7 @@ class SingleOps:
         return self.call if self.is_result(out, leaves) else None
 
     def is_result(self, out, leaves: list) -> bool:
-        """Does the call return what it was given for its operator's result?"""
+        """Does the call return the object that was given as its operator's result?"""
         example = self.example
         if are_tensors(example):
             same_length = isinstance(out, (tuple, list)) and len(out) == len(example)
@@ -136,7 +136,7 @@ class SingleOps:
             return True
         if out is example:
             return True
-        # torch.zeros and its like put what the operator made into a shell of their own.
+        # torch.zeros and similar functions wrap the operator's result in a new object.
         factory = not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         return (
             factory and isinstance(out, torch.Tensor) and storages_of(out) == storages_of(example)
@@ -177,8 +177,8 @@ class SingleOps:
         return node
 
     def give(self, example, written: list[fx.Node]):
-        """Let Dynamo's result, `example`, stand for the last node of a call. Where it is a tuple,
-        its items stand for all nodes but the first.
+        """Make Dynamo's result, `example`, the value of the last node of a call. If it is a tuple,
+        its items are the values of all nodes but the first.
         """
         if isinstance(example, Sym):
             proxy = fx.Proxy(written[-1], self.tracer)
@@ -225,11 +225,11 @@ def are_tensors(value) -> bool:
 
 
 def may_be_single_op(n: fx.Node, args: tuple) -> bool:
-    """May the call be made once more with another result for its first operator?
+    """May the call be repeated with another result for its first operator?
 
-    Calls of torch choose their operators by their arguments alone, but for indexing, which looks at
-    the result of its first operator to see whether the next is needed. Functions of the user may
-    look at any value.
+    Calls of torch choose their operators by their arguments alone. The exception is indexing, which
+    looks at the result of its first operator to see whether the next is needed. Functions of the
+    user may look at any value.
     """
     if n.op == "call_method":
         return isinstance(args[0], torch.Tensor)
@@ -242,8 +242,8 @@ def may_be_single_op(n: fx.Node, args: tuple) -> bool:
 
 
 def index_operators(x: torch.Tensor, index) -> int:
-    """How many operators `x[index]` can be at most. All tensors in the index together are one
-    operator; `:` is none where the sizes of `x` are numbers.
+    """The largest number of operators that `x[index]` can be. All tensors in the index together are
+    one operator; `:` is none if the sizes of `x` are numbers.
     """
     index = index if isinstance(index, tuple) else (index,)
     static = all(type(size) is int for size in x.shape)

@@ -1,5 +1,5 @@
-"""Bodies of higher-order operators, such as activation checkpoints: which values of the graph
-around a body are its arguments.
+"""Finds the arguments of the bodies of higher-order operators, such as activation checkpoints, in
+the graph around them.
 """
 
 from __future__ import annotations

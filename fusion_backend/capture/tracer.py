@@ -1,8 +1,8 @@
 """Dynamo graph -> view: ATen above autograd, read by the matcher and never compiled.
 
-What is understood is lowered; the rest is copied verbatim, and no match crosses it. Each view node
-remembers the Dynamo node it came from (`owner`), each Dynamo node the view nodes that hold its
-result (`value`).
+Nodes that are understood are lowered; the others are copied verbatim, and no match crosses them.
+The view maps each of its nodes to the Dynamo node it came from (`owner`), and each Dynamo node to
+the view nodes that hold its result (`value`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def capture(gm: fx.GraphModule) -> View | None:
     """The view of a Dynamo graph; None when it holds no tensor to look at.
 
     A call that is lowered without running it has Dynamo's own values, as they are at the end of the
-    graph and in storages of Dynamo's. So calls are run where memory is written to; and all of them
-    where a write was not predicted.
+    graph and in Dynamo's storages. So calls that touch written memory are run, and all calls are
+    run if a write was not predicted.
     """
     writes = PredictedWrites(gm)
     view = trace_view(gm, writes)
@@ -37,7 +37,7 @@ def capture(gm: fx.GraphModule) -> View | None:
 
 
 def unpredicted_write(n: fx.Node, view: View, writes: PredictedWrites) -> bool:
-    """Does this node write to memory, or may it, in a call whose name does not say so?"""
+    """Does, or may, this node write to memory although the name of its call does not say so?"""
     owner = view.owner.get(n)
     may_write = (
         is_mutation(n) if is_lowered(n) else owner in view.copied and bool(n.all_input_nodes)
@@ -77,7 +77,7 @@ def trace_view(gm: fx.GraphModule, writes: PredictedWrites | None) -> View | Non
 
 @contextlib.contextmanager
 def preserved_state():
-    """Leave grad mode and autocast as they were, whatever the captured graph does to them."""
+    """Restore grad mode and autocast, whatever the captured graph does to them."""
     grad = torch.is_grad_enabled()
     cast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
     cache = torch.is_autocast_cache_enabled()

@@ -26,8 +26,8 @@ class View:
     bodies: dict[str, View]  # get_attr target of a body -> its view
 
     def trains(self, n: fx.Node) -> bool:
-        """May a gradient of the node be asked for? One between Dynamo nodes has no flag of its own:
-        then that is asked of the Dynamo node and its inputs.
+        """May a gradient of the node be wanted? A node between Dynamo nodes has no flag of its own;
+        the flags of its Dynamo node and of that node's inputs decide.
         """
         owner = self.owner.get(n)
         nodes = (owner, *owner.all_input_nodes) if owner else ()
@@ -44,8 +44,8 @@ class View:
 
 
 def state_key(state_changed_by: object) -> tuple:
-    """What decides how an operator behaves besides its arguments: grad mode, inference mode,
-    autocast, and the last copied function that may have changed some other state.
+    """The state that decides, besides its arguments, how an operator behaves: grad mode, inference
+    mode, autocast, and the last copied function that may have changed some other state.
     """
     autocast = tuple(
         (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")
@@ -87,8 +87,8 @@ def is_elementwise(n: fx.Node) -> bool:
 
 
 def embedded(n: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    """The embedding that `n` is, or that `n` is elementwise code of and of nothing else; None
-    where a node outside of `inside` and of that code also reads one of these values.
+    """The embedding that `n` is, or from which `n` is computed by elementwise code and nothing
+    else. None if a node outside `inside` and this code also reads one of these values.
     """
     pending, inside, seen, table = [n], set(inside), set(), None
     while pending:

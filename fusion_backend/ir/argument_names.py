@@ -1,5 +1,5 @@
-"""Does the operator of a rule have the arguments that the rule names? A rule that names others is
-never asked, and nothing else would say so.
+"""Checks that the operator of a rule has the arguments that the rule names. A rule that names
+others would never be asked, and nothing else would report it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from fusion_backend.ir.schema_args import arguments_of
 
 
 def overloads(operator: str) -> list[OpOverload]:
-    """Of `aten::add`, say; none where nobody has defined the operator yet."""
+    """The overloads of an operator such as `aten::add`; none if nobody has defined it yet."""
     namespace, _, name = operator.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
 
 
 def ways_of_calling(operator: str) -> str:
-    """The arguments that the overloads take, in words: those of tensors, if there are any."""
+    """The arguments of the overloads, in words; those of overloads that take tensors, if there are
+    any.
+    """
     found = [op for op in overloads(operator) if "out" not in arguments_of(op)]
     of_tensors = [
         op for op in found if any("Tensor" in str(a.type) for a in schema_of(op).arguments)
@@ -31,7 +33,7 @@ def ways_of_calling(operator: str) -> str:
 
 
 def wrong_subject(subject: str, of_operators: bool) -> str:
-    """Why nothing in a graph is called so, in words; empty where something may be."""
+    """Why no operator in a graph can have this name, in words; empty if one may."""
     if "::" not in subject:
         return f'{subject!r} is no operator; write "aten::{subject}"' if of_operators else ""
     if not of_operators:

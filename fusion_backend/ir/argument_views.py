@@ -1,5 +1,5 @@
-"""Arguments that no node holds but a free view of one does, and how to write that view into a
-graph.
+"""Arguments that no node holds, but that are free views of a node, and how to write such a view
+into a graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BY_NUMBERS = {"mul": aten.mul.Tensor, "div": aten.div.Tensor}
 
 @dataclasses.dataclass(frozen=True)
 class Viewed:
-    """An argument that no node holds but a free view of one does: a linear layer's weight,
+    """An argument that no node holds, but that is a free view of a node: a linear layer's weight,
     transposed, or a part of it.
 
     `steps` are canonical expressions' operators and attributes, from the node outwards: permute,
@@ -41,7 +41,7 @@ class Viewed:
 
     @functools.cached_property
     def kinds(self) -> tuple:
-        """The steps, but for which number multiplies."""
+        """The steps, without the number that multiplies."""
         return tuple((op, () if op in BY_NUMBERS else attr) for op, attr in self.steps)
 
 
@@ -74,7 +74,9 @@ def value_of(argument):
 
 
 def geometry(value) -> object:
-    """What a shape rule can see of a fake value, symbols included; a number as it is."""
+    """The properties of a fake value that a shape rule can see, symbols included; a number as it
+    is.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, value.device, hashable(value.shape), hashable(value.stride())
@@ -100,6 +102,8 @@ def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
 
 
 def one_value(a: Expr, b: Expr) -> bool:
-    """Are they one expression? What `unpermuted` makes is new each time, and not in any table."""
+    """Are they one expression? `unpermuted` makes a new expression each time, which is in no
+    table.
+    """
     made = a.id == b.id == -1
     return a is b or (made and (a.op, a.attr, a.args) == (b.op, b.attr, b.args))

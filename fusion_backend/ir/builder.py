@@ -1,8 +1,8 @@
-"""Makes canonical expressions, hash-consed: two values that are equal are one object.
+"""Makes canonical expressions, hash-consed: equal values are one object.
 
-What a graph writes in several ways is brought together here where that takes arithmetic alone:
-subtraction, factors, powers, reductions, permutations. Composites (rules.py) are asked about every
-new expression of their operator.
+This file unifies the ways of writing a value that differ by arithmetic alone: subtraction, factors,
+powers, reductions, permutations. Composites (rules.py) are asked about every new expression of
+their operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Builder:
         self.table: dict[tuple, Expr] = {}
         self.scalar_of = scalar_of or (lambda number: None)
         self.text_of = text_of or (lambda word: None)
-        self.state = None  # values computed under another grad mode or autocast are other values
+        self.state = None  # values under another grad mode or autocast are different values
         self.trains = lambda node: False  # may a gradient of a node be asked for?
         self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
         # what attention.of_rows made of each value, in each region
@@ -46,7 +46,8 @@ class Builder:
         if found is None:
             found = self.table[key] = Expr(op, args, attr, shape, len(self.table), self.state)
             if op in COMPOSITES.data:
-                # In the table before it is asked about, so that a rule may make it again.
+                # It enters the table before its composites are asked, so that a rule may make it
+                # again.
                 other = COMPOSITES.answer(op, self, *args, shape)
                 if other is not None:
                     found = self.table[key] = other
@@ -68,7 +69,7 @@ class Builder:
         return self.make(op, (self.broadcastable(a, args, shape) for a in args), attr, shape)
 
     def broadcastable(self, a: Expr, among: tuple[Expr, ...], shape) -> Expr:
-        """An operand without the expand that broadcasting does anyway."""
+        """An operand without an expand that broadcasting makes unnecessary."""
         if a.op != "expand" or a.args[0].shape is None:
             return a
         others = [b.shape for b in among if b is not a and b.shape is not None]
@@ -118,7 +119,7 @@ class Builder:
         return self.elementwise("maximum", x, y, shape=shape)
 
     def power(self, x: Expr, p, shape) -> Expr:
-        # a number that only a run knows is none of these
+        # a number that is known only at run time is none of these
         match p if isinstance(p, (int, float)) else None:
             case 1:
                 return x
@@ -185,8 +186,8 @@ class Builder:
         return self.bias(x if w is None else self.mul(x, w, shape), b, shape)
 
     def cast(self, x: Expr, source: torch.dtype, target: torch.dtype, shape) -> Expr:
-        """`cast` changes a rounding only; `convert` changes the kind of number and is never looked
-        through.
+        """`cast` changes only the rounding; `convert` changes the kind of number, and the matcher
+        never looks through it.
         """
         rounding = source in ROUNDING_DTYPES and target in ROUNDING_DTYPES
         if target in ROUNDING_DTYPES - {torch.float32} and not rounding and not source.is_complex:

@@ -3,8 +3,8 @@
 Graphs and patterns are both read into hash-consed expressions (builder.py); the graph itself is not
 touched. Dimensions are counted from the right, so that a pattern traced on [5, 7] fits [2, 5, 7];
 broadcasting is implicit; commutative operands are ordered. Float casts stay visible as `cast`
-expressions, which the matcher may look through. What an operator means is said in the files
-rules_*.py, one short function a rule; an operator without one stands for itself.
+expressions, which the matcher may look through. The files rules_*.py say what an operator means,
+with one short function for each rule; an operator without a rule stands for itself.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Canon(Builder):
         return self.make(str(n.target), tensors, written_arguments(n), shape_of(n))
 
     def by_rule(self, n: fx.Node) -> Expr | None:
-        """What the rules of its operator say. A rule that fails does not apply, and one that needs
-        a guard neither.
+        """The expression that the rules of its operator give. A rule that fails or needs a guard
+        does not apply.
         """
         planned = RULES.plan(n.target)
         context = (self, Call(n)) if planned else ()
@@ -109,7 +109,7 @@ def shape_of(n: fx.Node):
 
 
 def kind_of(n: fx.Node) -> str:
-    """Of numbers; "" of what is no tensor."""
+    """The kind of number of a tensor; "" for any other value."""
     value = n.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return ""
@@ -120,7 +120,7 @@ def kind_of(n: fx.Node) -> str:
 
 
 def unrepeatable(n: fx.Node) -> bool:
-    """Two such nodes with the same arguments are not the same value."""
+    """May two such nodes with the same arguments have different values?"""
     if schema_of(n.target).name == "aten::scaled_dot_product_attention":
         return argument(n, "dropout_p") != 0
     return torch.Tag.nondeterministic_seeded in n.target.tags or schema_of(n.target).is_mutable

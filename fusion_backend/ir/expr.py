@@ -1,4 +1,4 @@
-"""Canonical expressions: what a value is, whichever operators a graph computes it with."""
+"""Canonical expressions: a value, independent of the operators that a graph computes it with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 COMMUTATIVE = {"add", "mul", "maximum", "minimum", "and", "or"}
-# Operators that cost nothing worth counting when they are done twice.
+# Operators whose cost is negligible when they are computed twice.
 FREE = {
     "permute",
     "view",
@@ -21,7 +21,7 @@ FREE = {
     "arange",
 }
 FREE |= {"const", "scalar", "sym"}
-# Of y in x.type_as(y) only dtype or shape counts: Inductor does not compute it for that.
+# In x.type_as(y) only the dtype or shape of y counts: Inductor does not compute y for it.
 LIKE = {
     torch.ops.aten.type_as.default,
     torch.ops.aten.expand_as.default,
@@ -29,7 +29,7 @@ LIKE = {
 }
 NUMBERS = ("const", "scalar", "sym")
 LEAVES = {"var", "scalar", "const", "sym", "input", "text", "word"}
-# Operators below each other: more casts, views, factors or biases than anybody writes.
+# The depth of a chain of operators: more casts, views, factors or biases than anybody writes.
 LOOKED_THROUGH = 16
 # Between these a cast only changes the rounding of an intermediate value, and a fused kernel rounds
 # once.
@@ -37,7 +37,7 @@ ROUNDING_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Expr:
-    """One canonical value: an operator, its operands, and what else tells it apart."""
+    """One canonical value: an operator, its operands, and whatever else distinguishes it."""
 
     __slots__ = (
         "args",
@@ -70,7 +70,7 @@ class Expr:
 
     @property
     def of_run_time(self) -> bool:
-        """Is it a number of the graph, which a run gives?"""
+        """Is it a number of the graph that is known only at run time?"""
         return bool(self.nodes) and isinstance(
             self.nodes[0].meta.get("val"), (torch.SymFloat, torch.SymInt)
         )
@@ -86,9 +86,7 @@ class Expr:
 
 
 def in_library(op: str) -> bool:
-    """Does Inductor call a library for it, so that operands and result lie in memory in
-    any case?
-    """
+    """Does Inductor call a library for it, so that its operands and result are in memory anyway?"""
     return op in ("matmul", "linear") or op.startswith("aten.conv")
 
 
@@ -98,7 +96,7 @@ def peel(e: Expr) -> Expr:
 
 
 def graph_value(e: Expr) -> Expr:
-    """In the terms of the graph, which has a node for it, or would have one for any other value."""
+    """The expression in the terms of the graph, before rules put it into other terms."""
     return e.graph_value or e
 
 

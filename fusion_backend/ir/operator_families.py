@@ -1,5 +1,5 @@
-"""Families of ATen operators of one meaning, and how their arguments are read, for the rules of
-graphs and those of masks alike.
+"""Families of ATen operators with one meaning, and how their arguments are read. Both the rules of
+graphs and those of masks use them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def aten(*names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names)
 
 
-# Each element is that of the operand. `detach` is another value in a graph: it has no gradient.
+# Each element equals that of the operand. `detach` is a different value in a graph, without a
+# gradient.
 SAME_VALUE = aten("clone", "contiguous", "alias")
 CASTS = aten("to", "_to_copy", "type_as")
 EXPANSIONS = aten("expand", "expand_as", "broadcast_to")
@@ -30,7 +31,7 @@ FILLED_LIKE = {"zeros_like": 0.0, "ones_like": 1.0}
 
 
 def permutation(call: Call) -> list[int]:
-    """For each dimension of the result the one of the operand."""
+    """The dimension of the operand for each dimension of the result."""
     rank = len(call.shape)
     order = list(range(rank))
     match call.name:
@@ -72,7 +73,7 @@ class Slice(NamedTuple):
 
 
 def slice_of(call: Call) -> Slice | None:
-    """What a slice or a narrow takes; None where that is not known at compile time."""
+    """The part that a slice or a narrow takes; None if it is not known at compile time."""
     shape = call["self"].shape
     if not shape:
         return None

@@ -1,9 +1,9 @@
 """The tables of rules, and the decorators that fill them.
 
-`@rule("aten::softplus")` says what a call of an operator means, `@composite("mul")` what else a
-canonical product may be. A rule holds no state. It is asked once for each node (or element), never
-calls itself, and returns None where it does not apply; the next rule is then asked. Rules from
-outside this package are asked before ours, of those the latest first.
+`@rule("aten::softplus")` registers what a call of an operator means, and `@composite("mul")` a
+larger operator that a canonical product may be. A rule holds no state. It is asked once for each
+node (or element), never calls itself, and returns None where it does not apply; the next rule is
+then asked. Rules from outside this package are asked before ours, the latest first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fusion_backend.reporting.reject import PatternError
 from fusion_backend.reporting.report import warn_once
 
 PACKAGE = __name__.partition(".")[0]
-UNREADABLE = NotImplemented  # what a reader of arguments says; None is an argument that is missing
+UNREADABLE = NotImplemented  # the answer of a reader of arguments; None is a missing argument
 TABLES: list[Table] = []
 
 
 class Again(Exception):
-    """Raised where a rule needs a value that is not known yet: it is asked again with that
-    known.
+    """Raised if a rule needs a value that is not known yet: the rule is asked again once the value
+    is known.
     """
 
 
@@ -94,11 +94,12 @@ class Rule:
 
 
 class Table(UserDict[str, tuple[Rule, ...]]):
-    """Rules by what they are about, in the order in which they are asked.
+    """Rules by operator, in the order in which they are asked.
 
     `context` is how many parameters of a rule come before the operator's own arguments.
-    `readers` reads an argument by the type that the rule gives it: a function of what the graph
-    holds and the context. Whatever has no reader is read as a plain value.
+    `readers` maps the type that a rule gives an argument to a function that reads the argument,
+    from the value in the graph and the context. An argument of any other type is read as a plain
+    value.
     """
 
     def __init__(self, name: str, context: int, readers: dict[object, Callable] | None = None):
@@ -138,7 +139,7 @@ class Table(UserDict[str, tuple[Rule, ...]]):
         return add
 
     def answer(self, subject: str, *arguments):
-        """What the first rule that applies says; None where none does."""
+        """The answer of the first rule that applies; None if none does."""
         for r in self.data.get(subject, ()):
             found = r.ask(*arguments)
             if found is not None:
@@ -165,7 +166,7 @@ class Table(UserDict[str, tuple[Rule, ...]]):
         for name, kind, default in rule.parameters:
             if name not in known and default is inspect.Parameter.empty:
                 return None
-            # an argument that the schema lacks is never given, and always the default
+            # an argument that the schema lacks is always the default
             argument = known.get(name) or Argument(1 << 30, name, default)
             types = typing.get_args(kind) if isinstance(kind, UnionType) else (kind,)
             readers = [read for type_, read in self.readers.items() if type_ in types]
@@ -193,8 +194,8 @@ def expression(value, c, call) -> Expr | None:
 
 
 def expressions(value, c, call) -> list[Expr]:
-    """The operands of cat, stack, einsum and index. The graph may hold something else than a list,
-    and an index may leave a dimension as it is.
+    """The operands of cat, stack, einsum and index. The graph may hold something other than a list,
+    and an index may leave a dimension unchanged.
     """
     if not isinstance(value, (list, tuple)) or not all(isinstance(n, fx.Node) for n in value):
         return UNREADABLE
@@ -212,7 +213,7 @@ composite = COMPOSITES.register
 
 
 class Count(typing.NamedTuple):
-    """Of one rule: how often it was asked, how often it applied, and how long it took."""
+    """How often one rule was asked, how often it applied, and how long it took."""
 
     table: str
     subject: str
@@ -243,7 +244,7 @@ def reset_counts() -> None:
 
 
 def foreign_rules() -> dict[str, Callable]:
-    """Rules from outside this package: they change what patterns are read as."""
+    """Rules from outside this package, which change the expressions that patterns are read into."""
     return {
         f"{table.name}: {subject} by {r.where}": r.function
         for table in TABLES
@@ -254,5 +255,5 @@ def foreign_rules() -> dict[str, Callable]:
 
 
 def version() -> int:
-    """Another number after every rule that is added from outside this package."""
+    """A number that changes with every rule that is added from outside this package."""
     return sum(table.version for table in TABLES)

@@ -1,7 +1,7 @@
 """Rules of softmax and attention: softmax(scale · q kᵀ + mask) v.
 
-The scale, wherever it was multiplied, stands on the scores, even if it is 1. Scores that are
-capped, cap · tanh(scores / cap), are one operator around them.
+The scale is moved to the scores, wherever the graph multiplies by it, and is explicit even if it is
+1. Capped scores, cap · tanh(scores / cap), are one operator around the scores.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def softmax_by_hand(c: Builder, x: Expr, y: Expr, shape):
 
 
 def scaled(c: Builder, x: Expr) -> Expr:
-    """Scores with one explicit scale, capped perhaps; anything else as it is. A masking around the
-    scores stays.
+    """Scores, which may be capped, with one explicit scale; any other value unchanged. A masking
+    around the scores stays.
 
-    Sums may be as many as the graph is deep, and may read one another: each is visited once, and
-    none by recursion.
+    There may be as many sums as the graph is deep, and they may read one another: each is visited
+    once, without recursion.
     """
     pending = [x]
     while pending:
@@ -77,7 +77,7 @@ def surrounds_scores(x: Expr) -> bool:
 
 
 def in_own_region(c: Builder, x: Expr, operands: list[Expr]) -> Expr:
-    """x of scaled operands, or scaled itself: of the grad mode and autocast of x, and held by the
+    """x with scaled operands, or scaled itself, in the grad mode and autocast of x and held by the
     nodes of x.
     """
     state, c.state = c.state, x.state
@@ -138,8 +138,8 @@ def with_scale(c: Builder, x: Expr) -> Expr:
 
 
 def of_scaled_query(c: Builder, x: Expr) -> Expr:
-    """(q kᵀ) s as (q s) kᵀ, where only a run knows the number s: no kernel takes such a scale, and
-    to make it constant would take a guard. With dynamic=True every float that a module holds is
+    """(q kᵀ) s as (q s) kᵀ if the number s is known only at run time: no kernel takes such a scale,
+    and making it constant would need a guard. With dynamic=True every float that a module holds is
     such a number.
     """
     for scores, number in (
@@ -166,7 +166,7 @@ def without_factors(c: Builder, e: Expr) -> tuple[Expr, list[float | Expr]]:
     as they are.
     """
     numbers: list[float | Expr] = []
-    # what is multiplied; the permutations passed, and how many of them are around it
+    # the factor; the permutations passed, and how many of them are around it
     rest, permutes, inside = e, [], 0
     for _ in range(LOOKED_THROUGH):
         if e.op in ("cast", "permute"):
@@ -223,7 +223,7 @@ def attention(
         scores = c.add(scores, attn_mask, shape)
     if is_causal:
         scores = c.make("causal", (scores,), None, shape)
-    # a row of which everything is masked is 0 here, NaN by hand
+    # a fully masked row is 0 here, and NaN if written by hand
     p = c.make("masked_softmax" if boolean else "softmax", (scores,), -1, shape)
     if dropout_p:
         p = c.make("dropout", (p, c.const(dropout_p)), call.node.name, shape)

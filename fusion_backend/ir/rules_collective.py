@@ -1,8 +1,8 @@
 """Rules of sums over the ranks of a process group.
 
-A sum that every rank goes on with is `all_reduce` of this rank's part and the name of the group. It
-has the gradient of the sum, as it is. `_c10d_functional::all_reduce` sums up the gradients as well:
-it is read where no gradient is asked for, and so is its form in place.
+A sum that every rank continues with is `all_reduce` of this rank's part and the name of the group.
+Its gradient is passed on unchanged. `_c10d_functional::all_reduce` sums up the gradients as well,
+so it is read only if no gradient is wanted, like its in-place form.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def summed_over_ranks(c: Builder, call: Call, x: Expr, group: str):
 
 @rule("_c10d_functional::wait_tensor")
 def waited_for(c: Builder, call: Call, tensor: Expr):
-    """The sum itself may be read when it was waited for. Where it is then written over what it was
-    made of, that write stands for it.
+    """The sum may be read once it was waited for. If it is then written over its own input, that
+    write stands for the sum.
     """
     reduced = call.node.args[0]
     written_back = any(u.target is COPY and u.args[0] is reduced.args[0] for u in call.node.users)

@@ -1,7 +1,7 @@
 """GELU by hand: x/2 · (1 + erf(x/√2)), and with tanh(√(2/π) (x + 0.044715 x³)).
 
-A composite and no spelling of the pattern `gelu`: five patterns contain a gelu, and a product of
-four factors, each written in several ways, would have to be a spelling of every one of them.
+It is a composite and not a spelling of the pattern `gelu`, because five patterns contain a gelu,
+and each would need a spelling for every way to write the product of four factors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from fusion_backend.ir.rules import composite
 
 
 def near(e: Expr, number: float) -> bool:
-    """Constants of formulas are written with eight digits or more."""
+    """Is e this number, to within 2e-7? Constants of formulas are written with eight digits or
+    more.
+    """
     return is_const(e) and math.isclose(e.attr, number, rel_tol=2e-7)
 
 
@@ -53,8 +55,8 @@ def is_multiple(e: Expr, x: Expr, number: float) -> bool:
 
 
 def factors_of(e: Expr, x: Expr, depth: int = 4) -> list[Expr]:
-    """The operands of a product and of the products in it, whatever they are rounded to. x is one
-    operand, also where it is a product itself.
+    """The operands of a product and of the products in it, without roundings. x is one operand,
+    even if it is a product itself.
     """
     e = peel(e)
     if e is x or e.op != "mul" or not depth:

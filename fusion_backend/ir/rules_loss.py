@@ -53,7 +53,9 @@ def log_softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype
 
 @rule("aten::logsumexp")
 def logsumexp(c: Builder, call: Call, self: Expr, dim: list[int], keepdim: bool):
-    """Without its dimension it is no squeeze, which would cost nothing to compute again."""
+    """A logsumexp that drops its dimension is an operator of its own, and no squeeze, which would
+    count as free to compute again.
+    """
     if not self.shape:
         return None
     return c.make("logsumexp", (self,), (from_right(dim, len(self.shape)), keepdim), call.shape)
@@ -71,7 +73,7 @@ def take_along_dim(c: Builder, call: Call, self: Expr, dim: int | None, indices:
 
 @rule("aten::index")
 def indexed(c: Builder, call: Call, self: Expr, indices: list[Expr]):
-    """x[arange(b)[:, None], arange(s), i]: of each row the element that i says."""
+    """x[arange(b)[:, None], arange(s), i]: the element of each row that i names."""
     *rows, index = indices
     last, batch = call["indices"][-1], range(1 - len(self.shape), 0)
     if last.dtype != torch.int64 or len(indices) != len(self.shape):
@@ -87,7 +89,7 @@ def indexed(c: Builder, call: Call, self: Expr, indices: list[Expr]):
 
 
 def counts(e: Expr, axis: int, size) -> bool:
-    """Is it 0, 1, ... along one dimension of `size`, and alike along all others?"""
+    """Is it 0, 1, ... along one dimension of `size`, and constant along all others?"""
     shown = e.args[0] if e.op == "expand" else e
     e = shown
     for _ in range(LOOKED_THROUGH):
@@ -132,8 +134,8 @@ def how_many(elements, alike: bool) -> str:
 
 
 def normalised(c: Builder, x: Expr, axis: int, alike: bool) -> tuple:
-    """The logits of log-probabilities, the operator and attribute that stand for the logarithm of
-    their sum, and the casts around them; of anything else (x, None, []).
+    """For log-probabilities: the logits, the operator and attribute that stand for the logarithm of
+    their sum, and the casts around them. For anything else (x, None, []).
 
     With an infinite logit log_softmax is NaN, and a difference with logsumexp is not.
     """
@@ -155,8 +157,8 @@ def normalised(c: Builder, x: Expr, axis: int, alike: bool) -> tuple:
 
 
 def unwrapped(e: Expr) -> tuple[Expr, list[Expr], int]:
-    """What is cast or negated, these steps, and how many dimensions of size 1 it has lost at its
-    end.
+    """The value without casts and negations, these steps, and how many dimensions of size 1 it has
+    lost at its end.
     """
     steps, dropped = [], 0
     for _ in range(LOOKED_THROUGH):

@@ -1,7 +1,8 @@
 """Rules of reductions and normalisations.
 
-A layer or rms norm is made of its reductions, so that it is found by hand too. A group or batch
-norm is one operator with all its operands: its channels are not counted from the right.
+A layer or RMS norm is expressed by its reductions, so that one written by hand is found too. A
+group or batch norm is one operator with all its operands, because its channels are not counted from
+the right.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def rms_norm(
 
 
 def present(c: Builder, name: str, operands: Sequence[Expr | None], shape) -> Expr:
-    """An operator whose operands may be missing; the attribute says which."""
+    """An operator whose operands may be missing; the attribute says which are present."""
     given = (e for e in operands if e is not None)
     return c.make(name, given, tuple(e is not None for e in operands), shape)
 
@@ -240,8 +241,8 @@ def batch_norm(
     return present(c, "batch_norm", [input, *running, weight, bias, eps], call.shape)
 
 
-# Batch normalisation by hand, with a number of each for every channel. The statistics of batch_norm
-# have no gradient, and these must need none.
+# Batch normalisation by hand, with one mean, var, weight and bias for every channel. The statistics
+# of batch_norm have no gradient, so these must need none.
 
 
 @composite("mul")
@@ -257,7 +258,9 @@ def quotient_batch_norm(c: Builder, x: Expr, y: Expr, shape):
 
 
 def less_mean(c: Builder, centred: Expr, factor: Expr, root: str, shape) -> Expr | None:
-    """x - mean, times or divided by what var, eps and a weight make with that root."""
+    """x - mean, multiplied or divided by a value that is made of var, eps and a weight with that
+    root.
+    """
     scale = channel_scale(factor, root, shape) if centred.op == "add" else None
     for x, minus in (centred.args, centred.args[::-1]) if scale else ():
         number, subtracted = number_and_rest(minus)

@@ -226,8 +226,8 @@ def cast(c: Builder, call: Call, self: Expr):
 
 @rule("aten::dropout")
 def dropout(c: Builder, call: Call, input: Expr, p: float, train: bool):
-    """Every draw is another value: its name tells it apart, and the matcher does not compare the
-    names.
+    """Every draw is a different value: the name of the node distinguishes it, and the matcher does
+    not compare the names.
     """
     if not train or equals(p, 0):
         return input

@@ -68,7 +68,8 @@ def einsum(c: Builder, call: Call, equation: str, tensors: list[Expr]):
         return None
     (left, right, out), (x, y) = terms, tensors
     if not any(i in left and i in right for i in out):
-        # The rows come first, and of two matrices that whose columns come last in the result.
+        # The operand of the rows comes first; of two matrices, the one whose columns come last in
+        # the result comes second.
         if len(left) == 2 and (len(right) > 2 or out[-1] in left):
             left, right, x, y = right, left, y, x
     batch = [i for i in out if i in left and i in right]
@@ -122,8 +123,8 @@ def patches(
     dilation: Sizes,
     groups: int,
 ):
-    """A convolution whose windows lie side by side; any other is left as it is, one of single
-    pixels too.
+    """A convolution whose windows lie side by side. Any other is left unchanged, and so is one of
+    single pixels.
     """
     kernel = tuple(weight.shape[2:])
     ones, zeros = (1,) * len(kernel), (0,) * len(kernel)

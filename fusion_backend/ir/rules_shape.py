@@ -54,7 +54,7 @@ def squeezed(c: Builder, call: Call, self: Expr, dim: int | list[int]):
     return c.make("squeeze", (self,), (axis,), call.shape)
 
 
-# Reshapes that are something else: rows of a tensor, repeated heads, interleaved pairs.
+# Reshapes with another meaning: rows of a tensor, repeated heads, interleaved pairs.
 
 
 @rule(*RESHAPES)
@@ -73,7 +73,9 @@ def reshaped(c: Builder, call: Call, self: Expr):
 
 
 def of_rows(c: Builder, x: Expr) -> Expr:
-    """What was flattened to rows; a cast of the rows, as autocast makes, is a cast of it."""
+    """The tensor that was flattened to rows; a cast of the rows, as autocast inserts, is a cast of
+    the tensor.
+    """
     passed = []
     while x.peeled.op == "rows" and (x, c.state) not in c.flattened:
         passed.append(x)
@@ -142,7 +144,7 @@ def as_interleaved(c: Builder, x: Expr, shape) -> Expr | None:
 
 @rule("aten::arange")
 def counted(c: Builder, call: Call, start: int | float = 0, step: int | float = 1):
-    """Its start and step come first. Bytes are a mask where they are an index."""
+    """The start and step come first in the expression. A tensor of bytes as an index is a mask."""
     if call.dtype not in (torch.int64, torch.int32):
         return None
     rest = hashable(call.shape), call.dtype, call.value.device
@@ -153,8 +155,8 @@ def counted(c: Builder, call: Call, start: int | float = 0, step: int | float = 
 
 
 def part(c: Builder, x: Expr, dim: int, start, stop, step, shape, depth: int = NESTED) -> Expr:
-    """A slice. The first and the second half of a dimension are told from other slices, so that
-    they do not depend on the size.
+    """A slice. The first and the second half of a dimension are distinguished from other slices, so
+    that they do not depend on the size.
     """
     size = x.shape[dim]
     axis = dim - len(x.shape)
@@ -240,7 +242,7 @@ def has_halves(x: Expr) -> bool:
 
 
 def half(c: Builder, x: Expr, k: int, shape) -> Expr:
-    """The first or the second half of what is seen as [..., 2, n]."""
+    """The first or the second half of a tensor that is seen as [..., 2, n]."""
     inner = x.args[0]
     bounds = halves(inner.shape[-1])[k]
     return part(c, inner, len(inner.shape) - 1, *bounds, 1, shape)

@@ -91,8 +91,8 @@ def known_value(value):
 
 
 def written_arguments(node: fx.Node) -> tuple:
-    """What tells a call apart besides its operands. A default that is written out is no
-    difference.
+    """The arguments that distinguish a call besides its operands. A default that is written out
+    makes no difference.
     """
     known = arguments_of(node.target)
     pairs = [*zip(known, node.args, strict=False), *sorted(node.kwargs.items())]

@@ -1,4 +1,4 @@
-"""The Dynamo graph with `torch.ops.fusion.*` at the accepted sites.
+"""Writes `torch.ops.fusion.*` into the Dynamo graph at the accepted sites.
 
 Comes in: decisions and the view.
 Goes out: a graph module, the very same object where nothing was accepted.

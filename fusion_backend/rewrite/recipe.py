@@ -1,7 +1,7 @@
-"""A rewritten graph as data, which makes it again of the same Dynamo graph.
+"""A rewritten graph as data, from which it can be rebuilt with the same Dynamo graph.
 
-Most nodes are copies of Dynamo's and are written down by their number, with what they read now. The
-others are calls of operators of ATen or of ours, by name. Reading a recipe runs no code.
+Most nodes are copies of Dynamo's; the recipe has their numbers and their new arguments. The others
+are calls of operators of ATen or of ours, by name. Reading a recipe runs no code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = {
     "layout": torch.layout,
     "memory_format": torch.memory_format,
 }
-# What a new node has of the Dynamo node that it stands for.
+# The metadata that a new node takes from the Dynamo node that it stands for.
 CARRIED = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
@@ -101,7 +101,7 @@ def has_value(n: fx.Node) -> bool:
 
 
 def slots(before, now) -> Iterator[object]:
-    """What stands now where arguments had nodes before, in the order in which fx copies them."""
+    """The new values in place of the nodes in arguments, in the order in which fx copies them."""
     if isinstance(before, fx.Node):
         yield now
     elif isinstance(before, (tuple, list)):

@@ -1,9 +1,9 @@
-"""Arguments that backward computes again instead of keeping them.
+"""Arguments that the backward computes again instead of keeping them.
 
-An op whose backward is a kernel keeps its arguments. Where one is a cheap function of a value that
-autograd keeps in any case, as in layer_norm(gelu(z)), that is a tensor more than plain Inductor
-keeps: Inductor computes gelu(z) again from z. The mark of activation checkpointing on such nodes
-makes AOTAutograd's partitioner do the same here; backward then holds one such argument at a time.
+An op whose backward is a kernel keeps its arguments. If one is a cheap function of a value that
+autograd keeps anyway, as in layer_norm(gelu(z)), the op keeps one tensor more than plain Inductor,
+which computes gelu(z) again from z. The mark of activation checkpointing on such nodes makes
+AOTAutograd's partitioner do the same here; the backward then holds one such argument at a time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MARK = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30}
 
 
 def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
-    """The nodes of the view that backward should compute again: of arguments of kernels in
-    backward. Where a node belongs to another site, computing it again computes the whole of that
-    site, so the site must be elementwise: an activation may be part of a matrix product.
+    """The nodes of the view that the backward should compute again: those that compute arguments of
+    its kernels. If such a node belongs to another site, all of that site is computed again, so the
+    site must be elementwise: an activation may be part of a matrix product.
     """
     found: set[fx.Node] = set()
     sites = [{*d.match.roots, *d.match.interior} for d in decisions]
@@ -55,8 +55,8 @@ def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
 def chain(
     view: View, argument: fx.Node, inside: set[fx.Node], costly: set[fx.Node]
 ) -> set[fx.Node]:
-    """The elementwise operators from a value that is kept in any case to the argument; empty if it
-    is not so, or if one of them is costly.
+    """The elementwise operators from a value that is kept anyway to the argument; empty if there is
+    no such chain, or if one of them is costly.
     """
     nodes: list[fx.Node] = []
     again: set[fx.Node] = set()

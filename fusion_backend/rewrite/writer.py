@@ -1,9 +1,9 @@
 """Accepted decisions -> the Dynamo graph with torch.ops.fusion.* at their sites.
 
 Only Dynamo nodes that a site touches are replaced, by their ATen expansion; everything else stays
-the very node that Dynamo made. An expanded group reads only values that Dynamo nodes produce (to a
-fixpoint), and a chain of in-place operators is expanded whole or not at all. The plan is made and
-checked first: nothing accepted, the same object.
+the very node that Dynamo made. An expanded group reads only values that Dynamo nodes produce
+(groups grow to a fixpoint), and a chain of in-place operators is expanded as a whole or not at all.
+The plan is made and checked first. If nothing is accepted, the same graph object is returned.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fusion_backend.ops.operator import DRAW, fake_seed, how_to_draw
 from fusion_backend.ops.rule import SEED
 from fusion_backend.rewrite.recompute import MARK, computed_again
 
-# What Dynamo hangs on a GraphModule and AOTAutograd reads from it (sources make parameters static
+# Attributes that Dynamo sets on a GraphModule and AOTAutograd reads (sources make parameters static
 # inputs).
 CARRIED = ("_param_name_to_source", "_backend_id", "compile_subgraph_reason", "shape_env")
 
 
-# New node -> the Dynamo node that it is of, and whether it is a copy of that.
+# New node -> the Dynamo node that it comes from, and whether it is a copy of it.
 Origins = dict[fx.Node, tuple[fx.Node, bool]]
 
 
@@ -139,7 +139,7 @@ class Writer:
         self.chains = chains
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.touched: set[fx.Node] = set()  # Dynamo nodes
-        # view nodes that a library call no longer reads, and what they are made of
+        # view nodes that a library call no longer reads, and the nodes that they are computed from
         self.dropped: set[fx.Node] = set()
         self.origins: Origins = {}
 
@@ -164,7 +164,7 @@ class Writer:
         return new
 
     def apply(self, d: Decision) -> None:
-        """Put the op into the view and take out what it computes."""
+        """Insert the op into the view and remove the nodes that it replaces."""
         owner = self.view.owner
         first_owner = owner[min(d.match.roots)]
         arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
@@ -202,8 +202,8 @@ class Writer:
                 pending += n.all_input_nodes
 
     def only_computes(self, d: fx.Node) -> bool:
-        """Was this Dynamo node, which may be unused now, part of a mask and nothing but operators
-        without effects?
+        """Was this Dynamo node, which may be unused now, part of a mask and made only of operators
+        without side effects?
         """
         nodes = self.groups.get(d) or [self.view.value.get(d)]
         pure = all(
@@ -213,7 +213,7 @@ class Writer:
         return pure and d.op in ("call_function", "call_method") and d not in self.view.copied
 
     def close(self) -> None:
-        """Touch what the touched groups need, to a fixpoint."""
+        """Touch the nodes that the touched groups need, to a fixpoint."""
         produced = {self.now(v) for v in self.view.value.values() if isinstance(v, fx.Node)}
         pending = list(self.touched)
         while pending:
@@ -277,9 +277,7 @@ class Writer:
         return graph
 
     def result(self, d: fx.Node, atens: dict):
-        """What a touched Dynamo node's value is now; None for a value that nobody reads
-        any more.
-        """
+        """The new value of a touched Dynamo node; None for a value that nobody reads any more."""
         return pytree.tree_map(
             lambda v: atens.get(self.now(v)) if isinstance(v, fx.Node) else v,
             self.view.value[d],
@@ -319,8 +317,8 @@ class Writer:
 def copied_bodies(
     new: fx.GraphModule, source: fx.GraphModule, bodies: dict[str, fx.GraphModule]
 ) -> None:
-    """Give a rewritten graph its bodies: those that were rewritten, and copies of the others, for
-    Inductor changes graphs in place, and the source stays as it was.
+    """Give a rewritten graph its bodies: the rewritten ones, and copies of the others, because
+    Inductor changes graphs in place and the source must stay unchanged.
     """
     for name, child in source.named_children():
         if isinstance(child, fx.GraphModule) and name not in bodies and hasattr(new, name):
@@ -345,8 +343,8 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def module_of(graph: fx.Graph, source: fx.GraphModule) -> fx.GraphModule:
-    """A graph in place of that of a module which Dynamo made. Its code, too, is generated only when
-    it is read: Inductor's passes say time and again that they have changed the graph.
+    """A module that Dynamo made, with a new graph. Its code is generated only when it is read,
+    because Inductor's passes report changes of the graph many times.
     """
     new = graph_module_of_dynamo(source, graph)
     new.meta = dict(source.meta)
