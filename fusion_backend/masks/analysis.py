@@ -1,9 +1,9 @@
-"""What a mask keeps: the mask operand of an attention, read back to its sources.
+"""Finds what a mask keeps: traces the mask operand of an attention back to its sources.
 
-Element (i, j) of the mask, for query i and key j, is read as a term (element_rules.py, terms.py):
-symbolically, so that dynamic sizes are no obstacle. What a term does not show and no input decides
-is computed on CPU (values.py), for static sizes. What remains is a vector over the keys, ids that
-must be equal, or not understood: such a mask is dense.
+Element (i, j) of the mask, for query i and key j, is read as a symbolic term (element_rules.py,
+terms.py), so that dynamic sizes are no obstacle. Conditions that the term does not show, and that
+no input decides, are computed on CPU (values.py) if sizes are static. Any other condition is a
+vector over the keys, ids that must be equal, or not understood, which makes the mask dense.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ from fusion_backend.masks.terms import (
 from fusion_backend.masks.values import CAP, Values
 from fusion_backend.reporting.places import location
 
-# What may hide parts of a bias: the condition, if any, the value where it holds, and the other.
+# Ways to hide parts of a bias: the condition, if any, the value where it holds, and the other
+# value.
 CHOICES = {"aten::add": ("self", "other"), "aten::where": ("condition", "self", "other")}
 CHOICES["aten::masked_fill"] = ("mask", "value", "self")
 
 
 def source(n: fx.Node) -> str:
-    """The graph inputs that a value depends on, by name; else where it is computed."""
+    """The names of the graph inputs that a value depends on; without any, the place where it is
+    computed.
+    """
     found, seen, stack = [], set(), [n]
     while stack and len(found) < 3:
         a = stack.pop()
@@ -112,8 +115,8 @@ class Masks:
         return self.known[key]
 
     def connect(self, outer: Masks, outer_nodes: dict[fx.Node, fx.Node]) -> None:
-        """Read the masks that a body is given in the graph around it, but for those that the body
-        may write to.
+        """Analyse the masks that a body gets as arguments in the graph around it, except those that
+        the body may write to.
         """
         self.outer = outer
         self.outer_nodes = {
@@ -127,7 +130,9 @@ class Masks:
         return self.outer.resolve(self.outer_nodes[n]) if n in self.outer_nodes else n
 
     def unknown(self, n: fx.Node) -> bool:
-        """May its value be another than its operator says: written to, or changed by autocast?"""
+        """May its value differ from what its operator computes, because it is written to or changed
+        by autocast?
+        """
         if n.graph is not self.view.graph:
             return self.outer.unknown(n)
         return self.canon.of[n].op == "input" or any(s in self.writers for s in storages(n))
@@ -168,7 +173,7 @@ class Masks:
         return found
 
     def separated(self, node: fx.Node, reader: Reader, at: tuple, exact: bool) -> tuple:
-        """Of a bias that something hides parts of, by addition or by choice: what is kept, the
+        """For a bias of which parts are hidden, by addition or by choice: the kept part, the
         numbers that hide, and the bias itself.
         """
         nothing, dtype, trained = (None, (), None), node.meta["val"].dtype, self.view.requires_grad
@@ -201,7 +206,7 @@ class Masks:
 
     def classify(self, t, found: Mask, reader: Reader, sizes: dict) -> None:
         """Sort the conditions that must all hold."""
-        fixed: list[Term] = []  # by no input, and not of a form that is known
+        fixed: list[Term] = []  # no input decides it, and its form is not known
         for c in conjuncts(t):
             made_by = next(
                 (reader.made_by[x] for p in parts(c) for x in either_way(p) if x in reader.made_by),
@@ -250,7 +255,7 @@ class Masks:
         found.proofs += [proof] if proof not in found.proofs else []
         return True
 
-    # What no input decides, computed.
+    # Conditions that no input decides, computed.
 
     def band(self, t: Term, found: Mask, sizes: dict) -> None:
         """Compute a condition for all i and j: everything, a band around the diagonal, or something
@@ -289,12 +294,14 @@ class Masks:
 
 
 def either_way(p) -> tuple:
-    """A condition and its opposite: a comparison may have been read as either."""
+    """A condition and its opposite, because a comparison may have been read as either."""
     return (p, negated(p)) if isinstance(p, Term) and p.op not in ("where", "read") else ()
 
 
 def hidden_by(t, dtype: torch.dtype, exact: bool = False) -> tuple:
-    """Where adding the element keeps the scores, and the numbers that hide the others."""
+    """The condition under which adding the element keeps a score, and the numbers that hide the
+    others.
+    """
     kept = None if t is None else lifted(lambda x: kept_by(x, dtype, exact), t)
     return kept, sorted({x for x in leaves(t) if x != 0}) if kept is not None else ()
 

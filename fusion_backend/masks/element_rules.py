@@ -1,4 +1,5 @@
-"""Elements of numbers and conditions, made of the operands' elements at the same indices.
+"""Rules for numbers and conditions whose elements depend on the operands' elements at the same
+indices.
 
 A rule gets the reader `r`, the `Call`, the indices `at`, one Linear a dimension, and the operator's
 arguments by name: an `Element` where operands broadcast, else what the graph holds. It returns a

@@ -1,4 +1,5 @@
-"""Elements that stand in an operand at other indices, and sums and differences along a dimension.
+"""Rules for elements that an operand has at other indices, and for sums and differences along a
+dimension.
 
 The rules are those of element_rules.py, continued.
 """
@@ -94,7 +95,7 @@ def expanded(r: Reader, call: Call, at: Indices, self: Element):
 
 @rule("aten::repeat")
 def repeated(r: Reader, call: Call, at: Indices, self: Element, repeats: list[int]):
-    """Where it is done along dimensions of size 1, or not at all."""
+    """Only if elements are repeated along dimensions of size 1, or not at all."""
     source = call["self"].shape
     steps = list(zip(source, repeats[len(repeats) - len(source) :], strict=True))
     done = all(is_one(size) or (isinstance(k, int) and k == 1) for size, k in steps)
@@ -109,7 +110,7 @@ def unsqueezed(r: Reader, call: Call, at: Indices, self: fx.Node, dim: int):
 
 @rule(*RESHAPES, "aten::squeeze")
 def reshaped(r: Reader, call: Call, at: Indices, self: fx.Node):
-    """Where dimensions of size 1 come and go, and no others."""
+    """Only if the reshape adds and removes dimensions of size 1 alone."""
     source = call["self"].shape
     if call["self"].dtype != call.dtype:
         return None

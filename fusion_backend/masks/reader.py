@@ -1,9 +1,9 @@
-"""Reads a view's tensors element by element: what is the element whose indices are given by index
-variables?
+"""Reads a view's tensors element by element, as terms: the element whose indices are given by index
+variables.
 
-The rules (element_rules.py) say what an operator makes of the elements of its operands. What no
-rule explains is a `read` of the node itself, so that nothing that depends on data, on memory that
-is written to, or on an operator that is not known there, is ever guessed.
+The rules (element_rules.py) say what an operator makes of the elements of its operands. An element
+that no rule explains is a `read` of the node itself. A value that depends on data, on memory that
+is written to, or on an unknown operator is thus never guessed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ELEMENTS = Table(
 
 
 class Reader:
-    """Elements of one view, for index variables of these sizes. `unknown(node)` says what may not
-    be looked into, `resolve(node)` what a node is another name of.
+    """Elements of one view, for index variables of these sizes. `unknown(node)` says which nodes
+    may not be looked into, `resolve(node)` of which node a node is another name.
     """
 
     def __init__(self, sizes: dict[str, object], unknown, resolve=lambda n: n):
@@ -111,7 +111,7 @@ class Reader:
         return Linear({name: 1})
 
     def fits(self, t, dtype: torch.dtype) -> bool:
-        """Is it an element of such a tensor, without an overflow?"""
+        """Does it fit such a tensor without an overflow?"""
         if isinstance(t, Term) and t.op == "where":
             return all(self.fits(x, dtype) for x in leaves(t))
         if isinstance(t, Term) and t.op == "read":
@@ -128,7 +128,7 @@ class Reader:
         )
 
     def operand(self, x, at: tuple[Linear, ...]):
-        """What broadcasts against a result at `at`: a tensor's element, or a number."""
+        """The operand that broadcasts against a result at `at`: a tensor's element, or a number."""
         if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor):
             rank = x.meta["val"].dim()
             return self.element(x, at[len(at) - rank :])

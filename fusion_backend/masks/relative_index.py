@@ -1,11 +1,11 @@
-"""What an index `[n, m]` is: a function of i - j alone, one number along each diagonal, or anything
-else.
+"""Finds whether an index `[n, m]` is a function of i - j alone, and so one number along each
+diagonal.
 
-Element (i, j) is read as a term (reader.py): where its indices hold i and j only in i - j, so does
-the element, whatever is read there. What no rule reads is looked through if it is elementwise, of
-floats too: from equal numbers it makes equal numbers, wherever they stand. So sizes may be
-symbolic, and logarithms may round as they like. What remains is computed on CPU, where neither an
-input nor a rounding decides it.
+Element (i, j) is read as a term (reader.py): if its indices contain i and j only as i - j, so does
+the element, whatever is read there. An operator without a rule is looked through if it is
+elementwise, also on floats: from equal numbers it makes equal numbers, wherever they are. So sizes
+may be symbolic, and logarithms may round in any way. Other values are computed on CPU, unless an
+input or a rounding decides them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def index_of(argument: fx.Node | Viewed, masks: Masks) -> Index:
 
 
 def other_read(index: fx.Node, masks: Masks) -> fx.Node | None:
-    """A node of which an element is read, for (i, j), at indices that i - j does not give;
-    None if there is none.
+    """A node whose element for (i, j) is read at indices that depend on more than i - j; None if
+    there is none.
     """
     shape = index.meta["val"].shape
     reader = Reader({"i": shape[-2], "j": shape[-1]}, masks.unknown)
@@ -105,8 +105,8 @@ def of_difference(form: Linear) -> bool:
 
 
 def elementwise(n: fx.Node, masks: Masks) -> list[fx.Node] | None:
-    """The tensors of which n computes each element from theirs at the same indices, and from
-    nothing that stands at any other; None if it is not so.
+    """The tensors from whose elements at the same indices, and from no others, n computes each
+    element; None if n is not elementwise.
     """
     if not is_lowered(n) or masks.unknown(n) or unrepeatable(n):
         return None

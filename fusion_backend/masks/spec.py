@@ -1,5 +1,5 @@
-"""What a mask keeps, as analysis.py finds it: a band around the diagonal, conditions, and a bias
-that is added.
+"""The result of the mask analysis: a band around the diagonal, conditions, and a bias that is
+added.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ BEYOND = -0.99e9
 
 
 def hides(fill: float, dtype: torch.dtype, exact: bool = False) -> bool:
-    """Does a score that is replaced by `fill`, or moved by it, lose all weight against any other?
-    Scores are taken to be less than 0.99 · 10⁹ apart, in fp16 less than 65,000: exp of what is left
-    is 0 in fp32. Where that must not be taken for granted (`exact`), only -inf does.
+    """Does a score that is replaced by `fill`, or to which `fill` is added, lose all weight against
+    any other? Scores are assumed to differ by less than 0.99 · 10⁹, in fp16 by less than 65,000:
+    exp of the remaining difference is 0 in fp32. With `exact`, which forbids this assumption, only
+    -inf hides.
     """
     if exact:
         return fill == -math.inf
@@ -104,7 +105,7 @@ class Mask:
         return not self.parts and self.high is None and exactly and self.square
 
     def together(self, other: Mask) -> Mask | None:
-        """What both keep; None where that takes a guard to tell."""
+        """The mask that keeps what both keep; None if a guard would be needed to tell."""
         found = Mask(
             self.where, parts=[*self.parts, *other.parts], proofs=[*self.proofs], exact=self.exact
         )

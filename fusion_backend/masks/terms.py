@@ -1,7 +1,7 @@
-"""Terms: what the element of a tensor is, where its indices are given by index variables.
+"""Terms: symbolic elements of tensors, as functions of index variables.
 
-A term is a bool, a float, a Linear (an integer) or a Term over them. Sizes may be symbolic; what a
-term says about them is proven without a guard.
+A term is a bool, a float, a Linear (an integer) or a Term over them. Sizes may be symbolic;
+statements about them are proven without a guard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from fusion_backend.compat.torch import statically_known_true, sym_key
 
-LARGEST = 1 << 30  # of the numbers that are followed: sums of a few stay inside int32
+LARGEST = 1 << 30  # bound on the numbers that are followed, so that sums of a few stay within int32
 LONGEST = 200  # operators of a term
 
 
@@ -146,7 +146,7 @@ def where(condition, x, y):
 
 
 def implied(condition, t) -> bool:
-    """Does one linear form that is not negative make another such?"""
+    """If one linear form is not negative, is the other one not negative either?"""
     if not all(isinstance(c, Term) and c.op == "nonnegative" for c in (condition, t)):
         return False
     apart = t.args[0].plus(condition.args[0], -1)
@@ -231,7 +231,7 @@ def number_of(t) -> float | None:
 
 
 class Ranges:
-    """What is known of index variables: each is at least 0 and less than its size."""
+    """The ranges of index variables: each is at least 0 and less than its size."""
 
     def __init__(self, sizes: dict[str, object]):
         self.sizes = sizes

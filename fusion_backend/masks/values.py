@@ -17,7 +17,8 @@ from fusion_backend.masks.reader import ELEMENTS
 OUR_RULES = (element_rules, index_rules)  # importing them fills the table
 
 CAP = 1 << 25  # elements that are computed at compile time: 4096 x 4096 and more
-# Besides those with a rule: of integers and booleans, so that every device computes the same.
+# Operators besides those with a rule. They run on integers and booleans only, where all devices
+# agree.
 EXACT = aten("cumprod", "sum", "any", "all", "floor_divide", "remainder", "fmod", "div")
 EXACT += aten("minimum", "maximum", "clamp", "cat", "stack", "roll", "repeat_interleave", "eye")
 EXACT += aten("gather", "index_select", "scatter", "index_put", "bincount")
@@ -26,19 +27,19 @@ ROUNDING = aten("add", "sub", "rsub", "mul", "arange", "cumsum")
 
 
 class Values:
-    """The values of one view's nodes. `unknown(node)` says whose operator does not tell the value,
-    `resolve(node)` what a node is another name of.
+    """The values of one view's nodes. `unknown(node)` says for which nodes the operator does not
+    determine the value, `resolve(node)` of which node a node is another name.
     """
 
     def __init__(self, unknown: Callable, resolve: Callable):
         self.unknown, self.resolve = unknown, resolve
         self.known: dict[fx.Node, torch.Tensor | None] = {}
-        # of the nodes with a value: another device may round differently
+        # nodes whose value another device may round differently
         self.inexact: set[fx.Node] = set()
 
     def of(self, n: fx.Node) -> torch.Tensor | None:
-        """The tensor that a node gives, where no input, no memory that is written to and no
-        rounding decides it.
+        """The tensor that a node computes, unless an input, memory that is written to or a rounding
+        decides it.
         """
         pending = [self.resolve(n)]
         while pending:
@@ -55,14 +56,14 @@ class Values:
             first = next((a for a in operands if self.known.get(a) is None), None)
             if first is None:
                 self.known[m] = self.run(m)
-            elif first in self.known:  # an input decides it, so all that is made of it
+            elif first in self.known:  # an input decides it, and so everything computed from it
                 self.known[m] = None
             else:
                 pending.append(first)
         return self.known[self.resolve(n)]
 
     def exactly(self, n: fx.Node) -> torch.Tensor | None:
-        """The value, where every device computes the same."""
+        """The value, if every device computes the same."""
         found = self.of(n)
         return None if self.resolve(n) in self.inexact else found
 
@@ -100,7 +101,7 @@ class Values:
         return out if (out.dtype, tuple(out.shape)) == (val.dtype, tuple(val.shape)) else None
 
     def by_difference(self, node: fx.Node) -> torch.Tensor | None:
-        """The values by i - j, if nothing else decides them."""
+        """The values as a function of i - j, if nothing else decides them."""
         value = self.of(node)
         if value is None or value.dim() < 2 or not value.numel():
             return None

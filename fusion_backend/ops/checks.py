@@ -1,6 +1,6 @@
-"""How the parts of a pattern must be written: its arguments, the options of its decorators, and
-what its functions answer. Whatever is wrong is told as a PatternError, where it is defined or, of
-an answer, where it is first asked for.
+"""Checks how the parts of a pattern are written: its arguments, the options of its decorators, and
+the answers of its functions. A mistake raises a PatternError, when the pattern is defined or, for
+an answer, when it is first asked for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def plain_function(fn, what: str) -> types.FunctionType:
 
 
 def location(thing) -> str:
-    """The file and line of something that is no function, where Python knows them."""
+    """The file and line of an object that is no function, if Python knows them."""
     try:
         return f" ({inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]})"
     except (OSError, TypeError):
@@ -68,7 +68,7 @@ def params_of(fn: Callable, where: str) -> tuple[Param, ...]:
     """Read the parameters off a reference's annotations, or say which one is not understood."""
     try:
         hints = typing.get_type_hints(fn)
-    except Exception as error:  # whatever the text of an annotation raises
+    except Exception as error:  # evaluating the text of an annotation may raise anything
         raise PatternError(f"{where}: an annotation cannot be read: {error}") from None
     params = []
     for p in inspect.signature(fn).parameters.values():
@@ -118,7 +118,7 @@ def is_one_of(value, allowed: Sequence, option: str, where: str) -> None:
 
 
 def distinct_names(names: Sequence[str], option: str, where: str) -> tuple[str, ...]:
-    """Names as a tuple; a string, which is a sequence too, is not meant as its letters."""
+    """Names as a tuple. A string is one name, not a sequence of letters."""
     if isinstance(names, str) or not all(
         isinstance(name, str) and name.isidentifier() for name in names
     ):
@@ -129,7 +129,9 @@ def distinct_names(names: Sequence[str], option: str, where: str) -> tuple[str, 
 
 
 def new_names(names: Sequence[str], params: Sequence[Param], where: str) -> tuple[str, ...]:
-    """Of the tensors that a kernel saves: the backward finds them beside the arguments."""
+    """The names of the tensors that a kernel saves. They must differ from those of the arguments,
+    because the backward finds both in `saved`.
+    """
     names = distinct_names(names, "saves", where)
     taken = [
         name for name in names if name in {"needs", "result", "seed", *(p.name for p in params)}
@@ -156,8 +158,8 @@ def tensor_names(
 def same_gradients(
     same: dict, params: Sequence[Param], outputs: int, where: str
 ) -> dict[str, str | int]:
-    """The `same=` of a backward: of an argument that of another, or that of the forward's result of
-    this number.
+    """The `same=` of a backward: an argument's gradient is that of another argument, or of the
+    result with this number.
     """
     tensor_names(list(same), params, "same", where)
     for name, other in same.items():
@@ -175,7 +177,7 @@ def same_gradients(
 
 
 def gradients_taken(fn: Callable, outputs: int, result: bool, where: str) -> list[bool]:
-    """Which gradients a backward takes None for, after the first argument, `saved`."""
+    """The gradients that may be None for a backward, among its parameters after `saved`."""
     plain_function(fn, f"{where}: the backward")
     first, *given = [*inspect.signature(fn).parameters.values()] or [None]
     several = bool(given) and given[-1].kind is inspect.Parameter.VAR_POSITIONAL
@@ -199,7 +201,7 @@ def same_arguments(fn: Callable, what: str, want: list[str], where: str) -> None
 
 
 def names_argument(fn: Callable, name: str, params: Sequence[Param], what: str, where: str) -> bool:
-    """Does a function ask for what is not an argument of the reference?"""
+    """Does a function name a parameter that is not an argument of the reference?"""
     parameters = inspect.signature(plain_function(fn, f"{where}: the {what}")).parameters
     return name in parameters and name not in [p.name for p in params]
 
@@ -207,8 +209,8 @@ def names_argument(fn: Callable, name: str, params: Sequence[Param], what: str, 
 def taking(
     fn: Callable, what: str, want: list[str], where: str, must: Sequence[str] = ()
 ) -> Callable:
-    """A function of all of `want`, made of one that may name those alone that it reads, in any
-    order, or take the others as `**rest`. It names those of `must` in any case.
+    """Make a function of all of `want` from one that names only the parameters that it reads, in
+    any order, or takes the others as `**rest`. The function must name those of `must`.
     """
     parameters = inspect.signature(plain_function(fn, f"{where}: the {what}")).parameters
     rest = [p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD]
@@ -243,7 +245,9 @@ def takes_cases(fn: Callable, cases: Sequence[dict], where: str) -> None:
 
 
 def are_cases(cases: Sequence, where: str) -> None:
-    """Is each a dict? The function itself is given in their place where the call is forgotten."""
+    """Is each a dict? If the author forgets to call the decorator, the function itself arrives
+    instead.
+    """
     if wrong := [case for case in cases if not isinstance(case, dict)]:
         raise PatternError(
             f"{where}: inputs takes a dict of sizes for each example, inputs(dict(n=8)), or none, "
@@ -252,8 +256,9 @@ def are_cases(cases: Sequence, where: str) -> None:
 
 
 def is_tuple(made, what: str) -> list:
-    """The arguments that the example inputs gave. One tensor is a tuple of its rows to Python, and
-    as many arguments as it has rows."""
+    """Are the example inputs a tuple? A single tensor would count as a tuple of its rows, and so as
+    that many arguments.
+    """
     if not isinstance(made, (tuple, list)):
         raise PatternError(
             f"{what} returned {type(made).__name__}, not a tuple of arguments; a single argument "

@@ -1,4 +1,4 @@
-"""What an op and a rule have in common: a plain torch function of annotated arguments."""
+"""The common base of ops and rules: a plain torch function of annotated arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Definition:
         self.inputs_fn: Callable | None = None
         self.cases: tuple[dict, ...] = ()
         self.spec = reference.__globals__.get("__spec__")  # of the module as it was loaded
-        self.memo: dict = {}  # what other modules derive from it (templates, its operator)
+        self.memo: dict = {}  # values that other modules derive from it (templates, its operator)
 
     @property
     def article(self) -> str:
@@ -56,23 +56,25 @@ class Definition:
         return f"<{type(self).__name__} {self.name} at {self.file}:{self.line}>"
 
     def changed(self) -> None:
-        """A function was defined: nothing that was derived from the others holds any more, its
-        operator included, whose schema may be another.
+        """A function was added: everything that was derived from the definition is outdated, even
+        its operator, whose schema may have changed.
         """
         retire(self)
         self.memo.clear()
 
     def forget(self) -> None:
-        """What was traced no longer holds. The operator stays: it runs the functions themselves."""
+        """Forget what was traced. The operator stays valid, because it runs the functions
+        themselves.
+        """
         for name in self.memo.keys() - {"operator"}:
             del self.memo[name]
 
     def takes(
         self, fn: Callable, what: str, extra: Sequence[str] = (), must: Sequence[str] = ()
     ) -> Callable:
-        """A function of the reference's arguments and `extra`, of a function that may name those
-        alone that it reads, or take the others as `**rest`. Raises PatternError for other names, or
-        where one of `must` is missing.
+        """Make a function of the reference's arguments and `extra` from one that names only those
+        that it reads, or takes the others as `**rest`. Raises PatternError for other names, or if
+        one of `must` is missing.
         """
         names = [*(p.name for p in self.params), *extra]
         return checks.taking(fn, what, names, self.where, must)
@@ -95,8 +97,8 @@ class Definition:
         return keep
 
     def ask(self, question: str, *given: Any) -> Any:
-        """What the function for a question ("guard", "worthwhile", "neighbours", "replacement")
-        answers. Raises PatternError where that is no answer.
+        """The answer of the pattern's function for a question ("guard", "worthwhile", "neighbours",
+        "replacement"). Raises PatternError if it is no valid answer.
         """
         fn = getattr(self, f"{question}_fn")
         if fn is None:
@@ -110,13 +112,15 @@ class Definition:
         return answer
 
     def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
-        """Why this is no answer to a question, in words, empty where it is one; and what is."""
+        """Why this is no valid answer to a question, in words, with the valid ones; empty if it is
+        valid.
+        """
         plain = answer is None or type(answer) in (Reject, Unmeasured)
         return "" if plain else repr(answer), "None"
 
     def answer(self, question: str, *given: Any) -> Any:
-        """`ask` for the pass: whatever goes wrong refuses the site, and warns the author."""
-        # not for whoever only defines patterns: it imports Dynamo
+        """`ask` for the gate: any exception refuses the site, and warns the author."""
+        # imported late, because it imports Dynamo, which a definition does not need
         from fusion_backend.reporting.faults import refusal
 
         try:

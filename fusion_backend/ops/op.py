@@ -1,4 +1,4 @@
-"""An op: what runs at a site. It can be called, tested and timed without any matching."""
+"""An op: the code that runs at a site. It can be called, tested and timed without any matching."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Op(Definition):
     torch's dispatcher; `guard` decides between kernel and reference. A rule's replacement may name
     the op; `Pattern` is an op and its rule in one.
 
-    `inductor` says what Inductor makes of the reference and can fuse with its neighbours:
-    "pointwise" (a kernel as good as ours: without measurements the op is taken only in inference,
+    `inductor` says what Inductor makes of the reference, and could fuse with its neighbours:
+    "pointwise" (a kernel as good as ours: without measurements the op is used only in inference,
     and only without such neighbours), "reduction" (next to such neighbours the forward is left to
-    Inductor), "recomputed" (Inductor's backward, which computes the result again, is faster there
-    as well: nothing is taken), or None (library calls).
+    Inductor), "recomputed" (next to such neighbours the op is not used, because Inductor's
+    backward, which computes the result again, is faster too), or None (library calls).
 
     Raises PatternError, naming file and line, where the annotations are not understood or the name
     is taken.
@@ -56,7 +56,7 @@ class Op(Definition):
         self.saves: tuple[str, ...] = ()
         self.saved_fn: Callable | None = None
         self.backward_fn: Callable | None = None
-        self.backward_missing = [False] * self.outputs  # which results' gradients it takes None for
+        self.backward_missing = [False] * self.outputs  # which gradients may be None for it
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
         self.skips = False  # does the kernel leave out results that nobody reads?
@@ -65,27 +65,28 @@ class Op(Definition):
         """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
         reference runs.
         """
-        # not for whoever only defines ops: registering one imports much of torch
+        # imported late, because registering an op imports much of torch, which a definition does
+        # not need
         from fusion_backend.ops.operator import call
 
         return call(self, args)
 
     @property
     def seed_arguments(self) -> tuple[str, ...]:
-        """What the operator takes besides the reference's arguments: the seed of its random
-        numbers, if it has any.
+        """The arguments of the operator besides the reference's: the seed of its random numbers, if
+        it draws any.
         """
         return ("seed",) if self.seeded_fn is not None else ()
 
     @property
     def can_inline_forward(self) -> bool:
-        """May the backward kernel run after an inlined forward? What it reads must be computable
-        without the kernel.
+        """May the backward kernel run after an inlined forward? The tensors that it reads must be
+        computable without the forward kernel.
         """
         return self.backward_fn is not None and (not self.saves or self.saved_fn is not None)
 
     def wrong_answer(self, question: str, answer: Any) -> tuple[str, str]:
-        """worthwhile alone may decline the forward and take the backward."""
+        """Only `worthwhile` may answer BackwardOnly."""
         if isinstance(answer, BackwardOnly):
             no = "a BackwardOnly, which only worthwhile may return"
             return "" if question == "worthwhile" else no, "None"
@@ -148,16 +149,16 @@ class Op(Definition):
         return fn
 
     def launched(self, args: Sequence[Any], save: bool, unread: Collection[int] = ()) -> Any:
-        """What the kernel returns for the arguments and, where there is one, the seed. save: will
-        the backward read what it saves? unread: the results that nobody reads, by their place.
+        """The kernel's results for the arguments and, if there is one, the seed. save: will the
+        backward read the saved tensors? unread: the places of results that nobody reads.
         """
         rest: list[Any] = [save] if self.saves else []
         rest += [tuple(i not in unread for i in range(self.outputs))] if self.skips else []
         return self.kernel_fn(*args, *rest)
 
     def saved(self, fn: Callable) -> Callable:
-        """Plain torch code for what the kernel saves, so that the forward may be inlined and the
-        backward not.
+        """Plain torch code for the tensors that the kernel saves, so that the forward may be
+        inlined and the backward kernel still run.
         """
         self.saved_fn = self.takes(fn, "saved", self.seed_arguments, self.seed_arguments)
         self.changed()

@@ -23,9 +23,9 @@ from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
 DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": ""}
-# The seed of an op with random numbers: drawn by an operator of the graph that AOTAutograd and
-# Inductor know, so that it follows torch.manual_seed, is kept for the backward, and is drawn again
-# alike where a checkpoint recomputes.
+# An operator that AOTAutograd and Inductor know draws the seed of an op with random numbers. The
+# seed therefore follows torch.manual_seed, is kept for the backward, and is the same when a
+# checkpoint recomputes.
 DRAW = torch.ops.aten.randint.low
 
 
@@ -43,7 +43,7 @@ class Operator:
         self.fields += [
             inspect.Parameter(name, plain, annotation=Tensor) for name in op.seed_arguments
         ]
-        # what runs where the kernel does not
+        # runs where the kernel does not
         self.reference = op.seeded_fn or op.reference
         self.results = op.outputs + len(op.saves)
         self.call = new_op(f"fusion::{op.name}", signed(self.forward, self.schema()))
@@ -54,7 +54,7 @@ class Operator:
             self.backward_call = new_op(name, signed(self.backward, self.backward_schema()))
 
     def remove(self) -> None:
-        """Take the operators out of torch: the op's name may come to mean something else."""
+        """Unregister the operators from torch, because the op's name may get another meaning."""
         for call in (self.call, self.backward_call):
             if call is not None:
                 remove_op(call)
@@ -130,13 +130,15 @@ class Operator:
         return out[0] if self.results == 1 else out
 
     def left_out(self, backward: str, save: bool, unread: str) -> tuple[int, ...]:
-        """The results that the kernel need not write: a backward of the op's own may read any."""
+        """The results that the kernel need not write; none if the op has a backward of its own,
+        which may read any.
+        """
         own = save and backward != "vjp" and self.op.backward_fn is not None
         return () if own else tuple(map(int, unread.split()))
 
     def kernel_takes(self, args: list) -> bool:
-        """The gate has asked before; whoever calls the op directly gets the reference where the
-        guard says no.
+        """May the kernel run? The gate has asked the guard before; a direct call of the op runs the
+        reference if the guard refuses.
         """
         p = self.op
         if p.kernel_fn is None or not runs_kernel(args):
@@ -208,7 +210,7 @@ class Operator:
         return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
 
     def backward(self, *flat):
-        """The backward as an operator: nobody's gradient is an empty tensor."""
+        """The backward as an operator: a gradient that nobody wants is an empty tensor."""
         out = tuple(flat[0].new_empty(0) if g is None else g for g in self.run_backward(*flat))
         return out[0] if len(out) == 1 else out
 
@@ -274,7 +276,7 @@ def draw(device: torch.device) -> Tensor:
 
 
 def fake_seed(like: Tensor) -> Tensor:
-    """A seed where the fake tensor `like` is."""
+    """A fake seed on the device of the fake tensor `like`."""
     with like.fake_mode:
         return draw(like.device)
 
@@ -317,7 +319,7 @@ def signed(method, signature: inspect.Signature):
 
 @contextlib.contextmanager
 def without_autocast():
-    """The casts of a fused site are explicit on its inputs."""
+    """Run without autocast: the casts of a fused site are explicit on its inputs."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 

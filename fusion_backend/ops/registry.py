@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from fusion_backend.ops.op import Op
     from fusion_backend.ops.rule import Rule
 
-FUSION_RULES: dict[
-    str, Rule
-] = {}  # in the order in which they are tried, where they are of one size
+FUSION_RULES: dict[str, Rule] = {}  # in the order in which rules of equal size are tried
 OPS: dict[str, Op] = {}
 LEAVES_CLASHES_OUT = contextvars.ContextVar("fusion_leaves_clashes_out", default=False)
 
@@ -51,7 +49,7 @@ def named(name: str) -> Definition | None:
 
 
 def clash(old: Definition | None, new: Definition) -> str:
-    """Why the name of a new definition cannot be used; empty where it can."""
+    """Why the name of a new definition cannot be used; empty if it can."""
     if old is None:
         stem = new.name.removesuffix("_backward")
         other = named(stem) if stem != new.name else None
@@ -67,8 +65,8 @@ def clash(old: Definition | None, new: Definition) -> str:
 
 
 def run_again(old: Definition, new: Definition) -> bool:
-    """Has the code that defined `old` been run anew: a cell, edited or not, or a file that is
-    loaded again?
+    """Has the code that defined `old` been run again: a notebook cell, edited or not, or a file
+    that is loaded again?
     """
     before, now = old.reference.__globals__, new.reference.__globals__
     if before is now and ("__file__" not in now or not Path(new.file).is_file()):
@@ -80,7 +78,7 @@ def run_again(old: Definition, new: Definition) -> bool:
 
 
 def retire(old: Definition | None) -> None:
-    """What a definition that is no longer registered has left in torch: its operators."""
+    """Remove the operators of a definition that is no longer registered."""
     operator = old.memo.pop("operator", None) if old is not None else None
     if operator is not None:
         operator.remove()
@@ -93,7 +91,7 @@ def unregister(name: str) -> None:
 
 
 def registered(definition: Definition) -> bool:
-    """False where another definition has its name."""
+    """Is the definition registered? No if another definition has its name."""
     return (named(definition.name) or definition) is definition
 
 

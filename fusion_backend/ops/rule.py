@@ -1,4 +1,4 @@
-"""A rule: what is found in a graph, and what replaces it."""
+"""A rule: a subgraph to find, and what replaces it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import FUSION_RULES, register
 from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 
-# Name -> analysis(node, graph): what a rule may ask about an argument. The pass adds its own.
+# Name -> analysis(node, graph), which a rule may ask about an argument. decide/analyses.py adds
+# ours.
 ANALYSES: dict[str, Callable] = {}
 
 
@@ -38,9 +39,9 @@ class Replacement:
     worthwhile, or any torch operator.
     args: tensors that the replacement function was given, nodes of the graph that an analysis
     found, numbers, words, None, or SEED. kwargs: numbers and words.
-    why: what is gained, for the report. otherwise: for the report, too, what becomes of the site
-    where our op refuses the arguments. at_last: a question that takes time, asked when nothing else
-    refuses the site; it returns a Reject, or None.
+    why: the gain, for the report. otherwise: what happens to the site if our op refuses the
+    arguments, also for the report. at_last: a slow check, which runs only if nothing else refuses
+    the site; it returns a Reject, or None.
     """
 
     op: Any
@@ -71,7 +72,7 @@ def analysis(fn: Callable) -> Callable:
 
 
 def wrong_replacement(answer: Replacement) -> str:
-    """Why a call with these arguments cannot be written into a graph; empty where it can."""
+    """Why a call with these arguments cannot be written into a graph; empty if it can."""
     op, args, kwargs = answer.op, answer.args, answer.kwargs
     if isinstance(op, Op):
         names = [p.name for p in op.params]
@@ -141,14 +142,14 @@ class Rule(Definition):
         return fn
 
     def near_miss(self, fn: Callable) -> Callable:
-        """Code that looks like the pattern and is not: check_pattern proves that it is
-        left alone.
+        """Code that looks like the pattern but computes something else: check_pattern proves that
+        it is left alone.
         """
         self.near_misses.append(self.takes(fn, "near miss"))
         return fn
 
     def neighbours(self, fn: Callable) -> Callable:
-        """Should it be left to Inductor for what stands around it? Return Reject("why"),
+        """Should the operators around a site leave it to Inductor? Return Reject("why"),
         Unmeasured("why") or None.
 
         Called as `fn(around, training)`; `around.makers` and `around.readers` are the names of
