@@ -1,5 +1,5 @@
-"""Files of ours next to Inductor's caches, as JSON, and the templates of patterns in them: reading
-runs no code.
+"""Our JSON files next to Inductor's caches, among them the templates of patterns. Reading them runs
+no code.
 
 A file is read only where nobody else could have written it: folder and file belong to the user or
 the administrator, and nobody else may write to them. A file that cannot be read, because of another
@@ -29,7 +29,7 @@ from fusion_backend.reporting.report import warn_once
 
 
 def file_of(pattern: Definition) -> Path | None:
-    """The file of a pattern's templates. None where Inductor's caches are off or the pattern has no
+    """The file of a pattern's templates. None if Inductor's caches are off or the pattern has no
     fingerprint that holds in every process.
     """
     folder, sources, print_ = cache_folder(), own_sources(), fingerprint(pattern)
@@ -65,8 +65,8 @@ def store(file: Path | None, value: dict) -> None:
 
 
 def read(file: Path | None, what: str):
-    """The JSON in a file of ours; None where there is none, where it is incomplete, or where
-    somebody else could have written it, which is warned about: `what` is not read.
+    """The JSON in a file of ours; None if the file is missing or incomplete, or if somebody else
+    could have written it. In that case a warning says that `what` is not read.
     """
     with contextlib.suppress(Exception):
         for path in (file.parent, file):
@@ -79,7 +79,7 @@ def read(file: Path | None, what: str):
 
 
 def write(file: Path | None, value) -> None:
-    """Write JSON to a file, whole or not at all. Where that cannot be, nothing is written."""
+    """Write JSON to a file, whole or not at all. If that is impossible, nothing is written."""
     with contextlib.suppress(Exception):
         content = json.dumps(value)
         file.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def write(file: Path | None, value) -> None:
 
 
 def unsafe(path: Path) -> str:
-    """Why another user could have written the file; "" where none could, or there is no file."""
+    """Why another user could have written the file; "" if none could, or there is no file."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -137,7 +137,7 @@ class Encoder:
         return self.index[root]
 
     def encode(self, v):
-        """A value as JSON. TypeError where the format has no kind for it."""
+        """A value as JSON. Raises TypeError if the format has no kind for it."""
         if v is None or type(v) in (bool, int, float, str):
             return v
         if type(v) is torch.dtype:

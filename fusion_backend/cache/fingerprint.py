@@ -8,12 +8,12 @@ containers. So the digest describes what runs in this process, even if the files
 
 Names are looked up when the digest is taken, which is at every compilation. So a helper may be
 defined below the pattern, and a global that is bound again gives another digest, after which the
-pattern is traced anew. Of Python, torch, triton and this package only closures are followed: the
-cache keys contain their versions or sources as well.
+pattern is traced anew. In Python, torch, triton and this package only closures are followed,
+because the cache keys also contain their versions or sources.
 
-What cannot be followed (a tensor, C code of other packages, a module that is used as a value,
-`exec`) makes the fingerprint `opaque`. Within one process it still shows whether something has
-changed, but it must not be part of a cache key.
+An object that cannot be followed (a tensor, C code of other packages, a module that is used as a
+value, `exec`) makes the fingerprint `opaque`. Within one process it still shows whether something
+has changed, but it must not be part of a cache key.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ KERNEL += (
     "reset_to_zero",
     "restore_value",
 )
-# The results of these depend on more than code.
+# Functions whose results depend on more than code.
 DYNAMIC = {eval, exec, compile, globals, locals, __import__, open, input}
 DYNAMIC |= {importlib.import_module, importlib.reload, os.getenv}
 LOOKED_UP = dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global")
@@ -158,8 +158,8 @@ def names_in(code: types.CodeType) -> list[tuple[str, ...]]:
 
 
 class Walk:
-    """A breadth-first walk from one object. Each object has a number, and its description names the
-    objects that it refers to by theirs, so that cycles end.
+    """A breadth-first walk from one object. Each object has a number, and its description refers to
+    other objects by number, so that cycles end.
     """
 
     def __init__(self):
@@ -211,8 +211,8 @@ class Walk:
         return f"#{self.numbers[id(value)]}"
 
     def code(self, code: types.CodeType) -> str:
-        """A digest of code without its file and lines. Constants count by value: which equal ones
-        are one object differs between processes.
+        """A digest of code without its file and lines. Constants count by value, because it differs
+        between processes which equal constants are one object.
         """
         parts = [
             code.co_code,
@@ -295,7 +295,9 @@ class Walk:
         return self.unfollowed(fn, f"{fn.__qualname__} imports {name} while it runs")
 
     def follow(self, value, attributes: list[str]) -> str:
-        """The value of a name and the attributes that follow it, as far as they are of modules."""
+        """The value of a name and of the attributes that follow it, as long as these belong to
+        modules.
+        """
         for name in attributes:
             if not isinstance(value, types.ModuleType) or value.__name__.partition(".")[0] in OURS:
                 break

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 class Identity(CustomGraphPass):
-    """The pass with our key, which runs the user's own pass, if any. With None for a key torch
+    """The pass with our key, which runs the user's own pass, if any. If the key is None, torch
     caches nothing.
     """
 
@@ -35,7 +35,7 @@ class Identity(CustomGraphPass):
         if self.inner is None or self.key is None:
             return self.key
         theirs = self.inner.uuid() if isinstance(self.inner, CustomGraphPass) else None
-        # without an identity of theirs torch must not cache
+        # if the user's pass has no identity, torch must not cache
         return (self.key, theirs) if theirs else None
 
 

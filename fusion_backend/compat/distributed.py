@@ -37,8 +37,8 @@ def fakes_first() -> bool:
 
 
 def cut_graph() -> TracingContext | None:
-    """What stands for the graph of which Dynamo compiles the parts between buckets of
-    DistributedDataParallel; None where it compiles a whole graph.
+    """An object that identifies the graph whose parts Dynamo compiles between buckets of
+    DistributedDataParallel; None if it compiles a whole graph.
     """
     context = TracingContext.try_get()
     return context if context is not None and context.fakify_first_call else None

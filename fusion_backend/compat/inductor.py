@@ -1,5 +1,5 @@
-"""Inductor for graphs with operators of ours: what it does differently there, and how its failures
-are handled.
+"""Inductor for graphs with operators of ours: how it compiles them differently, and how its
+failures are handled.
 
 Everything here holds only while a graph of ours is compiled, forward or backward. Other graphs are
 compiled as in a process without this package: every compilation holds Dynamo's compile lock.
@@ -49,8 +49,8 @@ def inductor_of_ours(
 ):
     """As `inductor`, for graphs with operators of ours.
 
-    Where the forward cannot be compiled it raises, and leaves Dynamo's tracing context unchanged.
-    Where the backward cannot, which Inductor may find out after the forward has run,
+    If the forward cannot be compiled, it raises and leaves Dynamo's tracing context unchanged. If
+    the backward cannot be compiled, which may show only after the forward has run,
     `backward_failed` is called with the exception, and the backward runs uncompiled.
     """
     options = inductor(mode, options).config
@@ -66,13 +66,13 @@ def inductor_of_ours(
 
 
 def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A graph compiled by Inductor for real inputs, forward and backward at once, while another
-    compilation is under way that must not notice: without its tracing context and metrics, caches
-    of graphs, and CUDA graphs. Triton's cache of kernels is used.
+    """A graph compiled by Inductor for real inputs, forward and backward at once, without any
+    effect on the compilation that is under way: without that one's tracing context and metrics,
+    without caches of graphs, and without CUDA graphs. Triton's cache of kernels is used.
     """
     theirs = {"triton.cudagraphs": False, "fx_graph_cache": False, "fx_graph_remote_cache": False}
     theirs["trace.enabled"] = False  # TORCH_COMPILE_DEBUG is about the user's graphs
-    theirs["triton.unique_kernel_names"] = False  # what is alike in two graphs is tuned once
+    theirs["triton.unique_kernel_names"] = False  # equal parts of two graphs are tuned once
     # A backward that is compiled when it first runs would wait for Dynamo's lock, in a thread of
     # autograd's, while this thread holds the lock and waits for the gradient.
     at_once = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
@@ -207,7 +207,9 @@ def state_of(owner) -> Iterator[tuple]:
 
 
 def kind_of_argument(value) -> tuple | None:
-    """What the analysis of a kernel can depend on in an argument; None where that is unknown."""
+    """The properties of an argument that the analysis of a kernel can depend on; None if they are
+    unknown.
+    """
     if isinstance(value, (FakeTensor, TensorBox)):
         return ("tensor", value.dtype)
     if isinstance(value, SYMBOLIC):

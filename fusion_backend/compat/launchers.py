@@ -1,14 +1,15 @@
 """Which launcher Inductor gives the kernels of a graph.
 
-It has two: its own, for the kernels that it generates, and Triton's, for those that a graph brings
-along, which takes the host longer. A kernel with its own launcher is also stored with the compiled
-graph, and loaded with it from the cache; one with Triton's goes through the processes that compile
-kernels again. Inductor's option `static_launch_user_defined_triton_kernels` is meant to give the
-kernels of a graph the former, too, but is not passed on to those processes, where that is decided.
-So it is decided again where a compiled kernel arrives from there.
+Inductor has a launcher of its own for the kernels that it generates. For the Triton kernels that a
+graph calls it uses Triton's launcher, which takes the host longer. A kernel with Inductor's
+launcher is also stored with the compiled graph and loaded with it from the cache; a kernel with
+Triton's goes through the compile processes again. Inductor's option
+`static_launch_user_defined_triton_kernels` is meant to give Inductor's launcher to the kernels of a
+graph as well, but the option does not reach the compile processes, which make the choice. So this
+file chooses again when a compiled kernel arrives from them.
 
-Inductor's own takes no kernel with scratch memory, such as one that makes tensor descriptors; here
-such a kernel brings its memory along (`WithScratch`).
+Inductor's launcher takes no kernel with scratch memory, such as one that makes tensor descriptors;
+here such a kernel allocates its own memory (`WithScratch`).
 
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
 (docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
@@ -41,7 +42,7 @@ USED = True
 @contextlib.contextmanager
 def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
     """Inside, compiled kernels of these names get Inductor's own launcher wherever it takes them,
-    if that is USED.
+    if USED is true.
 
     It takes none with launch hooks, clusters or cooperative grids, and none under the options
     `cpp_wrapper` and `use_static_cuda_launcher=False`: they keep Triton's.
@@ -64,8 +65,8 @@ def inductors_launcher(names: Callable[[], Collection[str]]) -> Iterator[None]:
 
 
 def chosen(compiled, names: Collection[str]):
-    """The compiled kernel in the form that Inductor's launcher takes, if it is one of the names and
-    that launcher takes it; as it is otherwise.
+    """The compiled kernel in the form for Inductor's launcher, if its name is among the names and
+    the launcher takes it; otherwise unchanged.
     """
     if not isinstance(compiled, TritonCompileResult) or base_name(compiled) not in names:
         return compiled
@@ -82,8 +83,8 @@ def base_name(compiled: TritonCompileResult) -> str:
 
 
 def static_kernel(compiled: TritonCompileResult):
-    """The kernel in the form that Inductor's launcher takes. None where it does not take it, or
-    where the question fails: Triton's launcher takes every kernel.
+    """The kernel in the form for Inductor's launcher. None if the launcher does not take it, or if
+    the check fails; Triton's launcher takes every kernel.
     """
     meta = compiled.inductor_meta, compiled.compile_meta
     kernel, size = compiled.kernel, scratch_size(compiled.kernel)
@@ -123,7 +124,7 @@ class WithScratch(StaticallyLaunchedCudaKernel):
     def __init__(self, kernel: WithoutScratch, size: int):
         super().__init__(kernel)
         self.size = size
-        # an argument like others, after the kernel's own; Inductor would add a null pointer
+        # an ordinary argument after the kernel's own; Inductor would add a null pointer
         self.has_global_scratch, self.arg_tys = False, self.arg_tys + "O"
 
     @property

@@ -1,10 +1,10 @@
 """The code that Inductor would generate for a GPU, where there is none.
 
-Graphs are traced on CPU tensors. As AOTAutograd leaves them, forward or backward, their tensors are
-moved to a fake CUDA device, and Inductor generates its code, which is kept and neither compiled nor
-run. CUDA tensors from the start would not do: a PyTorch without CUDA aborts when a fake one
-requires a gradient. What an operator decides by its device while it is traced (the attention kernel
-that torch would choose) is therefore decided for a CPU.
+Graphs are traced on CPU tensors. After AOTAutograd, the tensors of the forward and backward graphs
+are moved to a fake CUDA device. Inductor generates code for them, which is kept but neither
+compiled nor run. Fake CUDA tensors cannot be used from the start, because a PyTorch without CUDA
+aborts when one of them requires a gradient. Decisions that depend on the device during tracing,
+such as which attention kernel torch chooses, are therefore made for a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-# As an H200 says of itself; Inductor splits reductions by them.
+# The properties of an H200; Inductor splits reductions by them.
 H200 = SimpleNamespace(
     name="NVIDIA H200",
     gcnArchName="",  # torch 2.13 asks before a matrix product; it names GPUs of AMD

@@ -42,15 +42,15 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return SumOverRanks.apply(x, group)
 
 
-# A composite: autograd and Inductor see the functional collective. Every rank goes on with the
-# whole sum, whose gradient all have. (The gradient of _c10d_functional::all_reduce is summed.)
+# A composite: autograd and Inductor see the functional collective. Every rank continues with the
+# whole sum and has its gradient. (The gradient of _c10d_functional::all_reduce is summed.)
 LIBRARY.impl("all_reduce", all_reduce, "CompositeImplicitAutograd")
 sum_over_ranks = torch.ops.fusion_c10d.all_reduce.default
 
 
 def partial_sum(n: fx.Node) -> tuple[fx.Node, str] | None:
-    """Of the node of a DTensor that was summed over the ranks of a one-dimensional mesh and made
-    local: the node of the DTensor before, and the name of the process group. None of any other.
+    """For a node that sums a DTensor over the ranks of a one-dimensional mesh and makes it local:
+    the node of the DTensor before, and the name of the process group. None for any other node.
     """
     if n.op not in ("call_function", "call_method") or called(n) != "to_local":
         return None
@@ -94,7 +94,7 @@ def called(n: fx.Node) -> str:
 
 
 def options(n: fx.Node) -> dict[str, object]:
-    """What a method of a DTensor was given by name; by position it is named by its number."""
+    """The arguments of a DTensor's method by name; a positional one is named by its number."""
     args, kwargs = n.args[1:], n.kwargs
     if n.op == "call_function":
         code = n.target.__code__

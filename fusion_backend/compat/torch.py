@@ -112,8 +112,8 @@ def keep_source(node: fx.Node, source: fx.Node) -> None:
 
 
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
-    """The fake mode of a Dynamo graph's example values. That of the tracing context is another by
-    the time a backend is called.
+    """The fake mode of a Dynamo graph's example values. When a backend is called, the tracing
+    context has a different one.
     """
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val"))):
@@ -126,10 +126,9 @@ def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
 
 
 class NewGuard(GuardOnDataDependentSymNode):
-    """Only a guard, a replacement or a runtime assertion would have answered a question about
-    symbolic sizes.
+    """A question about symbolic sizes needs a guard, a replacement or a runtime assertion.
 
-    To torch it is the error of a size that depends on data: its shape rules handle that, and
+    Torch treats it as the error of a size that depends on data: its shape rules handle it, and
     nothing is logged.
     """
 
@@ -142,11 +141,11 @@ def no_new_guards(fake_mode: FakeTensorMode | None):
     """Inside, questions about sizes are answered from what is known or guarded already; any other
     raises NewGuard.
 
-    A question with an answer to assume where none is known (guard_or_false) gets that answer, as
-    with sizes that depend on data; the fake tensor cache, whose results may rest on it, is restored
-    afterwards. ShapeEnv calls `_check_frozen` right before it records a guard or a runtime
-    assertion, and before the replacements and ranges that follow from it. It does not remember what
-    is raised there: the same question may be asked again later.
+    A question with a default answer (guard_or_false) gets that answer, as with sizes that depend on
+    data. The fake tensor cache, whose results may rest on it, is restored afterwards. ShapeEnv
+    calls `_check_frozen` right before it records a guard or a runtime assertion, and before the
+    replacements and ranges that follow from it. It does not remember an exception that is raised
+    there: the same question may be asked again later.
     """
     env = fake_mode.shape_env if fake_mode is not None else None
     if env is None or "_check_frozen" in vars(env):

@@ -1,4 +1,4 @@
-"""docs/catalogue.md, generated from the registry: a section a pattern."""
+"""docs/catalogue.md, generated from the registry, with a section for each pattern."""
 
 from __future__ import annotations
 

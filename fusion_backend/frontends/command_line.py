@@ -1,4 +1,4 @@
-"""The command `fusion`, which `python -m fusion_backend` is too."""
+"""The command `fusion`; `python -m fusion_backend` is the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATUS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Returns its exit status; what goes wrong is a line on standard error."""
+    """Run a command. Returns its exit status; an error is one line on standard error."""
     argv = sys.argv[1:] if argv is None else argv
     whole = "--traceback" in argv
     try:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has left, as `head` does
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def error_inside(error: Exception) -> bool:
-    """Is there a traceback that tells more than the sentence?"""
+    """Does the error have a traceback that says more than its sentence?"""
     return not isinstance(error, Failure) or error.__cause__ is not None
 
 
@@ -61,7 +61,9 @@ def module_of(command: str) -> ModuleType:
 
 
 def parser_for(argv: list[str]) -> argparse.ArgumentParser:
-    """With the arguments of the command that is asked for: the others need not be imported."""
+    """The parser, with the arguments of the chosen command alone: the others need not be
+    imported.
+    """
     parser = argparse.ArgumentParser(prog="fusion", description=DESCRIPTION, epilog=STATUS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, what in COMMANDS.items():

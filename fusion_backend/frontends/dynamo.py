@@ -42,7 +42,7 @@ class FusionBackend:
         options: dict | None = None,
     ):
         ours, theirs = parse(options, [p.name for p in patterns()])
-        plain = inductor(mode, theirs)  # the user's own mistakes are told before we start
+        plain = inductor(mode, theirs)  # report the user's own mistakes before we start
         if DISABLED.get():
             return plain(gm, example_inputs)
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
@@ -58,7 +58,7 @@ class FusionBackend:
     def compile(
         self, gm: fx.GraphModule, example_inputs, mode, ours: Options, theirs: dict, record
     ):
-        """With its sites fused; should that fail, as plain Inductor would."""
+        """Compile a graph with its sites fused; if that fails, as plain Inductor would."""
         plain = inductor(mode, theirs)
         try:
             with inductor_config.patch(plain.config):
@@ -91,7 +91,7 @@ class FusionBackend:
         except RestartAnalysis:
             raise
         except Exception as error:
-            # the model's or Inductor's fault: told as plain Inductor tells it
+            # the model's or Inductor's fault: plain Inductor's error is reported
             if failure is not None:
                 record.error += f"; plain Inductor refuses the graph as well: {summary(error)}"
             raise
@@ -105,8 +105,8 @@ class FusionBackend:
 
 
 def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callable:
-    """Where `gm` is a part of a cut graph, let it recompute what earlier parts computed from
-    constants. Returns a wrapper for what it is compiled to.
+    """If `gm` is a part of a cut graph, let it recompute values that earlier parts computed from
+    constants. Returns a wrapper for the compiled part.
     """
     parts = Parts.now()
     try:
@@ -129,8 +129,8 @@ def give_up(record: GraphRecord, error: Exception) -> None:
 
 
 def backward_failed(record: GraphRecord, error: Exception) -> None:
-    """Inductor compiles a backward when it first runs: the forward has run by then, and the graph
-    cannot go back.
+    """Note the failure of a backward. Inductor compiles it when it first runs; the forward has run
+    by then, so the graph cannot fall back to plain Inductor.
     """
     record.backward_error = summary(error)
     reporting.warn_once(

@@ -17,8 +17,8 @@ from fusion_backend.reporting.report import Report
 
 
 class Collector:
-    """A backend that runs the pass, keeps what came out and runs the graph eagerly: as rewritten,
-    or, where another GPU is asked about, as it was.
+    """A backend that runs the passes, keeps their results and runs the graph eagerly: the rewritten
+    one, or the original one if another GPU is asked about.
     """
 
     def __init__(self, options: dict | None, target: GPU | None = None):
@@ -42,13 +42,13 @@ class Collector:
 def run(
     model, inputs: tuple, keywords: dict, collector: Collector, dynamic: bool | None = None
 ) -> None:
-    """Compile with a collector and run once; what the model writes to is put back."""
+    """Compile with a collector and run once; everything that the model writes to is restored."""
     with many_recompiles(), untouched(model, inputs, keywords):
         torch.compile(model, backend=collector, dynamic=dynamic)(*inputs, **keywords)
 
 
 def classes_of(model: Any) -> dict[str, str]:
-    """The path and the class of each module inside a model; of another callable nothing."""
+    """The path and the class of each module inside a model; empty for another callable."""
     named = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     return {name: type(module).__name__ for name, module in named}
 
@@ -66,20 +66,20 @@ def explain(
 
     options: those of torch.compile, such as `fusion.gate`; dynamic: as torch.compile takes it.
     target: decide as on one of these GPUs, "H200", "H100", "A100", ..., which need not be there:
-    the model runs where it is, and its tensors are taken for tensors on that GPU. kwargs: the
+    the model runs where it is, and its tensors are treated as tensors on that GPU. kwargs: the
     model's own keywords of these four names, `kwargs={"dynamic": True}`.
 
     Call it as the model will be called: under torch.no_grad() for inference, under autocast if you
-    train so. Print the result, or take its `text(verbose=True)`, `to_json()` or `to_html()`. Raises
-    what the model raises, ValueError for an unknown target or option of ours, and RuntimeError for
-    an unknown option of Inductor's.
+    train under autocast. Print the result, or take its `text(verbose=True)`, `to_json()` or
+    `to_html()`. Raises what the model raises, ValueError for an unknown target or option of ours,
+    and RuntimeError for an unknown option of Inductor's.
 
     Afterwards everything is as it was: tensors that are written to (inputs, buffers, running
     statistics, globals), gradients, the random state of torch and Python, and the attributes,
     lists, dicts and sets that can be reached from the model and its inputs. Only what is written to
-    is copied meanwhile. Not undone is what a model does outside of torch and of these objects (a
-    global name it assigns, a file, a print), nor that a tensor with a history of its own that is
-    written to in place has this in its history.
+    is copied meanwhile. What a model does outside torch and these objects is not undone (a global
+    name it assigns, a file, a print). If it writes in place to a tensor that has an autograd
+    history, the write stays in that history.
     """
     collector = Collector(options, gpu(target) if target is not None else None)
     collector.report.modules = classes_of(model)

@@ -1,4 +1,5 @@
-"""fuse(exported_program): the same pass on a torch.export program, written in directly.
+"""fuse(exported_program): the same passes on a torch.export program, whose graph is rewritten
+directly.
 
 Exported programs have no Dynamo graph: their nodes are ATen above autograd already, and state
 regions (no_grad, autocast) are submodules. Each is matched by itself.
@@ -65,7 +66,7 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
 
 
 def check(program: Any, options: dict[str, Any]) -> None:
-    """What `fuse` was given is a program, and options that have a meaning here."""
+    """Check that `fuse` was given a program, and options that have a meaning here."""
     if not isinstance(program, ExportedProgram):
         raise TypeError(
             f"fuse takes a torch.export.ExportedProgram, not {type(program).__name__}: call "

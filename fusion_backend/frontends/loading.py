@@ -1,4 +1,4 @@
-"""The rules there are: the built-in ones, those of installed packages, and those of the user."""
+"""All rules: the built-in ones, those of installed packages, and those of the user."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load() -> None:
 
 
 def usable(known: list[Rule]) -> list[Rule]:
-    """Those that can be traced; a broken one costs a warning, not the model."""
+    """The patterns that can be traced; a broken one costs a warning, not the model."""
     good = []
     with refusals_unlogged():
         for p in known:

@@ -37,7 +37,7 @@ OTHERS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]
 
 
 class ModelError(ValueError):
-    """What the user has to put right about a model, in a sentence."""
+    """What the user must correct about a model, in a sentence."""
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ class OwnModel:
     loss: Callable | None
 
     def step(self, train: bool) -> Callable:
-        """What to compile, a function of the model's own arguments: the model, and in training its
+        """The function to compile, with the model's own arguments: the model, and in training its
         loss.
         """
         if not train:
@@ -69,7 +69,7 @@ class OwnModel:
 
 
 def loss_of(output: Any) -> Any:
-    """What is differentiated where there is no loss: the output's own, or the output."""
+    """The value to differentiate if there is no loss: the output's own `loss`, or the output."""
     own = None if isinstance(output, Tensor) else getattr(output, "loss", None)
     return output if own is None else own
 
@@ -128,8 +128,8 @@ def functions_of(module: types.ModuleType) -> str:
 
 
 def where(error: BaseException, build: Callable | None = None) -> str:
-    """An exception with the line that raised it: the innermost of the user's; where none is, the
-    line of `build`, or the innermost.
+    """An exception with the line that raised it: the innermost line of the user's code, or else the
+    line of `build`, or else the innermost line.
     """
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, SyntaxError) and error.filename:

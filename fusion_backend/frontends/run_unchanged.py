@@ -1,7 +1,7 @@
-"""Run a model, and leave everything that it writes to as it was.
+"""Run a model, and restore everything that it writes to.
 
-Tensors are kept when they are first written to, and only what is written: so no copy of the
-parameters is made. What Python code changes is kept before: the attributes of modules and other
+A tensor is saved when it is first written to, and only the part that is written, so the parameters
+are not copied. Python objects are saved before the run: the attributes of modules and other
 objects, and the lists, dicts and sets among them, that can be reached from the model and its
 inputs.
 """
@@ -47,7 +47,7 @@ def untouched(*reached) -> Iterator[Writes]:
 
 
 class Writes(TorchDispatchMode):
-    """Keeps what tensors hold before it is overwritten, those that were there before
+    """Saves the content of tensors before it is overwritten, of those that existed before the run
     and no others.
     """
 
@@ -90,7 +90,9 @@ class Writes(TorchDispatchMode):
             self.kept[place] = (t, t.detach().clone(), version_of(t))
 
     def undo(self) -> None:
-        """The latest first: where two places overlap, the older content is that of before."""
+        """Restore the latest write first: where two places overlap, the older content is the
+        original.
+        """
         for t, content, version in reversed(self.kept.values()):
             put_back(t, content, version)
         for generator, state in self.generators.items():
@@ -98,7 +100,7 @@ class Writes(TorchDispatchMode):
 
 
 class Watched(nn.Module):
-    """The body of a higher-order operator, run under the mode that looked at the operator."""
+    """The body of a higher-order operator, run under the mode that intercepted the operator."""
 
     def __init__(self, body: fx.GraphModule, mode: TorchDispatchMode):
         super().__init__()
@@ -157,8 +159,8 @@ def reachable(start) -> tuple[list[tuple], list[torch.Tensor]]:
 
 
 def used_by(fn: types.FunctionType) -> list:
-    """What a function finds without being given it; not the functions that it calls by a global
-    name.
+    """The objects that a function uses without being given them, except functions that it calls by
+    a global name.
     """
     cells = [c.cell_contents for c in fn.__closure__ or () if c != types.CellType()]
     named = [fn.__globals__.get(name) for name in fn.__code__.co_names]

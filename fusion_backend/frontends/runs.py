@@ -1,4 +1,4 @@
-"""Runs of a compiled graph on twins of its inputs: what they compute, and how long they take."""
+"""Runs of a compiled graph on twins of its inputs: their results and their times."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Runs:
         return args, out, list(grads)
 
     def values(self, fn: Compiled) -> tuple[list[Value], bool]:
-        """All that a run computes, and whether it drew random numbers. Raises NotVerified where
-        twins cannot stand for the inputs.
+        """All values that a run computes, and whether it drew random numbers. Raises NotVerified if
+        twins cannot replace the inputs.
         """
         self.twins.put_back()
         before = random_state(self.device)
@@ -72,7 +72,7 @@ class Runs:
 
 class OnTwins(Clock):
     """A clock for runs on twins: each sample begins with the content of the user's inputs. A long
-    call is not repeated until its beginning hides the host.
+    call is not repeated to hide the host's time.
     """
 
     def __init__(self, device: torch.device, twins: Twins):
@@ -117,7 +117,7 @@ def check(args: tuple) -> None:
 
 
 def tangent(out: Tensor) -> Tensor:
-    """An output's gradient: 1 of a loss, random of anything else."""
+    """An output's gradient: 1 for a loss, random for anything else."""
     if out.numel() == 1:
         return torch.ones_like(out)
     generator = torch.Generator(out.device).manual_seed(0)
@@ -125,7 +125,9 @@ def tangent(out: Tensor) -> Tensor:
 
 
 def dense_parts(t: Tensor | None) -> list[Tensor | None]:
-    """The tensor; of a sparse one the places and the numbers, those of a place added up."""
+    """The tensor; for a sparse one its indices and values, after the values of each place are added
+    up.
+    """
     if t is None or t.layout == torch.strided:
         return [t]
     t = t.to_sparse_coo().coalesce()

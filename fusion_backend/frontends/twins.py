@@ -1,4 +1,4 @@
-"""The inputs of a compiled graph once more, for runs that leave the user's as they were."""
+"""Copies of the inputs of a compiled graph, for runs that leave the user's unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion_backend.compat.memory import base_of, version_of
 from fusion_backend.compat.torch import OpOverload, OpOverloadPacket, schema_of, storage_id
 
 RENORMALIZE = ("embedding", "embedding_bag")  # the weight, where max_norm is given
-MAX_NORM = 3  # its place among the arguments of both
+MAX_NORM = 3  # the place of the weight among the arguments of both
 
 
 class Twins:
@@ -44,7 +44,7 @@ class Twins:
         }
 
     def arguments(self) -> list:
-        """The inputs of one run, over the copies as the run before left them."""
+        """The inputs of one run, in the copies as the previous run left them."""
         bases: dict[int, Tensor] = {}
         return [self.twin(i, a, bases) for i, a in enumerate(self.args)]
 
@@ -71,7 +71,7 @@ class Twins:
             bytes_of(copy).copy_(bytes_of(self.given[key]))
 
     def content(self) -> list[Tensor | None]:
-        """What a run has left in each copied input; where that is new, a copy of its own."""
+        """The content of each copied input after a run; a copy of it if it has changed."""
         kept = {}
         for key, copy in self.copies.items():
             same = torch.equal(bytes_of(copy), bytes_of(self.given[key]))
@@ -98,7 +98,7 @@ class Twins:
 
 
 class Placed(torch.autograd.Function):
-    """A tensor that is made elsewhere, as a value computed from a leaf."""
+    """A tensor whose data was made elsewhere, as a value computed from a leaf."""
 
     @staticmethod
     def forward(ctx, leaf: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ class Placed(torch.autograd.Function):
 
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """The storage as a tensor that lies in it as `like` does in its own."""
+    """A tensor in this storage with the sizes, strides and offset of `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
@@ -125,7 +125,7 @@ def layout(t: Tensor) -> tuple:
 
 def written_places(gm: fx.GraphModule) -> set[int]:
     """The places of the inputs of a Dynamo graph that a call may write to, by its name or schema.
-    Calls that do not say what they do are counted.
+    An unknown call counts as a write.
     """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writers = [n for n in gm.graph.nodes if writes(n, gm)]

@@ -39,7 +39,7 @@ from fusion_backend.rewrite.writer import copied
 
 SECONDS = 2.0  # of timing, for each graph; more where ROUNDS[0] rounds take longer, ...
 LONGEST = 8.0  # ... which they may up to here
-# Operators of these do nothing but compute; another's may communicate.
+# Operators of these namespaces only compute; those of others may communicate.
 COMPUTES = ("aten", "prims", "fusion", "higher_order")
 
 
@@ -58,12 +58,12 @@ def compile_both(
     compilers: Callable[[dict], Pair],
     options: dict,
 ) -> Compiled:
-    """What Dynamo is to call: `new`, until the first call has decided between it and `gm`.
+    """The function that Dynamo is to call. Its first call decides between `new` and `gm`.
 
-    compilers: Inductor for graphs of ours and plain Inductor, by Inductor's options. Where these
-    ask for CUDA graphs, two more compilations without them run: runs of others would be recorded,
-    and write over what the user's calls have left in the memory of CUDA graphs. Raises what
-    compiling `new` raises, before `gm` is changed.
+    compilers: Inductor for graphs of ours and plain Inductor, by Inductor's options. If these ask
+    for CUDA graphs, two more compilations without them are compared: runs with CUDA graphs would be
+    recorded, and would overwrite the results of the user's calls in the memory of CUDA graphs.
+    Raises what compiling `new` raises, before `gm` is changed.
     """
     if why := unsuitable(gm):
         not_verified(record, why)
@@ -148,8 +148,8 @@ class Verified:
 
 
 class Comparison(NamedTuple):
-    """stay: of which one is chosen; rivals: the same without CUDA graphs, which run. eager: the
-    graph to run operator by operator. places, eps: see Twins and `disagreement`.
+    """stay: the pair from which one is chosen; rivals: the same pair without CUDA graphs, which is
+    run. eager: the graph to run operator by operator. places, eps: see Twins and `disagreement`.
     """
 
     stay: Pair
@@ -160,7 +160,9 @@ class Comparison(NamedTuple):
     record: GraphRecord
 
     def winner(self, args: tuple) -> Compiled:
-        """Ours, unless it is certainly slower, wrong, or raises where plain Inductor does not."""
+        """Ours, unless it is certainly slower, is wrong, or raises an exception and plain Inductor
+        does not.
+        """
         try:
             dropped = self.verdict(args)
         except NotVerified as reason:
@@ -213,7 +215,7 @@ class Comparison(NamedTuple):
         )
 
     def correctness(self, runs: Runs) -> tuple[str, str]:
-        """Why ours is dropped, or ""; and what is to be said of the results besides."""
+        """Why ours is dropped, or ""; and a remark on the results for the report."""
         try:
             plain, random = runs.values(self.rivals.plain)
         except (NotVerified, torch.OutOfMemoryError):
@@ -233,8 +235,8 @@ class Comparison(NamedTuple):
 
 
 def timed(plain: Callable[[], object], ours: Callable[[], object], clock) -> Race:
-    """A race with time for the rounds that a verdict needs; of calls too long for that, one sample
-    of each.
+    """A race with time for the rounds that a verdict needs; one sample of each if the calls are too
+    long for that.
     """
     once = Race()
     once.add(clock(plain), clock(ours))
@@ -243,7 +245,7 @@ def timed(plain: Callable[[], object], ours: Callable[[], object], clock) -> Rac
 
 
 def speed(found: Race) -> str:
-    """Of a race, in words."""
+    """The result of a race, in words."""
     if found.verdict == "slower":
         return f"slower, {times(found)}: plain Inductor stays"
     if found.verdict == "faster":

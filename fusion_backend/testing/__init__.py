@@ -1,7 +1,7 @@
 """Tests of patterns and graph rewrites, for the project and for its users.
 
-rewritten, assert_fuses and check_pattern; spellings and near_misses write a pattern in other words,
-and recall says how many of them are recognised.
+rewritten, assert_fuses and check_pattern test a pattern; spellings and near_misses generate other
+ways to write it, and recall says how many of them are recognised.
 
 Comes in: a function or a pattern.
 Goes out: a rewritten graph, an assertion, or a proof.

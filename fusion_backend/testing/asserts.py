@@ -1,4 +1,4 @@
-"""Runs the pass on a function and asserts what it does, also on a machine without a GPU."""
+"""Runs the backend on a function and asserts what it does, also on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_fuses(
         raise ValueError(f"there is no pattern {pattern!r}; known patterns are {', '.join(known)}")
     report = collect(fn, *inputs, **kwargs).report
     errors = [g.error for g in report.graphs if g.error]
-    if errors or not report.graphs:  # a count of 0 says nothing where the pass did not run
+    if errors or not report.graphs:  # a count of 0 says nothing if the passes did not run
         reason = errors[0] if errors else "Dynamo made no graph of it"
         raise AssertionError(f"the pass did not run on the function: {reason}")
     found = sum(s.pattern == pattern for s in report.fused)

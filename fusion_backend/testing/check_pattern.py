@@ -1,9 +1,9 @@
 """check_pattern runs every function of a pattern, compares the results, and says what ran and what
 did not.
 
-A form is one choice of a kind (tensor, scalar, none) for each argument. Each function is run in
-every form. It may refuse one with an exception if it runs in another; a name that does not exist is
-an error in any form.
+A form is one choice of a kind (tensor, scalar, none) for each argument. Each function runs in every
+form. It may refuse a form with an exception if it runs in another one; a name that does not exist
+is an error in any form.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EXACT = dict(rtol=1e-9, atol=1e-9)  # two ways of computing one number in fp64
 def check_pattern(
     pattern: Definition, dtypes: Iterable[torch.dtype] = DTYPES, device: str | None = None
 ) -> Proof:
-    """Check what can be checked of a pattern, a rule or an op on this machine. Returns the
-    sentences of what was checked, and of what was not run and why.
+    """Check everything in a pattern, a rule or an op that can be checked on this machine. Returns
+    sentences that say what was checked, and what was not run and why.
 
     dtypes: those in which the kernel is compared, each where the guard takes it.
     device: that of the kernel's arguments; by default CUDA where there is one. On "cpu" kernels run
@@ -85,7 +85,9 @@ def check_pattern(
 
 
 def check_inputs(pattern: Definition, proof: Proof) -> None:
-    """Make the arguments of every case, on fakes: those of a benchmark may be large."""
+    """Make the arguments of every case as fake tensors, because those of a benchmark may be
+    large.
+    """
     for case in pattern.cases or (None,):
         try:
             with FakeTensorMode():
@@ -178,8 +180,8 @@ def sites_in(pattern: Definition, collector: Collector) -> list:
 
 
 def whole(pattern: Definition, collector: Collector, args: list) -> bool:
-    """Has the operator as many arguments as the function? If not, the site is of a smaller form,
-    inside of what the function computes.
+    """Has the operator as many arguments as the function? If not, the site is a smaller form inside
+    the function's computation.
     """
     if not isinstance(pattern, Op):
         return True
@@ -194,8 +196,8 @@ def whole(pattern: Definition, collector: Collector, args: list) -> bool:
 
 
 def how_many(arguments) -> int:
-    """The number of arguments without strings, of which several may mean the same: `same` and
-    `float32`, of fp32.
+    """The number of arguments other than strings. Several strings may mean the same, as `same` and
+    `float32` do for fp32.
     """
     return sum(a is not None and not isinstance(a, str) for a in arguments)
 

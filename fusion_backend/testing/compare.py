@@ -22,7 +22,7 @@ ULPS = 4
 
 
 def close(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> str:
-    """What is wrong with `got`, or "" where it is no worse than `plain`.
+    """What is wrong with `got`, or "" if it is no worse than `plain`.
 
     got, plain: the fused and the unfused result, of one dtype. exact: the result in fp64. All have
     one shape. NaNs and infinities must be in the same places. The largest error of `got` against
@@ -114,8 +114,8 @@ def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.T
     """The outputs of `fn(*args)`, then the gradients of the arguments that require grad and are
     used.
 
-    The output gradients are random, and the same for a `seed`; so is what `fn` draws itself. The
-    outputs have no gradient function.
+    The output gradients are random, and the same for a `seed`; so are the random numbers that `fn`
+    draws. The outputs have no gradient function.
 
         y, dx, dw = value_and_gradients(lambda x, w: torch.tanh(x * w), [x, w])
     """
@@ -133,8 +133,8 @@ def value_and_gradients(fn: Callable, args: list, seed: int = 0) -> list[torch.T
 
 
 class DropoutOfKernels(TorchDispatchMode):
-    """A mode in which dropout in eager has the masks of the kernels: it draws a seed as a rewritten
-    graph does, and keeps the elements that a kernel keeps.
+    """A mode in which eager dropout uses the masks of the kernels: it draws a seed as a rewritten
+    graph does, and keeps the same elements as a kernel.
 
         with DropoutOfKernels():
             y = model(x)

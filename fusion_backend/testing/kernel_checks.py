@@ -76,7 +76,7 @@ def check_kernels(pattern: Op, supported: list, dtypes: tuple, device: str, proo
 
 
 def runnable(pattern: Op, device: str, proof: Proof) -> dict[str, dict]:
-    """The decisions that this machine can run; the proof says why the others are not run."""
+    """The decisions that this machine can run; the proof says why the others do not run."""
     decisions = decisions_of(pattern)
     if pattern.kernel_fn is None:
         proof.not_run.append("kernel: the pattern has none")
@@ -105,9 +105,9 @@ def check_other_strides(pattern: Op, compared: dict, dtypes: tuple, device: str,
 
 
 def is_due(pattern: Op, words: str, dtype: torch.dtype, dtypes: tuple) -> bool:
-    """Is the decision compared in this dtype? The kernel is in every one. What shares its code with
-    the kernel is in the first alone: an inlined forward with the backward's kernel, and a launcher
-    without `save`.
+    """Is the decision compared in this dtype? The kernel is compared in every dtype. Decisions that
+    share its code are compared in the first alone: an inlined forward with the backward's kernel,
+    and a launcher without `save`.
     """
     shares_launcher = (
         words == WITHOUT_GRADIENTS and not pattern.saves and pattern.memo["differentiable"]
@@ -262,7 +262,7 @@ def check_operators(
 
 
 def unless_fake(kernel, grid: tuple, args: tuple, options: dict) -> None:
-    """Launch in Triton's interpreter, which cannot read a fake tensor, where there is none."""
+    """Launch in Triton's interpreter unless an argument is a fake tensor, which it cannot read."""
     if not any(isinstance(a, FakeTensor) for a in args):
         kernel[grid](*args, **options)
 

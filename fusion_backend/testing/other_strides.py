@@ -1,4 +1,4 @@
-"""The kernels on arguments that lie in memory otherwise than those of `inputs`. A kernel that walks
+"""The kernels on arguments with other memory layouts than those of `inputs`. A kernel that walks
 through memory as if they were contiguous is right on the example inputs, and wrong in a model.
 """
 
@@ -38,7 +38,7 @@ def expanded(t: Tensor) -> Tensor:
     return t[:1].expand(t.shape)
 
 
-# In words: the same shape with other strides, for tensors of at least so many dimensions.
+# Name -> the same shape with other strides, for tensors with at least this many dimensions.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "elements two apart": (two_apart, 1),
     "padded rows": (padded, 2),

@@ -19,8 +19,8 @@ WATCHED = {"guard_fn": "guard", "replacement_fn": "replacement", "kernel_fn": "k
 
 @dataclasses.dataclass
 class Proof:
-    """What check_pattern ran (`checked`), and what it did not run and why (`not_run`): a sentence
-    each, which begins with its subject. `str` lists them.
+    """What check_pattern ran (`checked`), and what it did not run and why (`not_run`), as sentences
+    that begin with their subject. `str` lists them.
     """
 
     pattern: str

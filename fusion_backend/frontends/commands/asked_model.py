@@ -1,4 +1,4 @@
-"""The model that a command is about."""
+"""The model that a command gets by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def asked_for(arguments: argparse.Namespace, device: torch.device) -> OwnModel:
-    """The model of the arguments `spec` and `dtype`, which with `train` has something to train.
-    Raises Failure.
+    """The model named by the arguments `spec` and `dtype`. With `train` it must have a parameter to
+    train. Raises Failure.
     """
     dtype = DTYPES[arguments.dtype] if arguments.dtype else None
     try:

@@ -1,4 +1,4 @@
-"""What `fusion doctor` looks at. Nothing is changed but caches, which a compilation fills."""
+"""The checks of `fusion doctor`. They change nothing except caches, which a compilation fills."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fusion_backend.reporting.reject import PatternError
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Something that was looked at. ok: the backend can work with it. advice: what to do where it
-    cannot; of a check that is ok, what to know.
+    """The result of one check. ok: the backend can work with what was found. advice: what to do if
+    it cannot; for a check that is ok, what to know.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Check:
 
 
 def all_checks() -> list[Check]:
-    """In the order in which they are printed."""
+    """All checks, in the order in which they are printed."""
     return [
         *versions(),
         *gpus(),
@@ -61,7 +61,7 @@ def versions() -> Iterator[Check]:
 
 
 def installed(package: str) -> str:
-    """Its version, or ""."""
+    """The version of an installed package, or ""."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -69,8 +69,8 @@ def installed(package: str) -> str:
 
 
 def gpus() -> Iterator[Check]:
-    """The driver and each GPU. A machine without one is no fault; a GPU that torch cannot use is
-    worth a word.
+    """The driver and each GPU. A machine without a GPU is not broken; a GPU that torch cannot use
+    gets a hint.
     """
     driver = driver_version()
     yield Check("driver", driver or "none found (no nvidia-smi)")
@@ -85,7 +85,7 @@ def gpus() -> Iterator[Check]:
 
 
 def driver_version() -> str:
-    """As nvidia-smi tells it; "" where there is none."""
+    """The driver's version by nvidia-smi; "" if there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -136,7 +136,7 @@ def cache(name: str, folder: Path, variable: str) -> Check:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in all files below; what vanishes meanwhile counts as nothing."""
+    """Bytes in all files below a folder; a file that vanishes meanwhile counts as nothing."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -157,7 +157,7 @@ def compiler() -> Check:
 
 
 def headers() -> Check:
-    """Python's C headers, which what Inductor and Triton compile includes."""
+    """Python's C headers, which the code that Inductor and Triton compile includes."""
     file = Path(sysconfig.get_path("include")) / "Python.h"
     advice = "install Python's C headers (on Debian and Ubuntu: apt install python3-dev)"
     ok = file.exists()

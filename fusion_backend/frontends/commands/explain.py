@@ -95,12 +95,12 @@ def explained(made: OwnModel, arguments: argparse.Namespace) -> Report:
             raise Failure(told + hint, 1) from own
         told = f"{made.name} runs, explaining it raised {where(error)}"
         raise Failure(told + hint, 1) from error
-    report.modules = classes_of(made.model)  # also where the loss is explained with it
+    report.modules = classes_of(made.model)  # also if the loss is explained with it
     return report
 
 
 def eager_error(made: OwnModel, train: bool) -> Exception | None:
-    """What the model raises without us, if anything."""
+    """The exception that the model raises without the backend, if any."""
     try:
         with untouched(made.model, made.args, made.kwargs), torch.set_grad_enabled(train):
             made.step(train)(*made.args, **made.kwargs)
@@ -110,8 +110,8 @@ def eager_error(made: OwnModel, train: bool) -> Exception | None:
 
 
 def rules_table(report: Report) -> str:
-    """How often each rule was asked and applied, and its milliseconds: those of patterns, graph by
-    graph, and the canonical ones, of this process; the dearest first.
+    """How often each rule was asked and applied, and its milliseconds: for patterns, by graph; for
+    canonical rules, in this process; the slowest first.
     """
     parts = [graph.rules_table() for graph in report.graphs]
     lines = ["canonical rule                            asked  applied       ms"]

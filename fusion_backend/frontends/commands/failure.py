@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Failure(Exception):
-    """A sentence for standard error, and the exit status: 1 where what was asked for failed, 2
-    where it could not be asked for in this way.
+    """A sentence for standard error, and the exit status: 1 if the command failed, 2 if it was
+    called wrongly.
     """
 
     def __init__(self, message: str, status: int):

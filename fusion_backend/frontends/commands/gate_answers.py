@@ -43,7 +43,7 @@ def answers(rule: Rule) -> list[Answer]:
 
 def answer(rule: Rule, case: dict, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """What is fused, and the reason."""
-    if rule.asks:  # an analysis of the graph, of which there is none here
+    if rule.asks:  # an analysis needs a graph, and there is none here
         return DEPENDS, f"on what {', '.join(rule.asks)} is made of in the graph"
     replacement = replacement_of(rule, case, dtype, training)
     if isinstance(replacement, Reject):
@@ -80,7 +80,7 @@ def replacement_of(rule: Rule, case: dict, dtype: torch.dtype, training: bool) -
 
 
 def bare(rule: Rule) -> bool:
-    """Does the pattern exist without all of its optional arguments (bias, mask, scale)?"""
+    """Does the pattern have a form without any of its optional arguments (bias, mask, scale)?"""
     missing = [p.optional for p in rule.params]
     return any([kind == "none" for kind in t.kinds] == missing for t in templates(rule))
 

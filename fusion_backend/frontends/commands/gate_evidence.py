@@ -1,4 +1,4 @@
-"""The committed timings of a pattern, where the package is that of a checkout."""
+"""The committed timings of a pattern, if the package is an editable install of a checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FOUND = "benchmarks/results/h200.json"
 
 
 class Timed(NamedTuple):
-    """A row of the results: what plain Inductor's time is over ours, and why the gate left the site
-    to Inductor, "" where it did not.
+    """A row of the results: plain Inductor's time divided by ours, and why the gate left the site
+    to Inductor, "" if it did not.
     """
 
     work: str
@@ -21,7 +21,7 @@ class Timed(NamedTuple):
 
 
 def timed(pattern: str) -> list[Timed] | None:
-    """The rows in which both ran and were right; None where there are no results at hand."""
+    """The rows in which both ran and were right; None if the results are not available."""
     if not RESULTS.exists():
         return None
     found = []
@@ -34,6 +34,6 @@ def timed(pattern: str) -> list[Timed] | None:
 
 
 def about() -> str:
-    """Where and when they were timed."""
+    """The GPU, the version and the date of the timings."""
     known = json.loads(RESULTS.read_text())
     return f"{known['gpu']}, torch {known['torch']}, {known['date']}, {FOUND}"

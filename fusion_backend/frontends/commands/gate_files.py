@@ -1,4 +1,4 @@
-"""Measured answers are forgotten, and carried from one store to another in a file."""
+"""Removes measured answers, and carries them from one store to another in a file."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def export(file: Path, keys: list[str]) -> str:
 
 def read_in(file: Path) -> str:
     """Add the answers of a file to the store. Returns what is new. An answer is never replaced by
-    one that is older or of the same day. Raises Failure, and adds nothing, where one of the file's
-    answers is none.
+    one that is older or of the same day. Raises Failure, and adds nothing, if one of the file's
+    answers is invalid.
     """
     given = answers_in(file)
     held = opened(to_write=True)
@@ -93,7 +93,7 @@ def answers_in(file: Path) -> list[Answer]:
 
 
 def check(a: Answer) -> None:
-    """Raises ValueError for what no measurement has left."""
+    """Raises ValueError for an answer that no measurement can have left."""
     if not KEY.fullmatch(a.key):
         raise ValueError(f"{a.key!r} is no key")
     numbers = (a.plain_ms, a.ours_ms, a.ratio, a.low, a.high)

@@ -1,4 +1,6 @@
-"""`fusion gate measure SPEC`: measure all that is possible in a model, for later processes."""
+"""`fusion gate measure SPEC`: measure everything that can be measured in a model, for later
+processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def measure(arguments: argparse.Namespace) -> None:
     Failure.
     """
     device = gpu()
-    held = opened(to_write=True)  # before anything is measured that could not be kept
+    held = opened(to_write=True)  # checked first, so that nothing is measured that cannot be kept
     made = asked_for(arguments, device)
     before, graphs = {a.key: a for a in held.all()}, len(report().graphs)
     compile_and_run(made, arguments.train)

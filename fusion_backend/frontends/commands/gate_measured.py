@@ -1,4 +1,4 @@
-"""Measured answers as text: a line each, or all that is known of one."""
+"""Measured answers as text: one line for each, or all details of one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HEAD = (
 
 
 def listed(names: list[str], with_seed: bool, as_json: bool) -> str:
-    """The answers of this user's store, and with_seed those that ship; with `names` those alone
-    that have a site of one of these patterns. Raises Failure where the store cannot be read and
+    """The answers of this user's store, and with `with_seed` those that ship; with `names` only
+    those that have a site of one of these patterns. Raises Failure if the store cannot be read and
     nothing else is asked for.
     """
     held = store()
@@ -70,7 +70,7 @@ def line(a: Answer) -> str:
 
 
 def ratio_of(a: Answer) -> str:
-    """The ratio, with the interval that it lies in, where there were enough rounds for one."""
+    """The ratio, with its interval if there were enough rounds for one."""
     certain = a.low > 0 and a.high < 1e6
     return f"{a.ratio:.2f}" + (f" ({a.low:.2f} to {a.high:.2f})" if certain else "")
 
@@ -120,7 +120,7 @@ def times_of(a: Answer) -> str:
 
 
 def memory_of(a: Answer) -> str:
-    """What is kept from forward to backward, against plain Inductor."""
+    """The memory kept from forward to backward, compared with plain Inductor."""
     if not a.about.get("training"):
         return ""
     more = "more" if a.more_bytes > 0 else "less"

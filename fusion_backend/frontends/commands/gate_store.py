@@ -1,4 +1,4 @@
-"""The store of measured answers, as commands see it: whether it can be used, and what is in it."""
+"""The store of measured answers for commands: whether it can be used, and its content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(to_write: bool = False) -> Store:
 
 
 def trouble(held: Store, to_write: bool = False) -> str:
-    """Why a store cannot be used; "" where it can. One that is not made yet is empty."""
+    """Why a store cannot be used; "" if it can. A store that does not exist yet counts as empty."""
     folder = held.folder
     if folder is None:
         return OFF
@@ -57,8 +57,8 @@ def shipped() -> list[Answer]:
 
 
 def resolved(prefixes: Iterable[str], answers: Iterable[Answer]) -> list[Answer]:
-    """The answers with these keys, each of which may be cut short. Raises Failure where there is
-    none, or more than one.
+    """The answers with these keys, each of which may be abbreviated. Raises Failure if a key has no
+    answer, or more than one.
     """
     known, found = {a.key: a for a in answers}, {}
     for prefix in prefixes:
@@ -80,7 +80,7 @@ def machines() -> list[dict[str, str]]:
 
 
 def elsewhere(answers: Iterable[Answer]) -> list[Answer]:
-    """Those that are of no GPU that is here, or of other versions."""
+    """The answers of other GPUs or versions than those of this machine."""
     here = machines()
     return [a for a in answers if not any(m.items() <= a.about.items() for m in here)]
 

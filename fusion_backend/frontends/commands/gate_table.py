@@ -1,4 +1,4 @@
-"""What the tables of the patterns make the default gate do, and on what evidence."""
+"""The decisions of the default gate by the tables of the patterns, and their evidence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ LEGEND = (
 
 
 def table(rules: list[Rule]) -> str:
-    """A line a pattern: what is fused at the size that benchmarks use, the last example."""
+    """One line for each pattern: what is fused at the size that benchmarks use, the last
+    example.
+    """
     head = "".join(f"{dtype + (' train' if train else ' infer'):12}" for dtype, train in COLUMNS)
     lines = [f"{'pattern':24}{head}at, and timed rows with the ratio to plain Inductor"]
     for rule in rules:
@@ -56,7 +58,7 @@ def evidence(rule: Rule) -> str:
 
 
 def section(rule: Rule) -> str:
-    """All that is known of one pattern."""
+    """All details of one pattern."""
     lines = [f"{rule.name}: {summary(rule)}", *dict.fromkeys(map(line, answers(rule)))]
     if next_to := NEXT_TO.get(getattr(rule, "inductor", None)):
         lines.append(f"  {next_to}")

@@ -1,4 +1,4 @@
-"""One small kernel of ours, compiled, and where it can run compared with its reference."""
+"""Compiles one small kernel of ours, and compares it with its reference if it can run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare(device: str) -> None:
 
 
 def compile_for_sm_90() -> None:
-    """The launch that its launcher would make, taken from it on tensors without data."""
+    """Compile the kernel from the launch that its launcher makes on tensors without data."""
     launches: list[tuple] = []
     x = torch.empty(SIZE, device="meta")
     with trial(lambda *launch: launches.append(launch)):
