@@ -1,14 +1,15 @@
-"""The sum over the ranks of a process group, the residual sum, and the normalisation of that, as a
-block of a tensor-parallel model ends: h = sum of all x + residual, or without a residual; then
-h / sqrt(mean(h²) + eps) · (weight + offset), or (h - mean) / sqrt(var + eps) · weight + bias.
+"""The sum over the ranks of a process group, the residual sum and a normalisation, which end a
+block of a tensor-parallel model: h = sum of all x + residual, or without a residual; then h /
+sqrt(mean(h²) + eps) · (weight + offset), or (h - mean) / sqrt(var + eps) · weight + bias.
 
 x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, with rows of up to 16384, weight
 and bias `[n]`; offset and bias may be missing. Returns the normalised value and h, computed in fp32
-and rounded once. Over more than two ranks h is rounded before it is normalised where x is large
-(kernels/collective/norm.py). The gradient of x is that of h, as every rank has the whole of it.
+and rounded once. Over more than two ranks h is rounded before it is normalised if x is large
+(kernels/collective/norm.py). The gradient of x is that of h, because every rank has all of h.
 
-The ranks read each other's memory (torch.distributed._symmetric_memory). Where they cannot, the sum
-is left to NCCL, or whatever else the group has, and what follows it to the smaller patterns.
+The ranks read each other's memory (torch.distributed._symmetric_memory). If they cannot, NCCL or
+the group's other backend computes the sum, and the smaller patterns may take the operators after
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def all_reduce_norm(
     kind: Literal["rms", "layer"],
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """What both rules become."""
+    """The op that replaces both patterns."""
     h = sum_over_ranks(x, group)
     h = h if residual is None else h + residual
     if kind == "layer":

@@ -1,10 +1,10 @@
-"""int8 linear layer, its result scaled back: (q W) · scale · w_scale + b, the products summed in
-int32.
+"""Linear layer in int8 whose result is scaled back: (q W) · scale · w_scale + b, with the products
+summed in int32.
 
 q is `[m, k]` and W `[k, n]` in int8 (a linear layer holds its transpose, as the kernel wants it),
 scale `[m, 1]`, `[1]` or a number, w_scale `[n]` or `[1]`, b `[n]` may be missing. The result has
-the dtype that torch gives the scaled sum, or is rounded to `dtype`. No tensor of the sums is made.
-k and n are multiples of 16. Not differentiable with respect to q and W.
+the dtype that torch gives the scaled sum, or is rounded to `dtype`. The sums are not written to
+memory. k and n are multiples of 16. Not differentiable with respect to q and W.
 """
 
 from __future__ import annotations

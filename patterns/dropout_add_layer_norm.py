@@ -3,8 +3,8 @@ weight + bias.
 
 x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long;
 weight and bias `[n]`. Returns the normalised value and h, both computed in fp32 and rounded once.
-In training only. The mask is drawn as that of dropout_add is: of a new seed at each call, and not
-with the bits of eager or plain Inductor.
+In training only. The mask is drawn like that of dropout_add: from a new seed at each call, and with
+other bits than eager or plain Inductor.
 """
 
 from __future__ import annotations

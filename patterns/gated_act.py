@@ -1,9 +1,9 @@
 """Gated activation of a packed tensor: act(one half of its last dimension) times the other half
 (SwiGLU, GLU, ...).
 
-x is `[..., 2n]`, the result `[..., n]`; `gate` says which half goes through the activation. This is
-what is left of a gated linear layer whose projection is no linear layer: experts in groups, a
-convolution, a quantised product. Source: Dauphin et al. 2017, Shazeer 2020,
+x is `[..., 2n]`, the result `[..., n]`; `gate` says which half goes through the activation. This
+pattern remains of a gated linear layer if the projection in front is not a linear layer: experts in
+groups, a convolution, a quantised product. Source: Dauphin et al. 2017, Shazeer 2020,
 torch.nn.functional.glu.
 """
 

@@ -1,9 +1,9 @@
 """GELU, x · Φ(x), in bf16 and fp16: exact, and with approximate="tanh", x · σ(2 √(2/π) (x +
 0.044715 x³)).
 
-x of any shape and strides. Inductor's gelu is bound by the instructions of erf and tanh, not by
+x of any shape and strides. Inductor's gelu is limited by the instructions of erf and tanh, not by
 memory. Here the same functions are plain torch code without a branch (kernels/common/gelu.py),
-which Inductor fuses with its neighbours as before. Its error, 1e-6, is far below the rounding of
+which Inductor fuses with its neighbours as before. The error, 1e-6, is far below the rounding of
 the result. In fp32 such an error would be seen, and Inductor is closer to the memory limit.
 Source: Hendrycks and Gimpel 2016.
 """

@@ -4,9 +4,9 @@ shift.
 x is `[b, ..., n]` of at least three dimensions, its rows up to 8192 long; norm is the layer norm or
 the RMS norm over the last dimension, weight and bias `[n]` may be missing, and an RMS norm has no
 bias. scale and shift are `[b, 1, ..., n]`, one row for all tokens of a sample, or `[1, 1, ..., n]`;
-shift may be missing. All are fp32, bf16 or fp16; weight and bias have the dtype of x, and so has
-the result, scale and shift any. Computed in fp32. Source: Peebles and Xie 2023 (adaptive layer norm
-of diffusion transformers), after Perez et al. 2018.
+shift may be missing. All are fp32, bf16 or fp16. Weight, bias and the result have the dtype of x;
+scale and shift may have another one of these. Computed in fp32. Source: Peebles and Xie 2023
+(adaptive layer norm of diffusion transformers), after Perez et al. 2018.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def modulated_norm(
 
 
 def is_per_sample(x, scale, shift):
-    """Raises ValueError for what is modulated otherwise, which other patterns may stand for: the
-    scale of each token is another kernel, and one of all samples is the weight of a norm.
+    """Raises ValueError for other modulations, which belong to other patterns: a scale for each
+    token would need another kernel, and one scale for all samples is the weight of a norm.
     """
     for name, t in dict(scale=scale, shift=shift).items():
         if t is not None and (x.dim() < 3 or t.dim() != x.dim()):
@@ -113,7 +113,7 @@ def reject_long(x: Tensor) -> Reject | None:
 
 
 def reject_modulation(x: Tensor, name: str, t: Tensor | None) -> Reject | None:
-    """Refuse what is not known to be one row for each sample, or one for all."""
+    """Refuse a scale or shift that is not known to be one row for each sample, or one for all."""
     if t is None:
         return None
     no = Reject(f"{name} with shape {tuple(t.shape)} may not be one row for each sample of x")

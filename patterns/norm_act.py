@@ -3,10 +3,9 @@ and silu.
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 8192 long; norm is the layer norm or the RMS
 norm over the last dimension, weight and bias `[n]` may be missing, and an RMS norm has no bias.
-Computed in fp32, rounded once; backward keeps x and the mean and rstd of each row, and computes
-again what the activation was applied to. Projection heads have it behind a linear layer. Where the
-columns are not one element apart, as behind the convolutions of wav2vec 2.0, it is left to
-Inductor.
+Computed in fp32, rounded once; the backward keeps x and the mean and rstd of each row, and computes
+the normalised value again. Projection heads have this pattern behind a linear layer. If the columns
+are not adjacent in memory, as behind the convolutions of wav2vec 2.0, the site is left to Inductor.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 overlap.
 
 x is `[b, c, ...]` with one to three spatial dimensions, weight `[o, c, ...]`, bias `[o]` or
-missing; no padding, no dilation, no groups; what does not fill a window at the end of a dimension
-is left out. With x cut into windows, `[windows, c · p · q]`, it is one matrix product, y = windows
-· weightᵀ + bias, and each of its gradients is another. cuDNN computes it as a convolution of few
-channels with large windows, at a tenth of the product's speed for ViT-L's (an H200, bf16). Taken in
-bf16 and fp16. Source: Dosovitskiy et al. 2021.
+missing; no padding, no dilation, no groups. Elements that do not fill a window at the end of a
+dimension are left out. With x cut into windows, `[windows, c · p · q]`, it is one matrix product, y
+= windows · weightᵀ + bias, and each of its gradients is another product. cuDNN computes it as a
+convolution of few channels with large windows, which for ViT-L has a tenth of the product's speed
+(an H200, bf16). Taken in bf16 and fp16. Source: Dosovitskiy et al. 2021.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _(x, weight, bias):
 
 @Op
 def windows_times_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The result lies in memory as the product leaves it, channels last."""
+    """The result has the memory layout of the product, channels last."""
     out, *_ = weight.shape
     windows, counts = windows_of(x, tuple(weight.shape[2:]))
     y = F.linear(windows, weight.reshape(out, -1), bias)

@@ -1,9 +1,9 @@
 """Quantise to int8, symmetric, a scale for each row: scale = max(abs(x)) / 127, q = clamp(round(x /
 scale), -128, 127).
 
-x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long. The scale is not below eps, where
-that is given. Returns q and scale `[..., 1]`. Computed in fp32; q is that of the scale as returned,
-in the dtype of x. A row with NaN has NaN for its scale and 0 for q. Not differentiable.
+x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long. If eps is given, the scale is at
+least eps. Returns q and scale `[..., 1]`. Computed in fp32; q is computed with the scale as
+returned, in the dtype of x. A row with NaN has NaN as its scale and 0 as q. Not differentiable.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Relative position bias: rows of a weight by an index, `[h, n, m]` as attention adds it to its
-scores.
+"""Relative position bias: rows of a weight selected by an index, as `[h, n, m]`, which attention
+adds to its scores.
 
-index is int64 `[n, m]`, or with dimensions of size 1 in front; weight `[rows, h]`. Where the index
-is proven to be a function of i - j alone, as the buckets of T5 are, only its first row and column
-are read, and the gradient is first added up along the diagonals, n + m - 1 sums a head, and these
-by row of the weight. The gradient of the gather adds n · m · h numbers to rows · h addresses, one
-after another. The sums are in fp32, and the same bits every time. Source: Shaw et al. 2018; Raffel
-et al. 2020.
+index is int64 `[n, m]`, or with dimensions of size 1 in front; weight `[rows, h]`. If the index is
+proven to be a function of i - j alone, like the buckets of T5, only its first row and column are
+read. The gradient is first added up along the diagonals, n + m - 1 sums for each head, and these
+sums are added to the rows of the weight. The gradient of a gather instead adds n · m · h numbers to
+rows · h addresses, one after another. The sums are in fp32, and have the same bits every time.
+Source: Shaw et al. 2018; Raffel et al. 2020.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _(index, weight, known):
 
 @Op
 def diagonal_bias(index: Tensor, weight: Tensor) -> Tensor:
-    """The bias of an index of which only the first row and the first column count."""
+    """The bias for an index whose first row and first column determine it."""
     n, m = index.shape[-2:]
     i, j = torch.arange(n, device=index.device), torch.arange(m, device=index.device)
     table = weight[along(index)]

@@ -1,10 +1,10 @@
-"""RMS normalisation and its int8, a scale for each row: y = x / sqrt(mean(x²) + norm_eps) · (weight
-+ offset); scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
+"""RMS normalisation, quantised to int8 with a scale for each row: y = x / sqrt(mean(x²) + norm_eps)
+· (weight + offset); scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be
-missing. The scale is not below eps, where that is given. Returns q and scale `[..., 1]`, not y.
-Computed in fp32; q is that of the scale as returned, in the dtype of x. Its gradient, that of the
-scale, is the reference's.
+missing. If eps is given, the scale is at least eps. Returns q and scale `[..., 1]`, not y. Computed
+in fp32; q is computed with the scale as returned, in the dtype of x. Only the scale has a gradient;
+it is the reference's.
 """
 
 from __future__ import annotations

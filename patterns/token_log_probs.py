@@ -1,13 +1,13 @@
-"""Log-probabilities of given tokens: x of the token - log Σ e^x, over the last dimension.
+"""Log-probabilities of given tokens: x[token] - log Σ e^x, over the last dimension.
 
 x is `[..., v]` in fp32, bf16 or fp16; index `[..., 1]` int64, one token a row, or `[rows, 1]` for
 the rows of x. The result is `[..., 1]`, or `[...]` with column "dropped", in x's dtype, or in fp32
-with upcast "fp32". take is the operator that selects: with "gather" an index outside [0, v) is an
-assertion, as in torch, and with "index", x[arange, i], one outside [-v, v); "take_along_dim" takes
-it modulo v. total is where the logarithm of the sum comes from: with "log_softmax" a row with an
-infinite logit is NaN, with "logsumexp" its sum is infinite, and so it is with "negated", where the
-result is the loss of each token, log Σ e^x - x of the token. The sums are in fp32; each row's
-largest logit, and the logarithm of its sum without it, are kept for the backward, `[2, rows]`. The
+with upcast "fp32". take is the operator that selects. As in torch, an index outside [0, v) fails an
+assertion with "gather", and one outside [-v, v) with "index", x[arange, i]; "take_along_dim" takes
+it modulo v. total is the operator that gives the logarithm of the sum: with "log_softmax" a row
+with an infinite logit is NaN; with "logsumexp" its sum is infinite, and also with "negated", where
+the result is the loss of each token, log Σ e^x - x[token]. The sums are in fp32. The backward keeps
+the largest logit of each row and the logarithm of the sum of e^(x - largest), `[2, rows]`. The
 gradient of x is (onehot - softmax(x)) times that of the result, in one pass. Source:
 torch.log_softmax and torch.gather, as policy-gradient and preference losses have them (PPO,
 Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
