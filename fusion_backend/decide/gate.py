@@ -115,9 +115,7 @@ class Gate:
         return self.found
 
     def decide(self, match: Match) -> Decision | None:
-        """The decision about one match; None if the same pattern is already fused there in a larger
-        form.
-        """
+        """The decision about one match; None if a larger form of the pattern is fused there."""
         try:
             return self.decided(match)
         except Exception as error:
@@ -310,9 +308,7 @@ class Gate:
         return "formula" if op.backward_plain else "kernel" if cuda else "vjp"
 
     def library_call(self, match: Match, answer: Replacement, training: bool) -> Decision:
-        """Decide for a torch operator: autograd, Inductor and torch's choice of a kernel do the
-        rest.
-        """
+        """Decide for a torch operator, of which Inductor and torch compute forward and backward."""
         try:
             call = call_of_torch(answer)
         except Exception as error:
