@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 
 from benchmarks.foreign_code import (
+    attentions,
     convnets,
     convolutions,
     decoders,
+    dense_vision,
     diffusion,
     encoders,
     graph_networks,
     losses,
+    mixers,
+    molecules,
     products,
     recommenders,
     sequences,
@@ -25,12 +29,16 @@ FAMILIES = (
     convolutions,
     products,
     convnets,
+    dense_vision,
     encoders,
     decoders,
+    attentions,
+    mixers,
     diffusion,
     recommenders,
     sequences,
     graph_networks,
+    molecules,
 )
 
 
