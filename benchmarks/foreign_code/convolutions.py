@@ -170,3 +170,78 @@ def conv1d_layer_norm_gelu(n, c, length):
     convs = nn.ModuleList(nn.Conv1d(c, c, 3, stride=2) for _ in range(2))
     norms = nn.ModuleList(nn.LayerNorm(c) for _ in range(2))
     return Called(forward, convs=convs, norms=norms), (features(n, c, length),)
+
+
+@problem("KernelBench level 2 style: conv2d → subtract → hardswish → max_pool → mish", IMAGES, FEW)
+def conv_hardswish_pool_mish(n, c, side):
+    def forward(m, x):
+        return F.mish(F.max_pool2d(F.hardswish(m.conv(x) - 0.5), 2))
+
+    return Called(forward, conv=nn.Conv2d(c, c, 3)), (features(n, c, side, side),)
+
+
+@problem(
+    "KernelBench level 2 style: conv_transpose2d → + bias → clamp → scale → clamp → divide",
+    dict(n=32, c=64, side=64),
+    FEW,
+)
+def transposed_conv_clamps(n, c, side):
+    def forward(m, x):
+        y = torch.clamp(m.conv(x) + m.bias, min=0.0, max=1.0)
+        return torch.clamp(y * 2.0, 0.0, 1.0) / 2.0
+
+    conv = nn.ConvTranspose2d(c, c, 3, stride=2, padding=1, output_padding=1)
+    return Called(forward, conv=conv, bias=nn.Parameter(torch.randn(c, 1, 1))), (
+        features(n, c, side, side),
+    )
+
+
+@problem(
+    "KernelBench level 2 style: conv2d → tanh → scale → + bias → max_pool, channels last",
+    IMAGES,
+    FEW,
+    INFERENCE + ", train bf16",
+)
+def conv_tanh_bias_pool(n, c, side):
+    def forward(m, x):
+        y = torch.tanh(m.conv(x.contiguous(memory_format=torch.channels_last))) * 2.0
+        return F.max_pool2d(y + m.bias, 4)
+
+    return Called(forward, conv=nn.Conv2d(c, c, 3), bias=nn.Parameter(torch.randn(c, 1, 1))), (
+        features(n, c, side, side),
+    )
+
+
+@problem(
+    "KernelBench level 2 style: conv_transpose3d → scale → max_pool → mean of all → clamp",
+    dict(n=8, c=32, side=24),
+    SMALL,
+)
+def transposed_conv3d_pools(n, c, side):
+    def forward(m, x):
+        y = F.max_pool3d(m.conv(x) * 0.5, 2)
+        return torch.clamp(F.adaptive_avg_pool3d(y, (1, 1, 1)), min=0, max=1)
+
+    return Called(forward, conv=nn.ConvTranspose3d(c, c, 3, stride=2, padding=1)), (
+        features(n, c, side, side, side),
+    )
+
+
+@problem(
+    "timm GhostNet module: cheap depthwise half, concatenated, hard-sigmoid squeeze-excite",
+    dict(n=128, c=80, side=28),
+    FEW,
+)
+def ghost_module(n, c, side):
+    def forward(m, x):
+        first = F.relu(m.norm1(m.point(x)), inplace=True)
+        y = torch.cat([first, F.relu(m.norm2(m.cheap(first)), inplace=True)], dim=1)[:, : 2 * c]
+        gate = m.expand(F.relu(m.reduce(F.adaptive_avg_pool2d(y, 1))))
+        y = y * F.relu6(gate + 3.0).div_(6.0)
+        return m.norm3(m.last(y)) + x
+
+    convs = dict(point=nn.Conv2d(c, c, 1, bias=False), last=nn.Conv2d(2 * c, c, 1, bias=False))
+    convs |= dict(cheap=nn.Conv2d(c, c, 3, padding=1, groups=c, bias=False))
+    convs |= dict(reduce=nn.Conv2d(2 * c, c // 4, 1), expand=nn.Conv2d(c // 4, 2 * c, 1))
+    norms = {f"norm{i}": nn.BatchNorm2d(c) for i in (1, 2, 3)}
+    return Called(forward, **convs, **norms), (features(n, c, side, side),)

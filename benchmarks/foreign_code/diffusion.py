@@ -207,3 +207,103 @@ def noise_prediction_loss(n, side):
         torch.randn(shape),
         torch.rand(n),
     )
+
+
+@problem(
+    "PixArt: shift, scale and gate from a table and one embedding for all layers",
+    dict(n=16, seq=1024, width=1152),
+    FEW,
+)
+def table_modulation(n, seq, width):
+    def forward(m, x, time):
+        both = m.table[None] + time.reshape(n, 6, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = both.chunk(6, dim=1)
+        x = x + gate1 * m.attention(m.norm1(x) * (1 + scale1) + shift1)
+        return x + gate2 * m.mlp(m.norm2(x) * (1 + scale2) + shift2)
+
+    norms = {k: nn.LayerNorm(width, eps=1e-6, elementwise_affine=False) for k in ("norm1", "norm2")}
+    inner = mlp(width, nn.GELU(approximate="tanh"))
+    table = nn.Parameter(torch.randn(6, width) / width**0.5)
+    return Called(forward, **norms, attention=Attention(width), mlp=inner, table=table), (
+        features(n, seq, width),
+        features(n, 6 * width),
+    )
+
+
+@problem(
+    "EDM2 block: normalised weights, pixel norm, scaled silu, sums that keep their size",
+    dict(n=32, c=256, side=32),
+    FEW_MAPS,
+)
+def magnitude_preserving_block(n, c, side):
+    def normalized(x, dims):
+        norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=torch.float32)
+        norm = torch.add(1e-4, norm, alpha=(norm.numel() / x.numel()) ** 0.5)
+        return x / norm.to(x.dtype)
+
+    def act(x):
+        return F.silu(x) / 0.596
+
+    def conv(x, w):
+        w = normalized(w.to(torch.float32), [1, 2, 3]) / w[0].numel() ** 0.5
+        return F.conv2d(x, w.to(x.dtype), padding=w.shape[-1] // 2)
+
+    def forward(m, x, time):
+        x = normalized(x, [1])
+        y = conv(act(x), m.weight1)
+        scale = F.linear(time, m.linear) * m.gain + 1
+        y = act(y * scale.unsqueeze(2).unsqueeze(3).to(y.dtype))
+        x = torch.lerp(x, conv(y, m.weight2), 0.3) / (0.7**2 + 0.3**2) ** 0.5
+        return x.clip_(-256, 256)
+
+    learnt = {k: nn.Parameter(torch.randn(c, c, 3, 3)) for k in ("weight1", "weight2")}
+    learnt |= dict(linear=nn.Parameter(torch.randn(c, 64) / 8), gain=nn.Parameter(torch.ones([])))
+    return Called(forward, **learnt), (features(n, c, side, side), features(n, 64))
+
+
+@problem(
+    "U-ViT: a long skip by concatenation and a product, norms first, tokens of time and class",
+    dict(n=32, seq=258, width=768),
+    FEW,
+)
+def long_skip_block(n, seq, width):
+    def forward(m, x, skip):
+        x = m.skip(torch.cat([x, skip], dim=-1))
+        x = x + m.attention(m.norm1(x))
+        x = x + m.mlp(m.norm2(x))
+        return m.head(m.norm3(x))[:, 2:, :]
+
+    norms = {f"norm{i}": nn.LayerNorm(width) for i in (1, 2, 3)}
+    parts = dict(skip=nn.Linear(2 * width, width), head=nn.Linear(width, 16), mlp=mlp(width))
+    return Called(forward, **norms, **parts, attention=Attention(width)), (
+        features(n, seq, width),
+        features(n, seq, width),
+    )
+
+
+@problem(
+    "Sana / Lumina: gated depthwise convolution of tokens, norms between tanh gates",
+    dict(n=8, side=32, width=768),
+    dict(n=2, side=4, width=32),
+)
+def gated_depthwise_block(n, side, width):
+    def rms(x, weight):
+        return F.rms_norm(x, (width,), weight, 1e-5)
+
+    def forward(m, x, time):
+        gate, scale = m.time(F.silu(time)).unsqueeze(1).chunk(2, dim=-1)
+        h = rms(x, m.weight1) * (1 + scale)
+        h = h.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        h, gated = torch.chunk(m.depthwise(F.silu(m.inverted(h))), 2, dim=1)
+        h = m.point(h * F.silu(gated)).movedim(1, -1).flatten(1, 2)
+        return x + gate.tanh() * rms(h, m.weight2)
+
+    wide = 5 * width // 2 * 2
+    convs = dict(inverted=nn.Conv2d(width, wide, 1), time=nn.Linear(width, 2 * width))
+    convs |= dict(depthwise=nn.Conv2d(wide, wide, 3, padding=1, groups=wide))
+    convs |= dict(point=nn.Conv2d(wide // 2, width, 1, bias=False))
+    weights = {k: nn.Parameter(torch.ones(width)) for k in ("weight1", "weight2")}
+    return Called(forward, **convs, **weights), (
+        features(n, side * side, width),
+        features(n, width),
+    )

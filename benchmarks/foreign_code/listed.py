@@ -17,6 +17,8 @@ from benchmarks.foreign_code import (
     losses,
     mixers,
     molecules,
+    optimizers,
+    policies,
     products,
     recommenders,
     sequences,
@@ -41,6 +43,8 @@ FAMILIES = (
     sequences,
     graph_networks,
     molecules,
+    policies,
+    optimizers,
 )
 
 

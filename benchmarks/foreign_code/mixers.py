@@ -189,7 +189,7 @@ def rwkv_time_mixing(n, seq, width):
 
 @problem(
     "Mamba-2 minimal: the masked matrix of a chunk by cumulative sums, grouped gated norm",
-    dict(n=8, chunks=8, length=64, heads=16, d=64),
+    dict(n=8, chunks=16, length=64, heads=16, d=64),
     dict(n=2, chunks=2, length=4, heads=2, d=8),
 )
 def state_space_chunk(n, chunks, length, heads, d):
@@ -255,7 +255,7 @@ def gated_linear_recurrence(n, seq, width):
 
 @problem(
     "xLSTM mLSTM: parallel stabilised gates, cumulative log-sigmoids, norm of heads",
-    dict(n=4, seq=512, heads=4, d=256),
+    dict(n=16, seq=512, heads=4, d=256),
     dict(n=2, seq=8, heads=2, d=8),
 )
 def matrix_lstm(n, seq, heads, d):
@@ -326,7 +326,7 @@ def ternary_linear(n, seq, width):
 
 @problem(
     "bitsandbytes / GPTQ style MLP: 4-bit weights in int32, scales and zeros by groups",
-    dict(tokens=2048, width=2048),
+    dict(tokens=4096, width=2048),
     dict(tokens=6, width=32),
     "infer bf16",
 )

@@ -110,3 +110,86 @@ def mixer_block(n, tokens, width):
     parts = dict(tokens=mlp(2 * tokens, tokens), channels=mlp(4 * width, width))
     norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
     return Called(forward, **parts, **norms), (features(n, tokens, width),)
+
+
+@problem(
+    "KernelBench level 2 style: gemm → group_norm → smallest of a row → + bias",
+    dict(n=8192, width=2048),
+    dict(n=6, width=32),
+)
+def linear_group_norm_min(n, width):
+    def forward(m, x):
+        y = m.norm(m.linear(x))
+        return torch.min(y, dim=1, keepdim=True)[0] + m.bias
+
+    parts = dict(linear=nn.Linear(width, width), norm=nn.GroupNorm(min(width // 4, 256), width))
+    return Called(forward, **parts, bias=nn.Parameter(torch.randn(1, 1))), (features(n, width),)
+
+
+@problem(
+    "KernelBench level 2 style: matmul → avg_pool → gelu → scale → max of a row",
+    dict(n=8192, width=2048),
+    dict(n=6, width=32),
+)
+def linear_pool_gelu_max(n, width):
+    def forward(m, x):
+        y = F.avg_pool1d(m.linear(x).unsqueeze(1), 16).squeeze(1)
+        return torch.max(F.gelu(y) * 2.0, dim=1).values
+
+    return Called(forward, linear=nn.Linear(width, width)), (features(n, width),)
+
+
+@problem(
+    "KernelBench level 2 style: gemm → sigmoid → sum; a second one → softmax of logsumexp",
+    dict(n=16384, width=1000),
+    dict(n=6, width=33),
+)
+def linear_sigmoid_sums(n, width):
+    def forward(m, x):
+        y = torch.sigmoid(m.first(x))
+        total = y.sum(dim=1, keepdim=True)
+        y = m.second(y)
+        return total * torch.softmax(y - torch.logsumexp(y, dim=1, keepdim=True), dim=1)
+
+    parts = dict(first=nn.Linear(width, 2 * width), second=nn.Linear(2 * width, width))
+    return Called(forward, **parts), (features(n, width),)
+
+
+@problem(
+    "gMLP: spatial gating, a norm of one half, a product along tokens with a bias of ones",
+    dict(n=64, seq=197, width=768),
+    dict(n=2, seq=7, width=16),
+)
+def spatial_gating(n, seq, width):
+    def forward(m, x):
+        u, v = F.gelu(m.up(m.norm(x))).chunk(2, dim=-1)
+        v = m.tokens(m.gate_norm(v).transpose(-1, -2))
+        return x + m.down(u * v.transpose(-1, -2))
+
+    tokens = nn.Linear(seq, seq)
+    nn.init.ones_(tokens.bias)
+    parts = dict(up=nn.Linear(width, 4 * width), down=nn.Linear(2 * width, width), tokens=tokens)
+    return Called(forward, **parts, norm=nn.LayerNorm(width), gate_norm=nn.LayerNorm(2 * width)), (
+        features(n, seq, width),
+    )
+
+
+@problem(
+    "ResMLP: affine layers for norms, products along tokens, layer scale",
+    dict(n=64, seq=196, width=384),
+    dict(n=2, seq=6, width=16),
+)
+def affine_mlp_block(n, seq, width):
+    def forward(m, x):
+        y = torch.addcmul(m.beta1, m.alpha1, x)
+        x = x + m.scale1 * m.tokens(y.transpose(1, 2)).transpose(1, 2)
+        y = torch.addcmul(m.beta2, m.alpha2, x)
+        return x + m.scale2 * m.down(F.gelu(m.up(y)))
+
+    vectors = {f"alpha{i}": nn.Parameter(torch.ones(1, 1, width)) for i in (1, 2)}
+    vectors |= {f"beta{i}": nn.Parameter(torch.zeros(1, 1, width)) for i in (1, 2)}
+    vectors |= {f"scale{i}": nn.Parameter(torch.full((width,), 0.1)) for i in (1, 2)}
+    parts = dict(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))
+    return Called(forward, **vectors, **parts, tokens=nn.Linear(seq, seq)), (
+        features(n, seq, width),
+    )

@@ -173,3 +173,106 @@ def bpr_loss(n, width):
 
     parts = dict(users=nn.Embedding(WORDS, width), items=nn.Embedding(WORDS, width))
     return Called(forward, **parts), tuple(torch.randint(WORDS, (n,)) for _ in range(3))
+
+
+@problem(
+    "xDeepFM: compressed interactions by outer products and a convolution, summed fields",
+    dict(n=4096, fields=26, width=16),
+    dict(n=4, fields=5, width=8),
+)
+def compressed_interactions(n, fields, width):
+    def forward(m, x):
+        h, found = x, []
+        for i, conv in enumerate(m.convs):
+            h = torch.einsum("bhd,bmd->bhmd", h, x).flatten(1, 2)
+            h = F.relu(conv(h))
+            if i + 1 < len(m.convs):
+                h, direct = torch.split(h, 64, dim=1)
+                found.append(direct)
+        return m.head(torch.cat([*found, h], dim=1).sum(-1)).squeeze(1).sigmoid()
+
+    convs = [nn.Conv1d(fields * fields, 128, 1), nn.Conv1d(64 * fields, 128, 1)]
+    return Called(forward, convs=nn.ModuleList(convs), head=nn.Linear(192, 1)), (
+        features(n, fields, width),
+    )
+
+
+@problem(
+    "HSTU: pointwise silu attention with a bias of positions, a gate by a normed product",
+    dict(n=16, seq=512, heads=4, d=64),
+    dict(n=2, seq=7, heads=2, d=8),
+)
+def pointwise_attention(n, seq, heads, d):
+    def forward(m, x, valid, keep):
+        h = F.layer_norm(x, (heads * d,), eps=1e-6)
+        u, v, q, k = torch.split(F.silu(m.uvqk(h)), heads * d, dim=-1)
+        q, k = (y.view(n, seq, heads, d) for y in (q, k))
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k) + m.bias[m.at]
+        scores = F.silu(scores) / seq * keep
+        y = torch.einsum("bhnm,bmhd->bnhd", scores, v.reshape(n, seq, heads, d))
+        y = u * F.layer_norm(y.reshape(n, seq, -1), (heads * d,), eps=1e-6)
+        return (m.out(F.dropout(y, 0.0, m.training)) + x) * valid.unsqueeze(-1)
+
+    width = heads * d
+    parts = dict(uvqk=nn.Linear(width, 4 * width, bias=False), out=nn.Linear(width, width))
+    module = Called(forward, **parts, bias=nn.Parameter(torch.randn(2 * seq - 1) * 0.1))
+    places = torch.arange(seq)
+    module.register_buffer("at", places[:, None] - places[None] + seq - 1)
+    lengths = torch.linspace(seq, seq // 2, n).long()
+    valid = (places[None] < lengths[:, None]).float()
+    return module, (features(n, seq, width), valid, torch.ones(seq, seq).tril())
+
+
+@problem(
+    "GDCN: gated cross layers beside a deep tower, joined",
+    dict(n=16384, width=1027),
+    dict(n=4, width=13),
+    ALL,
+)
+def gated_cross(n, width):
+    def forward(m, x):
+        y = x
+        for cross, gate in zip(m.crosses, m.gates, strict=True):
+            y = x * cross(y) * torch.sigmoid(gate(y)) + y
+        return m.head(torch.cat([y, m.deep(x)], dim=-1))
+
+    layers = {
+        name: nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(2))
+        for name, bias in (("crosses", True), ("gates", False))
+    }
+    norms = nn.Linear(width, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Dropout(0.0)
+    return Called(forward, **layers, deep=nn.Sequential(*norms), head=nn.Linear(width + 400, 1)), (
+        features(n, width),
+    )
+
+
+@problem(
+    "MaskNet: masks of an instance over normed fields, layer norm, relu, serial and parallel",
+    dict(n=16384, fields=26, width=16),
+    FEW,
+)
+def instance_masks(n, fields, width):
+    wide = fields * width
+
+    def forward(m, x):
+        flat = x.flatten(1)
+        normed = m.norm(x).view(n, -1)
+        found = []
+        for block in m.blocks:
+            mask = block["mask"](flat)
+            found.append(F.relu(block["norm"](block["out"](mask * normed))))
+        first = F.relu(m.norm2(m.out2(found[0] * m.mask2(flat))))
+        return m.head(torch.cat([first, *found], dim=1))
+
+    def mask(b: int):
+        return nn.Sequential(nn.Linear(wide, 2 * wide), nn.ReLU(), nn.Linear(2 * wide, b))
+
+    def block():
+        parts = dict(mask=mask(wide), out=nn.Linear(wide, 128), norm=nn.LayerNorm(128))
+        return nn.ModuleDict(parts)
+
+    parts = dict(mask2=mask(128), out2=nn.Linear(128, 64), norm2=nn.LayerNorm(64))
+    parts |= dict(norm=nn.LayerNorm(width), head=nn.Linear(64 + 2 * 128, 1))
+    return Called(forward, **parts, blocks=nn.ModuleList(block() for _ in range(2))), (
+        features(n, fields, width),
+    )
