@@ -374,8 +374,8 @@ MUTATIONS = {
     ),
     "judge: what nobody has judged is fused": Mutation(
         "fusion_backend/measure/judge.py",
-        'gate.evidence.tell(d.match, Measured("", d.doubt.reason))',
-        'gate.evidence.tell(d.match, Measured(d.providers, ""))',
+        'gate.evidence.record(d.match, Measured("", d.doubt.reason))',
+        'gate.evidence.record(d.match, Measured(d.providers, ""))',
         "tests/test_measured_gate.py",
     ),
     "judge: what was not measured has lost": Mutation(

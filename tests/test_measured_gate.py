@@ -14,7 +14,7 @@ from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import key
 from fusion_backend.measure import store as stored
-from fusion_backend.measure.contest import Different, Lost
+from fusion_backend.measure.contest import NotMeasurable, ResultsDiffer
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
@@ -269,8 +269,8 @@ def test_the_code_of_an_op_is_its_file_and_the_kernels_that_it_imports():
 @pytest.mark.parametrize(
     "error, said",
     [
-        (Lost("it had not finished after 10 seconds"), "not finished after 10 seconds"),
-        (Different("its results are not those of Inductor here"), "results are not those"),
+        (NotMeasurable("it had not finished after 10 seconds"), "not finished after 10 seconds"),
+        (ResultsDiffer("its results are not those of Inductor here"), "results are not those"),
         (RuntimeError("out of registers"), "out of registers"),
         (torch.OutOfMemoryError("CUDA"), "could not be measured"),
     ],
@@ -284,10 +284,12 @@ def test_a_provider_that_fails_costs_its_site_alone(monkeypatch, tmp_path, error
             ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
         assert not fused and said in reason
         # it may succeed another time, but for what is certain
-        assert stored.store().empty != isinstance(error, Different)
+        assert stored.store().empty != isinstance(error, ResultsDiffer)
 
 
-@pytest.mark.parametrize("error", [Different("its results are others"), RuntimeError("registers")])
+@pytest.mark.parametrize(
+    "error", [ResultsDiffer("its results are others"), RuntimeError("registers")]
+)
 def test_what_is_wrong_or_fails_in_context_is_not_taken_for_what_bytes_promise(
     monkeypatch, tmp_path, error
 ):
@@ -297,7 +299,7 @@ def test_what_is_wrong_or_fails_in_context_is_not_taken_for_what_bytes_promise(
         return torch.softmax(q @ q.mT, -1) @ q
 
     x = torch.randn(8, 8, 256, 32)
-    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: Lost("the GPU is busy")):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: NotMeasurable("the GPU is busy")):
         ((_, fused, reason),) = told(decided(block, x, measure_s=20), "attention")
         assert fused and "fused on an estimate from bytes and launches" in reason
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: error), warnings.catch_warnings():

@@ -17,7 +17,7 @@ from fusion_backend.measure import contest as contests
 from fusion_backend.measure import gpu, timing
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.contest import Different, Lost, contest
+from fusion_backend.measure.contest import NotMeasurable, ResultsDiffer, contest
 from fusion_backend.measure.store import Answer
 from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
@@ -118,7 +118,7 @@ def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):
     wrong.call.args = (k, k, v, *rest)
     with (
         contest(cut) as held,
-        pytest.raises(Different, match="not those of Inductor.* of its norm"),
+        pytest.raises(ResultsDiffer, match="not those of Inductor.* of its norm"),
     ):
         held.against([wrong], 0.1)
 
@@ -139,7 +139,7 @@ def test_a_gradient_that_goes_by_another_input_is_the_same(lost, monkeypatch, tm
                 return graph(*given[:at], given[at].detach(), *given[at + 1 :])
 
             held.compiled = lambda chosen: held.run(without)
-        with pytest.raises(Different) if lost else contextlib.nullcontext():
+        with pytest.raises(ResultsDiffer) if lost else contextlib.nullcontext():
             held.against(cut.region.sites, 0.1)
 
 
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_not_measured(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(contests, "made_up", full)
-    with pytest.raises(Lost, match="not enough memory"), contest(attention_cut()):
+    with pytest.raises(NotMeasurable, match="not enough memory"), contest(attention_cut()):
         pass
 
 
@@ -371,7 +371,7 @@ def test_a_region_must_fit_in_what_is_free_and_in_what_is_reserved(cuda, monkeyp
     cut = attention_cut()
     contests.check_memory(cut, cuda)  # 2 MB are reserved and not used
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
-    with pytest.raises(Lost, match="it takes up to .* GB to measure, and .* are free"):
+    with pytest.raises(NotMeasurable, match="it takes up to .* GB to measure, and .* are free"):
         contests.check_memory(cut, cuda)
 
 
@@ -379,7 +379,7 @@ def test_the_gpu_is_waited_for_but_not_for_ever(cuda, monkeypatch):
     monkeypatch.setattr(Event, "questions", 3)
     contests.finished(cuda, 5.0)
     monkeypatch.setattr(Event, "questions", 1 << 60)
-    with pytest.raises(Lost, match="it had not finished after 0 seconds"):
+    with pytest.raises(NotMeasurable, match="it had not finished after 0 seconds"):
         contests.finished(cuda, 0.01)
 
 

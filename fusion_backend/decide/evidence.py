@@ -52,5 +52,5 @@ class Evidence:
         answer = self.of(match)
         return self.wanted if answer is None else answer.certain
 
-    def tell(self, match: Match, answer: Measured) -> None:
+    def record(self, match: Match, answer: Measured) -> None:
         self.answers[match.pattern.name, match.roots[0]] = answer

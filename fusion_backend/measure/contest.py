@@ -32,11 +32,11 @@ WORTH_OF_LAYOUT = 0.05
 WORTH_OF_BIAS = 0.1
 
 
-class Lost(Exception):
+class NotMeasurable(Exception):
     """A region or a variant of it cannot be measured; the text says why."""
 
 
-class Different(Lost):
+class ResultsDiffer(NotMeasurable):
     """A variant of a region computes something else."""
 
 
@@ -130,13 +130,13 @@ class Contest:
 
     def against(self, chosen: list[Decision], seconds: float) -> tuple[Race, int]:
         """The race between plain Inductor and the region with these sites replaced, and how many
-        bytes more the replacement keeps for backward. Raises Different if the results differ.
+        bytes more the replacement keeps for backward. Raises ResultsDiffer if the results differ.
         """
         started = time.perf_counter()
         ours = self.compiled(chosen)
         longest = max(TIMING_S, time.perf_counter() - started)
         if not self.random and (wrong := self.different(ours.values)):
-            raise Different(f"its results are not those of Inductor here: {wrong}")
+            raise ResultsDiffer(f"its results are not those of Inductor here: {wrong}")
         until = time.perf_counter() + seconds
         with alone(self.device, seconds):
             left = min(until - time.perf_counter(), longest)
@@ -149,7 +149,7 @@ def contest(cut: Cut) -> Iterator[Contest]:
     """A contest, after which memory and random numbers are as they were."""
     on_gpu = cut.device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise Lost("a CUDA graph is being captured")
+        raise NotMeasurable("a CUDA graph is being captured")
     held = None
     # events are recorded on the current GPU, which need not be the region's
     here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
@@ -162,7 +162,7 @@ def contest(cut: Cut) -> Iterator[Contest]:
             held = Contest(cut)
             yield held
     except torch.OutOfMemoryError as error:
-        raise Lost("there is not enough memory to measure it") from error
+        raise NotMeasurable("there is not enough memory to measure it") from error
     finally:
         if held is not None:
             held.__dict__.clear()  # no reference to the contest keeps its tensors
@@ -171,7 +171,7 @@ def contest(cut: Cut) -> Iterator[Contest]:
 
 
 def check_memory(cut: Cut, device: torch.device) -> None:
-    """Raise Lost unless a region, its gradients and intermediates fit in the free memory."""
+    """Raise NotMeasurable unless a region with its gradients and intermediates fits in memory."""
     if device.type != "cuda":
         return
     values = [n.meta["val"] for n in (*cut.inputs, *cut.region.nodes)]
@@ -179,7 +179,9 @@ def check_memory(cut: Cut, device: torch.device) -> None:
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if need > free:
-        raise Lost(f"it takes up to {need / 1e9:.1f} GB to measure, and {free / 1e9:.1f} are free")
+        raise NotMeasurable(
+            f"it takes up to {need / 1e9:.1f} GB to measure, and {free / 1e9:.1f} are free"
+        )
 
 
 def computed(n: fx.Node) -> bool:
@@ -191,14 +193,14 @@ def memory(device: torch.device) -> int:
 
 
 def finished(device: torch.device, seconds: float = 10.0) -> None:
-    """Wait for the GPU, but not for ever. Raises Lost."""
+    """Wait for the GPU, but not for ever. Raises NotMeasurable."""
     if device.type != "cuda":
         return
     event, until = torch.cuda.Event(), time.perf_counter() + seconds
     event.record()
     while not event.query():
         if time.perf_counter() > until:
-            raise Lost(f"it had not finished after {seconds:.0f} seconds")
+            raise NotMeasurable(f"it had not finished after {seconds:.0f} seconds")
         time.sleep(1e-4)
 
 

@@ -112,16 +112,16 @@ class Judge:
             self.open = False
             yield
             if active:
-                active = self.heard(gates)
+                active = self.answered(gates)
             if not self.open:
                 return
         for gate in gates:
-            obey(gate)
+            enforce_answers(gate)
 
-    def heard(self, gates: list[Gate]) -> bool:
-        """`hear`; if it fails, which is a fault of ours, the tables decide."""
+    def answered(self, gates: list[Gate]) -> bool:
+        """`answer_proposals`; if it fails, which is a fault of ours, the tables decide."""
         try:
-            self.hear(gates)
+            self.answer_proposals(gates)
         except Exception as error:
             self.settled = False
             fault = f"measured answers cannot be used: {described(error)}"
@@ -131,7 +131,7 @@ class Judge:
             return False
         return True
 
-    def hear(self, gates: list[Gate]) -> None:
+    def answer_proposals(self, gates: list[Gate]) -> None:
         """Answer what the gates propose."""
         for gate in gates:
             self.open |= inside_of_lost(gate)
@@ -147,7 +147,7 @@ class Judge:
         for c, answer in told:
             if answer.verdict == "faster" and answer.take == (c.sites[0].providers,):
                 self.proven[likeness(c.sites[0])] = answer
-        again = {id(d) for c, answer in told for d in self.tell(c, answer)}
+        again = {id(d) for c, answer in told for d in self.hand_out(c, answer)}
         for gate in gates:
             for d in gate.found:
                 if d.fused and gate.evidence.of(d.match) is None and id(d) not in again:
@@ -158,9 +158,9 @@ class Judge:
         sites, which no measurement has compiled, are compiled when the gate decides again.
         """
         if d.doubt is not None:
-            gate.evidence.tell(d.match, Measured("", d.doubt.reason))
+            gate.evidence.record(d.match, Measured("", d.doubt.reason))
         elif has_kernels(d):
-            gate.evidence.tell(d.match, Measured(d.providers, d.reason))
+            gate.evidence.record(d.match, Measured(d.providers, d.reason))
         else:
             return
         self.open = True
@@ -248,7 +248,7 @@ class Judge:
             self.asked[c.key] = known_answer(c.key, self.options)
         return found or unanswered(c, "")
 
-    def tell(self, c: Class, answer: Answer) -> list[Decision]:
+    def hand_out(self, c: Class, answer: Answer) -> list[Decision]:
         """Give an answer to the gates of all regions of a class. If it changes only the reason,
         nothing is decided again. If sites with a matrix product gain nothing, the other sites of
         the region get no answer and are returned: the next round judges them without the product,
@@ -264,8 +264,8 @@ class Judge:
                     self.open = True
                     again.append(d)
                     continue
-                told = self.said(d, answer, answer.take[i] if i < len(answer.take) else "")
-                gate.evidence.tell(d.match, told)
+                told = self.answer_for(d, answer, answer.take[i] if i < len(answer.take) else "")
+                gate.evidence.record(d.match, told)
                 # sites that are taken without a measurement have kernels that nobody has compiled
                 # yet
                 compiled = told.certain or not gate.evidence.wanted or not has_kernels(d)
@@ -275,7 +275,7 @@ class Judge:
                     self.open = True
         return again
 
-    def said(self, d: Decision, answer: Answer, take: str) -> Measured:
+    def answer_for(self, d: Decision, answer: Answer, take: str) -> Measured:
         """The answer about one site."""
         together = len(answer.sites) > 1
         if answer.verdict:
@@ -332,7 +332,7 @@ def inside_of_lost(gate: Gate) -> bool:
             calls = [order(n) for n in inside - own if weighs and library_call(name_of(n))]
             first, last = min(map(order, own)), max(map(order, own))
             if same or (calls and min(calls) < first and last < max(calls)):
-                gate.evidence.tell(d.match, Measured("", larger.reason, certain=True))
+                gate.evidence.record(d.match, Measured("", larger.reason, certain=True))
                 found = True
     return found
 
@@ -347,7 +347,7 @@ def cut_of(gate: Gate, region: Region) -> Cut:
     return cut(facts, region, training, wanted)
 
 
-def obey(gate: Gate) -> None:
+def enforce_answers(gate: Gate) -> None:
     """After the last round, unfuse every site that is not fused as its answer says."""
     for d in gate.found:
         answer = gate.evidence.of(d.match)

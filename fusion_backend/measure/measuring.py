@@ -16,7 +16,7 @@ import torch
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.bound import bound
-from fusion_backend.measure.contest import Contest, Different, Lost, contest
+from fusion_backend.measure.contest import Contest, NotMeasurable, ResultsDiffer, contest
 from fusion_backend.measure.cut import summary
 from fusion_backend.measure.key import gpu_name, machine
 from fusion_backend.measure.rivals import rivals
@@ -73,7 +73,7 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
         with contest(c.cut) as held:
             found = Choice(c, held, started + left).answer()
     except Exception as error:
-        why = str(error) if isinstance(error, Lost) else of_kernel(error)
+        why = str(error) if isinstance(error, NotMeasurable) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
     finally:
         took = time.perf_counter() - started
@@ -131,10 +131,10 @@ class Choice:
             race, more = self.held.against(chosen, seconds)
         except torch.OutOfMemoryError:
             raise
-        except Different as error:
+        except ResultsDiffer as error:
             self.wrong = str(error)
             return False
-        except Lost as error:
+        except NotMeasurable as error:
             self.failed = str(error)
             return False
         except Exception as error:
