@@ -41,6 +41,7 @@ TITLES = {
     "rules_gelu": "GELU",  # composites, which are no operators of ATen
     "rules_shape": "views, indexing, shapes",
     "rules_norm": "reductions and norms",
+    "rules_channel_norm": "norms over channels",  # composites
     "rules_product": "products and convolutions",
     "rules_attention": "attention",
     "rules_loss": "losses",

@@ -38,6 +38,7 @@ OTHER_WAYS = {
     "mlp": [dict(transposed=True, form=2)],  # of gelu
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
+    "channel_norm": [dict(form=-1)],  # of an RMS norm
     "norm_rotary": [dict(form=-1)],  # of neighbours
     "token_log_probs": [dict(form=-1)],  # of an index that wraps, and logsumexp
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight

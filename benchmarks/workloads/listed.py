@@ -102,6 +102,11 @@ WORK = [
         for how in ({}, dict(silu=1))
         for train in (False, True)
     ),
+    *(
+        Work("channel_norm", dict(b=b, c=c, n=n), BF16, train)
+        for b, c, n in ((8, 96, 56), (32, 96, 56), (32, 192, 28), (32, 768, 7), (8, 256, 64))
+        for train in (False, True)
+    ),
     *(Work("token_log_probs", dict(b=4, s=2048, v=128256), BF16, train) for train in (False, True)),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
@@ -232,6 +237,7 @@ SMALL = [
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     Work("norm_act", dict(rows=64, n=256), BF16, train=True),
+    Work("channel_norm", dict(b=2, c=6, n=8), BF16, train=True),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),
     *(
         Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)

@@ -211,6 +211,7 @@ PASSES = {
     "cross_entropy": (1, 3),
     "token_log_probs": (1, 3),
     "norm_act": (2, 5),
+    "channel_norm": (2, 5),
     "l2_norm": (2, 5),
     "batch_norm": (2, 4),
     "group_norm": (2, 5),

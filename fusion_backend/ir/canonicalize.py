@@ -18,6 +18,7 @@ from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir import (
     rules_attention,
+    rules_channel_norm,
     rules_collective,
     rules_gelu,
     rules_loss,
@@ -34,7 +35,7 @@ from fusion_backend.ir.schema_args import Call, argument, written_arguments
 from fusion_backend.reporting.faults import refusal
 
 # Rules of one operator are asked in the order in which these files register them.
-OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm)
+OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm, rules_channel_norm)
 OUR_RULES += (rules_product, rules_attention, rules_loss, rules_collective)
 
 

@@ -1,0 +1,152 @@
+"""Layer or RMS normalisation over dimension 1 of `[n, c, ...]`, dense: y = u · weight + bias, with
+u = (x - mean) · rstd, or x · rstd where the norm is not centred.
+
+Whoever reads the channels of one position jumps through memory, and reads neighbours of it in every
+cache line. A program therefore takes all channels of BLOCK positions, which are adjacent in memory,
+and holds them: x is read once. Positions are counted through all samples, so that a tile may begin
+in one sample and end in another. All sums are in fp32. channel_norm_backward.py has the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number, same_sizes
+from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.norm.group_norm import affine
+from fusion_backend.reporting.reject import Reject
+
+MAX_CHANNELS = 1024  # of which a program can hold 16 positions
+
+
+class Affine(NamedTuple):
+    """Weight and bias, one element for each channel and contiguous, or None; is x centred?"""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+
+class Tile(NamedTuple):
+    """What a program holds: the power of two from the channels on, and positions; its warps."""
+
+    channels: int
+    positions: int
+    warps: int
+    programs: int = 0  # a multiprocessor, which walk through the tiles; 0: all tiles at once
+    stages: int = 0  # of the loop over tiles
+
+
+def reject_channels_first(x: Tensor) -> Reject | None:
+    """Refuse tensors that are not dense in the order of their dimensions, and channels or planes
+    that the kernel cannot be compiled for, or not hold.
+    """
+    if x.dim() < 3:
+        return Reject(f"x has {x.dim()} dimensions: channels of a matrix are the columns of rows")
+    if any(map(dynamic, x.shape[1:])):
+        return Reject("the number of channels or the size of a plane is dynamic")
+    c = number(x.shape[1])
+    if not 1 <= c <= MAX_CHANNELS:
+        return Reject(f"{c} channels are not between 1 and {MAX_CHANNELS}, which a program holds")
+    if not dense(x, range(x.dim())):
+        rows = statically_known_true(x.stride(1) == 1)
+        why = "channels-last in memory, where the channels are rows" if rows else "not dense"
+        return Reject(f"x is {why}: {memory(x)}")
+
+
+def reject_per_channel(x: Tensor, **vectors: Tensor | None) -> Reject | None:
+    """Refuse weights and biases that do not broadcast to x with one element for each channel, or
+    whose elements are not adjacent; None passes.
+    """
+    shape = (x.shape[1], *(1,) * (x.dim() - 2))
+    for name, t in vectors.items():
+        if t is None:
+            continue
+        if not same_sizes(t.shape, shape) and not same_sizes(t.shape, (1, *shape)):
+            return Reject(
+                f"{name} with shape {tuple(t.shape)} is not one number for each of the "
+                f"{x.shape[1]} channels of x"
+            )
+        if not dense(t, range(t.dim())):
+            return Reject(f"{name} is not dense: {memory(t)}")
+
+
+def forward_tile(c: int) -> Tile:
+    """32 elements a thread; 16 positions at least, so that each reading is of 32 bytes."""
+    channels = triton.next_power_of_2(c)
+    positions = max(16, min(1024, 8192 // channels))
+    return Tile(channels, positions, max(4, channels * positions // 1024))
+
+
+def planes(x: Tensor) -> int:
+    """Positions of a sample."""
+    return math.prod(map(number, x.shape[2:]))
+
+
+def forward(x: Tensor, norm: Affine, how: Tile | None = None) -> Tensor:
+    """y in x's shape and dtype, contiguous.
+
+    x is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16; c up to MAX_CHANNELS. Weight and bias are
+    of x's dtype. Grid: tiles of how.positions.
+    """
+    y, c, inner = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1], planes(x)
+    c = number(c)
+    how = how or forward_tile(c)
+    tiles = (x.shape[0] * inner + how.positions - 1) // how.positions
+    launch(
+        channel_norm_kernel, (tiles,), x, norm.weight, norm.bias, y, x.shape[0], norm.eps,
+        C=c, INNER=inner, CENTRED=norm.centred, CHANNELS=how.channels, BLOCK=how.positions,
+        num_warps=how.warps,
+    )  # fmt: skip
+    return y
+
+
+# Bytes: x once, y once.
+@triton.jit
+def channel_norm_kernel(
+    X, W, B, Y, samples, eps, C: tl.constexpr, INNER: tl.constexpr, CENTRED: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    ch, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
+    x = tl.load(X + first + at, keep, 0.0).to(tl.float32)
+    u, rstd = centred_and_rstd(x, ch, eps, C, CENTRED)
+    tl.store(Y + first + at, affine(u * rstd, W, B, ch, ch < C), keep)
+
+
+@triton.jit
+def tile(
+    t, samples, C: tl.constexpr, INNER: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of tile number t: its channels, where its first sample begins, where its elements are from
+    there, `[CHANNELS, BLOCK]`, and which of them exist.
+    """
+    ch = tl.arange(0, CHANNELS)
+    start = tl.cast(t, tl.int64) * BLOCK
+    sample = start // INNER
+    lane = tl.arange(0, BLOCK)
+    position = (start - sample * INNER).to(tl.int32) + lane
+    across = position // INNER * (C * INNER) + position % INNER
+    if C * INNER >= 1 << 30:
+        at = ch.to(tl.int64)[:, None] * INNER + across[None, :]
+    else:
+        at = ch[:, None] * INNER + across[None, :]
+    there = lane < tl.cast(samples, tl.int64) * INNER - start
+    return ch, sample * (C * INNER), at, (ch < C)[:, None] & there[None, :]
+
+
+@triton.jit
+def centred_and_rstd(x, ch, eps, C: tl.constexpr, CENTRED: tl.constexpr):
+    """x - mean, or x where the norm is not centred, and rstd `[1, positions]`."""
+    if CENTRED:
+        mean = tl.sum(x, 0, keep_dims=True) / C
+        x = tl.where((ch < C)[:, None], x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0, keep_dims=True) / C + tl.cast(eps, tl.float32))
+    return x, rstd
