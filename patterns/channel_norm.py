@@ -1,40 +1,52 @@
-"""Layer or RMS normalisation over the channels of a channels-first tensor: (x - mean) / sqrt(var +
-eps) · weight + bias, with mean and var over dimension 1; the RMS norm has mean(x²) for var and
-subtracts nothing.
+"""Normalisation over the channels of a channels-first tensor, dimension 1: layer norm, RMS norm or
+unit length.
 
-x is `[n, c, ...]` with one dimension or more behind the channels, dense, in fp32, bf16 or fp16, of
-up to 1024 channels; weight and bias have one element for each channel, `[c, 1, 1]` or
-`[1, c, 1, 1]` for images, and may be missing. Sums are taken in fp32; backward keeps x alone.
-Source: ConvNeXt's LayerNorm with data_format="channels_first" (Liu et al. 2022), LayerNorm2d of
-Segment Anything.
+y = u · weight + bias; u is (x - mean) / sqrt(var + eps) in a layer norm, x / sqrt(mean(x²) + eps)
+in an RMS norm, and scale · x / max(‖x‖, eps) of unit length. x is `[n, c, ...]` with one dimension
+or more behind the channels, dense, in fp32, bf16 or fp16, of up to 1024 channels; weight and bias
+have one element for each channel, `[c, 1, 1]` or `[1, c, 1, 1]` for images, and may be missing, as
+may the scale, a number. Sums are taken in fp32; backward keeps x alone. Channels-last tensors are
+left to Inductor. Source: LayerNorm with data_format="channels_first" of ConvNeXt (Liu et al. 2022),
+LayerNorm2d of Segment Anything, RMS_norm of Wan's VAE.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.channel_norm import (
-    Affine,
+    ChannelNorm,
+    Kind,
     forward,
     reject_channels_first,
     reject_per_channel,
 )
 from fusion_backend.kernels.norm.channel_norm_backward import backward
-from fusion_backend.kernels.norm.plain import Kind
 
 
 @Pattern(inductor="reduction")
 def channel_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: Kind
+    x: Tensor,
+    scale: float | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: Kind,
 ) -> Tensor:
-    return affine(normalised(x, 1, eps, norm), weight, bias)
+    if scale is not None and norm != "length":
+        raise ValueError("a scale belongs to unit length")
+    y = normalised(x, 1, eps, norm)
+    return affine(y if scale is None else y * scale, weight, bias)
 
 
 def normalised(x, dim, eps, norm):
+    if norm == "length":
+        return F.normalize(x, dim=dim, eps=eps)
     x = x - x.mean(dim, keepdim=True) if norm == "layer" else x
     return x * torch.rsqrt((x * x).mean(dim, keepdim=True) + eps)
 
@@ -45,53 +57,58 @@ def affine(y, weight, bias):
 
 
 @channel_norm.near_miss
-def _(x, weight, bias, eps, norm):
+def _(x, scale, weight, bias, eps, norm):
     """over another dimension"""
-    return affine(normalised(x, 2, eps, norm), weight, bias)
+    y = normalised(x, 2, eps, norm)
+    return affine(y if scale is None else y * scale, weight, bias)
 
 
 @channel_norm.near_miss
-def _(x, weight, bias, eps, norm):
-    """eps outside the root"""
+def _(x, scale, weight, bias, eps, norm):
+    """eps added to the root"""
     x = x - x.mean(1, keepdim=True) if norm == "layer" else x
-    return affine(x / ((x * x).mean(1, keepdim=True).sqrt() + eps), weight, bias)
+    squares = (x * x).sum(1, keepdim=True) if norm == "length" else (x * x).mean(1, keepdim=True)
+    y = x / (squares.sqrt() + eps)
+    return affine(y if scale is None else y * scale, weight, bias)
 
 
 @channel_norm.near_miss
-def _(x, weight, bias, eps, norm):
+def _(x, scale, weight, bias, eps, norm):
     """the sum of squares divided by one channel less"""
     x = x - x.mean(1, keepdim=True) if norm == "layer" else x
     var = (x * x).sum(1, keepdim=True) / (x.shape[1] - 1)
-    return affine(x * torch.rsqrt(var + eps), weight, bias)
+    y = x * torch.rsqrt(var + eps)
+    return affine(y if scale is None else y * scale, weight, bias)
 
 
 @channel_norm.guard
-def _(x, weight, bias, eps, norm):
+def _(x, scale, weight, bias, eps, norm):
     return (
         reject_dtypes(x=x, weight=weight, bias=bias)
         or reject_channels_first(x)
         or reject_per_channel(x, weight=weight, bias=bias)
-        or reject_dynamic(eps=eps)
+        or reject_dynamic(scale=scale, eps=eps)
     )
 
 
 @channel_norm.worthwhile
-def _(x, weight, bias, eps, norm, training):
+def _(x, scale, weight, bias, eps, norm, training):
     return UNMEASURED
 
 
 @channel_norm.kernel
-def _(x, weight, bias, eps, norm):
-    return forward(x, Affine(weight, bias, eps, norm == "layer"))
+def _(x, scale, weight, bias, eps, norm):
+    return forward(x, ChannelNorm(weight, bias, eps, norm, scale))
 
 
 @channel_norm.backward
 def _(saved, dy):
     needs = tuple(saved.needs[name] for name in ("x", "weight", "bias"))
-    norm = Affine(saved.weight, saved.bias, saved.eps, saved.norm == "layer")
+    norm = ChannelNorm(saved.weight, saved.bias, saved.eps, saved.norm, saved.scale)
     return backward(dy, saved.x, norm, needs)
 
 
-@channel_norm.inputs(dict(b=2, c=60, n=5), dict(b=32, c=96, n=56))
-def _(tensor, b, c, n):
-    return tensor(b, c, n, n), tensor(c, 1, 1), tensor(c, 1, 1), 1e-6, "layer"
+@channel_norm.inputs(dict(b=2, c=12, n=5), dict(b=32, c=96, n=56))
+def _(tensor, b, c, n, length=0):
+    scale, norm = (c**0.5, "length") if length else (None, "layer")
+    return tensor(b, c, n, n), scale, tensor(c, 1, 1), tensor(c, 1, 1), 1e-6, norm

@@ -11,6 +11,11 @@ def centred(x, power):
     return t * power(t.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
+def over_channels(x, root):
+    t = x - x.mean(1, keepdim=True)
+    return t * root((t * t).mean(1, keepdim=True) + 1e-5)
+
+
 # as SAME in tests/canonical_cases.py
 NORMS = {
     "unit rows": (
@@ -71,5 +76,33 @@ NORMS = {
             (x - m.view(-1, 1, 1)) * (w * torch.rsqrt(w * w + 1e-5))[:, None, None]
             + m[:, None, None]
         ),
+    ),
+    "layer norm over channels": (
+        ((2, 4, 6, 5), (4,), (4,)),
+        lambda x, w, b: over_channels(x, torch.rsqrt) * w[:, None, None] + b[:, None, None],
+        lambda x, w, b: over_channels(x, lambda v: v**-0.5) * w[:, None, None] + b[:, None, None],
+        lambda x, w, b: (
+            b[:, None, None]
+            + w[:, None, None]
+            * ((x - x.mean(1, True)) * torch.rsqrt(x.var(1, correction=0, keepdim=True) + 1e-5))
+        ),
+        lambda x, w, b: (
+            ((x - x.mean(1, True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt())
+            * w[:, None, None]
+            + b[:, None, None]
+        ),
+    ),
+    "rms norm over channels": (
+        ((2, 4, 6), (4,)),
+        lambda x, w: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5) * w[:, None],
+        lambda x, w: w[:, None] * (x / torch.sqrt((x * x).mean(1, keepdim=True) + 1e-5)),
+        lambda x, w: w[:, None] * (x / ((x * x).sum(1, True) / 4 + 1e-5).sqrt()),
+    ),
+    "channels of unit length": (
+        ((2, 4, 3, 2, 2), (4, 1, 1, 1)),
+        lambda x, w: F.normalize(x, dim=1, eps=2.0) * 2.0 * w,
+        lambda x, w: F.normalize(x, dim=1, eps=2.0) * w * 2.0,
+        lambda x, w: w * (2 * (x / x.norm(dim=1, keepdim=True).clamp_min(2.0))),
+        lambda x, w: x * torch.rsqrt(x.pow(2).sum(1, keepdim=True).clamp_min(4.0)) * 2 * w,
     ),
 }

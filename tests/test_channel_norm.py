@@ -9,7 +9,7 @@ from fusion_backend import explain
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.kernels.norm import channel_norm as kernels
 from fusion_backend.kernels.norm import channel_norm_backward as gradients
-from fusion_backend.kernels.norm.channel_norm import Affine, Tile
+from fusion_backend.kernels.norm.channel_norm import ChannelNorm, Tile
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.testing import assert_fuses, collect, value_and_gradients, with_kernels
@@ -26,6 +26,8 @@ from tests.selection import product
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "channel_norm"
 PATTERN = FUSION_RULES[NAME]
+NORMS = ["layer", "rms", "length"]
+SCALE = dict(layer=None, rms=None, length=3.5)
 # one position; one channel; three dimensions and five; 1000 channels; planes that end within a tile
 SHAPES = [(1, 96, 1), (3, 1, 5, 5), (2, 3, 2049), (3, 96, 7, 7), (2, 1000, 3, 3), (2, 6, 3, 4, 5)]
 
@@ -39,29 +41,29 @@ def vectors(x, dtype=None):
 
 
 @runs_kernels
-@product(shape=SHAPES, norm=["layer", "rms"], dtype=FLOATS)
+@product(shape=SHAPES, norm=NORMS, dtype=FLOATS)
 def test_shapes_and_dtypes(shape, norm, dtype):
     x = randn(*shape, dtype=dtype)
     eps = 1.0 if shape[1] == 1 else 1e-3  # the gradient of one channel is what eps makes of it
-    check(NAME, x, *vectors(x), eps, norm)
+    check(NAME, x, SCALE[norm], *vectors(x), eps, norm)
 
 
 @runs_kernels
-@product(affine=[(0, 0), (1, 0), (0, 1), (1, 1)], norm=["layer", "rms"], leading=[False, True])
+@product(affine=[(0, 0), (1, 0), (0, 1), (1, 1)], norm=NORMS, leading=[False, True])
 def test_with_and_without_weight_and_bias(affine, norm, leading):
     x = randn(2, 20, 3, 5)
     args = [
         (v[None] if leading else v) if there else None
         for v, there in zip(vectors(x), affine, strict=True)
     ]
-    check(NAME, x, *args, 1e-5, norm)
+    check(NAME, x, SCALE[norm], *args, 1e-5, norm)
 
 
 @runs_kernels
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "x weight", "weight bias"])
 def test_only_wanted_gradients_are_computed(needs):
     x = randn(2, 20, 3, 5)
-    check(NAME, x, *vectors(x), 1e-5, "layer", needs=needs.split())
+    check(NAME, x, None, *vectors(x), 1e-5, "layer", needs=needs.split())
 
 
 @runs_kernels
@@ -73,21 +75,21 @@ def test_a_frozen_norm_has_no_sums(monkeypatch):
         lambda kernel, *a, **k: (launched.append((kernel, k)), own(kernel, *a, **k)),
     )
     x = randn(2, 20, 3, 5)
-    check(NAME, x, *vectors(x), 1e-5, "layer", needs=["x"])
+    check(NAME, x, None, *vectors(x), 1e-5, "layer", needs=["x"])
     ((kernel, options),) = launched
     assert kernel is gradients.channel_norm_backward_kernel
     assert not options["WEIGHT"] and not options["BIAS"]
 
 
 @runs_kernels
-@product(samples=[1, 7], planes=[(4, 4), (3, 7)], norm=["layer", "rms"])
+@product(samples=[1, 7], planes=[(4, 4), (3, 7)], norm=NORMS)
 def test_programs_that_walk_through_tiles(samples, planes, norm, monkeypatch):
     """A tile lies in one sample, begins in one and ends in another, or spans several."""
     how = Tile(32, 16, 1, 1, 2)
     monkeypatch.setattr(kernels, "forward_tile", lambda c: how)
     monkeypatch.setattr(gradients, "backward_tile", lambda c: how)
     x = randn(samples, 20, *planes)
-    check(NAME, x, *vectors(x), 1e-5, norm)
+    check(NAME, x, SCALE[norm], *vectors(x), 1e-5, norm)
 
 
 @runs_kernels
@@ -95,9 +97,9 @@ def test_programs_that_walk_through_tiles(samples, planes, norm, monkeypatch):
 def test_no_positions(shape):
     x = randn(*shape)
     weight, bias = vectors(x)
-    y = PATTERN.kernel_fn(x, weight, bias, 1e-5, "layer")
+    y = PATTERN.kernel_fn(x, None, weight, bias, 1e-5, "layer")
     assert y.shape == x.shape
-    norm = Affine(weight, bias, 1e-5, True)
+    norm = ChannelNorm(weight, bias, 1e-5, "layer")
     dx, *sums = gradients.backward(y, x, norm, (True, True, True))
     assert dx.shape == x.shape
     assert all(d.shape == weight.shape and not d.any() for d in sums)
@@ -111,33 +113,45 @@ def test_a_gradient_of_any_strides(order):
     last = randn(2, 3, 5, 20).permute(0, 3, 1, 2)
     dy = randn(1, 1, 1, 1).expand(x.shape) if order == "expanded" else last
     leaf = x.double().requires_grad_()
-    want = PATTERN.reference(leaf, weight.double(), None, 1e-5, "layer")
+    want = PATTERN.reference(leaf, None, weight.double(), None, 1e-5, "layer")
     (want,) = torch.autograd.grad(want, leaf, dy.double())
-    dx, _, _ = gradients.backward(dy, x, Affine(weight, None, 1e-5, True), (True, False, False))
+    dx, _, _ = gradients.backward(
+        dy, x, ChannelNorm(weight, None, 1e-5, "layer"), (True, False, False)
+    )
     assert distance(dx, want) < 1e-5 and dx.is_contiguous()
 
 
 @runs_kernels
 def test_far_from_zero():
     x = randn(2, 1000, 3, 3) + 1000
-    got = PATTERN.kernel_fn(x, None, None, 1e-5, "layer")
+    got = PATTERN.kernel_fn(x, None, None, None, 1e-5, "layer")
     # the interpreter adds up one by one
-    assert distance(got, PATTERN.reference(x.double(), None, None, 1e-5, "layer")) < 1e-3
+    assert distance(got, PATTERN.reference(x.double(), None, None, None, 1e-5, "layer")) < 1e-3
 
 
 @runs_kernels
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_without_eps_padding_stays_out_of_the_sums(norm):
     """Beyond the last position there is nothing but zeros, whose rstd is infinite."""
     x = randn(1, 20, 3, 3)
-    check(NAME, x, *vectors(x), 0.0, norm)
+    check(NAME, x, SCALE[norm], *vectors(x), 0.0, norm)
+
+
+@runs_kernels
+@pytest.mark.parametrize("scale", [None, 3.5, -2.0, 0.0])
+def test_positions_shorter_than_eps(scale):
+    """Their length does not count, and has no gradient."""
+    x = randn(2, 6, 3, 5)
+    x[:, :, 1] *= 1e-3
+    x[0, :, 2, 2] = 0
+    check(NAME, x, scale, *vectors(x), 0.1, "length")
 
 
 @runs_kernels
 def test_nan_and_infinity_stay_at_their_positions():
     x = randn(2, 6, 3, 5)
     x[0, 3, 1, 1], x[1, 5, 2, 2] = float("nan"), float("inf")
-    y = PATTERN.kernel_fn(x, None, None, 1e-5, "layer")
+    y = PATTERN.kernel_fn(x, None, None, None, 1e-5, "layer")
     spoilt = torch.zeros(2, 3, 5, dtype=torch.bool, device=x.device)
     spoilt[0, 1, 1] = spoilt[1, 2, 2] = True
     assert torch.equal(y.isnan().any(1), spoilt)
@@ -146,16 +160,16 @@ def test_nan_and_infinity_stay_at_their_positions():
 @runs_kernels
 def test_gradients_repeat():
     x, dy = randn(5, 20, 7, 7), randn(5, 20, 7, 7)
-    norm = Affine(*vectors(x), 1e-5, True)
+    norm = ChannelNorm(*vectors(x), 1e-5, "layer")
     first, second = (gradients.backward(dy, x, norm, (True, True, True)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @runs_kernels
-@product(dtype=FLOATS, norm=["layer", "rms"])
+@product(dtype=FLOATS, norm=NORMS)
 def test_no_further_from_fp64_than_the_unfused_code(dtype, norm):
     x = randn(2, 96, 5, 5, dtype=dtype)
-    args = *vectors(x), 1e-6, norm
+    args = SCALE[norm], *vectors(x), 1e-6, norm
     exact = PATTERN.reference(
         *(a.double() if isinstance(a, torch.Tensor) else a for a in (x, *args))
     )
@@ -185,11 +199,11 @@ def test_refusals():
         ((randn(1, 1025, 2, 2), None, None), "1025 channels are not between 1 and 1024"),
         ((randn(2, 6), None, None), "x has 2 dimensions"),
     ]:
-        answer = refused(*args, 1e-5, "layer")
+        answer = refused(args[0], None, *args[1:], 1e-5, "layer")
         assert answer is not None and sentence in answer.reason, (sentence, answer)
     for weight in (None, w, w[None]):
-        assert refused(x, weight, b, 1e-5, "layer") is None
-    answer = PATTERN.worthwhile_fn(x, None, None, 1e-5, "layer", False)
+        assert refused(x, None, weight, b, 1e-5, "layer") is None
+    answer = PATTERN.worthwhile_fn(x, None, None, None, 1e-5, "layer", False)
     assert isinstance(answer, Unmeasured)
 
 
@@ -197,10 +211,11 @@ def test_symbolic_sizes():
     env, (x,) = symbolic(torch.randn(3, 5))
     samples, planes = x.new_empty(x.shape[0], 6, 4, 4), x.new_empty(3, 6, x.shape[1], 4)
     guards = len(env.guards)
-    assert PATTERN.guard_fn(samples, None, None, 1e-5, "layer") is None
-    assert "dynamic" in PATTERN.guard_fn(planes, None, None, 1e-5, "layer").reason
+    assert PATTERN.guard_fn(samples, None, None, None, 1e-5, "layer") is None
+    assert "dynamic" in PATTERN.guard_fn(planes, None, None, None, 1e-5, "layer").reason
     eps = x.shape[0] * 1.0
-    assert "dynamic" in PATTERN.guard_fn(samples, None, None, eps, "layer").reason
+    assert "dynamic" in PATTERN.guard_fn(samples, None, None, None, eps, "layer").reason
+    assert "dynamic" in PATTERN.guard_fn(samples, eps, None, None, 1e-5, "length").reason
     assert len(env.guards) == guards
 
 
@@ -276,7 +291,30 @@ def rms_by_root(x, w, b):
     return w[:, None, None] * (x / (x**2).mean(1, keepdim=True).add(1e-8).sqrt())
 
 
+def unit(x, w, b):
+    return F.normalize(x, dim=1)
+
+
+def of_wan(x, w, b):
+    """The RMS norm of Wan's VAE."""
+    return F.normalize(x, dim=1) * 6**0.5 * w[:, None, None] + b[:, None, None]
+
+
+def of_lucidrains(x, w, b):
+    return F.normalize(x, dim=1) * w.view(1, -1, 1, 1) * 6**0.5
+
+
+def unit_by_hand(x, w, b):
+    length = x.square().sum(1, keepdim=True).sqrt()
+    return x / length.clamp(min=1e-6) * (w + 1)[:, None, None]
+
+
+def unit_by_root(x, w, b):
+    return x * torch.rsqrt((x * x).sum(1, keepdim=True).clamp_min(1e-4)) * b[:, None, None]
+
+
 BY_HAND = [
+    unit, of_wan, of_lucidrains, unit_by_hand, unit_by_root,
     by_variance, by_var_mean, kept_by_hand, in_fp32, bias_alone, rms, rms_in_fp32, rms_by_root,
 ]  # fmt: skip
 
@@ -371,6 +409,21 @@ NEAR_MISSES = {
     "what is centred is used elsewhere": lambda x: (
         lambda u: (u / (u.square().mean(1, keepdim=True) + 1e-5).sqrt(), u.sin())
     )(x - x.mean(1, keepdim=True)),
+    "the length of another order": lambda x: x / x.norm(1, dim=1, keepdim=True).clamp_min(1e-5),
+    "the length over another dimension": lambda x: F.normalize(x, dim=2),
+    "the length over rows": lambda x: F.normalize(x, dim=-1),
+    "the length over everything": lambda x: F.normalize(x, dim=(1, 2)),
+    "the square of the length": lambda x: x / x.square().sum(1, keepdim=True).clamp_min(1e-5),
+    "the mean of squares, not their sum": lambda x: (
+        x / x.square().mean(1, keepdim=True).sqrt().clamp_min(1e-5)
+    ),
+    "no mean at all": lambda x: x * torch.rsqrt(x * x + 1e-5),
+    "the sum of squares, not their mean": lambda x: (
+        x * torch.rsqrt((x * x).sum(1, keepdim=True) + 1e-5)
+    ),
+    "an upper bound of the length": lambda x: x / x.norm(dim=1, keepdim=True).clamp_max(1e-5),
+    "the length and eps added": lambda x: x / (x.norm(dim=1, keepdim=True) + 1e-5),
+    "the length of another value": lambda x: x / x.sin().norm(dim=1, keepdim=True).clamp_min(1e-5),
     "written over between its reads": lambda x: (
         lambda x, u: (x.add_(1) - u) / spread(x, correction=0)
     )(x.sin(), x.sin().mean(1, keepdim=True)),

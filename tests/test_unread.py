@@ -261,15 +261,17 @@ NORMS = {
     "add_rms_norm": ("x", "residual", "weight"),
     "dropout_add_layer_norm": ("x", "residual", "weight", "bias"),
     "group_norm": ("x", "weight", "bias"),
+    "channel_norm": ("x", "weight", "bias"),
 }
 OF_ROWS, OF_COLUMNS = {"x", "residual"}, {"weight", "bias"}
 
 
 def norm_arguments(name: str, rows: int, n: int, frozen: set) -> dict:
     """By name, fake, in the order of the op."""
-    shape = (rows // 16, 16, n) if name == "group_norm" else (rows, n)
-    columns = (16,) if name == "group_norm" else (n,)
-    numbers = dict(groups=4, offset=None, eps=1e-5, p=0.1, act="identity")
+    planes = name in ("group_norm", "channel_norm")
+    shape = (rows // 16, 16, n) if planes else (rows, n)
+    columns = (n,) if not planes else (16,) if name == "group_norm" else (16, 1)
+    numbers = dict(groups=4, offset=None, scale=None, eps=1e-5, p=0.1, act="identity", norm="layer")
     tensors = {
         k: torch.empty(*(shape if k in OF_ROWS else columns), dtype=torch.bfloat16)
         for k in NORMS[name]

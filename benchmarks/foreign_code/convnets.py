@@ -71,6 +71,32 @@ def convnext_block(n, c, side):
     return nn.Sequential(ConvNeXtBlock(c), ConvNeXtBlock(c)), (features(n, c, side, side),)
 
 
+class ChannelsFirstNorm(nn.Module):
+    """LayerNorm with data_format="channels_first"."""
+
+    def __init__(self, c: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(c)), nn.Parameter(torch.zeros(c))
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + 1e-6)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+@problem(
+    "facebookresearch ConvNeXt: stem and downsampling, norms channels-first",
+    dict(n=32, c=96, side=224),
+    dict(n=2, c=8, side=32),
+    THREE,
+)
+def convnext_downsampling(n, c, side):
+    stem = nn.Conv2d(3, c, 4, 4), ChannelsFirstNorm(c), ConvNeXtBlock(c)
+    down = ChannelsFirstNorm(c), nn.Conv2d(c, 2 * c, 2, 2), ConvNeXtBlock(2 * c)
+    return nn.Sequential(*stem, *down), (torch.randn(n, 3, side, side),)
+
+
 @problem("ConvNeXt V2: global response norm after gelu", dict(n=128, side=28, c=768), FEW)
 def global_response_norm(n, c, side):
     def forward(m, x):

@@ -38,7 +38,7 @@ OTHER_WAYS = {
     "mlp": [dict(transposed=True, form=2)],  # of gelu
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
-    "channel_norm": [dict(form=-1)],  # of an RMS norm
+    "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "norm_rotary": [dict(form=-1)],  # of neighbours
     "token_log_probs": [dict(form=-1)],  # of an index that wraps, and logsumexp
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight

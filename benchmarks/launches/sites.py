@@ -129,6 +129,7 @@ CASES = [
     ("channel_norm", dict(b=32, c=96, n=56), FULL, True),
     ("channel_norm", dict(b=32, c=192, n=28), HALF, True),
     ("channel_norm", dict(b=8, c=256, n=64), torch.float16, True),
+    ("channel_norm", dict(b=8, c=384, n=14), HALF, True),
     ("channel_norm", dict(b=32, c=768, n=7), HALF, True),
     ("channel_norm", dict(b=32, c=768, n=7), FULL, True),
     ("channel_norm", dict(b=8, c=1024, n=32), FULL, True),

@@ -107,6 +107,7 @@ WORK = [
         for b, c, n in ((8, 96, 56), (32, 96, 56), (32, 192, 28), (32, 768, 7), (8, 256, 64))
         for train in (False, True)
     ),
+    Work("channel_norm", dict(b=4, c=96, n=416, length=1), BF16),
     *(Work("token_log_probs", dict(b=4, s=2048, v=128256), BF16, train) for train in (False, True)),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),

@@ -29,6 +29,17 @@ CASES = [
         lambda x, v, rows: (x()[None], None, None, *(v()[None, None] for _ in "ab"), 1e-6, "layer"),
     ),
     ("norm_act", 4096, lambda x, v, rows: (x(), v(), v(), 1e-5, "layer", "gelu")),
+    (
+        "channel_norm",
+        4096,
+        lambda x, v, rows: (
+            x().view(-1, 32, 128),
+            None,
+            *(v(32)[:, None] for _ in "wb"),
+            1e-5,
+            "layer",
+        ),
+    ),
     ("l2_norm", 4096, lambda x, v, rows: (x(), 1e-6)),
     ("l2_norm", 100_000, lambda x, v, rows: (x(), 1e-6)),
     ("softmax", 4096, lambda x, v, rows: (x(), 0.5, None, None, None)),

@@ -53,6 +53,12 @@ def t5_norm(x, w):
     return w * (x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
+def channels_first(x, w, b):
+    u = x.mean(1, keepdim=True)
+    s = (x - u).pow(2).mean(1, keepdim=True)
+    return w[:, None, None] * ((x - u) / torch.sqrt(s + 1e-6)) + b[:, None, None]
+
+
 def per_token(y):
     scale = y.abs().amax(-1, keepdim=True) / 127
     return (y / scale).round().clamp(-128, 127).to(torch.int8), scale
@@ -135,6 +141,10 @@ FOUND = [
     ("token_log_probs", "bf16 upcast", lambda x: (lambda y: y.gather(-1, TARGET[..., 1:, None]).squeeze(-1) - y.logsumexp(-1))(x[:, 1:].float()), (X.bfloat16(),)),
     ("norm_act", "module", lambda x: nn.GELU()(nn.LayerNorm(16)(x)), (X,)),
     ("norm_act", "bf16", lambda x: F.silu(F.rms_norm(x, (16,), eps=1e-6)), (X.bfloat16(),)),
+    ("channel_norm", "by hand", channels_first, (Q, B[:4], B[:4])),
+    ("channel_norm", "bf16", channels_first, (Q.bfloat16(), B[:4].bfloat16(), B[:4].bfloat16())),
+    ("channel_norm", "rms", lambda x: x * torch.rsqrt(x.pow(2).mean(1, True) + 1e-6), (Q.bfloat16(),)),
+    ("channel_norm", "unit", lambda x, w: nn.functional.normalize(x, dim=1) * 2 * w, (Q, B[:4, None, None])),
     ("linear_cross_entropy", "upcast", lambda x: F.cross_entropy(LINEAR(x).float().view(-1, 24), TARGET.view(-1)), (X,)),
     ("rotary", "llama", lambda q, c, s: q * c.unsqueeze(1) + rotate_half(q) * s.unsqueeze(1), (Q, COS, SIN)),
     ("attention", "plain", lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v, (Q, K, V)),
@@ -164,6 +174,7 @@ NOT_FOUND = [
     ("linear_act", "another gelu", lambda x: (lambda y: 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.044715 * y**3))))(LINEAR(x)), (X,)),
     ("cross_entropy", "weighted", lambda x: F.cross_entropy(x.view(-1, 16), TARGET.view(-1), ROW.exp()), (X,)),
     ("norm_act", "of a sum", lambda x: F.gelu(F.layer_norm(x, (16,)) + x), (X,)),
+    ("channel_norm", "rows", lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-6), (Q,)),
     ("token_log_probs", "entropy too", lambda x: (lambda y: (y.gather(-1, TARGET[:, 1:, None]), (y.exp() * y).sum()))(F.log_softmax(x[:, 1:], -1)), (X,)),
     ("batch_norm", "in training", lambda x: F.batch_norm(x, B[:4].clone(), B[:4].exp(), training=True), (Q,)),
 ]  # fmt: skip

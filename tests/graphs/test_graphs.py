@@ -210,6 +210,49 @@ return (getitem,)""",
         fuses(lambda x: F.relu(norm(x) + 1), x, count=0)
 
 
+class ChannelNorm(TestCase):
+    def test_fuses(self):
+        def channels_first(x, w, b):
+            u = x.mean(1, keepdim=True)
+            s = (x - u).pow(2).mean(1, keepdim=True)
+            x = (x - u) / torch.sqrt(s + 1e-6)
+            return w[:, None, None] * x + b[:, None, None]
+
+        self.assertExpectedInline(
+            text(channels_first, tensor(2, 3, 4, 5), tensor(3), tensor(3)),
+            """\
+getitem = getitem(l_w_, (slice(None, None, None), None, None))
+getitem_1 = getitem(l_b_, (slice(None, None, None), None, None))
+channel_norm_default = fusion.channel_norm(l_x_, None, getitem, getitem_1, 1e-06, layer, forward=reference, backward=vjp, save=False)
+return (channel_norm_default,)""",
+        )
+
+    def test_unit_length(self):
+        self.assertExpectedInline(
+            text(
+                lambda x, g: F.normalize(x, dim=1) * 2.0 * g,
+                tensor(2, 3, 4, 5, 6),
+                tensor(3, 1, 1, 1),
+            ),
+            """\
+channel_norm_default = fusion.channel_norm(l_x_, 2.0, l_g_, None, 1e-12, length, forward=reference, backward=vjp, save=False)
+return (channel_norm_default,)""",
+        )
+
+    def test_near_misses(self):
+        fuses = functools.partial(assert_fuses, pattern="channel_norm")
+        x, rows = tensor(2, 3, 4, 5), tensor(2, 3)
+        rms = lambda x, dim: x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + 1e-6)  # noqa: E731
+        fuses(lambda x: rms(x, 1), x)
+        fuses(lambda x: rms(x, 1).sin(), x[0])
+        fuses(lambda x: rms(x, 2), x, count=0)
+        fuses(lambda x: rms(x, -1), x, count=0)
+        fuses(lambda x: rms(x, (1, 2)), x, count=0)
+        fuses(lambda x: rms(x, 1), rows, count=0)
+        fuses(lambda x: rms(x, 1) + x.pow(2).mean(1, keepdim=True).sin(), x, count=0)
+        fuses(lambda x: x * torch.rsqrt(x.pow(2).sum(1, keepdim=True) + 1e-6), x, count=0)
+
+
 class GatedLinear(TestCase):
     def inputs(self):
         return tensor(3, 4), tensor(4, 5), tensor(5), tensor(4, 5), tensor(5)

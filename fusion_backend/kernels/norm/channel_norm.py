@@ -1,5 +1,6 @@
-"""Layer or RMS normalisation over dimension 1 of `[n, c, ...]`, dense: y = u · weight + bias, with
-u = (x - mean) · rstd, or x · rstd where the norm is not centred.
+"""Normalisation over dimension 1 of `[n, c, ...]`, dense: y = u · weight + bias. In a layer norm u
+is (x - mean) / sqrt(var + eps), in an RMS norm x / sqrt(mean(x²) + eps); with "length" it is
+scale · x / max(‖x‖, eps).
 
 Whoever reads the channels of one position jumps through memory, and reads neighbours of it in every
 cache line. A program therefore takes all channels of BLOCK positions, which are adjacent in memory,
@@ -10,7 +11,7 @@ in one sample and end in another. All sums are in fp32. channel_norm_backward.py
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -23,16 +24,20 @@ from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.group_norm import affine
 from fusion_backend.reporting.reject import Reject
 
+Kind = Literal["layer", "rms", "length"]
 MAX_CHANNELS = 1024  # of which a program can hold 16 positions
 
 
-class Affine(NamedTuple):
-    """Weight and bias, one element for each channel and contiguous, or None; is x centred?"""
+class ChannelNorm(NamedTuple):
+    """What is computed: weight and bias, one element for each channel and contiguous, or None; of
+    unit length the number that it is multiplied by.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-    centred: bool
+    norm: Kind
+    scale: float | None = None
 
 
 class Tile(NamedTuple):
@@ -91,7 +96,7 @@ def planes(x: Tensor) -> int:
     return math.prod(map(number, x.shape[2:]))
 
 
-def forward(x: Tensor, norm: Affine, how: Tile | None = None) -> Tensor:
+def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:
     """y in x's shape and dtype, contiguous.
 
     x is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16; c up to MAX_CHANNELS. Weight and bias are
@@ -103,8 +108,8 @@ def forward(x: Tensor, norm: Affine, how: Tile | None = None) -> Tensor:
     tiles = (x.shape[0] * inner + how.positions - 1) // how.positions
     launch(
         channel_norm_kernel, (tiles,), x, norm.weight, norm.bias, y, x.shape[0], norm.eps,
-        C=c, INNER=inner, CENTRED=norm.centred, CHANNELS=how.channels, BLOCK=how.positions,
-        num_warps=how.warps,
+        1.0 if norm.scale is None else norm.scale, C=c, INNER=inner, NORM=norm.norm,
+        CHANNELS=how.channels, BLOCK=how.positions, num_warps=how.warps,
     )  # fmt: skip
     return y
 
@@ -112,13 +117,15 @@ def forward(x: Tensor, norm: Affine, how: Tile | None = None) -> Tensor:
 # Bytes: x once, y once.
 @triton.jit
 def channel_norm_kernel(
-    X, W, B, Y, samples, eps, C: tl.constexpr, INNER: tl.constexpr, CENTRED: tl.constexpr,
+    X, W, B, Y, samples, eps, scale, C: tl.constexpr, INNER: tl.constexpr, NORM: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ch, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
     x = tl.load(X + first + at, keep, 0.0).to(tl.float32)
-    u, rstd = centred_and_rstd(x, ch, eps, C, CENTRED)
-    tl.store(Y + first + at, affine(u * rstd, W, B, ch, ch < C), keep)
+    x, factor, _ = factor_of(x, ch, eps, C, NORM)
+    if NORM == "length":
+        factor *= tl.cast(scale, tl.float32)
+    tl.store(Y + first + at, affine(x * factor, W, B, ch, ch < C), keep)
 
 
 @triton.jit
@@ -143,10 +150,20 @@ def tile(
 
 
 @triton.jit
-def centred_and_rstd(x, ch, eps, C: tl.constexpr, CENTRED: tl.constexpr):
-    """x - mean, or x where the norm is not centred, and rstd `[1, positions]`."""
-    if CENTRED:
+def factor_of(x, ch, eps, C: tl.constexpr, NORM: tl.constexpr):
+    """x, centred in a layer norm; its factor at each position, `[1, positions]`; and the sum of
+    (x · factor)² as the gradient has it: infinite where eps was longer than x.
+    """
+    if NORM == "layer":
         mean = tl.sum(x, 0, keep_dims=True) / C
         x = tl.where((ch < C)[:, None], x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 0, keep_dims=True) / C + tl.cast(eps, tl.float32))
-    return x, rstd
+    squares, eps = tl.sum(x * x, 0, keep_dims=True), tl.cast(eps, tl.float32)
+    if NORM == "length":
+        length = tl.sqrt(squares)
+        shorter = length < eps  # not so of NaN, which stays
+        factor = 1.0 / tl.where(shorter, eps, length)
+        total = tl.where(shorter, float("inf"), 1.0)
+    else:
+        factor = tl.rsqrt(squares / C + eps)
+        total = C
+    return x, factor, total

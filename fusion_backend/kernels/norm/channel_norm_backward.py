@@ -1,11 +1,11 @@
 """Backward of the norms over channels in channel_norm.py.
 
-With u = (x - mean) · rstd and g = dy · weight, dx = rstd (g - u mean(g u) - mean(g)), without
-mean(g) where the norm is not centred; the gradients of weight and bias are the sums over positions
-of dy · u and dy. A program holds all channels of its positions, so mean and rstd are computed
-again: nothing but x is kept, and a forward that Inductor computes has nothing to write for us. Sums
-are in fp32; the partial sums of each program are added up by a second kernel, in order: the same
-bits every time.
+u = x · factor, or (x - mean) · factor; h = dy · scale and g = h · weight. dx = factor (g - u Σ g u
+/ Σ u²), in a layer norm less factor · mean(g). Σ u² is c, of unit length 1, and infinite where eps
+was longer than x. The gradients of weight and bias are the sums over positions of h · u and dy. A
+program holds all channels of its positions, so mean and factor are computed again: nothing but x is
+kept, and a forward that Inductor computes has nothing to write for us. Sums are in fp32; the
+partial sums of each program are added up by a second kernel, in order: the same bits every time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import grid
 from fusion_backend.kernels.norm.channel_norm import (
-    Affine,
+    ChannelNorm,
     Tile,
-    centred_and_rstd,
+    factor_of,
     planes,
     tile,
 )
@@ -30,17 +30,24 @@ from fusion_backend.kernels.norm.weight_sums import add_up, write_sums
 
 
 def backward_tile(c: int) -> Tile:
-    """16 elements a thread, of two tensors. 16 positions at least, but 8 of the most channels: with
-    16 a thread would keep too many sums, and spill.
+    """32 elements a thread, of two tensors: with fewer, the shuffles of the sums over channels take
+    as long as the memory. 16 elements of more than 512 channels, and 8 positions: a thread would
+    keep too many sums of channels, and spill.
     """
     channels = triton.next_power_of_2(c)
-    positions = max(16 if channels <= 512 else 8, min(512, 4096 // channels))
-    warps = max(4, channels * positions // 512)
-    return Tile(channels, positions, warps, 32 // warps)
+    if channels > 512:
+        return Tile(channels, 8, 16, 2)
+    positions = max(16, min(512, 8192 // channels))
+    warps = max(4, channels * positions // 1024)
+    return Tile(channels, positions, warps, 16 // warps)
 
 
 def backward(
-    dy: Tensor, x: Tensor, norm: Affine, needs: tuple[bool, bool, bool], how: Tile | None = None
+    dy: Tensor,
+    x: Tensor,
+    norm: ChannelNorm,
+    needs: tuple[bool, bool, bool],
+    how: Tile | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x `[n, c, ...]`, contiguous, and of weight and bias, in their shapes and x's
     dtype; None where `needs` says no.
@@ -61,8 +68,9 @@ def backward(
     launch(
         channel_norm_backward_kernel, (programs,),
         dy.contiguous(), x, norm.weight, dx, sums, x.shape[0], norm.eps,
-        C=c, INNER=inner, CENTRED=norm.centred, WEIGHT=need[0], BIAS=need[1],
-        CHANNELS=how.channels, BLOCK=how.positions, STAGES=how.stages, num_warps=how.warps,
+        1.0 if norm.scale is None else norm.scale,
+        C=c, INNER=inner, NORM=norm.norm, WEIGHT=need[0], BIAS=need[1], CHANNELS=how.channels,
+        BLOCK=how.positions, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     found = add_up(sums, x.dtype, *need)
     return dx, *(d if d is None else d.view(v.shape) for d, v in zip(found, vectors, strict=True))
@@ -71,8 +79,8 @@ def backward(
 # Bytes: dy and x once, dx once, 8 a program and channel.
 @triton.jit
 def channel_norm_backward_kernel(
-    DY, X, W, DX, SUMS, samples, eps, C: tl.constexpr, INNER: tl.constexpr, CENTRED: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    DY, X, W, DX, SUMS, samples, eps, scale, C: tl.constexpr, INNER: tl.constexpr,
+    NORM: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dw = tl.zeros([CHANNELS], tl.float32)
@@ -82,18 +90,20 @@ def channel_norm_backward_kernel(
         ch, first, at, keep = tile(t, samples, C, INNER, CHANNELS, BLOCK)
         x = tl.load(X + first + at, keep, 0.0).to(tl.float32)
         g = tl.load(DY + first + at, keep, 0.0).to(tl.float32)
-        u, rstd = centred_and_rstd(x, ch, eps, C, CENTRED)
-        u = tl.where(keep, u * rstd, 0.0)  # of no position rstd may be infinite
-        if WEIGHT:
-            dw += tl.sum(g * u, 1)
+        x, factor, total = factor_of(x, ch, eps, C, NORM)
+        u = tl.where(keep, x * factor, 0.0)  # where there is no position it may be infinite
         if BIAS:
             db += tl.sum(g, 1)
+        if NORM == "length":
+            g *= tl.cast(scale, tl.float32)
+        if WEIGHT:
+            dw += tl.sum(g * u, 1)
         if DX is not None:
             g = affine(g, W, None, ch, ch < C)
-            d = g - u * (tl.sum(g * u, 0, keep_dims=True) / C)
-            if CENTRED:
+            d = g - u * (tl.sum(g * u, 0, keep_dims=True) / total)
+            if NORM == "layer":
                 d -= tl.sum(g, 0, keep_dims=True) / C
-            tl.store(DX + first + at, d * rstd, keep)
+            tl.store(DX + first + at, d * factor, keep)
     if SUMS is not None:
         ch = tl.arange(0, CHANNELS)
         write_sums(SUMS, dw, db, tl.program_id(0), tl.num_programs(0), ch, ch < C, C, WEIGHT, BIAS)

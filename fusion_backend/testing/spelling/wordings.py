@@ -132,21 +132,27 @@ WORDINGS: dict[str, list] = {
             "{self} * torch.rsqrt({other.self})",
             lambda a: not a.rounding_mode and is_a(a.other, "sqrt"),
         ),
-        ("F.normalize({self}, dim=-1, eps={other.self.min})", is_l2_normalisation),
-        ("F.normalize({self}, eps={other.self.min}, dim={self.rank} - 1)", is_l2_normalisation),
         (
-            "{self} * torch.rsqrt({self}.pow(2).sum(-1, keepdim=True).clamp_min("
-            "{other.self.min} ** 2))",
+            "F.normalize({self}, dim={other.self.self.axis}, eps={other.self.min})",
             is_l2_normalisation,
         ),
         (
-            "{self} / ({self} * {self}).sum(-1, keepdim=True).clamp(min={other.self.min} ** 2)"
-            ".sqrt()",
+            "F.normalize({self}, eps={other.self.min}, dim={other.self.self.axis})",
             is_l2_normalisation,
         ),
         (
-            "{t} = {self}.square().sum(-1, keepdim=True); {self} * {t}.clamp_min("
-            "{other.self.min} ** 2) ** -0.5",
+            "{self} * torch.rsqrt({self}.pow(2).sum({other.self.self.axis}, keepdim=True)"
+            ".clamp_min({other.self.min} ** 2))",
+            is_l2_normalisation,
+        ),
+        (
+            "{self} / ({self} * {self}).sum({other.self.self.axis}, keepdim=True)"
+            ".clamp(min={other.self.min} ** 2).sqrt()",
+            is_l2_normalisation,
+        ),
+        (
+            "{t} = {self}.square().sum({other.self.self.axis}, keepdim=True); "
+            "{self} * {t}.clamp_min({other.self.min} ** 2) ** -0.5",
             is_l2_normalisation,
         ),
         (
