@@ -7,6 +7,11 @@ import torch.nn.functional as F
 
 from tests.canonical_cases import INTS, LABELS, MASK, ROOT, B, M, Q, R, V, W, written_in_part
 
+
+def rms_over_channels(x):
+    return x / (x.pow(2).mean(1, True) + 1e-5).sqrt()
+
+
 # what must stay two expressions, and why
 OTHER = {
     "division is no product with the reciprocal": (
@@ -194,6 +199,10 @@ OTHER = {
         lambda x, w: (x - x.mean(1, True)) / (x.pow(2).mean(1, True) + 1e-5).sqrt(),
         lambda x, w: x / (x.pow(2).mean(1, True) + 1e-5).sqrt(),
         lambda x, w: x / (x.pow(2).mean(1, True) + 1e-4).sqrt(),
+        lambda x, w: rms_over_channels(x - x.mean(2, True)),
+        lambda x, w: rms_over_channels(x + x.mean(1, True)),
+        lambda x, w: rms_over_channels(x - 2 * x.mean(1, True)),
+        lambda x, w: rms_over_channels(x - x.sin().mean(1, True)),
         lambda x, w: x / (x.pow(2) + 1e-5).sqrt(),
         lambda x, w: x / (x.pow(2).sum(1, True) + 1e-5).sqrt(),
         lambda x, w: x / (x.pow(2).mean(1, True) + 1e-5),

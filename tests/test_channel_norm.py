@@ -148,13 +148,14 @@ def test_positions_shorter_than_eps(scale):
 
 
 @runs_kernels
-def test_nan_and_infinity_stay_at_their_positions():
+@pytest.mark.parametrize("norm", NORMS)
+def test_nan_and_infinity_stay_at_their_positions(norm):
     x = randn(2, 6, 3, 5)
     x[0, 3, 1, 1], x[1, 5, 2, 2] = float("nan"), float("inf")
-    y = PATTERN.kernel_fn(x, None, None, None, 1e-5, "layer")
-    spoilt = torch.zeros(2, 3, 5, dtype=torch.bool, device=x.device)
-    spoilt[0, 1, 1] = spoilt[1, 2, 2] = True
-    assert torch.equal(y.isnan().any(1), spoilt)
+    args = None, None, None, 1e-5, norm
+    y, want = PATTERN.kernel_fn(x, *args), PATTERN.reference(x, *args)
+    assert torch.equal(y.isnan(), want.isnan()) and y[0, :, 1, 1].isnan().all()
+    assert y.isnan().any(1).sum() == 2
 
 
 @runs_kernels

@@ -104,17 +104,17 @@ def bias_of_channel_norm(c: Builder, x: Expr, y: Expr, shape):
 
 
 def with_vector(c: Builder, norm: Expr, value: Expr, shape, part: int) -> Expr | None:
-    """The norm with its weight (part 2) or bias (part 3), where it has neither that nor what comes
-    after it, and the value has one element for each channel.
-    """
+    """The norm with its weight (part 2) or bias (part 3), one element for each channel."""
     norm = peel(norm)
-    if norm.op != "channel_norm" or any(norm.attr[part:]) or not per_channel(value, shape):
+    if norm.op != "channel_norm" or not per_channel(value, shape):
         return None
     return with_operand(c, norm, value, shape, part)
 
 
 def with_operand(c: Builder, norm: Expr, value: Expr, shape, part: int) -> Expr | None:
-    """The norm with one operand more, before a bias; a scale may also come behind the weight."""
+    """The norm with one operand more, where it has neither that nor a bias. A scale may come behind
+    the weight.
+    """
     if norm.attr[part] or norm.attr[3] or not same(norm.shape, shape):
         return None
     x, eps, *rest = norm.args
