@@ -199,6 +199,7 @@ def test_refusals():
         ((x, randn(12, 1, 1)[::2], None), "weight is not dense"),
         ((randn(1, 1025, 2, 2), None, None), "1025 channels are not between 1 and 1024"),
         ((randn(2, 6), None, None), "x has 2 dimensions"),
+        ((torch.empty(1, 65, 4096, 4096, device="meta"), None, None), "is larger than 1073741824"),
     ]:
         answer = refused(args[0], None, *args[1:], 1e-5, "layer")
         assert answer is not None and sentence in answer.reason, (sentence, answer)

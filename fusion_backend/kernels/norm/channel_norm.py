@@ -26,6 +26,7 @@ from fusion_backend.reporting.reject import Reject
 
 Kind = Literal["layer", "rms", "length"]
 MAX_CHANNELS = 1024  # of which a program can hold 16 positions
+MAX_SAMPLE = 1 << 30  # elements of a sample; a tile counts through two of them in 32 bits
 
 
 class ChannelNorm(NamedTuple):
@@ -61,6 +62,8 @@ def reject_channels_first(x: Tensor) -> Reject | None:
     c = number(x.shape[1])
     if not 1 <= c <= MAX_CHANNELS:
         return Reject(f"{c} channels are not between 1 and {MAX_CHANNELS}, which a program holds")
+    if c * planes(x) > MAX_SAMPLE:
+        return Reject(f"a sample of {c * planes(x)} elements is larger than {MAX_SAMPLE}")
     if not dense(x, range(x.dim())):
         rows = statically_known_true(x.stride(1) == 1)
         why = "channels-last in memory, where the channels are rows" if rows else "not dense"
@@ -141,10 +144,7 @@ def tile(
     lane = tl.arange(0, BLOCK)
     position = (start - sample * INNER).to(tl.int32) + lane
     across = position // INNER * (C * INNER) + position % INNER
-    if C * INNER >= 1 << 30:
-        at = ch.to(tl.int64)[:, None] * INNER + across[None, :]
-    else:
-        at = ch[:, None] * INNER + across[None, :]
+    at = ch[:, None] * INNER + across[None, :]
     there = lane < tl.cast(samples, tl.int64) * INNER - start
     return ch, sample * (C * INNER), at, (ch < C)[:, None] & there[None, :]
 
