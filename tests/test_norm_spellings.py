@@ -284,3 +284,17 @@ def test_lengths_of_other_batches_need_no_other_graph(eager_kernels):
         torch._dynamo.mark_static(x, 2)
         with torch._dynamo.config.patch(error_on_recompile=rows != 5):
             torch.testing.assert_close(compiled(x), LENGTHS["rsqrt"](x))
+
+
+# An RMS norm without an eps has that of the dtype in which torch computes: of fp32 for half
+# precision, whose own would be as large as the squares of small rows.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_rms_norm_without_eps_is_exact_for_small_rows(dtype):
+    x, w = (1e-2 * torch.randn(6, 40)).to(dtype), torch.randn(40).to(dtype)
+    fn = lambda x, w: F.rms_norm(x, (40,), w)  # noqa: E731
+    gm = rewritten(fn, x, w)
+    (node,) = fused_nodes(gm)
+    assert node.args[3] == torch.finfo(torch.float32).eps
+    torch.testing.assert_close(gm(x, w)[0], fn(x, w))

@@ -172,7 +172,9 @@ def rms_norm(
     weight: Expr | None,
     eps: float | None,
 ):
-    eps = torch.finfo(call["input"].dtype).eps if eps is None else eps
+    if eps is None:  # that of the dtype that torch computes in, which is fp32 for half precision
+        wide = torch.promote_types(call["input"].dtype, torch.float32)
+        eps = torch.finfo(wide).eps
     dims = list(range(-len(normalized_shape), 0))
     mean = c.reduce("mean", c.mul(input, input, input.shape), dims, True, None)
     scale = c.make("rsqrt", (c.add(mean, c.const(eps), mean.shape),), None, mean.shape)
