@@ -44,7 +44,8 @@ def vectors(x, dtype=None):
 @product(shape=SHAPES, norm=NORMS, dtype=FLOATS)
 def test_shapes_and_dtypes(shape, norm, dtype):
     x = randn(*shape, dtype=dtype)
-    eps = 1.0 if shape[1] == 1 else 1e-3  # the gradient of one channel is what eps makes of it
+    # the gradient of one channel is what eps makes of it; versions of torch differ where x is eps
+    eps = 1.01 if shape[1] == 1 else 1e-3
     check(NAME, x, SCALE[norm], *vectors(x), eps, norm)
 
 
