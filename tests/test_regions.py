@@ -471,3 +471,40 @@ def test_the_time_of_a_product_is_no_gain(k, n, low, high):
     x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16384, k), (n, k)))
     (one,) = bounds_of(lambda x, w: F.gelu(F.linear(x, w)), x, w, only="linear_act")
     assert low < one.gain < high and not one.hopeless
+
+
+def test_what_a_product_of_batches_copies_is_copied_in_the_region():
+    """Heads are turned before their product, and Inductor computes what makes them in that copy."""
+    project = nn.Linear(16, 48, bias=False)
+
+    def heads(x):
+        q, k, v = F.layer_norm(project(x), (48,)).view(2, 8, 3, 4, 4).unbind(2)
+        return q, k, v
+
+    def by_matmul(x):
+        q, k, v = (t.transpose(1, 2) for t in heads(x))
+        return (q @ k.transpose(-2, -1)) @ v
+
+    def by_einsum(x):
+        q, k, v = heads(x)
+        return torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k), v)
+
+    x = torch.randn(2, 8, 16)
+    for fn in (by_matmul, by_einsum):
+        cut, *others = cuts_of(fn, x, only="layer_norm")
+        assert not others and not cut.outputs and len(cut.operands) == 3
+        for chosen in ([], cut.region.sites):
+            found = cut.graph(chosen)(project(x).detach())
+            q, k, v = found if fn is by_einsum else (found[i] for i in (0, 2, 1))
+            assert q.shape == (8, 8, 4) and k.shape == (8, 4, 8) and v.shape == (8, 8, 4)
+            got = torch.bmm(torch.bmm(q, k), v).view(2, 4, 8, 4)
+            got = got.transpose(1, 2) if fn is by_einsum else got
+            torch.testing.assert_close(got, fn(x), rtol=1e-4, atol=1e-5)
+        assert cut.text().count("\noperand ") == 3
+
+    def expanded(x):  # one of them is read as it is
+        q, k, v = (t.transpose(1, 2) for t in heads(x))
+        return q @ k[:1].transpose(-2, -1)
+
+    cut, *_ = cuts_of(expanded, x, only="layer_norm")
+    assert not cut.operands and len(cut.outputs) == 2 and "operand" not in cut.text()

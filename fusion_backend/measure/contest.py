@@ -94,7 +94,7 @@ class Contest:
         return Run(step, self.named(values), saved)
 
     def named(self, values: list) -> list[Value]:
-        count = len(self.cut.outputs) + len(self.cut.rows)
+        count = len(self.cut.outputs) + len(self.cut.rows) + len(self.cut.operands)
         results, gradients = values[:count], values[count:]
         if gradients:
             gradients = passed_on(self.cut, self.inputs, gradients)

@@ -16,20 +16,21 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
+from fusion_backend.measure.operands import Operand, copies, operand
 from fusion_backend.measure.region import NUMBERS, Region, call_reads, is_index
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 
 CASTS = {"aten::to", "aten::_to_copy"}
-FOLDED = {"aten::linear", "aten::matmul"}  # products that take more dimensions as rows
 
 
 @dataclasses.dataclass
 class Cut:
     """A region with its edges. inputs: the nodes outside that it reads, or that a replacement in it
     reads. outputs: its nodes that are read outside. rows: the outputs that a matrix product outside
-    copies, row by row, before it reads them. grads: the inputs whose gradient is wanted; none in
-    inference.
+    copies, row by row, before it reads them. operands: the outputs that a product of batches
+    outside reads, in the form in which it reads them. grads: the inputs whose gradient is wanted;
+    none in inference.
     """
 
     facts: Facts
@@ -37,6 +38,7 @@ class Cut:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     rows: list[fx.Node]
+    operands: list[Operand]
     grads: set[fx.Node]
 
     @property
@@ -63,6 +65,7 @@ class Cut:
         for n in self.rows:
             rows = (last(now[n], replaced), [-1, number(n.meta["val"].shape[-1])])
             results.append(graph.call_function(torch.ops.aten.reshape.default, rows))
+        results += [one.write(graph, last(now[one.node], replaced)) for one in self.operands]
         graph.output(tuple(results))
         graph.eliminate_dead_code()
         return fx.GraphModule({}, graph)
@@ -102,6 +105,7 @@ class Cut:
         for d in self.region.sites:
             lines.append(f"{d.match.pattern.name} {call_text(d, name)}")
         lines.append(f"return {told([*self.outputs], name)} rows {told([*self.rows], name)}")
+        lines += [f"operand {name[n]} {order} {groups}" for n, order, groups in self.operands]
         return re.sub(r"device\(type='(\w+)'(, index=\d+)?\)", r"\1", "\n".join(lines))
 
 
@@ -113,35 +117,15 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     outside = {n: n.users.keys() - inside for n in tensors if n not in region.again}
     trained = facts.view.requires_grad
     copying = {n: {u for u in users if copies(u, n, trained)} for n, users in outside.items()}
-    outputs = [n for n, users in outside.items() if users - copying[n]]
     rows = [n for n in outside if copying[n]]
+    batched = {n: {u: o for u in users if (o := operand(u, n))} for n, users in outside.items()}
+    operands = [*dict.fromkeys(o for found in batched.values() for o in found.values())]
+    outputs = [n for n, users in outside.items() if users - copying[n] - batched[n].keys()]
     nodes = sorted(inside | views, key=facts.order.__getitem__)
     region = dataclasses.replace(region, nodes=nodes)
     inputs = inputs_of(region)
     grads = {a for a in inputs if training and a.meta["val"].is_floating_point() and wanted(a)}
-    return Cut(facts, region, inputs, outputs, rows, grads)
-
-
-def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
-    """Does a product of the rows of n copy n first, because n does not lie in memory as one matrix?
-    Only if the weight requires a gradient: with another weight torch multiplies the matrices of n
-    one by one.
-    """
-    if not is_lowered(product) or name_of(product) not in FOLDED:
-        return False
-    left, weight = product.args[:2]
-    if left is not n or weight not in trained or weight.meta["val"].dim() != 2:
-        return False
-    left = n.meta["val"]
-    if left.dim() < 3:
-        return False
-    sizes, strides = hinted(left.shape), hinted(left.stride())
-    if sizes is None or strides is None or 0 in sizes:
-        return False
-    return any(
-        size > 1 and stride != strides[i + 1] * sizes[i + 1]
-        for i, (size, stride) in enumerate(zip(sizes[:-2], strides[:-2], strict=True))
-    )
+    return Cut(facts, region, inputs, outputs, rows, operands, grads)
 
 
 def inputs_of(region: Region) -> list[fx.Node]:

@@ -34,7 +34,7 @@ NORMS = {"without a residual": "rms_norm", "layer norm": "add_layer_norm"}
 REFUSED = {
     "the sum is read elsewhere": "is used elsewhere too",
     "the sum in place is read elsewhere": "is used elsewhere too",
-    "the sum in place of an input": "writes to memory from outside",
+    "the sum in place of an input": "writes to memory that this graph has not made",
     "an older name is read": "the memory that it writes to is read elsewhere too",
     "a write in between": "an argument may be written to in between",
 }
