@@ -32,8 +32,12 @@ def test_variances_are_positive():
     def by_hand(x, mean, var):
         return torch.relu((x - mean) / torch.sqrt(var[None].to(x.dtype) + 1e-5))
 
+    def by_power(x, mean, var):
+        return torch.relu((x - mean) * (var + 1e-5) ** -0.5)
+
     x, mean, var = torch.randn(64, 16), torch.randn(16), torch.rand(16)
-    for fn, inputs in ((lambda x: norm(x), [x]), (by_hand, [x, mean, var])):
+    cases = (lambda x: norm(x), [x]), (by_hand, [x, mean, var]), (by_power, [x, mean, var])
+    for fn, inputs in cases:
         cut, found = inputs_of(fn, *inputs, only="batch_norm")
         signs = {n.name: bool((t > 0).all()) for n, t in zip(cut.inputs, found, strict=True)}
         assert sorted(signs.values()) == [False] * (len(signs) - 1) + [True], signs

@@ -506,5 +506,18 @@ def test_what_a_product_of_batches_copies_is_copied_in_the_region():
         q, k, v = (t.transpose(1, 2) for t in heads(x))
         return q @ k[:1].transpose(-2, -1)
 
-    cut, *_ = cuts_of(expanded, x, only="layer_norm")
-    assert not cut.operands and len(cut.outputs) == 2 and "operand" not in cut.text()
+    def elements(x):  # nothing is summed: no product of matrices
+        q, k, v = heads(x)
+        return torch.einsum("bqhd,bqhd->bhqd", q, k), v
+
+    for fn, outputs in ((expanded, 2), (elements, 3)):
+        cut, *_ = cuts_of(fn, x, only="layer_norm")
+        assert not cut.operands and len(cut.outputs) == outputs
+
+    def twice(x):  # one value in two forms, in the order in which they are read
+        q, c, _ = heads(x)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, c)
+        return torch.einsum("bhqk,bkhd->bqhd", scores, c)
+
+    cut, *_ = cuts_of(twice, x, only="layer_norm")
+    assert [o.order for o in cut.operands] == [(0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)]

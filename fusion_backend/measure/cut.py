@@ -114,13 +114,18 @@ def cut(facts: Facts, region: Region, training: bool, wanted: Callable[[fx.Node]
     views = views_of_one(inputs_of(region))
     inside = {*region.nodes}
     tensors = [n for n in region.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    outside = {n: n.users.keys() - inside for n in tensors if n not in region.again}
+    # lists: the order of a set of nodes differs from process to process, and would be in the text
+    outside = {n: [u for u in n.users if u not in inside] for n in tensors if n not in region.again}
     trained = facts.view.requires_grad
     copying = {n: {u for u in users if copies(u, n, trained)} for n, users in outside.items()}
     rows = [n for n in outside if copying[n]]
     batched = {n: {u: o for u in users if (o := operand(u, n))} for n, users in outside.items()}
     operands = [*dict.fromkeys(o for found in batched.values() for o in found.values())]
-    outputs = [n for n, users in outside.items() if users - copying[n] - batched[n].keys()]
+    outputs = [
+        n
+        for n, users in outside.items()
+        if any(u not in copying[n] and u not in batched[n] for u in users)
+    ]
     nodes = sorted(inside | views, key=facts.order.__getitem__)
     region = dataclasses.replace(region, nodes=nodes)
     inputs = inputs_of(region)

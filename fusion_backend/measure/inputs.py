@@ -145,7 +145,8 @@ def variance(a: fx.Node, inside: set[fx.Node]) -> bool:
             seen.add(u)
             name = name_of(u)
             normed = name == "aten::batch_norm" and len(u.args) > 4 and u.args[4] is n
-            if normed or name in ("aten::sqrt", "aten::rsqrt"):
+            power = name == "aten::pow" and u.args[1] in (0.5, -0.5)
+            if normed or power or name in ("aten::sqrt", "aten::rsqrt"):
                 return True
             if is_lowered(u) and (name in MOVING or name == "aten::add"):
                 pending.append(u)

@@ -61,7 +61,7 @@ def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
 
 
 def operand(product: fx.Node, n: fx.Node) -> Operand | None:
-    """n as a product of batches reads it, if it has more than one dimension to batch, or None."""
+    """n as a product of batches reads it, or None. One with three dimensions is read as it is."""
     if not is_lowered(product) or n.meta["val"].dim() < 4 or hinted(n.meta["val"].shape) is None:
         return None
     if name_of(product) == "aten::matmul":
@@ -95,8 +95,14 @@ def of_einsum(n: fx.Node, equation: str, tensors: list[fx.Node]) -> Operand | No
     batch = [label for label in result if label in mine and label in other]
     own = [label for label in result if label in mine and label not in other]
     summed = sorted(label for label in mine if label not in result and label in other)
-    if len(batch) + len(own) + len(summed) != len(mine):
-        return None  # summed over before the product
+    if not summed or len(batch) + len(own) + len(summed) != len(mine):
+        return None  # a product of elements, or summed over before the product
+    sizes = [
+        dict(zip(term, hinted(t.meta["val"].shape) or (), strict=False))
+        for term, t in zip(terms, tensors, strict=True)
+    ]
+    if any(sizes[0].get(label) != sizes[1].get(label) for label in (*batch, *summed)):
+        return None  # one of them is expanded
     groups = (batch, summed, own) if second else (batch, own, summed)
     order = tuple(mine.index(label) for group in groups for label in group)
     return Operand(n, order, tuple(map(len, groups)))

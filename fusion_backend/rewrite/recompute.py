@@ -13,8 +13,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.view import View, is_elementwise
+from fusion_backend.capture.view import View, is_elementwise, name_of
 from fusion_backend.decide.gate import Decision
+from fusion_backend.decide.neighbours import library_call, reduces
 
 # Elementwise functions whose derivative reads their argument: it is kept for backward. (relu, tanh,
 # sigmoid and exp read their result: that is kept in any case.)
@@ -38,18 +39,23 @@ MARK = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 1 << 30}
 
 def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
     """The nodes of the view that the backward should compute again: those that compute arguments of
-    its kernels. If such a node belongs to another site, all of that site is computed again, so the
-    site must be elementwise: an activation may be part of a matrix product.
+    its kernels. If such a node belongs to another site, all of that site is computed again, so it
+    may hold no matrix product, of which an activation can be part, and no reduction.
     """
     found: set[fx.Node] = set()
     sites = [{*d.match.roots, *d.match.interior} for d in decisions]
-    costly = {n for nodes in sites if not all(map(is_elementwise, nodes)) for n in nodes}
+    costly = {n for nodes in sites if any(map(dear, nodes)) for n in nodes}
     for d, inside in zip(decisions, sites, strict=True):
         if d.backward == "kernel":
             for a in d.match.tensors.values():
                 if isinstance(a, fx.Node):
                     found |= chain(view, a, inside, costly)
     return found
+
+
+def dear(n: fx.Node) -> bool:
+    """Does it cost more than reading and writing its elements? Then it is kept."""
+    return library_call(name_of(n)) or reduces(name_of(n))
 
 
 def chain(
