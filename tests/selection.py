@@ -21,6 +21,7 @@ SAMPLED = {
     "tests/test_benchmark_models.py": 2,
     "tests/test_benchmarks.py": 2,
     "tests/test_channel_kernels.py": 5,
+    "tests/test_channel_norm.py": 3,
     "tests/test_check_pattern.py": 2,
     "tests/test_depth.py": 5,
     "tests/test_dropout.py": 3,
@@ -31,6 +32,7 @@ SAMPLED = {
     "tests/test_kernels.py": 3,
     "tests/test_linear_cross_entropy.py": 6,
     "tests/test_norm_kernels.py": 8,
+    "tests/test_norm_rotary.py": 3,
     "tests/test_patch_embedding.py": 2,
     "tests/test_product_kernels.py": 3,
     "tests/test_quantize_kernels.py": 3,
@@ -39,6 +41,8 @@ SAMPLED = {
     "tests/test_scale.py": 5,
     "tests/test_softmax_kernels.py": 8,
     "tests/test_spellings.py": 5,
+    "tests/test_token_log_probs.py": 2,
+    "tests/test_token_log_probs_kernels.py": 3,
 }
 
 # Dear tests that are left to --full, each with what runs by default instead. A name without
@@ -52,6 +56,8 @@ LEFT_OUT = {
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
     "tests/test_benchmark_distributed.py::test_two_processes_train[alone]": "[fsdp], and "
     "tests/ranks",
+    "tests/test_benchmark_distributed.py::test_two_processes_train[ddp]": "[fsdp], and [ddp] of "
+    "oracle/test_distributed.py",
     "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-blocks]": "[fsdp], and "
     "tests/ranks",
     "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": "[fsdp], and "
