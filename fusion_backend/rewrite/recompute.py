@@ -44,7 +44,7 @@ def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     sites = [{*d.match.roots, *d.match.interior} for d in decisions]
-    costly = {n for nodes in sites if any(map(dear, nodes)) for n in nodes}
+    costly = {n for nodes in sites if any(map(expensive, nodes)) for n in nodes}
     for d, inside in zip(decisions, sites, strict=True):
         if d.backward == "kernel":
             for a in d.match.tensors.values():
@@ -53,7 +53,7 @@ def computed_again(view: View, decisions: list[Decision]) -> set[fx.Node]:
     return found
 
 
-def dear(n: fx.Node) -> bool:
+def expensive(n: fx.Node) -> bool:
     """Does it cost more than reading and writing its elements? Then it is kept."""
     return library_call(name_of(n)) or reduces(name_of(n))
 
