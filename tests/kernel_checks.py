@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusion_backend.frontends.explain import Collector
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels import interpreting
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
+from fusion_backend.testing import with_kernels
 
 patterns()
 
@@ -24,6 +26,14 @@ runs_kernels = pytest.mark.skipif(
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Kernels(Collector):
+    """A backend that runs the rewritten graph operator by operator, with kernels at its sites."""
+
+    def __call__(self, gm, example_inputs):
+        super().__call__(gm, example_inputs)
+        return with_kernels(self.graphs[-1]).forward
 
 
 # |got - exact| / |exact|. fp32: some roundings of 2**-24. fp16: one rounding at the end. bf16: two,

@@ -22,6 +22,7 @@ SAMPLED = {
     "tests/test_benchmarks.py": 2,
     "tests/test_channel_kernels.py": 5,
     "tests/test_channel_norm.py": 3,
+    "tests/test_channel_norm_kernels.py": 3,
     "tests/test_check_pattern.py": 2,
     "tests/test_depth.py": 5,
     "tests/test_dropout.py": 3,

@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.foreign_code import diffusion, encoders
 from fusion_backend import explain
-from fusion_backend.frontends.explain import Collector
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import modulated, modulated_backward
 from fusion_backend.ops.registry import FUSION_RULES
@@ -23,10 +22,10 @@ from fusion_backend.testing import (
     collect,
     fused_nodes,
     value_and_gradients,
-    with_kernels,
 )
 from tests.kernel_checks import (
     FLOATS,
+    Kernels,
     check,
     check_gradient,
     check_value,
@@ -241,17 +240,6 @@ def test_symbolic_sizes():
     assert len(env.guards) == guards
 
 
-class Kernels(Collector):
-    """Compiles a graph into the rewritten one, with kernels at its sites, run eagerly."""
-
-    def __init__(self):
-        super().__init__({"fusion.gate": "always", "fusion.only": NAME})
-
-    def __call__(self, gm, example_inputs):
-        super().__call__(gm, example_inputs)
-        return with_kernels(self.graphs[-1]).forward
-
-
 def block_norm(x, c):
     shift, scale = c.chunk(6, dim=1)[:2]
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
@@ -260,7 +248,7 @@ def block_norm(x, c):
 @runs_kernels
 @pytest.mark.parametrize("dims", [((1,), ()), ((0,), (0,)), ((0, 1), (0,))])
 def test_dynamic_samples_and_tokens(dims):
-    collector = Kernels()
+    collector = Kernels({"fusion.gate": "always", "fusion.only": NAME})
     compiled = torch.compile(block_norm, backend=collector, dynamic=None)
     x, c = torch.randn(3, 5, 16), torch.randn(3, 96)
     for t, of_t in ((x, dims[0]), (c, dims[1])):
@@ -406,7 +394,7 @@ def test_dit_block(how):
     """Both norms run their kernels; results and gradients against fp64."""
     block, exact = DiTBlock(32), DiTBlock(32).double()
     exact.load_state_dict(block.state_dict())
-    collector = Kernels()
+    collector = Kernels({"fusion.gate": "always", "fusion.only": NAME})
     x, c = torch.randn(2, 9, 32), torch.randn(2, 32)
     found = []
     for module, dtype in ((block, torch.float32), (exact, torch.float64)):

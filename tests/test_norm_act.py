@@ -7,16 +7,16 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_backend import explain
-from fusion_backend.frontends.explain import Collector
 from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import norm_act as kernels
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Unmeasured
-from fusion_backend.testing import assert_fuses, collect, value_and_gradients, with_kernels
+from fusion_backend.testing import assert_fuses, collect, value_and_gradients
 from tests.kernel_checks import (
     FLOATS,
     SHAPES,
+    Kernels,
     check,
     check_gradient,
     check_value,
@@ -178,24 +178,13 @@ def test_symbolic_sizes():
     assert len(env.guards) == guards
 
 
-class Kernels(Collector):
-    """Compiles a graph into the rewritten one, with kernels at its sites, run eagerly."""
-
-    def __init__(self):
-        super().__init__({"fusion.gate": "always", "fusion.only": NAME})
-
-    def __call__(self, gm, example_inputs):
-        super().__call__(gm, example_inputs)
-        return with_kernels(self.graphs[-1]).forward
-
-
 def norm_gelu(x, w, b):
     return F.gelu(F.layer_norm(x, x.shape[-1:], w, b))
 
 
 @runs_kernels
 def test_a_dynamic_number_of_rows():
-    collector = Kernels()
+    collector = Kernels({"fusion.gate": "always", "fusion.only": NAME})
     compiled = torch.compile(norm_gelu, backend=collector, dynamic=None)
     for rows in (3, 7):
         inputs = [torch.randn(rows, 16), torch.randn(16), torch.randn(16)]
@@ -328,7 +317,7 @@ def test_a_layer_trains_as_in_fp64(autocast):
     layers = torch.nn.Sequential(
         torch.nn.Linear(24, 48), torch.nn.LayerNorm(48), torch.nn.GELU(), torch.nn.Linear(48, 8)
     )
-    collector, x = Kernels(), torch.randn(9, 24)
+    collector, x = Kernels({"fusion.gate": "always", "fusion.only": NAME}), torch.randn(9, 24)
 
     def gradients(run, x):
         with torch.autocast("cpu", torch.bfloat16, autocast):

@@ -22,6 +22,7 @@ from fusion_backend.testing import collect, with_kernels
 from tests.kernel_checks import (
     CLOSE,
     FLOATS,
+    Kernels,
     check,
     check_value,
     distance,
@@ -295,14 +296,6 @@ NORMS = {"qwen3": 5, "gemma3": 9}
 # Those of queries and keys that rms_norm takes by itself: not where heads stand before positions,
 # for its result lies in memory in another order.
 ALONE = {"qwen3": 4, "gemma3": 0}
-
-
-class Kernels(Collector):
-    """A backend whose sites run their kernels."""
-
-    def __call__(self, gm, example_inputs):
-        super().__call__(gm, example_inputs)
-        return with_kernels(self.graphs[-1]).forward
 
 
 def build(name):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import gc
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +21,8 @@ from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
 from benchmarks.measure.timing import Clock, in_turn, noise, verdict
 from benchmarks.measure.wall_time import synchronize, whole_calls
-from benchmarks.model_runs.compiling import cache_in
+from benchmarks.model_runs.compiling import cache_in, shortened
+from benchmarks.model_runs.failing import give_back
 from benchmarks.processes.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 
@@ -145,11 +144,6 @@ def counted(sites) -> list[dict]:
     return [dict(pattern=pattern, reason=why, count=n) for (pattern, why), n in found.items()]
 
 
-def shortened(reason: str) -> str:
-    """Without names of nodes and places in the source: equal reasons count together."""
-    return re.sub(r"^\w+ inside it", "a value inside it", re.sub(r",? at \S+:\d+", "", reason))
-
-
 def check(step: Step, functions: dict[str, Callable], row: GraphRow, dtype: torch.dtype) -> None:
     """Note the errors; ours is wrong where it is worse than Inductor's, and than eager's."""
     if step.random:
@@ -213,9 +207,3 @@ def times(
     if clock.exposed:
         note = f"the GPU waited for the host in {clock.exposed} samples"
         row.note = f"{row.note}; {note}" if row.note else note
-
-
-def give_back() -> None:
-    gc.collect()  # tracebacks hold on to tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ from benchmarks.records.rows import FAILED, ModelContender
 from fusion_backend.compat.torch import clear_caches
 from fusion_backend.measure import store
 
-WARM = 7  # compilations with a filled cache, which differ by up to a third
+WARM = 7  # compilations with a filled cache; their times vary a lot
 # contenders that have compiled something in this process, and for training
 STARTED: set[tuple[str, bool]] = set()
 

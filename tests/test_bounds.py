@@ -1,0 +1,57 @@
+"""What a bound from bytes, operations and launches promises of a site."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion_backend.measure.bound import bound
+from fusion_backend.options import Options
+from tests.measured_cases import scopes
+
+
+def bounds_of(fn, *inputs, only):
+    (top,) = scopes(fn, *inputs, options=Options(gate="always", only=(only,)))
+    return [bound(d) for d in top.decisions if d.fused]
+
+
+def attention(q):
+    s = q.shape[-2]
+    mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    return F.scaled_dot_product_attention(q, q, q, mask)
+
+
+def by_hand(q):
+    s = q.shape[-2]
+    scores = (q @ q.transpose(-1, -2)).masked_fill(
+        torch.ones(s, s, device=q.device).triu(1) != 0, -1e9
+    )
+    return torch.softmax(scores, -1) @ q
+
+
+def test_a_bound_promises_nothing_for_what_inductor_can_fuse():
+    x = torch.empty(16384, 4096, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(lambda x: F.layer_norm(x, (4096,)), x, only="layer_norm")
+    assert 0.7 < one.gain < 1 and not one.hopeless
+
+
+def test_a_site_of_one_short_launch_has_nothing_to_gain():
+    x = torch.empty(16, 4096, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(lambda x: F.layer_norm(x, (4096,)), x, only="layer_norm")
+    assert one.hopeless
+    (small,) = bounds_of(attention, torch.empty(1, 2, 16, 8, device="meta"), only="attention")
+    assert not small.hopeless  # a library call more or less is no trifle
+
+
+def test_a_bound_promises_much_where_scores_are_written_to_memory_or_half_is_masked():
+    q = torch.empty(4, 16, 2048, 64, dtype=torch.bfloat16, device="meta")
+    (one,) = bounds_of(attention, q, only="attention")
+    (hand,) = bounds_of(by_hand, q, only="attention")
+    assert 1.15 < one.gain < 2 and hand.gain > 2.5
+
+
+@pytest.mark.parametrize("k, n, low, high", [(768, 3072, 1.15, 1.3), (4096, 14336, 0.9, 1.05)])
+def test_the_time_of_a_product_is_no_gain(k, n, low, high):
+    """An activation in its epilogue saves two passes over the result, and no operation."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16384, k), (n, k)))
+    (one,) = bounds_of(lambda x, w: F.gelu(F.linear(x, w)), x, w, only="linear_act")
+    assert low < one.gain < high and not one.hopeless
