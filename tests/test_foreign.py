@@ -11,7 +11,7 @@ from benchmarks.foreign_runs import measuring, request, running
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.measuring import How, measure
 from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
-from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN
+from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWINS
 from benchmarks.foreign_runs.summary import geometric_mean, line, markdown, status, summary, text
 from benchmarks.processes.pool import CRASHED, TIMEOUT, Lost
 from benchmarks.processes.turns import Turns
@@ -27,7 +27,7 @@ def row(name, ratio=None, sites=0, verdict="", state=OK, note="") -> GraphRow:
     found = GraphRow(name, name, "family", "public | code", "infer", "f32", state, note, verdict)
     if ratio is not None:
         found.ratio, found.call_ratio, found.noise = ratio, ratio, 0.001
-        times = {INDUCTOR: 1.0, FUSION: 1 / ratio, TWIN: 1.0}
+        times = {INDUCTOR: 1.0, FUSION: 1 / ratio, TWINS[INDUCTOR]: 1.0}
         found.sides = [Side(s, kernel=Spread.of([t]), compile_s=2.0) for s, t in times.items()]
     found.accepted = [dict(pattern="softmax", reason="", count=sites)] if sites else []
     return found
@@ -183,15 +183,25 @@ def raises(fn):
 def test_a_graph_is_compared_and_timed(name, tmp_path, monkeypatch):
     found = fill(name, tmp_path, monkeypatch)
     assert (found.status, found.exact, found.note) == (OK, "float64", "")
-    assert [side.name for side in found.sides] == [INDUCTOR, FUSION, TWIN]
+    assert [side.name for side in found.sides] == [INDUCTOR, FUSION, *TWINS.values()]
     mine, base = found.side(FUSION), found.side(INDUCTOR)
-    assert found.ratio == pytest.approx(base.kernel.median / mine.kernel.median)
+    for name, ratio in (("kernel", found.ratio), ("call", found.call_ratio)):
+        medians = [getattr(side, name).median for side in found.sides]
+        assert ratio == pytest.approx(min(medians[::2]) / min(medians[1::2]))
     assert 0 < mine.output_error == base.output_error < 0.01
     assert (mine.gradient_error is None) == (found.mode == "infer")
 
 
-def test_the_twin_is_tuned_once_more(tmp_path, monkeypatch):
-    """It finds what Inductor compiled, without the configurations that it chose."""
+def test_the_better_of_twins_counts():
+    found = row("a", 0.5)
+    assert found.best(FUSION).median == 2.0
+    found.sides.append(Side(TWINS[FUSION], kernel=Spread.of([0.8])))
+    assert (found.best(INDUCTOR).median, found.best(FUSION).median) == (1.0, 0.8)
+    assert "0.8000" in line(found)
+
+
+def test_a_twin_is_tuned_once_more(tmp_path, monkeypatch):
+    """It finds what its contender compiled, without the configurations that it chose."""
     (tmp_path / "caches").mkdir()
     for ending in ("py", "best_config"):
         (tmp_path / "caches" / f"kernel.{ending}").touch()
@@ -204,9 +214,10 @@ def test_the_twin_is_tuned_once_more(tmp_path, monkeypatch):
 
         return call
 
-    fill("swish infer bf16", tmp_path, monkeypatch, plain=looks)
-    chosen, compiled = ["kernel.best_config"], ["kernel.py"]  # the first call starts the compilers
-    assert seen[1:5] == [chosen + compiled] * 2 + [compiled] * 2
+    fill("swish infer bf16", tmp_path, monkeypatch, plain=looks, ours=looks)
+    chosen, compiled = ["kernel.best_config"], ["kernel.py"]
+    # the first two calls start the compilers
+    assert seen[2:10] == [chosen + compiled] * 4 + [compiled] * 4
 
 
 @pytest.mark.parametrize("name", ["layer_norm_odd infer f32", "mse_loss train bf16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ import fusion_backend
 from benchmarks.foreign_code.problems import DTYPES, INFER, Graph
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
-from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWIN, Step, contenders, entry
+from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWINS, Step, contenders, entry
 from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
 from benchmarks.measure.timing import Clock, in_turn, noise, verdict
@@ -75,24 +76,24 @@ def start(makes: dict[str, Callable], train: bool, device: torch.device, number:
 def compiled(
     step: Step, how: How, row: GraphRow, turns: Turns, device: torch.device
 ) -> dict[str, Callable]:
-    """The functions of the contenders, each compiled and called twice; and Inductor's twin: the
-    same code, for which Inductor chooses the configurations once more. Its choices differ from one
-    compilation to the next, and a kernel of ours earlier in the graph makes it choose again.
+    """The functions of the contenders and of their twins, each compiled and called twice. A twin
+    stands for the luck of a compilation: Inductor times the configurations of its kernels, and does
+    not always choose the same ones.
     """
     functions, makes = {}, contenders(how.options)
-    for name, make in {**makes, TWIN: makes[INDUCTOR]}.items():
+    for name, make in {**makes, **{TWINS[name]: make for name, make in makes.items()}}.items():
         side = Side(name)
         row.sides.append(side)
         turns.at(f"compiling under {name}")
         fusion_backend.reset()
         try:
             functions[name] = make(entry(step.module, name))
-            own = how.apart or (name == TWIN and not how.warm)
+            own = how.apart or (name in TWINS.values() and not how.warm)
             with caches_of(name) if own else contextlib.nullcontext():
                 first_calls(step, functions[name], side, turns, device)
         except Exception as error:
             side.status, side.note = FAILED, said(error)
-            row.status = NO_BASELINE if name == INDUCTOR else FAILED
+            row.status = FAILED if name in (FUSION, TWINS[FUSION]) else NO_BASELINE
             row.note = f"{name}: {side.note}"
             return functions
         if name == FUSION:
@@ -190,7 +191,9 @@ def exactly(step: Step, row: GraphRow, dtype: torch.dtype) -> list | None:
 def times(
     step: Step, functions: dict[str, Callable], row: GraphRow, rounds: int, device: torch.device
 ) -> None:
-    """Device time and wall time of each contender in turn, with Inductor's twin."""
+    """Device time and wall time of each contender and its twin, in turn. Of either, the better of
+    the two counts.
+    """
     turns = {name: lambda args, f=f: step(f, args) for name, f in functions.items()}
     whole = whole_calls(
         {name: lambda turn=turn: turn(step.inputs) for name, turn in turns.items()}, device, rounds
@@ -199,11 +202,12 @@ def times(
     kernel = in_turn(turns, step.fresh, clock, rounds)
     for side in row.sides:
         side.kernel, side.call = Spread.of(kernel[side.name]), Spread.of(whole[side.name])
-    base, mine, twin = (row.side(name) for name in (INDUCTOR, FUSION, TWIN))
-    row.ratio = base.kernel.median / mine.kernel.median
-    row.call_ratio = base.call.median / mine.call.median
-    row.noise = noise(base.kernel, twin.kernel)
-    row.verdict = verdict(mine.kernel, base.kernel, row.noise)
+    base, mine = row.best(INDUCTOR), row.best(FUSION)
+    row.ratio = base.median / mine.median
+    calls = (row.best(name, "call").median for name in (INDUCTOR, FUSION))
+    row.call_ratio = operator.truediv(*calls)
+    row.noise = noise(row.side(INDUCTOR).kernel, row.side(TWINS[INDUCTOR]).kernel)
+    row.verdict = verdict(mine, base, row.noise)
     if clock.exposed:
         note = f"the GPU waited for the host in {clock.exposed} samples"
         row.note = f"{row.note}; {note}" if row.note else note

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.foreign_code.problems import Graph
+from benchmarks.foreign_runs.steps import FUSION, TWINS
 from benchmarks.records.rows import OK, Spread
 
 # Status of a row, besides those of a contender and of a lost process: Inductor itself failed, so
@@ -49,7 +50,7 @@ class GraphRow:
     status: str = OK
     note: str = ""
     verdict: str = ""
-    ratio: float | None = None  # Inductor's median device time over ours
+    ratio: float | None = None  # Inductor's median device time over ours, each of its better twin
     call_ratio: float | None = None  # the same of the wall time
     noise: float | None = None  # |a - b| / b of the medians of Inductor and its twin
     accepted: list[dict] = dataclasses.field(default_factory=list)
@@ -73,6 +74,13 @@ class GraphRow:
 
     def side(self, name: str) -> Side | None:
         return next((side for side in self.sides if side.name == name), None)
+
+    def best(self, name: str, what: str = "kernel") -> Spread:
+        """The device time (or wall time, "call") of a contender or of its twin, whichever has the
+        lower median. In files of earlier versions fusion has no twin, and none counts.
+        """
+        names = (name, TWINS[name]) if self.side(TWINS[FUSION]) else (name,)
+        return min((getattr(self.side(one), what) for one in names), key=lambda s: s.median)
 
     @property
     def sites(self) -> int:

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from benchmarks.foreign_code.problems import INFER, Graph, cast
 
-INDUCTOR, FUSION, TWIN = "inductor", "fusion", "inductor-again"
+INDUCTOR, FUSION = "inductor", "fusion"
+# The twin of each contender: the same code, for which Inductor chooses the configurations of its
+# kernels once more.
+TWINS = {INDUCTOR: "inductor-again", FUSION: "fusion-again"}
 
 
 def contenders(options: dict) -> dict[str, Callable[[Callable], Callable]]:

@@ -62,7 +62,7 @@ def line(row: GraphRow) -> str:
     """A row on the terminal."""
     if row.ratio is None:
         return f"{row.name:48} {row.status.upper()}: {row.note}"
-    base, mine = (row.side(name).kernel.median for name in (INDUCTOR, FUSION))
+    base, mine = (row.best(name).median for name in (INDUCTOR, FUSION))
     sign = {"faster": "+", "slower": "-"}.get(row.verdict, " ")
     wrong = f"  {row.status.upper()}: {row.note}" if row.status != OK else ""
     times = f"{base:9.4f} {mine:9.4f} {row.ratio:7.3f}{sign} {row.noise:6.1%}"
@@ -116,7 +116,7 @@ def markdown(rows: list[GraphRow]) -> str:
         if row.ratio is None:
             cells = (row.name, row.source, "", "", "", "", "", f"{row.status}: {row.note}")
         else:
-            base, mine = (f"{row.side(name).kernel.median:.4f}" for name in (INDUCTOR, FUSION))
+            base, mine = (f"{row.best(name).median:.4f}" for name in (INDUCTOR, FUSION))
             note = row.note if row.status == OK else f"{row.status}: {row.note}"
             ratio, spread = f"{row.ratio:.3f}", f"{row.noise:.1%}"
             cells = (row.name, row.source, base, mine, ratio, spread, sites(row), note)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from statistics import geometric_mean
 
+from benchmarks.foreign_runs.rows import GraphRow
+from benchmarks.foreign_runs.steps import FUSION, INDUCTOR
 from benchmarks.pages.markdown import table, where, wrapped
 from benchmarks.records.runs import Run
 
@@ -48,10 +50,10 @@ def families(rows: list[dict]) -> str:
 
 
 def cells(row: dict) -> tuple[str, ...]:
-    ms = {side["name"]: side["kernel"]["median"] for side in row["sides"] if side["kernel"]}
+    best = GraphRow.of_json(row).best
     counts: Counter[str] = Counter()
     for site in row["accepted"]:
         counts[site["pattern"]] += site["count"]
     fused = ", ".join(f"{n} {name}" for name, n in counts.items())
-    times = f"{ms['inductor']:.4f}", f"{ms['fusion']:.4f}"
+    times = (f"{best(name).median:.4f}" for name in (INDUCTOR, FUSION))
     return row["name"], *times, f"{row['ratio']:.2f}", f"{row['noise']:.1%}", fused
