@@ -42,7 +42,8 @@ TITLES = {
     "rules_shape": "views, indexing, shapes",
     "rules_norm": "reductions and norms",
     "rules_channel_norm": "norms over channels",  # composites
-    "rules_product": "products and convolutions",
+    "rules_conv": "convolutions",
+    "rules_product": "matrix products",
     "rules_attention": "attention",
     "rules_loss": "losses",
     "rules_collective": "sums over ranks",

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
+from fusion_backend.compat import tuning
 from fusion_backend.compat.torch import benchmarker
 from fusion_backend.measure import contest
 
 WAITING = "waiting for the GPU"
 # What measures while something is compiled: the owner of a function, and its name.
-MEASURING = [(benchmarker, "benchmark_gpu"), (contest, "race")]
+MEASURING = [(benchmarker, "benchmark_gpu"), (tuning, "milliseconds"), (contest, "race")]
 
 
 def lock_file(device: torch.device) -> Path:

@@ -31,9 +31,11 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusion_backend.compat.channels_last import tell_inductor
 from fusion_backend.compat.launchers import inductors_launcher
 from fusion_backend.compat.torch import inductor
 from fusion_backend.compat.triton import Autotuner
+from fusion_backend.compat.tuning import tuned_by_device_time
 
 # Kernel -> what torch found that it writes, and from 2.13 on reads, by the key of the question.
 # `kernels/common/launch.py` adds the kernels.
@@ -143,14 +145,15 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def our_kernels() -> Iterator[None]:
-    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, and may
-    launch them as it does its own.
+    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, may launch
+    them as it does its own, and will tune all kernels by their device time.
 
     A value that a kernel reads must be in memory. Inductor does not take that into account by
     itself: it would compute a pointwise value (a residual sum) once for the kernel and again for
     every other reader.
     """
     with compile_lock:
+        tell_inductor()
         realized = lowering.needs_realized_inputs
         missing = triton_kernel_wrapper_mutation not in realized
         before = {
@@ -160,7 +163,7 @@ def our_kernels() -> Iterator[None]:
         for name, analyse in before.items():
             setattr(kernel_wrap, name, analysed_once(analyse))
         try:
-            with inductors_launcher(names_of_ours):
+            with inductors_launcher(names_of_ours), tuned_by_device_time():
                 yield
         finally:
             if missing:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
+from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import Viewed, original
 from fusion_backend.masks.reader import INTEGERS
@@ -11,7 +13,7 @@ from fusion_backend.masks.relative_index import Index, index_of
 from fusion_backend.masks.spec import Mask
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.rule import ANALYSES, Rule, analysis
-from fusion_backend.reporting.reject import PatternError
+from fusion_backend.reporting.reject import PatternError, Reject
 
 
 @analysis
@@ -26,6 +28,20 @@ def relative_index(argument: fx.Node | Viewed, graph: Facts) -> Index:
     if original(argument).dtype not in INTEGERS:
         return Index(False, f"its index is {original(argument).dtype}")
     return index_of(argument, graph.masks)
+
+
+@analysis
+def before_rounding(argument: fx.Node | Viewed, graph: Facts) -> fx.Node | Reject:
+    """The fp32 tensor that was rounded to this one and to nothing else in between, as autocast
+    rounds the weights of a layer.
+    """
+    node = argument if isinstance(argument, fx.Node) else None
+    if node is not None and is_lowered(node) and name_of(node) in ("aten::to", "aten::_to_copy"):
+        (source,) = node.all_input_nodes
+        if source.meta["val"].dtype == torch.float32:
+            return source
+    dtype = str(original(argument).dtype).removeprefix("torch.")
+    return Reject(f"its weight is {dtype}: with a batch norm in it, it would be rounded once more")
 
 
 def known_of(match: Match, facts: Facts) -> dict[str, object]:

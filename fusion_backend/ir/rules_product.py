@@ -1,22 +1,18 @@
-"""Rules of matrix products, and of convolutions that are one."""
+"""Rules of matrix products."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
 
 import torch
 
-from fusion_backend.capture.sizes import equals, same
+from fusion_backend.capture.sizes import equals
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import Expr
-from fusion_backend.ir.operator_families import aten
 from fusion_backend.ir.rules import rule
-from fusion_backend.ir.rules_norm import present
 from fusion_backend.ir.schema_args import Call
 
 Number = int | float
-Sizes = int | Sequence[int]
 
 
 @rule("aten::linear")
@@ -109,34 +105,3 @@ def indices_of(equation: str, tensors: list[Expr]) -> tuple[str, str, str] | Non
     if any(len({*term}) < len(term) for term in (*terms, out)) or not used.isalpha():
         return None
     return None if any(used.count(i) == 1 for i in used) else (*terms, out)
-
-
-@rule(*aten("conv1d", "conv2d", "conv3d"))
-def patches(
-    c: Builder,
-    call: Call,
-    input: Expr,
-    weight: Expr,
-    bias: Expr | None,
-    stride: Sizes,
-    padding: Sizes | str,
-    dilation: Sizes,
-    groups: int,
-):
-    """A convolution whose windows lie side by side. Any other is left unchanged, and so is one of
-    single pixels.
-    """
-    kernel = tuple(weight.shape[2:])
-    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
-
-    def each(sizes: Sizes) -> tuple:
-        sizes = tuple(sizes) if isinstance(sizes, (list, tuple)) else (sizes,)
-        return sizes * (len(kernel) // len(sizes))
-
-    padded = padding != "valid" if isinstance(padding, str) else not same(each(padding), zeros)
-    side_by_side = same(each(stride), kernel) and same(each(dilation), ones)
-    if not side_by_side or same(kernel, ones) or padded or not equals(groups, 1):
-        return None
-    if len(input.shape) != len(weight.shape):
-        return None
-    return present(c, "aten.conv.patches", [input, weight, bias], call.shape)

@@ -30,6 +30,8 @@ WORTH_OF_LAYOUT = 0.05
 # and the next product finds more in L2. In benchmarks.foreign a batch norm that gained with its
 # product lost in its graph (gin_layer).
 WORTH_OF_BIAS = 0.1
+# cuDNN rounds the operands of a convolution in fp32 to TF32, if that is on.
+EPS_OF_TF32 = 2.0**-10
 
 
 class NotMeasurable(Exception):
@@ -64,8 +66,8 @@ class Contest:
         before = sorted((n for n in made if order[n] < last and computed(n)), key=order.get)
         recent = [made[n] for n in before if made[n].is_floating_point()]
         self.clock = Clock(self.device, recent)
-        convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
-        layout, bias = WORTH_OF_LAYOUT * convolves, WORTH_OF_BIAS * bool(cut.region.biases)
+        self.convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
+        layout, bias = WORTH_OF_LAYOUT * self.convolves, WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None
         self.plain = self.compiled([])
@@ -112,6 +114,8 @@ class Contest:
         dtypes = {v.value.dtype for v in theirs if v.value is not None}
         dtypes |= {t.dtype for t in self.inputs if t.is_floating_point()}
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        if self.convolves and torch.backends.cudnn.conv.fp32_precision == "tf32":
+            eps = max(eps, EPS_OF_TF32)
         return disagreement([*mine], [*theirs], self.eager, eps)
 
     def eager(self) -> list[Value]:

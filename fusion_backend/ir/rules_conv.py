@@ -1,0 +1,60 @@
+"""Rules of convolutions: those that are one matrix product, and all others of two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_backend.capture.sizes import equals, same
+from fusion_backend.ir.builder import Builder
+from fusion_backend.ir.expr import Expr
+from fusion_backend.ir.operator_families import aten
+from fusion_backend.ir.rules import rule
+from fusion_backend.ir.rules_norm import present
+from fusion_backend.ir.schema_args import Call
+
+Sizes = int | Sequence[int]
+
+
+@rule(*aten("conv1d", "conv2d", "conv3d"))
+def convolution(
+    c: Builder,
+    call: Call,
+    input: Expr,
+    weight: Expr,
+    bias: Expr | None,
+    stride: Sizes,
+    padding: Sizes | str,
+    dilation: Sizes,
+    groups: int,
+):
+    """Convolutions whose windows lie side by side, and others of two dimensions, whose stride,
+    padding, dilation and groups are one word (`windows_of`). The rest is left unchanged, and so is
+    one that is not of a batch.
+    """
+    kernel = tuple(weight.shape[2:])
+    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
+
+    def each(sizes: Sizes) -> tuple:
+        sizes = tuple(sizes) if isinstance(sizes, (list, tuple)) else (sizes,)
+        return sizes * (len(kernel) // len(sizes))
+
+    if len(input.shape) != len(weight.shape):
+        return None
+    if isinstance(padding, str):
+        if padding != "valid":
+            return None
+        padding = 0
+    strides, margins, gaps = each(stride), each(padding), each(dilation)
+    side_by_side = same(strides, kernel) and same(gaps, ones) and same(margins, zeros)
+    if side_by_side and not same(kernel, ones) and equals(groups, 1):
+        return present(c, "aten.conv.patches", [input, weight, bias], call.shape)
+    numbers = (*strides, *margins, *gaps, groups)
+    if len(kernel) != 2 or not all(isinstance(number, int) for number in numbers):
+        return None
+    windows = c.word(windows_of(strides, margins, gaps, groups))
+    return present(c, "aten.conv.windows", [input, weight, bias, windows], call.shape)
+
+
+def windows_of(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int):
+    """The text that tells how a convolution's windows lie, such as "2,2 1,1 1,1 1"."""
+    return " ".join(",".join(map(str, sizes)) for sizes in (stride, padding, dilation, [groups]))

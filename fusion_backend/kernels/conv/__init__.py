@@ -1,0 +1,1 @@
+"""Convolutions with what is computed from their result."""

@@ -1,0 +1,97 @@
+"""`fusion::convolution_relu`: a convolution, its bias, a tensor added to it and relu as one call of
+cuDNN.
+
+torch declares cuDNN's calls without a rule for fake tensors, so this is an operator of our own,
+which no compiler opens up. Inductor hands it its tensors channels-last, as it does with its own
+convolutions (compat/channels_last.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend.compat.channels_last import takes_channels_last
+from fusion_backend.reporting.report import warn_once
+
+CHANNELS_LAST = torch.channels_last
+
+
+class Windows(NamedTuple):
+    """How the windows of a convolution of two dimensions lie."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    @classmethod
+    def of(cls, text: str) -> Windows:
+        """Read from "2,2 1,1 1,1 1": stride, padding, dilation and groups."""
+        *sizes, groups = text.split()
+        return cls(*([int(n) for n in pair.split(",")] for pair in sizes), int(groups))
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(x, weight, bias, *self)
+
+
+@torch.library.custom_op("fusion::convolution_relu", mutates_args=())
+def convolution_relu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, windows: str
+) -> Tensor:
+    """relu(conv(x, weight) + bias + z), rounded once, in the memory layout of the convolution.
+
+    x `[b, c, h, w]`, weight `[o, c, p, q]`, bias `[o]`, z of the result's shape, all of
+    one dtype. Where the tensors are not on a GPU, plain torch computes it.
+    """
+    how = Windows.of(windows)
+    return by_cudnn(x, weight, bias, z, how) if x.is_cuda else by_torch(x, weight, bias, z, how)
+
+
+def by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, how: Windows
+) -> Tensor:
+    y = how.convolve(x, weight, bias)
+    return F.relu(y if z is None else y + z)
+
+
+def by_cudnn(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, how: Windows
+) -> Tensor:
+    """Plain torch where cuDNN has no kernel for these sizes."""
+    try:
+        y = one_call(x, weight, bias, z, how)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        warn_once("cuDNN", f"fusion: cuDNN has no convolution with relu here, torch runs: {error}")
+        return by_torch(x, weight, bias, z, how)
+    return y if in_channels_last(x, weight) else y.contiguous()
+
+
+def one_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, how: Windows
+) -> Tensor:
+    x, weight = (t.contiguous(memory_format=CHANNELS_LAST) for t in (x, weight))
+    if z is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, *how)
+    z = z.contiguous(memory_format=CHANNELS_LAST)
+    return torch.cudnn_convolution_add_relu(x, weight, z, 1.0, bias, *how)
+
+
+@convolution_relu.register_fake
+def _(x, weight, bias, z, windows):
+    return Windows.of(windows).convolve(x, weight, None)
+
+
+takes_channels_last(torch.ops.fusion.convolution_relu.default)
+
+
+def in_channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Is the result of torch's convolution channels-last?"""
+    return any(
+        t.is_contiguous(memory_format=CHANNELS_LAST) and not t.is_contiguous() for t in (x, weight)
+    )

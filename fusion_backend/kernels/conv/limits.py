@@ -1,0 +1,46 @@
+"""Where cuDNN may compute a convolution with relu in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion_backend.kernels.common.inputs import same_sizes
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.reporting.reject import Reject
+
+
+def reject_vectors_of(o: int, **vectors: Tensor | None) -> Reject | None:
+    """Refuse what is not one number for each of the o channels of the result."""
+    for name, t in vectors.items():
+        if t is not None and not same_sizes(t.shape, (o,)):
+            return Reject(f"{name} has shape {tuple(t.shape)}, not ({o},)")
+
+
+def reject_residual(x: Tensor, weight: Tensor, z: Tensor | None, windows: str) -> Reject | None:
+    """cuDNN adds a tensor of the result's shape and dtype, and broadcasts none."""
+    if z is None:
+        return None
+    y = Windows.of(windows).convolve(x, weight.to(x.dtype), None)
+    if not same_sizes(z.shape, y.shape) or z.dtype != y.dtype:
+        return Reject(f"z is {z.dtype} {tuple(z.shape)}, the result {y.dtype} {tuple(y.shape)}")
+
+
+def reject_settings(x: Tensor, windows: str) -> Reject | None:
+    """Refuse where cuDNN is off, or where the same bits are asked for each time."""
+    if Windows.of(windows).groups > 1:
+        # timed at 0.16 of plain Inductor, and in TF32 where a plain convolution is in fp32
+        return Reject("of convolutions in groups cuDNN has no good kernels with relu")
+    if not x.is_cuda:
+        return None
+    if not torch.backends.cudnn.is_available() or not torch.backends.cudnn.enabled:
+        return Reject("there is no cuDNN, or torch.backends.cudnn.enabled is off")
+    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+        return Reject("this call of cuDNN is not deterministic, and that is asked for")
+
+
+def worth_it(training: bool) -> Reject | None:
+    if training:
+        return Reject("its gradient would compute the convolution again")
+    return UNMEASURED

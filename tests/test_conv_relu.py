@@ -1,0 +1,225 @@
+"""Convolutions with relu in one call: where they are found, that the result is the same, and what
+is left alone.
+"""
+
+import contextlib
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.host_runs.without_gpu import cpu_tensors_pass
+from fusion_backend.compat.pretended_cuda import code_for_cuda
+from fusion_backend.decide import gate
+from fusion_backend.kernels.conv import library
+from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.reporting import report as reporting
+from fusion_backend.testing import assert_fuses, collect, fused_nodes
+from tests.kernel_checks import Kernels, runs_kernels
+
+ALWAYS = {"fusion.gate": "always"}
+
+
+class Block(nn.Module):
+    """The basic block of a residual network, as torchvision writes it: all in place."""
+
+    def __init__(self, c: int = 8, o: int = 8, stride: int = 1, bias: bool = False):
+        super().__init__()
+        self.conv1 = nn.Conv2d(c, o, 3, stride, 1, bias=bias)
+        self.bn1 = settled(nn.BatchNorm2d(o))
+        self.conv2 = nn.Conv2d(o, o, 3, 1, 1, bias=bias)
+        self.bn2 = settled(nn.BatchNorm2d(o))
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or c != o:
+            conv = nn.Conv2d(c, o, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, settled(nn.BatchNorm2d(o)))
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+def settled(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    """With statistics and weights that are not those of a new layer."""
+    for t in (norm.running_mean, norm.bias):
+        nn.init.normal_(t)
+    for t in (norm.running_var, norm.weight):
+        nn.init.uniform_(t, 0.5, 1.5)
+    return norm
+
+
+def as_on_a_gpu():
+    """The gate decides as if the tensors were on a GPU."""
+    return mock.patch.object(gate, "on_gpu", lambda tensor: True)
+
+
+def reasons(fn, *inputs) -> dict[str, str]:
+    """Pattern -> what the gate says of its site."""
+    with as_on_a_gpu():
+        found = collect(fn, *inputs, options={"fusion.gate": "table"}).report.sites
+    return {s.pattern: s.reason for s in found}
+
+
+BLOCKS = {
+    "plain": {},
+    "down": dict(o=12, stride=2),
+    "with biases": dict(bias=True),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("options", BLOCKS.values(), ids=BLOCKS)
+@torch.no_grad()
+def test_the_same_as_the_block(options, last):
+    torch.manual_seed(0)
+    block, x = Block(**options).eval(), torch.randn(2, 8, 9, 11)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    backend = Kernels(ALWAYS | {"fusion.only": "conv_batch_norm_relu"})
+    with as_on_a_gpu():
+        ours, eager = torch.compile(block, backend=backend)(x), block(x)
+    (gm,) = backend.graphs
+    assert ["folded_conv_relu" in str(n.target) for n in fused_nodes(gm)] == [True, True]
+    exact = block.double()(x.double())
+    assert (ours - exact).norm() <= 2 * (eager - exact).norm() + 1e-7 * exact.norm()
+    assert ours.stride() == eager.stride()
+
+
+@runs_kernels
+@torch.no_grad()
+def test_under_autocast_the_weight_is_rounded_once():
+    """The op takes the weight in fp32."""
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(32, 16, 3), settled(nn.BatchNorm2d(16)).eval()
+
+    def layer(x):
+        return F.relu(norm(conv(x)))
+
+    backend, x = Kernels(ALWAYS), torch.randn(2, 32, 9, 9)
+    exact = F.relu(norm.double()(conv.double()(x.double())))
+    norm.float(), conv.float()
+    with torch.autocast("cpu", torch.bfloat16), as_on_a_gpu():
+        ours, eager = torch.compile(layer, backend=backend)(x), layer(x)
+    (call,) = fused_nodes(backend.graphs[0])
+    assert "folded_conv_relu" in str(call.target)
+    assert call.args[1].meta["example_value"].dtype == torch.float32
+    assert ours.dtype == eager.dtype == torch.bfloat16
+    assert (ours - exact).norm() <= 1.25 * (eager - exact).norm()
+
+
+@torch.no_grad()
+def test_weights_in_sixteen_bits_are_not_folded():
+    block = Block().eval().to(torch.bfloat16)
+    found = reasons(block, torch.randn(2, 8, 9, 9, dtype=torch.bfloat16))
+    assert "would be rounded once more" in found["conv_batch_norm_relu"]
+
+
+@torch.no_grad()
+def test_a_bias_alone():
+    conv = nn.Conv2d(4, 6, (1, 3), (1, 2), (0, 1), bias=True)
+    x, z = torch.randn(2, 4, 7, 9), torch.randn(2, 6, 7, 5)
+    assert_fuses(lambda x: F.relu(conv(x)), x, pattern="conv_relu", options=ALWAYS)
+    assert_fuses(lambda x, z: (z + conv(x)).relu(), x, z, pattern="conv_relu", options=ALWAYS)
+
+
+def twice(conv, x):
+    y = conv(x)
+    return F.relu(y) * y
+
+
+NEAR = {
+    "its result is read elsewhere": (twice, {}, "used elsewhere"),
+    "a broadcast sum": (lambda conv, x: F.relu(conv(x) + torch.ones(1, 6, 1, 1)), {}, "z is"),
+    "groups": (lambda conv, x: F.relu(conv(x)), dict(groups=2), "in groups"),
+    "relu6": (lambda conv, x: F.relu6(conv(x)), {}, None),
+    "one image": (lambda conv, x: F.relu(conv(x[0])), {}, None),
+    "a written padding": (lambda conv, x: F.relu(conv(x)), dict(padding="same"), None),
+}
+
+
+@pytest.mark.parametrize("fn, options, said", NEAR.values(), ids=NEAR)
+@torch.no_grad()
+def test_what_is_left_alone(fn, options, said):
+    conv = nn.Conv2d(4, 6, 3, **options)
+    found = reasons(lambda x: fn(conv, x), torch.randn(2, 4, 9, 9))
+    assert said in found["conv_relu"] if said else "conv_relu" not in found
+
+
+def test_training_is_left_to_inductor():
+    conv, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 9, 9)
+    found = reasons(lambda x: F.relu(conv(x)), x)
+    assert "compute the convolution again" in found["conv_relu"]
+
+
+@torch.no_grad()
+def test_the_statistics_of_the_batch_are_not_folded():
+    conv, norm = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+    found = reasons(lambda x: F.relu(norm(conv(x))), torch.randn(2, 4, 9, 9))
+    assert "conv_batch_norm_relu" not in found
+
+
+@pytest.mark.parametrize("name", ["deterministic", "enabled"])
+def test_settings_of_cudnn(name, monkeypatch):
+    from fusion_backend.kernels.conv.limits import reject_settings
+
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert reject_settings(OnGpu(), "1,1 0,0 1,1 1") is None
+    before = getattr(torch.backends.cudnn, name)
+    try:
+        setattr(torch.backends.cudnn, name, not before)
+        assert reject_settings(OnGpu(), "1,1 0,0 1,1 1") is not None
+    finally:
+        setattr(torch.backends.cudnn, name, before)
+
+
+def test_windows_are_read():
+    assert Windows.of("2,1 0,3 1,1 4") == ([2, 1], [0, 3], [1, 1], 4)
+
+
+def test_between_two_convolutions_nothing_is_laid_out_again():
+    """Inductor hands over the result of one as the argument of the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(64, 64), Block(64, 64)).eval()
+    with torch.no_grad(), cpu_tensors_pass(), code_for_cuda() as codes:
+        torch.compile(model, backend="fusion", options=ALWAYS)(torch.randn(2, 64, 16, 16))
+    (code,) = codes
+    calls = re.findall(r"(buf\d+) = .*convolution_relu\.default\((buf\d+)", code)
+    names = dict(re.findall(r"^ *(buf\d+) = (buf\d+)\b", code, re.MULTILINE))  # of the same buffer
+    assert len(calls) == 4
+    assert [names.get(x, x) for _, x in calls[1:]] == [y for y, _ in calls[:-1]]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_failure_of_cudnn_is_told_and_computed_by_torch(residual, monkeypatch):
+    def no_engine(*args):
+        raise RuntimeError("GET was unable to find an engine")
+
+    monkeypatch.setattr(library, "one_call", no_engine)
+    reporting.reset()
+    x, weight, bias = torch.randn(2, 4, 9, 9), torch.randn(6, 4, 3, 3), torch.randn(6)
+    z = torch.randn(2, 6, 7, 7) if residual else None
+    how = Windows.of("1,1 0,0 1,1 1")
+    with pytest.warns(RuntimeWarning, match="unable to find an engine"):
+        got = library.by_cudnn(x, weight, bias, z, how)
+    want = F.conv2d(x, weight, bias)
+    torch.testing.assert_close(got, F.relu(want if z is None else want + z))
+
+
+def test_out_of_memory_is_raised(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(library, "one_call", full)
+    x, weight = torch.randn(2, 4, 9, 9), torch.randn(6, 4, 3, 3)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        library.by_cudnn(x, weight, None, None, Windows.of("1,1 0,0 1,1 1"))
+        pytest.fail("it went on")
