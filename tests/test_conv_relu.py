@@ -4,6 +4,7 @@ is left alone.
 
 import contextlib
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,6 +17,8 @@ from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.decide import gate
 from fusion_backend.kernels.conv import library
 from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.measure.agreement import Value
+from fusion_backend.measure.contest import Contest
 from fusion_backend.reporting import report as reporting
 from fusion_backend.testing import assert_fuses, collect, fused_nodes
 from tests.kernel_checks import Kernels, runs_kernels
@@ -223,3 +226,20 @@ def test_out_of_memory_is_raised(monkeypatch):
     with contextlib.suppress(torch.OutOfMemoryError):
         library.by_cudnn(x, weight, None, None, Windows.of("1,1 0,0 1,1 1"))
         pytest.fail("it went on")
+
+
+@pytest.mark.parametrize("precision, wrong", [("tf32", False), ("ieee", True)])
+def test_a_measurement_allows_for_tf32(precision, wrong):
+    """cuDNN rounds a folded weight as it rounds the weight, but not to the same number."""
+    contest = Contest.__new__(Contest)
+    contest.convolves, contest.inputs = True, [torch.ones(4)]
+    plain = Value("result 0", torch.randn(1000))
+    contest.plain = SimpleNamespace(values=[plain])
+    contest.eager = lambda: [plain]
+    ours = Value("result 0", plain.value * (1 + 5e-4 * torch.randn(1000).sign()))
+    before = torch.backends.cudnn.conv.fp32_precision
+    try:
+        torch.backends.cudnn.conv.fp32_precision = precision
+        assert bool(contest.different([ours])) is wrong
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before

@@ -185,6 +185,21 @@ def test_a_convolution_on_a_shortcut_does_not():
     assert names(region) == ["conv2d", "add", "group_norm", "silu"] and not region.problem
 
 
+def test_a_convolution_that_reads_what_is_computed_later_belongs_to_the_region():
+    """The product with a gate waits for the convolutions of the gate; the next convolution decides
+    how it lies in memory.
+    """
+    gate, after = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def fn(x):
+        y = F.group_norm(x, 2)
+        return after(y * gate(y.mean((2, 3), keepdim=True)).sigmoid())
+
+    _, (region,) = regions_of(fn, torch.randn(2, 8, 4, 4), only="group_norm")
+    assert names(region) == ["group_norm", "mean", "conv2d", "mul", "conv2d"]
+    assert not region.problem
+
+
 def test_sites_that_inductor_could_fuse_with_each_other_share_a_region():
     def fn(x, y):
         return F.layer_norm(x, (16,)) * 2, torch.softmax(x * 3 + y, -1)

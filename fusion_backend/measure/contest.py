@@ -11,7 +11,6 @@ from itertools import starmap
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import name_of
 from fusion_backend.compat.inductor import compiled_apart, without_compiled_autograd
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
@@ -19,6 +18,7 @@ from fusion_backend.measure.cut import Cut
 from fusion_backend.measure.derived import passed_on
 from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
+from fusion_backend.measure.region import convolution
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
 TIMING_S = 2.0  # seconds for a race, or as long as compiling took if that was longer
@@ -66,7 +66,7 @@ class Contest:
         before = sorted((n for n in made if order[n] < last and computed(n)), key=order.get)
         recent = [made[n] for n in before if made[n].is_floating_point()]
         self.clock = Clock(self.device, recent)
-        self.convolves = any(name_of(n).startswith("aten::conv") for n in cut.region.nodes)
+        self.convolves = any(map(convolution, cut.region.nodes))
         layout, bias = WORTH_OF_LAYOUT * self.convolves, WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None

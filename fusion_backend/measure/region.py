@@ -238,10 +238,7 @@ class Regions:
             for m in of_aten
             if self.level[m] in (level, level + 1)
             and self.view.region.get(m) == state
-            and (
-                name_of(m).startswith("aten::conv")
-                or (m in makes and (padded(m) or self.bias_apart(m)))
-            )
+            and (convolution(m) or (m in makes and (padded(m) or self.bias_apart(m))))
         }
 
     def bias_apart(self, n: fx.Node) -> bool:
@@ -255,17 +252,20 @@ class Regions:
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators and concatenations of later levels that read a value of the
         region: instead of writing it, Inductor may compute it once more for them. (In the region
-        alone it may even compute them in the same kernel, which favours Inductor.)
+        alone it may even compute them in the same kernel, which favours Inductor.) And the
+        convolutions that read these, which decide how their values lie in memory.
         """
-        readers = {u for n in found for u in n.users} - found
-        return {
-            u
-            for u in readers
-            if self.level[u] > level
-            and self.view.region.get(u) == state
-            and (elementwise(u) or name_of(u) in JOINING)
-            and not self.ends(u)
+
+        def read(nodes: set[fx.Node]) -> set[fx.Node]:
+            """The later nodes that read one of these."""
+            users = {u for n in nodes for u in n.users} - found
+            return {u for u in users if self.level[u] > level and self.view.region.get(u) == state}
+
+        apart = {
+            u for u in read(found) if (elementwise(u) or name_of(u) in JOINING) and not self.ends(u)
         }
+        convolutions = {u for u in read(apart) if convolution(u) and measurable(u)}
+        return apart | convolutions
 
     def problem(
         self,
@@ -314,6 +314,10 @@ def alone(n: fx.Node, sites: list[Decision]) -> bool:
     match = sites[0].match
     inside = {*match.interior, *match.roots}
     return len(sites) == 1 and (n in match.roots or inside.issuperset(n.users))
+
+
+def convolution(n: fx.Node) -> bool:
+    return is_lowered(n) and name_of(n).startswith("aten::conv")
 
 
 def call_reads(d: Decision) -> list[fx.Node]:
