@@ -64,6 +64,12 @@ MUTATIONS = {
         "place = 0",
         "tests/test_remembered.py",
     ),
+    "remembered: one place that was met before is like another": Mutation(
+        "fusion_backend/cache/graph_text.py",
+        'return f"known {self.places[value]}"',
+        'return "known"',
+        "tests/test_remembered.py",
+    ),
     "remembered: an operator is known by its name alone": Mutation(
         "fusion_backend/cache/graph_text.py",
         'declared = "" if namespace_of(value) in TORCHS else schemas_of(value)',

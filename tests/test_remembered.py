@@ -1,6 +1,7 @@
 """A graph that was decided before is written without capture, match and decide, and is the same."""
 
 import copy
+import itertools
 import json
 import operator
 import os
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from fusion_backend import remembered
-from fusion_backend.cache.graph_text import Unnamed, graph_text
+from fusion_backend.cache.graph_text import Unnamed, devices_of, graph_text
+from fusion_backend.compat.torch import FakeTensor, FakeTensorMode
 from fusion_backend.frontends import dynamo
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.ops.registry import unregister
@@ -295,6 +297,35 @@ def test_a_graph_without_a_name_for_everything_is_decided_each_time(memory):
     with pytest.raises(Unnamed, match="lambda"):
         graph_text(graph)
     assert not list(memory.glob("graph-*"))
+
+
+@pytest.mark.parametrize("about", ["stack_trace", "nn_module_stack"])
+def test_places_are_told_apart_and_written_once(about):
+    """All ways to give three nodes one of three places, which a report names."""
+    graph = torch.fx.symbolic_trace(lambda x: x.exp().sin().cos())
+    nodes = list(graph.graph.nodes)[1:4]
+    places = ["a.py, line 1", "a.py, line 2", "b.py, line 1"]
+
+    def text(chosen):
+        for node, place in zip(nodes, chosen, strict=True):
+            node.meta[about] = place if about == "stack_trace" else {"0": (place, nn.Linear)}
+        return graph_text(graph)
+
+    ways = list(itertools.product(places, repeat=3))
+    assert len({text(way) for way in ways}) == len(ways)
+    for way in ways:
+        assert all(text(way).count(place) == (place in way) for place in places)
+
+
+def test_the_gpus_of_lone_values_and_of_those_in_a_tuple_are_found():
+    def fake(device):
+        return FakeTensor(FakeTensorMode(), torch.empty(2, device="meta"), torch.device(device))
+
+    graph = torch.fx.symbolic_trace(lambda x, y: x + y)
+    values = fake("cuda:1"), fake("cpu"), (fake("cpu"), [fake("cuda:0")]), None
+    for node, value in zip(graph.graph.nodes, values, strict=True):
+        node.meta["example_value"] = value
+    assert devices_of(graph) == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("what", ["caches", "dump", "ranks"])

@@ -46,17 +46,22 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 def devices_of(gm: fx.GraphModule) -> list[torch.device]:
     """The GPUs on which a graph has values."""
-    values = pytree.tree_leaves([n.meta.get("example_value") for n in gm.graph.nodes])
-    found = {v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda}
-    return sorted(found, key=str)
+    values = [n.meta.get("example_value") for n in gm.graph.nodes]
+    lone = [v for v in values if isinstance(v, torch.Tensor)]  # most: a walk through a tree is slow
+    rest = pytree.tree_leaves([v for v in values if not isinstance(v, torch.Tensor)])
+    found = {v.device for v in (*lone, *rest) if isinstance(v, torch.Tensor)}
+    return sorted((device for device in found if device.type == "cuda"), key=str)
 
 
 class Text:
-    """Storages have numbers, in the order in which they are met, in the bodies too."""
+    """Storages have numbers, in the order in which they are met, in the bodies too. So have places
+    in the user's code: they are long, and many nodes share them.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.storages: dict[int, int] = {}
+        self.places: dict[object, int] = {}
 
     def graph(self, gm: fx.GraphModule) -> None:
         numbers: dict[fx.Node, int] = {}
@@ -67,10 +72,17 @@ class Text:
             target = n.target if isinstance(n.target, str) else name_of(n.target)
             self.lines.append(f"{n.op} {n.name} {target} {' '.join(given)}")
             self.lines.append(self.value(n.meta.get("example_value")))
-            modules = [*(n.meta.get("nn_module_stack") or {}).values()]
-            self.lines.append(f"{n.meta.get('stack_trace')} {modules}")
+            self.lines.append(self.place(n.meta.get("stack_trace")))
+            self.lines.append(self.place((*(n.meta.get("nn_module_stack") or {}).values(),)))
             if n.op in ("get_attr", "call_module"):
                 self.attribute(operator.attrgetter(n.target)(gm))
+
+    def place(self, value) -> str:
+        """A place in the user's code, in full where it is met first, else by its number."""
+        if value in self.places:
+            return f"known {self.places[value]}"
+        self.places[value] = len(self.places)
+        return f"new {value}"
 
     def argument(self, value, numbers: dict[fx.Node, int]) -> str:
         if isinstance(value, fx.Node):
@@ -89,6 +101,8 @@ class Text:
         return name_of(value)
 
     def value(self, value) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"= {self.tensor(value)}"
         leaves, spec = pytree.tree_flatten(value)
         return f"= {spec if type(value) in (tuple, list, dict) else ''} " + ", ".join(
             self.leaf(v) for v in leaves
