@@ -49,9 +49,28 @@ def _(x, scale, mask, drop, fill):
     return (
         reject_dtypes(x=x, mask=mask)
         or reject_rows(x)
+        or reject_larger(x, other)
         or reject_broadcast(x, "mask" if drop is None else "drop", other)
         or reject_dynamic(scale=scale, fill=fill)
     )
+
+
+def reject_larger(x: Tensor, mask: Tensor | None) -> Reject | None:
+    """The kernel expands the mask to x, and not x to the mask."""
+    if mask is None:
+        return None
+    larger = mask.dim() > x.dim() or any(
+        statically_known_true(its != 1) and statically_known_true(mine == 1)
+        for mine, its in zip(reversed(x.shape), reversed(mask.shape), strict=False)
+    )
+    if larger:
+        return Reject(
+            f"x with shape {tuple(x.shape)} is expanded to a mask of shape {tuple(mask.shape)}; "
+            "the kernel expands masks, not x"
+        )
+    if x.dim() > 4:
+        return Reject(f"x has {x.dim()} dimensions; with a mask the kernel takes up to 4")
+    return None
 
 
 @softmax.worthwhile

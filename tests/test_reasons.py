@@ -232,3 +232,23 @@ def test_arguments_of_another_shape_are_told():
     report = explain(f, x, x + 1, options={"fusion.gate": "always"})
     reasons = [m.reason for m in report.misses if m.pattern == "add_mul_exp"]
     assert not report.sites and "the result is (4, 8), the pattern gives (1, 8)" in reasons[0]
+
+
+@pytest.mark.parametrize(
+    "x, mask, why",
+    [
+        ((8, 1), (8, 100), "x with shape (8, 1) is expanded to a mask of shape (8, 100)"),
+        ((1, 8, 100), (3, 8, 100), "is expanded to a mask"),
+        ((8, 1), (1, 100), "is expanded to a mask"),
+        ((8, 100), (3, 8, 100), "is expanded to a mask"),
+        ((2, 2, 2, 8, 100), (8, 100), "x has 5 dimensions; with a mask the kernel takes up to 4"),
+        ((3, 8, 100), (8, 100), ""),
+        ((3, 8, 100), (3, 1, 100), ""),
+    ],
+)
+def test_masks_that_the_kernel_of_softmax_does_not_take(x, mask, why):
+    (softmax,) = [p for p in patterns() if p.name == "softmax"]
+    x, mask = torch.randn(x), torch.randn(mask)
+    for given in ((mask, None, None), (None, mask > 0, -1e9)):
+        refused = softmax.guard_fn(x, None, *given)
+        assert why in str(refused and refused.reason) and bool(refused) == bool(why)
