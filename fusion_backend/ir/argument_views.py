@@ -91,10 +91,16 @@ def original(argument) -> torch.Tensor:
 
 def unpermuted(g: Expr, order: tuple[int, ...]) -> Expr:
     """The value whose permutation g is; dimensions are counted from the right."""
+    rank = len(order)
+    return permuted(g, tuple(order.index(d) - rank for d in range(-rank, 0)))
+
+
+def permuted(g: Expr, order: tuple[int, ...]) -> Expr:
+    """The permutation of g; dimensions are counted from the right."""
     given = g.attr if g.op == "permute" else ()
     rank = max(len(order), len(given))
     order, given = ((*range(-rank, -len(o)), *o) for o in (order, given))
-    combined = [given[order.index(d)] for d in range(-rank, 0)]
+    combined = [given[d] for d in order]
     while combined and combined[0] == -len(combined):
         combined.pop(0)
     base = g.args[0] if g.op == "permute" else g

@@ -30,7 +30,7 @@ class Builder:
         self.text_of = text_of or (lambda word: None)
         self.state = None  # values under another grad mode or autocast are different values
         self.trains = lambda node: False  # may a gradient of a node be asked for?
-        self.scores: dict[Expr, Expr] = {}  # what attention.scaled made of each value
+        self.scores: dict[Expr, Expr] = {}  # what scores.scaled made of each value
         # what attention.of_rows made of each value, in each region
         self.flattened: dict[tuple, Expr] = {}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fusion_backend.capture.one_head import MARK
 from fusion_backend.capture.sizes import equals, hashable, same
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import LOOKED_THROUGH, Expr
+from fusion_backend.ir.heads import splits, weights_times_values
 from fusion_backend.ir.operator_families import (
     EXPANSIONS,
     PERMUTATIONS,
@@ -17,6 +19,7 @@ from fusion_backend.ir.operator_families import (
 )
 from fusion_backend.ir.rules import rule
 from fusion_backend.ir.schema_args import Call
+from fusion_backend.ir.scores import with_heads
 
 NESTED = 4  # products in the weight of a product
 
@@ -39,6 +42,8 @@ def unsqueezed(c: Builder, call: Call, self: Expr, dim: int):
     axis = dim % rank - rank
     if self.op == "squeeze" and self.attr == (axis,):
         return self.args[0]
+    if MARK in call.node.meta:
+        return with_heads(c, self, (*call.shape[:2],))
     return c.make("unsqueeze", (self,), axis, call.shape)
 
 
@@ -66,6 +71,8 @@ def reshaped(c: Builder, call: Call, self: Expr):
         return x
     if x.shape is None or not shape:
         return c.make("view", (x,), str(shape), shape)
+    if weights_times_values(x) and splits(x.shape, shape):
+        return with_heads(c, x, shape[:2])
     found = outside_product(c, x, shape) or as_repeated(c, x, shape) or as_interleaved(c, x, shape)
     if found is None and len(shape) == 2 and same(x.shape[-1:], shape[-1:]):
         return c.make("rows", (x,), None, shape)

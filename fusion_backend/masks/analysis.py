@@ -95,13 +95,12 @@ class Masks:
     def of(self, argument: fx.Node | Viewed) -> Mask:
         steps = argument.steps if isinstance(argument, Viewed) else ()
         node = argument.node if isinstance(argument, Viewed) else argument
-        key = (node, len(steps) % 2)
-        if any(step != "not" for step, _ in steps):
-            return Mask(
-                location_of(node),
-                parts=[Part("dense", None, f"a view of {source(node)}")],
-                choice=False,
-            )
+        nots = sum(step == ("not", ()) for step in steps)
+        # a mask of three dimensions, with one for the only head, has the same element (i, j)
+        with_head = ("unsqueeze", (-3,)) in steps and node.meta["val"].dim() == 3
+        key = (node, nots % 2)
+        if len(steps) - nots - with_head:
+            return view_of(node)
         if key not in self.known:
             try:
                 self.known[key] = self.analysed(node, bool(key[1]))
@@ -112,7 +111,8 @@ class Masks:
                 self.known[key] = Mask(
                     location_of(node), parts=[much], choice=False, exact=self.exact
                 )
-        return self.known[key]
+        of_node = self.known[key]
+        return view_of(node) if with_head and of_node.added is not None else of_node
 
     def connect(self, outer: Masks, outer_nodes: dict[fx.Node, fx.Node]) -> None:
         """Analyse the masks that a body gets as arguments in the graph around it, except those that
@@ -291,6 +291,11 @@ class Masks:
         if high < n - 1:
             self.bound(Linear({"i": -1, "j": 1}, high), found, proof)
         return None
+
+
+def view_of(node: fx.Node) -> Mask:
+    boolean, part = dtype_of(node) == torch.bool, Part("dense", None, f"a view of {source(node)}")
+    return Mask(location_of(node), parts=[part], choice=boolean)
 
 
 def either_way(p) -> tuple:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from fusion_backend.ir.argument_views import BY_NUMBERS, Viewed, original
-from fusion_backend.ir.expr import peel
+from fusion_backend.ir.argument_views import BY_NUMBERS, Viewed, original, permuted
+from fusion_backend.ir.expr import Expr, peel
 from fusion_backend.match.templates import Template
 from fusion_backend.match.unify import Bound
 
+HALVES = {torch.bfloat16, torch.float16}
 # The operators that a Viewed may put around a node.
 VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *BY_NUMBERS)
 
@@ -26,6 +28,35 @@ def mixed(env: dict, arguments: dict) -> str:
     }
     told = "the operands of a matrix product would differ in dtype"
     return told if pinned and uncast - pinned else ""
+
+
+def without_upcasts(env: dict) -> dict:
+    """Operands of matrix products taken before their cast to fp32, if an operand of another product
+    has their dtype; else nothing. Scores of bf16 are those of the same numbers in fp32: a kernel
+    sums both in fp32, and the weights are rounded for the other product anyway.
+    """
+    pinned = {name: b.expr for name, b in env.items() if isinstance(b, Bound) and b.pinned}
+    uncast = {name: without_upcast(e) for name, e in pinned.items()}
+    found = {name: e for name, e in uncast.items() if e is not None}
+    dtypes = {dtype_of(found.get(name, e)) for name, e in pinned.items()}
+    if len(dtypes) != 1 or not dtypes < HALVES or not 0 < len(found) < len(pinned):
+        return {}
+    return env | {name: Bound(e, True) for name, e in found.items()}
+
+
+def without_upcast(e: Expr) -> Expr | None:
+    if e.op == "cast":
+        return e.args[0] if e.attr == torch.float32 and dtype_of(e.args[0]) in HALVES else None
+    if e.op == "permute" and not e.nodes:
+        inner = without_upcast(e.args[0])
+        return None if inner is None else permuted(inner, e.attr)
+    return None
+
+
+def dtype_of(e: Expr) -> torch.dtype | None:
+    while e.op == "permute" and not e.nodes:
+        e = e.args[0]
+    return e.nodes[0].meta["val"].dtype if e.nodes else None
 
 
 def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:
@@ -69,7 +100,8 @@ def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | 
             return None
         e = next(a for a in e.args if a is not number)
     if not e.nodes and e.rows is not None:
-        steps.insert(0, ("unflatten", e.shape[:-1]))
+        seen_as = len(e.shape) - len(e.rows.shape) + 1  # dimensions in place of the first
+        steps.insert(0, ("unflatten", e.shape[:seen_as]))
         e = e.rows
     plain = all(isinstance(v, (int, fx.Node)) for _, attr in steps for v in attr)
     return Viewed(e.nodes[0], tuple(steps)) if e.nodes and plain else None

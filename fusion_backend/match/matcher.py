@@ -8,16 +8,18 @@ expressions say.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
+from fusion_backend.capture.one_head import MARK
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import LIKE, Expr, peel
-from fusion_backend.match.arguments import arguments_of, mixed
+from fusion_backend.match.arguments import arguments_of, mixed, without_upcasts
 from fusion_backend.match.match import Match, Mismatch
 from fusion_backend.match.outcomes import Outcomes
 from fusion_backend.match.prefilter import Fitting, expected
@@ -49,7 +51,7 @@ class Matcher:
         self.by_value: dict[Expr, list[fx.Node]] = {}
         for n, e in canon.of.items():
             # the same value under another name
-            again = any(canon.of[a] is e for a in self.inputs[n])
+            again = any(canon.of[a] is e for a in self.inputs[n]) or MARK in n.meta
             if (
                 n.op == "call_function"
                 and isinstance(n.meta.get("val"), torch.Tensor)
@@ -225,13 +227,14 @@ class Matcher:
                     0
                 ], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
-        for peeled, through in ((True, False), (True, True), (False, False), (False, True)):
-            arguments = arguments_of(t, env, peeled, through)
+        forms = [env, uncast] if (uncast := without_upcasts(env)) else [env]
+        for form, peeled, through in itertools.product(forms, (True, False), (False, True)):
+            arguments = arguments_of(t, form, peeled, through)
             if isinstance(arguments, str):
                 why = why if why[1] else (roots[0], arguments)
                 continue
             found = Match(t.pattern, t, roots, arguments, [])
-            reason = mixed(env, arguments) if peeled else ""
+            reason = mixed(form, arguments) if peeled else ""
             reason = reason or self.outcomes.disagreement(found)
             if reason:
                 why = (roots[0], reason)
