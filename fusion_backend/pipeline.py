@@ -17,7 +17,7 @@ from torch import fx
 from fusion_backend import dump
 from fusion_backend.capture import autocast
 from fusion_backend.capture.functionalize import functionalize_locals
-from fusion_backend.capture.one_head import with_one_head
+from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.tracer import capture
 from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
@@ -77,7 +77,7 @@ def analyse(top: Scope, options: Options) -> None:
         fences = autocast.resolve(scope.view)
         scope.chains = functionalize_locals(scope.view)
         view = scope.view
-        with_one_head(view, fences)
+        brought_to_form(view, fences)
         scope.canon = Canon().run(view.graph, view.region, fences, view.trains)
         inner = {name: body.facts for name, body in scope.bodies.items()}
         scope.facts = Facts(scope.view, scope.canon, options.exact_masks, inner)

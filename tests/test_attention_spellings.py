@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend.decide.gate
-from fusion_backend.capture.one_head import with_one_head
+from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.tracer import capture
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
@@ -151,6 +151,16 @@ OTHER = {
     "the scale after the mask": (
         lambda q, k, v, x: ((q @ k.mT).masked_fill(~causal(), -math.inf) * 0.25).softmax(-1) @ v,
         None, S),
+    "a temperature of each head": (
+        lambda q, k, v, x: (
+            F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+            * torch.clamp(x, max=2.0).exp()).softmax(-1) @ v,
+        lambda: randn(H, 1, 1).requires_grad_(), M),
+    "divided by a temperature, under a mask": (
+        lambda q, k, v, x: ((q @ k.mT) / x).masked_fill(~causal(), -math.inf).softmax(-1) @ v,
+        lambda: (randn(1) + 8).squeeze(), S),
+    "a factor of each query": (
+        lambda q, k, v, x: (x * (q @ k.mT)).softmax(-1) @ v, lambda: randn(B, 1, S, 1) / 4, M),
     "the largest subtracted": (
         lambda q, k, v, x: (lambda s: (s - s.amax(-1, keepdim=True).detach()).softmax(-1) @ v)(
             q @ k.mT / 4),
@@ -234,7 +244,7 @@ def test_one_site(name, needs, dtype, on_gpu):
     assert targets.isdisjoint({"bmm", "baddbmm", "matmul", "softmax", "einsum"}), targets
     for node in fused_nodes(collector.graphs[0]):
         assert node.kwargs["forward"] == "kernel", node.kwargs
-    assert_right(fn, given, Collector({}))
+    assert_right(fn, given, Collector({"fusion.gate": "always"}))
 
 
 @pytest.mark.parametrize("name", [k for k, form in FORMS.items() if form[1] is None])
@@ -242,7 +252,7 @@ def test_dynamic_batches_need_no_other_graph(name):
     fn, given = inputs_of(name)
     fn, batch = called(fn, given), 1 if "pool" in name else 0
     torch.compiler.reset()
-    collector = Collector({})
+    collector = Collector({"fusion.gate": "always"})
     compiled = torch.compile(fn, backend=collector)
     for b in (B, B + 3):
         more = [torch.cat([t] * 3, batch).narrow(batch, 0, b) for t in given]
@@ -311,6 +321,18 @@ CLOSE = {
         "one", lambda q, k, v: (
             one(q, k).masked_fill(~causal(), -math.inf) * k.exp().sum(-1)[:, None]
         ).softmax(-1) @ v),
+    "q that is written to before the factor": (
+        "one", lambda q, k, v: (lambda s, w: ((s * w[:, :, :1]).softmax(-1) @ v))(
+            q @ k.mT, q.mul_(2))),
+    "a factor of each key": (
+        "one", lambda q, k, v: (one(q, k) * k.sum(-1)[:, None]).softmax(-1) @ v),
+    "a factor that expands the scores": (
+        "one", lambda q, k, v: ((q[:1] @ k[:1].mT) * q.sum(-1, True)).softmax(-1) @ v),
+    "tempered scores that are returned": (
+        "one", lambda q, k, v: (lambda s: ((s * q[:, :1, :1]).softmax(-1) @ v, s))(q @ k.mT)),
+    "a factor in fp32": (
+        "one", lambda q, k, v: (lambda s: (s * q.float().exp().sum(-1, True)).softmax(-1).to(
+            v.dtype) @ v)((q @ k.mT).bfloat16()).float()),
     "dropout of the scores": (
         "one", lambda q, k, v: F.dropout(one(q, k), 0.5).softmax(-1) @ v),
     "two sums of weights": (
@@ -356,7 +378,7 @@ def test_a_fill_that_overflows(on_gpu):
     keep[0, 0, 3] = False
     given = [*(randn(B, H, S, D) for _ in "qkv"), keep]
     torch.compiler.reset()
-    out = torch.compile(fn, backend=Collector({}))(*given)
+    out = torch.compile(fn, backend=Collector({"fusion.gate": "always"}))(*given)
     assert torch.equal(out.isnan(), fn(*given).isnan()) and out.isnan().any()
 
 
@@ -398,12 +420,16 @@ def test_the_view_has_a_head_where_there_are_scores(scores):
 
     def backend(gm, inputs):
         view = capture(gm)
-        with_one_head(view, frozenset())
+        brought_to_form(view)
         found.extend(n for n in view.graph.nodes if str(n.target) == "aten.unsqueeze.default")
         return gm
 
     torch.compiler.reset()
     x, v = randn(B, S, S), randn(B, S, D)
-    fn = (lambda x, v: one(x, x).softmax(-1) @ v) if scores else (lambda x, v: x.softmax(-1) @ v)
+    fn = (
+        (lambda x, v: one(x, x).softmax(-1) @ v)
+        if scores
+        else (lambda x, v: x.sin().softmax(-1) @ v)
+    )
     torch.compile(fn, backend=backend)(x, v)
     assert len(found) == 2 * scores

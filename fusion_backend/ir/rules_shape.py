@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_backend.capture.one_head import MARK
+from fusion_backend.capture.attention import MARK
 from fusion_backend.capture.sizes import equals, hashable, same
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import LOOKED_THROUGH, Expr

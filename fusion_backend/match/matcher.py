@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fusion_backend.capture.one_head import MARK
+from fusion_backend.capture.attention import MARK
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import LIKE, Expr, peel

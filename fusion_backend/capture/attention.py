@@ -1,0 +1,149 @@
+"""Attention in a form that a kernel may take, in the view. The code of the user is unchanged where
+no site is accepted.
+
+- Three dimensions, [batch, n, d], become those of one head: the product of the weights and the
+  values becomes one of four, between views.
+- Scores times a tensor that does not depend on the key, as a learnt temperature of each head,
+  become those of the queries times this tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.sizes import same
+from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
+from fusion_backend.compat.torch import aten
+
+NEAR = 16  # operators between the two products
+PRODUCTS = {"aten::bmm", "aten::matmul", "aten::baddbmm", "aten::einsum"}
+SPLITS = {"aten::view", "aten::reshape", "aten::unflatten"}
+SAME_ROWS = {"aten::to", "aten::_to_copy", "aten::type_as", "aten::dropout", "aten::contiguous"}
+MARK = "only for attention"  # on nodes at which no pattern starts
+
+
+def brought_to_form(view: View, fences: frozenset | set = frozenset()) -> None:
+    """Give the product of weights and values a dimension for its only head, at every attention
+    whose result is not seen with heads afterwards; and multiply the queries instead of the scores.
+    """
+    for n in list(view.graph.nodes):
+        if n in fences or n not in view.owner or not is_lowered(n):
+            continue
+        if weighs_values(n):
+            add_head(view, n)
+        elif name_of(n) in ("aten::mul", "aten::div"):
+            temper_queries(view, n, fences)
+
+
+def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
+    scores, factor = n.args[:2]
+    if name_of(n) == "aten::mul" and not is_product(scores):
+        scores, factor = factor, scores
+    if not is_product(scores) or not isinstance(factor, fx.Node) or len(n.args) > 2 or n.kwargs:
+        return
+    q, k = scores.args
+    alone = scores not in fences and [*scores.users] == [n] and rank(factor) >= 0
+    alone = alone and view.region.get(scores) == view.region.get(n)
+    if not alone or not (rank(factor) == 0 or same(shape(factor)[-1:], (1,))):
+        return
+    if not (same(shape(n), shape(scores)) and same(shape(q)[:-1], shape(scores)[:-1])):
+        return
+    if not quiet_between(scores, n):
+        return
+    graph, values = view.graph, (q.meta["val"], factor.meta["val"])
+    with graph.inserting_before(n), values[0].fake_mode:
+        tempered = n.target(*values)
+        if tempered.dtype != values[0].dtype or not same(tempered.shape, values[0].shape):
+            return
+        new = graph.call_function(n.target, (q, factor))
+        new.meta = dict(n.meta, val=tempered, **{MARK: True})
+    scores.meta[MARK] = True  # nobody reads it any more
+    n.target, n.args = scores.target, (new, k)
+    told(view, new, n, q, factor)
+
+
+def quiet_between(first: fx.Node, last: fx.Node) -> bool:
+    """Does nothing write to memory between two nodes?"""
+    n = first.next
+    while n is not last:
+        if not is_lowered(n) or is_mutation(n):
+            return False
+        n = n.next
+    return True
+
+
+def is_product(n) -> bool:
+    """Is it a product of two batches of matrices?"""
+    if not isinstance(n, fx.Node) or not is_lowered(n):
+        return False
+    return name_of(n) in ("aten::bmm", "aten::matmul") and all(rank(a) > 2 for a in n.args)
+
+
+def told(view: View, new: fx.Node, n: fx.Node, *sources: fx.Node) -> None:
+    """Let the view know a new node in front of n, computed from others."""
+    view.owner[new] = view.owner[n]
+    if n in view.region:
+        view.region[new] = view.region[n]
+    if any(a in view.requires_grad for a in sources):
+        view.requires_grad.add(new)
+
+
+def weighs_values(n: fx.Node) -> bool:
+    """Is it softmax(... q kᵀ ...) v of three dimensions, as one operator?"""
+    if name_of(n) not in ("aten::bmm", "aten::matmul"):
+        return False
+    weights, values = n.args[:2]
+    if not all(isinstance(a, fx.Node) and rank(a) == 3 for a in (weights, values)):
+        return False
+    if not same(shape(weights)[:1], shape(values)[:1]) or any(sees_heads(u, n) for u in n.users):
+        return False
+    for _ in range(NEAR):
+        if not is_lowered(weights) or name_of(weights) not in SAME_ROWS:
+            break
+        weights = weights.args[0]
+    if not is_lowered(weights) or name_of(weights) != "aten::softmax" or rank(weights) != 3:
+        return False
+    return follows_product(weights.args[0])
+
+
+def follows_product(n: fx.Node) -> bool:
+    pending, seen = [n], set()
+    while pending and len(seen) < NEAR:
+        a = pending.pop()
+        if a in seen or not is_lowered(a) or rank(a) != 3:
+            continue
+        if name_of(a) in PRODUCTS:
+            return True
+        seen.add(a)
+        pending += a.all_input_nodes
+    return False
+
+
+def sees_heads(user: fx.Node, n: fx.Node) -> bool:
+    """Does it separate heads that were folded into the batch?"""
+    splits = is_lowered(user) and name_of(user) in SPLITS and rank(user) == 4
+    return splits and same(shape(user)[2:], shape(n)[1:])
+
+
+def add_head(view: View, n: fx.Node) -> None:
+    graph, val = view.graph, n.meta["val"]
+    with graph.inserting_before(n), val.fake_mode:
+        operands = [graph.call_function(aten.unsqueeze.default, (a, 1)) for a in n.args[:2]]
+        for new, a in zip(operands, n.args, strict=False):
+            new.meta = dict(n.meta, val=a.meta["val"].unsqueeze(1), **{MARK: True})
+        product = graph.call_function(aten.matmul.default, tuple(operands))
+        product.meta = dict(n.meta, val=val.unsqueeze(1))
+    n.target, n.args, n.kwargs = aten.squeeze.dim, (product, 1), {}
+    for new in operands:
+        told(view, new, n, new.args[0])
+    told(view, product, n, n)
+
+
+def shape(n: fx.Node):
+    return n.meta["val"].shape
+
+
+def rank(n: fx.Node) -> int:
+    value = n.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else -1
