@@ -1,6 +1,6 @@
 """Attention as other people write it: heads folded into the batch, no dimension for the heads,
 scores in fp32, the scale after the mask, the largest score subtracted. Kernels are interpreted,
-against fp64; and what comes close and stays.
+against fp64.
 """
 
 import math
@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend.decide.gate
-from fusion_backend.capture.attention import brought_to_form
-from fusion_backend.capture.tracer import capture
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
 from tests.kernel_checks import DEVICE, distance, randn, runs_kernels
@@ -263,111 +261,6 @@ def test_dynamic_batches_need_no_other_graph(name):
     assert [s.fused for s in collector.report.sites if s.pattern == "attention"] == [True]
 
 
-def one(q, k):
-    return q @ k.mT / 4
-
-
-def folded(q, k):
-    return torch.bmm(split(q), split(k).mT) / 4
-
-
-# What is another function, or cannot be told: no attention is fused.
-CLOSE = {
-    "the softmax over the queries": ("one", lambda q, k, v: one(q, k).softmax(-2) @ v),
-    "the softmax over the batch": ("one", lambda q, k, v: one(q, k).softmax(0) @ v),
-    "the softmax over the batch, seen with heads": (
-        "folded", lambda q, k, v: joined(torch.bmm(folded(q, k).softmax(0), split(v)))),
-    "the softmax over the queries, seen with heads": (
-        "folded", lambda q, k, v: joined(torch.bmm(folded(q, k).softmax(1), split(v)))),
-    "the softmax over heads": (
-        "folded", lambda q, k, v: joined(
-            folded(q, k).view(B, H, S, S).softmax(1).view(B * H, S, S) @ split(v))),
-    "other heads than were folded": (
-        "folded", lambda q, k, v: joined(
-            (folded(q, k).view(H, B, S, S) + causal()).transpose(0, 1).reshape(B * H, S, S)
-            .softmax(-1) @ split(v))),
-    "the mask after the softmax": (
-        "one", lambda q, k, v: (one(q, k).softmax(-1) * causal()) @ v),
-    "weights that are filled": (
-        "one", lambda q, k, v: one(q, k).softmax(-1).masked_fill(~causal(), 0.0) @ v),
-    "the weights are returned": (
-        "one", lambda q, k, v: (lambda p: (p @ v, p))(one(q, k).softmax(-1))),
-    "the folded weights are used again": (
-        "folded", lambda q, k, v: (lambda p: joined(p @ split(v)) + p.sum())(
-            folded(q, k).softmax(-1))),
-    "the scores with heads are returned": (
-        "folded", lambda q, k, v: (lambda s: (
-            joined(s.view(B * H, S, S).softmax(-1) @ split(v)), s))(
-                folded(q, k).view(B, H, S, S) + 1.0)),
-    "scores that are written to": (
-        "one", lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s.add_(1.0)))(one(q, k))),
-    "k that is written to in between": (
-        "one", lambda q, k, v: (lambda p: p @ (v + k.mul_(2)))(one(q, k).softmax(-1))),
-    "the scale of a part": (
-        "one", lambda q, k, v: (one(q, k)[..., :4] * 2).softmax(-1) @ v[:, :4]
-        + (one(q, k)[..., 4:]).softmax(-1) @ v[:, 4:] * q.sum()),
-    "the largest of other scores": (
-        "one", lambda q, k, v: (one(q, k) - one(k, q).amax(-1, keepdim=True)).softmax(-1) @ v),
-    "the largest of a column": (
-        "one", lambda q, k, v: (lambda s: (s - s.amax(-2, keepdim=True)).softmax(-1) @ v)(
-            one(q, k))),
-    "the smallest": (
-        "one", lambda q, k, v: (lambda s: (s - s.amin(-1, keepdim=True)).softmax(-1) @ v)(
-            one(q, k))),
-    "the largest added": (
-        "one", lambda q, k, v: (lambda s: (s + s.amax(-1, keepdim=True) * s).softmax(-1) @ v)(
-            one(q, k))),
-    "a scale of each key after the mask": (
-        "one", lambda q, k, v: (
-            one(q, k).masked_fill(~causal(), -math.inf) * k.exp().sum(-1)[:, None]
-        ).softmax(-1) @ v),
-    "q that is written to before the factor": (
-        "one", lambda q, k, v: (lambda s, w: ((s * w[:, :, :1]).softmax(-1) @ v))(
-            q @ k.mT, q.mul_(2))),
-    "a factor of each key": (
-        "one", lambda q, k, v: (one(q, k) * k.sum(-1)[:, None]).softmax(-1) @ v),
-    "a factor that expands the scores": (
-        "one", lambda q, k, v: ((q[:1] @ k[:1].mT) * q.sum(-1, True)).softmax(-1) @ v),
-    "tempered scores that are returned": (
-        "one", lambda q, k, v: (lambda s: ((s * q[:, :1, :1]).softmax(-1) @ v, s))(q @ k.mT)),
-    "a factor in fp32": (
-        "one", lambda q, k, v: (lambda s: (s * q.float().exp().sum(-1, True)).softmax(-1).to(
-            v.dtype) @ v)((q @ k.mT).bfloat16()).float()),
-    "dropout of the scores": (
-        "one", lambda q, k, v: F.dropout(one(q, k), 0.5).softmax(-1) @ v),
-    "two sums of weights": (
-        "folded", lambda q, k, v: joined(
-            (folded(q, k).softmax(-1) + folded(k, q).softmax(-1)) @ split(v))),
-    "not scores": ("one", lambda q, k, v: (q + k).softmax(-1)[..., :S].mT @ v.exp()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CLOSE)
-def test_what_comes_close(name, on_gpu):
-    layout, fn = CLOSE[name]
-    given = [randn(B, S, H * D if layout == "folded" else D) for _ in "qkv"]
-    report = collect(fn, *given).report
-    assert report.graphs and not any(g.error for g in report.graphs), report
-    assert not [s for s in report.fused if s.pattern == "attention"], report
-    assert all(s.reason for s in report.sites if s.pattern == "attention"), report
-
-
-def test_fp32_scores_of_fp32_values_stay():
-    """Only the scores are those of bf16: q and k were rounded to it before."""
-
-    def fn(q, k, v):
-        scores = q.float() @ k.float().mT
-        return (scores / 4).softmax(-1) @ v.float()
-
-    given = [randn(B, H, S, D, dtype=torch.bfloat16) for _ in "qkv"]
-    collector = collect(fn, *given)
-    (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
-    (call,) = [n for n in collector.graphs[0].graph.nodes if "dot_product" in str(n.target)]
-    assert site.fused and all(
-        a.meta["example_value"].dtype == torch.float32 for a in call.args[:3]
-    ), collector.report
-
-
 def test_a_fill_that_overflows(on_gpu):
     """−3.4e38 / 0.5 is −inf in fp32: a row that sees nothing is NaN, as in eager."""
 
@@ -382,54 +275,8 @@ def test_a_fill_that_overflows(on_gpu):
     assert torch.equal(out.isnan(), fn(*given).isnan()) and out.isnan().any()
 
 
-def test_a_refused_site_leaves_the_graph_alone():
-    """The view of one head is ours: the Dynamo graph is the same object where nothing is fused."""
-    collector = collect(
-        lambda q, k, v: one(q, k).softmax(-1) @ v[..., :8],
-        *(randn(B, S, D) for _ in "qkv"),
-        options={"fusion.only": "attention", "fusion.gate": "auto"},
-    )
-    text = {str(n.target) for n in collector.graphs[0].graph.nodes}
-    assert not [t for t in text if "unsqueeze" in t or "squeeze" in t], text
-    (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
-    assert not site.fused and "another size" in site.reason
-
-
 def test_padding_of_one_head_is_read_as_a_vector(on_gpu):
     fn, given = inputs_of("one head, padding")
     (node,) = fused_nodes(collect(fn, *given).graphs[0])
     bias, keep, keys = node.args[3:6]
     assert bias is None and keep is None and keys.meta["example_value"].shape == (B, M), node
-
-
-def test_one_product_in_fp32_stays_in_fp32():
-    """Only next to a product of 16 bits are the operands taken before their cast."""
-
-    def fn(x, w):
-        return F.relu(F.linear(x.float(), w.float())).to(x.dtype)
-
-    inputs = [randn(*shape, dtype=torch.bfloat16) for shape in ((6, 16), (8, 16))]
-    (node,) = fused_nodes(collect(fn, *inputs).graphs[0])
-    read = [a.meta["example_value"].dtype for a in node.all_input_nodes]
-    assert read == [torch.float32] * 2, node
-
-
-@pytest.mark.parametrize("scores", [True, False])
-def test_the_view_has_a_head_where_there_are_scores(scores):
-    found = []
-
-    def backend(gm, inputs):
-        view = capture(gm)
-        brought_to_form(view)
-        found.extend(n for n in view.graph.nodes if str(n.target) == "aten.unsqueeze.default")
-        return gm
-
-    torch.compiler.reset()
-    x, v = randn(B, S, S), randn(B, S, D)
-    fn = (
-        (lambda x, v: one(x, x).softmax(-1) @ v)
-        if scores
-        else (lambda x, v: x.sin().softmax(-1) @ v)
-    )
-    torch.compile(fn, backend=backend)(x, v)
-    assert len(found) == 2 * scores
