@@ -84,6 +84,8 @@ CLOSE = {
     "q that is written to before the factor": (
         "one", lambda q, k, v: (lambda s, w: ((s * w[:, :, :1]).softmax(-1) @ v))(
             q @ k.mT, q.mul_(2))),
+    "a factor of each key, of as many as a head has numbers": (
+        "one", lambda q, k, v: (q @ k[:, :D].mT * k[:, None, 0]).softmax(-1) @ v[:, :D]),
     "a factor of each key": (
         "one", lambda q, k, v: (one(q, k) * k.sum(-1)[:, None]).softmax(-1) @ v),
     "a factor that expands the scores": (
@@ -133,10 +135,12 @@ def test_a_refused_site_leaves_the_graph_alone():
     collector = collect(
         lambda q, k, v: one(q, k).softmax(-1) @ v[..., :8],
         *(randn(B, S, D) for _ in "qkv"),
-        options={"fusion.only": "attention", "fusion.gate": "auto"},
+        options={"fusion.gate": "auto"},
     )
     text = {str(n.target) for n in collector.graphs[0].graph.nodes}
     assert not [t for t in text if "unsqueeze" in t or "squeeze" in t], text
+    names = [s.pattern for s in collector.report.sites]
+    assert sorted(names) == ["attention", "softmax"], "no pattern starts at the nodes for the head"
     (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
     assert not site.fused and "another size" in site.reason
 

@@ -47,8 +47,6 @@ def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
     alone = alone and view.region.get(scores) == view.region.get(n)
     if not alone or not (rank(factor) == 0 or same(shape(factor)[-1:], (1,))):
         return
-    if not (same(shape(n), shape(scores)) and same(shape(q)[:-1], shape(scores)[:-1])):
-        return
     if not quiet_between(scores, n):
         return
     graph, values = view.graph, (q.meta["val"], factor.meta["val"])
