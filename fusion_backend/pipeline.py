@@ -16,8 +16,8 @@ from torch import fx
 
 from fusion_backend import dump
 from fusion_backend.capture import autocast
-from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.attention import brought_to_form
+from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import capture
 from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged

@@ -176,3 +176,19 @@ def test_the_view_has_a_head_where_there_are_scores(scores):
     )
     torch.compile(fn, backend=backend)(x, v)
     assert len(found) == 2 * scores
+
+
+@pytest.mark.parametrize("d, found", [(256, True), (257, False)])
+def test_heads_that_no_fused_kernel_of_sdpa_takes(d, found):
+    """With one head, and with a factor of each query."""
+
+    def single(q, k, v):
+        return one(q, k).softmax(-1) @ v
+
+    def tempered(q, k, v, t):
+        return ((q @ k.mT) * t).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 3, 8, d) for _ in range(3))
+    for fn, inputs in ((single, (q[0], k[0], v[0])), (tempered, (q, k, v, torch.rand(3, 1, 1)))):
+        sites = collect(fn, *inputs, options={"fusion.gate": "table"}).report.sites
+        assert ("attention" in {s.pattern for s in sites if s.fused}) is found

@@ -16,6 +16,7 @@ from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import aten
 
+LARGEST = 256  # heads of the fused kernels of SDPA; Inductor is faster than its others
 NEAR = 16  # operators between the two products
 PRODUCTS = {"aten::bmm", "aten::matmul", "aten::baddbmm", "aten::einsum"}
 SPLITS = {"aten::view", "aten::reshape", "aten::unflatten"}
@@ -43,6 +44,8 @@ def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
     if not is_product(scores) or not isinstance(factor, fx.Node) or len(n.args) > 2 or n.kwargs:
         return
     q, k = scores.args
+    if not small(q):
+        return
     alone = scores not in fences and [*scores.users] == [n] and rank(factor) >= 0
     alone = alone and view.region.get(scores) == view.region.get(n)
     if not alone or not (rank(factor) == 0 or same(shape(factor)[-1:], (1,))):
@@ -94,6 +97,8 @@ def weighs_values(n: fx.Node) -> bool:
     weights, values = n.args[:2]
     if not all(isinstance(a, fx.Node) and rank(a) == 3 for a in (weights, values)):
         return False
+    if not small(values):
+        return False
     if not same(shape(weights)[:1], shape(values)[:1]) or any(sees_heads(u, n) for u in n.users):
         return False
     for _ in range(NEAR):
@@ -136,6 +141,11 @@ def add_head(view: View, n: fx.Node) -> None:
     for new in operands:
         told(view, new, n, new.args[0])
     told(view, product, n, n)
+
+
+def small(heads: fx.Node) -> bool:
+    size = shape(heads)[-1]
+    return isinstance(size, int) and size <= LARGEST
 
 
 def shape(n: fx.Node):
