@@ -21,12 +21,13 @@ from torch import Tensor
 
 from fusion_backend import Op, Pattern, Reject, Replacement
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import Windows, convolution_relu
 from fusion_backend.kernels.conv.limits import (
+    ONLY_INFERENCE,
     reject_residual,
     reject_settings,
     reject_vectors_of,
-    worth_it,
 )
 
 
@@ -65,7 +66,9 @@ def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
 
 
 @conv_batch_norm_relu.replacement(asks={"weight": "before_rounding"})
-def _(x, weight, bias, mean, var, gain, shift, eps, z, windows, known):
+def _(x, weight, bias, mean, var, gain, shift, eps, z, windows, known, training):
+    if training:
+        return ONLY_INFERENCE
     exact = weight if weight.dtype == torch.float32 else known["weight"]
     if isinstance(exact, Reject):
         return exact
@@ -109,7 +112,7 @@ def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
 
 @folded_conv_relu.worthwhile
 def _(x, weight, bias, mean, var, gain, shift, eps, z, windows, training):
-    return worth_it(training)
+    return UNMEASURED
 
 
 @folded_conv_relu.kernel

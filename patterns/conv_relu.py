@@ -13,14 +13,15 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Replacement
 from fusion_backend.kernels import reject_dtypes
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import Windows, convolution_relu
 from fusion_backend.kernels.conv.limits import (
+    ONLY_INFERENCE,
     reject_residual,
     reject_settings,
     reject_vectors_of,
-    worth_it,
 )
 
 
@@ -47,6 +48,13 @@ def _(x, weight, bias, z, windows):
     return F.relu(y if z is None else y + z)
 
 
+@conv_relu.replacement
+def _(x, weight, bias, z, windows, training):
+    if training:
+        return ONLY_INFERENCE
+    return Replacement(conv_relu, (x, weight, bias, z, windows), {}, "one call of cuDNN")
+
+
 @conv_relu.guard
 def _(x, weight, bias, z, windows):
     return (
@@ -59,7 +67,7 @@ def _(x, weight, bias, z, windows):
 
 @conv_relu.worthwhile
 def _(x, weight, bias, z, windows, training):
-    return worth_it(training)
+    return UNMEASURED
 
 
 @conv_relu.kernel

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import same_sizes
-from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import Windows
 from fusion_backend.reporting.reject import Reject
+
+# cuDNN's call has no gradient.
+ONLY_INFERENCE = Reject("its gradient would compute the convolution again")
 
 
 def reject_vectors_of(o: int, **vectors: Tensor | None) -> Reject | None:
@@ -38,9 +40,3 @@ def reject_settings(x: Tensor, windows: str) -> Reject | None:
         return Reject("there is no cuDNN, or torch.backends.cudnn.enabled is off")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
         return Reject("this call of cuDNN is not deterministic, and that is asked for")
-
-
-def worth_it(training: bool) -> Reject | None:
-    if training:
-        return Reject("its gradient would compute the convolution again")
-    return UNMEASURED
