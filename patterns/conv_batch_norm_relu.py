@@ -137,10 +137,12 @@ def folded(
     return weight.float() * scale.view(-1, 1, 1, 1), moved if shift is None else moved + shift
 
 
-def example(tensor, b, c, n, o, k=3):
-    x, weight = tensor(b, c, n, n), tensor(o, c, k, k) * (c * k * k) ** -0.5
+def example(tensor, b, c, n, o, k=3, last=0):
+    form = torch.channels_last if last else torch.contiguous_format
+    x, z = (tensor(b, i, n, n).contiguous(memory_format=form) for i in (c, o))
+    weight = tensor(o, c, k, k) * (c * k * k) ** -0.5
     statistics = tensor(o), tensor(o).square() + 0.5, tensor(o), tensor(o), 1e-5
-    return x, weight, tensor(o), *statistics, tensor(b, o, n, n), f"1,1 {k // 2},{k // 2} 1,1 1"
+    return x, weight, tensor(o), *statistics, z, f"1,1 {k // 2},{k // 2} 1,1 1"
 
 
 conv_batch_norm_relu.inputs(dict(b=2, c=6, n=9, o=5), dict(b=32, c=256, n=56, o=256))(example)

@@ -10,6 +10,7 @@ Source: torch.nn.functional.conv2d.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -76,6 +77,8 @@ def _(x, weight, bias, z, windows):
 
 
 @conv_relu.inputs(dict(b=2, c=6, n=9, o=5), dict(b=32, c=256, n=56, o=256))
-def _(tensor, b, c, n, o, k=3):
+def _(tensor, b, c, n, o, k=3, last=0):
+    form = torch.channels_last if last else torch.contiguous_format
+    x, z = (tensor(b, i, n, n).contiguous(memory_format=form) for i in (c, o))
     weight = tensor(o, c, k, k) * (c * k * k) ** -0.5
-    return tensor(b, c, n, n), weight, tensor(o), tensor(b, o, n, n), f"1,1 {k // 2},{k // 2} 1,1 1"
+    return x, weight, tensor(o), z, f"1,1 {k // 2},{k // 2} 1,1 1"

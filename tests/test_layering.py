@@ -47,8 +47,8 @@ LOOSE = {
     },
     "dump": {"pipeline", "ir", "reporting", "compat"},
 }
-# library calls, one in place and one that torch declares without a rule for shapes: there is nothing
-# to open up
+# library calls, one in place and one that torch declares without a rule for shapes: there is
+# nothing to open up
 OPAQUE = {
     "fusion_backend/kernels/gemm/products.py",
     "fusion_backend/kernels/conv/library.py",

@@ -15,6 +15,9 @@ LAYERS = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4
 WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
 # tokens of diffusion transformers: samples, tokens, width
 TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120)]
+# convolutions of a ResNet-50: channels, side, channels of the result, side of the window
+IN_RESNET = [(64, 56, 64, 3), (64, 56, 256, 1), (128, 28, 128, 3), (128, 28, 512, 1)]
+IN_RESNET += [(256, 14, 256, 3), (256, 14, 1024, 1)]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -108,6 +111,11 @@ WORK = [
         for train in (False, True)
     ),
     Work("channel_norm", dict(b=4, c=96, n=416, length=1), BF16),
+    *(
+        Work(name, dict(b=32, c=c, n=n, o=o, k=k, last=1), dtype)
+        for name, dtype in (("conv_relu", BF16), ("conv_batch_norm_relu", F32))
+        for c, n, o, k in IN_RESNET
+    ),
     *(Work("token_log_probs", dict(b=4, s=2048, v=128256), BF16, train) for train in (False, True)),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
@@ -239,6 +247,8 @@ SMALL = [
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     Work("norm_act", dict(rows=64, n=256), BF16, train=True),
     Work("channel_norm", dict(b=2, c=6, n=8), BF16, train=True),
+    Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
+    Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),
     *(
         Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)
