@@ -21,13 +21,13 @@ from torch import Tensor
 
 from fusion_backend import Op, Pattern, Reject, Replacement
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import Windows, convolution_relu
 from fusion_backend.kernels.conv.limits import (
     ONLY_INFERENCE,
     reject_residual,
     reject_settings,
     reject_vectors_of,
+    worth_it,
 )
 
 
@@ -112,7 +112,7 @@ def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
 
 @folded_conv_relu.worthwhile
 def _(x, weight, bias, mean, var, gain, shift, eps, z, windows, training):
-    return UNMEASURED
+    return worth_it()
 
 
 @folded_conv_relu.kernel

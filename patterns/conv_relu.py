@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Replacement
 from fusion_backend.kernels import reject_dtypes
-from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import Windows, convolution_relu
 from fusion_backend.kernels.conv.limits import (
     ONLY_INFERENCE,
     reject_residual,
     reject_settings,
     reject_vectors_of,
+    worth_it,
 )
 
 
@@ -68,7 +68,7 @@ def _(x, weight, bias, z, windows):
 
 @conv_relu.worthwhile
 def _(x, weight, bias, z, windows, training):
-    return UNMEASURED
+    return worth_it()
 
 
 @conv_relu.kernel

@@ -14,14 +14,17 @@ from torch import nn
 
 from benchmarks.host_runs.without_gpu import cpu_tensors_pass
 from fusion_backend.compat.pretended_cuda import code_for_cuda
+from fusion_backend.compat.torch import inductor_config
 from fusion_backend.decide import gate
 from fusion_backend.kernels.conv import library
 from fusion_backend.kernels.conv.library import Windows
 from fusion_backend.measure.agreement import Value
 from fusion_backend.measure.contest import Contest
+from fusion_backend.options import Options
 from fusion_backend.reporting import report as reporting
 from fusion_backend.testing import assert_fuses, collect, fused_nodes
 from tests.kernel_checks import Kernels, runs_kernels
+from tests.measured_cases import scopes
 
 ALWAYS = {"fusion.gate": "always"}
 
@@ -243,3 +246,28 @@ def test_a_measurement_allows_for_tf32(precision, wrong):
         assert bool(contest.different([ours])) is wrong
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
+
+
+@pytest.mark.parametrize("gate_option", ["auto", "measure", "table"])
+@torch.no_grad()
+def test_only_under_cuda_graphs_is_it_measured(gate_option):
+    """Otherwise its call takes the host too long, which no measurement of the GPU's time sees."""
+    conv, x = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 9, 9)
+    options = {"fusion.gate": gate_option, "fusion.measure_s": 5}
+    for graphs, said in ((False, "takes the host longer"), (True, "has not been timed")):
+        with as_on_a_gpu(), inductor_config.patch({"triton.cudagraphs": graphs}):
+            found = collect(lambda x: F.relu(conv(x)), x, options=options).report.sites
+        (reason,) = (s.reason for s in found if s.pattern == "conv_relu")
+        assert said in reason
+
+
+@torch.no_grad()
+def test_a_site_that_costs_the_host_is_not_proposed():
+    """Not even as one that the tables refuse: the judge would time the GPU alone."""
+    conv = nn.Conv2d(4, 6, 3)
+    for graphs in (False, True):
+        with as_on_a_gpu(), inductor_config.patch({"triton.cudagraphs": graphs}):
+            (top,) = scopes(lambda x: F.relu(conv(x)), torch.randn(2, 4, 9, 9), options=Options())
+            top.gate.evidence.wanted = True
+            (match,) = (d.match for d in top.decisions if d.match.pattern.name == "conv_relu")
+            assert top.gate.provide(match, False).fused is graphs

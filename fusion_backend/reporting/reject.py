@@ -34,6 +34,12 @@ class BackwardOnly(Reject):
     """
 
 
+class HostTime(Reject):
+    """The answer of `worthwhile` if the kernel costs the host more than it gains on the GPU. The
+    gate measures no such site, because it times the GPU alone.
+    """
+
+
 class Unmeasured(Reject):
     """The answer of `worthwhile` or `neighbours` if nobody has timed the kernel. It leaves the site
     to Inductor as any refusal does, unless the gate measures it (`fusion.measure_s`).

@@ -8,6 +8,7 @@ convolutions (compat/channels_last.py).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Windows(NamedTuple):
     groups: int
 
     @classmethod
+    @functools.cache
     def of(cls, text: str) -> Windows:
         """Read from "2,2 1,1 1,1 1": stride, padding, dilation and groups."""
         *sizes, groups = text.split()
