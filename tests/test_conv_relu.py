@@ -119,6 +119,28 @@ def test_under_autocast_the_weight_is_rounded_once():
     assert (ours - exact).norm() <= 1.25 * (eager - exact).norm()
 
 
+@runs_kernels
+@torch.no_grad()
+def test_a_convolution_in_fp32_of_tensors_in_bf16_stays_in_fp32():
+    """Its operands are the tensors after the cast: with those before it the folded weight would be
+    rounded to bf16.
+    """
+    torch.manual_seed(0)
+    norm = settled(nn.BatchNorm2d(16)).eval()
+
+    def layer(x, weight):
+        return F.relu(norm(F.conv2d(x.float(), weight.float()))).bfloat16()
+
+    x, weight = torch.randn(2, 32, 9, 9).bfloat16(), torch.randn(16, 32, 3, 3).bfloat16()
+    for context in (as_on_a_gpu(), contextlib.nullcontext()):
+        backend = Kernels(ALWAYS | {"fusion.only": "conv_batch_norm_relu"})
+        torch._dynamo.reset()
+        with context:
+            torch.compile(layer, backend=backend)(x, weight)
+        (call,) = fused_nodes(backend.graphs[0])
+        assert [a.meta["example_value"].dtype for a in call.args[:2]] == [torch.float32] * 2
+
+
 @torch.no_grad()
 def test_weights_in_sixteen_bits_are_not_folded():
     block = Block().eval().to(torch.bfloat16)

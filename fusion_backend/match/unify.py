@@ -20,7 +20,8 @@ from fusion_backend.match.prefilter import OWN_ATTR, Fitting
 from fusion_backend.match.root_index import CHAINS, flat
 from fusion_backend.match.templates import FORMS, Template
 
-KEEPS_DTYPE = {"matmul", "linear"}  # a cast before these operators changes the result
+# A cast before these operators changes the result.
+KEEPS_DTYPE = {"matmul", "linear", "aten.conv.windows"}
 BUDGET = 5_000  # unification steps for one template at one node
 
 
