@@ -46,7 +46,7 @@ def conv_batch_norm_relu(
 ) -> Tensor:
     y = Windows.of(windows).convolve(x, weight, bias)
     y = F.batch_norm(y, mean.detach(), var.detach(), gain, shift, False, 0.0, eps)
-    return F.relu(y if z is None else y + z)
+    return F.relu(y if z is None else y + z).to(x.dtype)
 
 
 @conv_batch_norm_relu.near_miss
@@ -92,7 +92,7 @@ def folded_conv_relu(
     """The weight is in fp32, whatever the dtype of x."""
     y = Windows.of(windows).convolve(x, weight.to(x.dtype), bias)
     y = F.batch_norm(y, mean.detach(), var.detach(), gain, shift, False, 0.0, eps)
-    return F.relu(y if z is None else y + z)
+    return F.relu(y if z is None else y + z).to(x.dtype)
 
 
 @folded_conv_relu.guard

@@ -31,7 +31,7 @@ def conv_relu(
     x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, windows: str
 ) -> Tensor:
     y = Windows.of(windows).convolve(x, weight, bias)
-    return F.relu(y if z is None else y + z)
+    return F.relu(y if z is None else y + z).to(x.dtype)
 
 
 @conv_relu.near_miss

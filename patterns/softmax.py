@@ -69,7 +69,7 @@ def reject_larger(x: Tensor, mask: Tensor | None) -> Reject | None:
             "the kernel expands masks, not x"
         )
     if x.dim() > 4:
-        return Reject(f"x has {x.dim()} dimensions; with a mask the kernel takes up to 4")
+        return Reject(f"x has {x.dim()} dimensions and a mask; the kernel takes up to 4")
     return None
 
 

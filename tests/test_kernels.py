@@ -122,7 +122,7 @@ def test_refusals():
         (
             "softmax",
             (randn(2, 1, 1, 4, 6), None, randn(6), None, None),
-            "5; the kernel takes up to 4",
+            "x has 5 dimensions and a mask; the kernel takes up to 4",
         ),
         ("softmax", (x.t(), None, None, None, None), "the elements of a row are"),
         ("add_rms_norm", (x, randn(6), w, None, 1e-5), "x has shape (4, 6) and residual (6,)"),

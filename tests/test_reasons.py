@@ -241,7 +241,7 @@ def test_arguments_of_another_shape_are_told():
         ((1, 8, 100), (3, 8, 100), "is expanded to a mask"),
         ((8, 1), (1, 100), "is expanded to a mask"),
         ((8, 100), (3, 8, 100), "is expanded to a mask"),
-        ((2, 2, 2, 8, 100), (8, 100), "x has 5 dimensions; with a mask the kernel takes up to 4"),
+        ((2, 2, 2, 8, 100), (8, 100), "x has 5 dimensions and a mask; the kernel takes up to 4"),
         ((3, 8, 100), (8, 100), ""),
         ((3, 8, 100), (3, 1, 100), ""),
     ],
