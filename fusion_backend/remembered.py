@@ -26,7 +26,12 @@ from fusion_backend.cache.graph_text import Unnamed, devices_of, graph_text
 from fusion_backend.cache.identity import own_sources
 from fusion_backend.compat.distributed import default_store
 from fusion_backend.compat.state import inside_functorch, state_of_compilers, state_of_torch
-from fusion_backend.compat.torch import cache_folder, torch_version, trace_artifact
+from fusion_backend.compat.torch import (
+    cache_folder,
+    inductor_config,
+    torch_version,
+    trace_artifact,
+)
 from fusion_backend.compat.triton import triton_version
 from fusion_backend.ir.rules import foreign_rules
 from fusion_backend.kernels.common.launch import interpreting
@@ -113,6 +118,7 @@ def file_of(gm: fx.GraphModule, options: Options, rules: list[Rule]) -> Path | N
     parts += [torch_version(), triton_version(), sys.version, interpreting(), state_of_compilers()]
     parts += [[r.name for r in rules], [p.digest for p in prints], torch.cuda.is_available()]
     parts += [about_gpu(device) for device in devices_of(gm)]
+    parts += [inductor_config.triton.cudagraphs]  # without them the host's time counts
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return Path(folder) / "fusion" / f"graph-{digest}.json"
 

@@ -9,7 +9,8 @@ The batch norm is folded into weight and bias at each call, in fp32; Inductor do
 that lays out the weight for the convolution. The folded weight is rounded to the dtype of x, as the
 weight is without us: an fp32 weight by the tensor cores, where TF32 is on, and under autocast by a
 cast, which is left out here. A weight in 16 bits would be rounded a second time, which shows where
-the products of a pixel cancel. Such a batch norm is left alone. Source: Ioffe and Szegedy 2015,
+the products of a pixel cancel, and fp16 may not hold a folded weight. Such batch norms are left
+alone. Source: Ioffe and Szegedy 2015,
 torch.nn.functional.batch_norm.
 """
 
@@ -99,6 +100,8 @@ def folded_conv_relu(
 def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
     if weight.dtype != torch.float32:
         return Reject(f"weight is {weight.dtype}: it would be rounded a second time")
+    if x.dtype == torch.float16:
+        return Reject("a weight with a batch norm in it may be too large or too small for fp16")
     vectors = dict(bias=bias, mean=mean, var=var, gain=gain, shift=shift)
     given = {name: t for name, t in dict(vectors, x=x).items() if t is not None}
     return (

@@ -192,3 +192,46 @@ def test_heads_that_no_fused_kernel_of_sdpa_takes(d, found):
     for fn, inputs in ((single, (q[0], k[0], v[0])), (tempered, (q, k, v, torch.rand(3, 1, 1)))):
         sites = collect(fn, *inputs, options={"fusion.gate": "table"}).report.sites
         assert ("attention" in {s.pattern for s in sites if s.fused}) is found
+
+
+def test_a_product_with_a_dtype_for_its_result_is_left_alone():
+    """It has a third argument, which is no tensor. Only GPUs have this product."""
+    seen = []
+
+    def backend(gm, inputs):
+        view = capture(gm)
+        for n in view.graph.nodes:
+            if str(n.target) == "aten.bmm.default":
+                n.args = (*n.args, torch.float32)
+        before = [str(n.target) for n in view.graph.nodes]
+        brought_to_form(view)
+        seen.append(before == [str(n.target) for n in view.graph.nodes])
+        return gm
+
+    def scaled(q, k):
+        return (torch.bmm(q, k.mT) * q.mean() + 1).softmax(-1)
+
+    def weighed(q, k, v):
+        return torch.bmm((q @ k.mT).softmax(-1), v)
+
+    for fn, count in ((scaled, 2), (weighed, 3)):
+        torch.compiler.reset()
+        torch.compile(fn, backend=backend)(*(randn(B, S, D) for _ in range(count)))
+    assert seen == [True, True]
+
+
+def test_values_in_fp32_are_not_rounded(on_gpu):
+    """The weights of this attention are not rounded either."""
+
+    def attention(q, k, v, cast):
+        weights = ((q.float() @ k.float().mT) / 4).softmax(-1)
+        return (weights.to(v.dtype) @ v if cast else weights @ v.float()).bfloat16()
+
+    q, k, v = (torch.randn(2, 3, 8, 16).bfloat16() for _ in range(3))
+    for cast in (True, False):
+        torch._dynamo.reset()
+        found = collect(lambda *a, cast=cast: attention(*a, cast), q, k, v)
+        (gm,) = found.graphs
+        (node,) = (n for n in gm.graph.nodes if "scaled_dot_product" in str(n.target))
+        dtypes = {a.meta["example_value"].dtype for a in node.all_input_nodes}
+        assert dtypes == {torch.bfloat16 if cast else torch.float32}

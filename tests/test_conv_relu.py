@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.host_runs.without_gpu import cpu_tensors_pass
+from fusion_backend import remembered
 from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.decide import gate
@@ -20,6 +22,7 @@ from fusion_backend.kernels.conv import library
 from fusion_backend.kernels.conv.library import Windows
 from fusion_backend.measure.agreement import Value
 from fusion_backend.measure.contest import Contest
+from fusion_backend.measure.key import digest
 from fusion_backend.options import Options
 from fusion_backend.reporting import report as reporting
 from fusion_backend.testing import assert_fuses, collect, fused_nodes
@@ -293,3 +296,98 @@ def test_a_site_that_costs_the_host_is_not_proposed():
             top.gate.evidence.wanted = True
             (match,) = (d.match for d in top.decisions if d.match.pattern.name == "conv_relu")
             assert top.gate.provide(match, False).fused is graphs
+
+
+def channels_last(*shape) -> torch.Tensor:
+    return torch.randn(shape).to(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "contiguous": lambda: (torch.randn(2, 8, 5, 6), torch.randn(4, 8, 1, 1)),
+    "channels-last": lambda: (channels_last(2, 8, 5, 6), torch.randn(4, 8, 1, 1)),
+    "a half of the channels": lambda: (
+        channels_last(2, 16, 5, 6).chunk(2, 1)[1],
+        torch.randn(4, 8, 1, 1),
+    ),
+    "one channel": lambda: (
+        torch.randn(60).as_strided((2, 1, 5, 6), (30, 1, 6, 1)),
+        torch.randn(8, 1, 1, 1),
+    ),
+    "the weight alone": lambda: (torch.randn(2, 8, 5, 6), channels_last(4, 8, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_are_those_of_the_rule_for_fakes(make, monkeypatch):
+    """Generated code relies on them."""
+    x, weight = make()
+    how = Windows.of("1,1 0,0 1,1 1")
+    with FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), device="cuda:0") for t in (x, weight)]
+        want = how.convolve(*fakes, None).stride()
+    made = how.convolve(x, weight, None).contiguous(memory_format=torch.channels_last)
+    monkeypatch.setattr(library, "one_call", lambda *args: made)
+    assert library.by_cudnn(x, weight, None, None, how).stride() == want
+
+
+@torch.no_grad()
+def test_under_autocast_in_fp16_no_weight_is_folded():
+    """0.01 / sqrt(1e4) has few digits left there, and 300 / sqrt(1e-8) does not exist."""
+    conv, norm = nn.Conv2d(4, 6, 3), settled(nn.BatchNorm2d(6)).eval()
+
+    def layer(x):
+        with torch.autocast("cpu", torch.float16):
+            return F.relu(norm(conv(x)))
+
+    found = reasons(layer, torch.randn(2, 4, 9, 9))
+    assert "for fp16" in found["conv_batch_norm_relu"]
+
+
+@pytest.mark.parametrize("name, value", [("deterministic", True), ("enabled", False)])
+def test_settings_of_cudnn_are_asked_at_each_call(name, value, monkeypatch):
+    """They may change after the compilation."""
+
+    class OnGpu:
+        is_cuda = True
+
+    called: list[str] = []
+    for by in ("by_cudnn", "by_torch"):
+        monkeypatch.setattr(library, by, lambda *args, by=by: called.append(by))
+    compute, windows = library.convolution_relu._init_fn, "1,1 0,0 1,1 1"
+    compute(OnGpu(), None, None, None, windows)
+    before = getattr(torch.backends.cudnn, name)
+    try:
+        setattr(torch.backends.cudnn, name, value)
+        compute(OnGpu(), None, None, None, windows)
+    finally:
+        setattr(torch.backends.cudnn, name, before)
+    assert called == ["by_cudnn", "by_torch"]
+
+
+def test_answers_of_other_settings_of_cudnn_are_others():
+    region, other = "x: aten.conv2d", "x: aten.mm"
+    keys = [[digest(text, [], "a GPU") for text in (region, other)]]
+    before = torch.backends.cudnn.conv.fp32_precision
+    try:
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        keys.append([digest(text, [], "a GPU") for text in (region, other)])
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+    assert keys[0][0] != keys[1][0] and keys[0][1] == keys[1][1]
+
+
+def test_a_graph_is_remembered_apart_under_cuda_graphs(tmp_path, monkeypatch):
+    """There another site may be accepted."""
+    monkeypatch.setattr(remembered, "USED", True)
+    monkeypatch.setattr(remembered, "cache_folder", lambda: str(tmp_path))
+    names = []
+
+    def backend(gm, inputs):
+        for graphs in (False, True):
+            with inductor_config.patch({"triton.cudagraphs": graphs}):
+                names.append(remembered.file_of(gm, Options(), []))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert None not in names and names[0] != names[1]

@@ -1,5 +1,7 @@
 """The kernels of our graphs are tuned by their device time; those of others as ever."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -7,8 +9,9 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from fusion_backend.compat import tuning
 from fusion_backend.compat.torch import benchmarker
 
-# What Inductor's own timer raises where there is no GPU, in one version or another.
-NO_GPU = (RuntimeError, AssertionError, AttributeError)
+
+class Compiled:
+    kernel = SimpleNamespace(hash="0" * 64)
 
 
 class Launcher(str):
@@ -38,12 +41,15 @@ class Tuner(CachingAutotuner):
 def tuner(monkeypatch):
     tuning.install()
     monkeypatch.setattr(tuning, "milliseconds", lambda call: {"slow": 2.0, "fast": 1.0}[call()])
+    monkeypatch.setitem(tuning.BEFORE, "benchmark_gpu", lambda call: 7.0)
     return Tuner()
 
 
 def compiled_inside(tuner) -> None:
-    with tuning.tuned_by_device_time(), pytest.raises(Exception):  # noqa: B017, PT011
-        CachingAutotuner._precompile_worker(tuner)  # it has no source
+    """Its kernels came from another process, so that there is nothing to compile."""
+    tuner.compile_results, tuner.triton_meta = [Compiled()], {}
+    with tuning.tuned_by_device_time():
+        CachingAutotuner._precompile_worker(tuner)
 
 
 def test_kernels_that_are_compiled_inside(tuner):
@@ -53,10 +59,9 @@ def test_kernels_that_are_compiled_inside(tuner):
     assert not tuning.TUNING.get()
 
 
-def test_other_kernels_are_timed_by_inductor(tuner, monkeypatch):
+def test_other_kernels_are_timed_by_inductor(tuner):
     assert tuner not in tuning.OURS
-    with pytest.raises(NO_GPU):
-        tuner.benchmark_all_configs()
+    assert set(tuner.benchmark_all_configs().values()) == {7.0}
 
 
 def test_what_is_compiled_outside_is_not_ours(tuner):
@@ -72,6 +77,4 @@ def test_without_memory_inductors_timer_runs(tuner, monkeypatch):
 
     monkeypatch.setattr(tuning, "milliseconds", full)
     compiled_inside(tuner)
-    with pytest.raises(NO_GPU) as raised:
-        tuner.benchmark_all_configs()
-    assert not isinstance(raised.value, torch.OutOfMemoryError)
+    assert set(tuner.benchmark_all_configs().values()) == {7.0}

@@ -50,7 +50,8 @@ class GraphRow:
     status: str = OK
     note: str = ""
     verdict: str = ""
-    ratio: float | None = None  # Inductor's median device time over ours, each of its better twin
+    # Inductor's median device time over ours, of the faster twin of either
+    ratio: float | None = None
     call_ratio: float | None = None  # the same of the wall time
     noise: float | None = None  # |a - b| / b of the medians of Inductor and its twin
     accepted: list[dict] = dataclasses.field(default_factory=list)

@@ -78,7 +78,14 @@ def is_product(n) -> bool:
     """Is it a product of two batches of matrices?"""
     if not isinstance(n, fx.Node) or not is_lowered(n):
         return False
-    return name_of(n) in ("aten::bmm", "aten::matmul") and all(rank(a) > 2 for a in n.args)
+    if name_of(n) not in ("aten::bmm", "aten::matmul") or not plain(n):
+        return False
+    return all(rank(a) > 2 for a in n.args)
+
+
+def plain(n: fx.Node) -> bool:
+    """Has a product two operands and nothing more, such as the dtype of its result?"""
+    return len(n.args) == 2 and not n.kwargs
 
 
 def told(view: View, new: fx.Node, n: fx.Node, *sources: fx.Node) -> None:
@@ -92,9 +99,9 @@ def told(view: View, new: fx.Node, n: fx.Node, *sources: fx.Node) -> None:
 
 def weighs_values(n: fx.Node) -> bool:
     """Is it softmax(... q kᵀ ...) v of three dimensions, as one operator?"""
-    if name_of(n) not in ("aten::bmm", "aten::matmul"):
+    if name_of(n) not in ("aten::bmm", "aten::matmul") or not plain(n):
         return False
-    weights, values = n.args[:2]
+    weights, values = n.args
     if not all(isinstance(a, fx.Node) and rank(a) == 3 for a in (weights, values)):
         return False
     if not small(values):
@@ -153,5 +160,5 @@ def shape(n: fx.Node):
 
 
 def rank(n: fx.Node) -> int:
-    value = n.meta.get("val")
+    value = n.meta.get("val") if isinstance(n, fx.Node) else None
     return value.dim() if isinstance(value, torch.Tensor) else -1

@@ -22,7 +22,9 @@ def tell_inductor() -> None:
 
 
 def laid_out(node, *args, **kwargs):
-    """The arguments of a call, as Inductor's constraints of layout have them."""
+    """The arguments of a call with each tensor of four dimensions laid out channels-last, in the
+    form that `make_fallback` expects.
+    """
     from torch._inductor.ir import ExternKernel, TensorBox
 
     def last(a):

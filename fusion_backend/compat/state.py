@@ -23,6 +23,7 @@ BACKENDS = (
     "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction",
     "cudnn.enabled",
+    "cudnn.benchmark",
     "cudnn.deterministic",
     "cudnn.allow_tf32",
     "fp32_precision",

@@ -28,8 +28,8 @@ def convolution(
     groups: int,
 ):
     """Convolutions whose windows lie side by side, and others of two dimensions, whose stride,
-    padding, dilation and groups are one word (`windows_of`). The rest is left unchanged, and so is
-    one that is not of a batch.
+    padding, dilation and groups are written as one text (`windows_of`). The rest is left unchanged,
+    and so is a convolution that is not of a batch.
     """
     kernel = tuple(weight.shape[2:])
     ones, zeros = (1,) * len(kernel), (0,) * len(kernel)

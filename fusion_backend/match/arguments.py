@@ -30,16 +30,18 @@ def mixed(env: dict, arguments: dict) -> str:
     return told if pinned and uncast - pinned else ""
 
 
-def without_upcasts(env: dict) -> dict:
-    """Operands of matrix products taken before their cast to fp32, if an operand of another product
-    has their dtype; else nothing. Scores of bf16 are those of the same numbers in fp32: a kernel
-    sums both in fp32, and the weights are rounded for the other product anyway.
+def without_upcasts(t: Template, env: dict) -> dict:
+    """Operands of matrix products taken before their cast to fp32, if an operand of the last
+    product has their dtype without a cast; else nothing. Scores of bf16 are those of the same
+    numbers in fp32, because a kernel sums both in fp32. The weights must be rounded for the last
+    product in the graph as well, so its operand may not be one of those that were cast.
     """
     pinned = {name: b.expr for name, b in env.items() if isinstance(b, Bound) and b.pinned}
     uncast = {name: without_upcast(e) for name, e in pinned.items()}
     found = {name: e for name, e in uncast.items() if e is not None}
     dtypes = {dtype_of(found.get(name, e)) for name, e in pinned.items()}
-    if len(dtypes) != 1 or not dtypes < HALVES or not 0 < len(found) < len(pinned):
+    last = {a.attr for root in t.roots if root.op == "matmul" for a in root.args if a.op == "var"}
+    if len(dtypes) != 1 or not dtypes < HALVES or not found or not last or last & found.keys():
         return {}
     return env | {name: Bound(e, True) for name, e in found.items()}
 

@@ -227,7 +227,7 @@ class Matcher:
                     0
                 ], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
-        forms = [env, uncast] if (uncast := without_upcasts(env)) else [env]
+        forms = [env, uncast] if (uncast := without_upcasts(t, env)) else [env]
         for form, peeled, through in itertools.product(forms, (True, False), (False, True)):
             arguments = arguments_of(t, form, peeled, through)
             if isinstance(arguments, str):

@@ -32,7 +32,20 @@ def digest(text: str, ops: list[Definition], gpu: str) -> str | None:
     if settings is None or any(code is None for _, code in codes):
         return None
     parts = {"region": text, "code": codes, "inductor": settings, **machine(gpu)}
+    if "conv" in text and (changed := cudnn_settings()):
+        parts["cudnn"] = changed
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cudnn_settings() -> str:
+    """The settings of cuDNN that decide how a convolution is computed, where one is not the
+    default; otherwise "".
+    """
+    cudnn = torch.backends.cudnn
+    usual = cudnn.enabled and cudnn.conv.fp32_precision == "tf32"
+    if usual and not cudnn.benchmark and not cudnn.deterministic:
+        return ""
+    return f"{cudnn.enabled} {cudnn.conv.fp32_precision} {cudnn.benchmark} {cudnn.deterministic}"
 
 
 def machine(gpu: str) -> dict[str, str]:

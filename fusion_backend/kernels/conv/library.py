@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend.compat.channels_last import takes_channels_last
+from fusion_backend.compat.torch import suggest_memory_format
 from fusion_backend.reporting.report import warn_once
 
-CHANNELS_LAST = torch.channels_last
+CHANNELS_LAST, cudnn = torch.channels_last, torch.backends.cudnn
 
 
 class Windows(NamedTuple):
@@ -50,7 +51,14 @@ def convolution_relu(
     one dtype. Where the tensors are not on a GPU, plain torch computes it.
     """
     how = Windows.of(windows)
-    return by_cudnn(x, weight, bias, z, how) if x.is_cuda else by_torch(x, weight, bias, z, how)
+    # as a convolution does, the settings are asked at each call
+    wanted = x.is_cuda and cudnn.enabled and not deterministic()
+    return (by_cudnn if wanted else by_torch)(x, weight, bias, z, how)
+
+
+def deterministic() -> bool:
+    """Must the results have the same bits each time? cuDNN does not promise it for its call."""
+    return cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def by_torch(
@@ -66,7 +74,7 @@ def by_cudnn(
     """Plain torch where cuDNN has no kernel for these sizes."""
     try:
         y = one_call(x, weight, bias, z, how)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         warn_once("cuDNN", f"fusion: cuDNN has no convolution with relu here, torch runs: {error}")
@@ -94,6 +102,4 @@ takes_channels_last(torch.ops.fusion.convolution_relu.default)
 
 def in_channels_last(x: Tensor, weight: Tensor) -> bool:
     """Is the result of torch's convolution channels-last?"""
-    return any(
-        t.is_contiguous(memory_format=CHANNELS_LAST) and not t.is_contiguous() for t in (x, weight)
-    )
+    return CHANNELS_LAST in map(suggest_memory_format, (x, weight))

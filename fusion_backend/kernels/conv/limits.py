@@ -8,7 +8,7 @@ from torch import Tensor
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.kernels.common.inputs import same_sizes
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.kernels.conv.library import Windows, deterministic
 from fusion_backend.reporting.reject import HostTime, Reject
 
 # cuDNN's call has no gradient.
@@ -46,11 +46,11 @@ def reject_residual(x: Tensor, weight: Tensor, z: Tensor | None, windows: str) -
 def reject_settings(x: Tensor, windows: str) -> Reject | None:
     """Refuse where cuDNN is off, or where the same bits are asked for each time."""
     if Windows.of(windows).groups > 1:
-        # timed at 0.16 of plain Inductor, and in TF32 where a plain convolution is in fp32
+        # 0.16 times as fast as plain Inductor, and in TF32 even where its convolution is in fp32
         return Reject("of convolutions in groups cuDNN has no good kernels with relu")
     if not x.is_cuda:
         return None
     if not torch.backends.cudnn.is_available() or not torch.backends.cudnn.enabled:
         return Reject("there is no cuDNN, or torch.backends.cudnn.enabled is off")
-    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+    if deterministic():
         return Reject("this call of cuDNN is not deterministic, and that is asked for")
