@@ -38,6 +38,9 @@ def brought_to_form(view: View, fences: frozenset | set = frozenset()) -> None:
 
 
 def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
+    """Write (q kᵀ) · t as (q · t) kᵀ, and a quotient likewise, where t is a single number or has a
+    last dimension of 1, so that it is the same for all keys.
+    """
     scores, factor = n.args[:2]
     if name_of(n) == "aten::mul" and not is_product(scores):
         scores, factor = factor, scores
@@ -118,6 +121,7 @@ def weighs_values(n: fx.Node) -> bool:
 
 
 def follows_product(n: fx.Node) -> bool:
+    """Is it computed from a product by few operators, all of three dimensions?"""
     pending, seen = [n], set()
     while pending and len(seen) < NEAR:
         a = pending.pop()
@@ -137,6 +141,9 @@ def sees_heads(user: fx.Node, n: fx.Node) -> bool:
 
 
 def add_head(view: View, n: fx.Node) -> None:
+    """Write weights @ values, `[b, n, m]` @ `[b, m, d]`, as a product of `[b, 1, n, m]` and
+    `[b, 1, m, d]` between views.
+    """
     graph, val = view.graph, n.meta["val"]
     with graph.inserting_before(n), val.fake_mode:
         operands = [graph.call_function(aten.unsqueeze.default, (a, 1)) for a in n.args[:2]]
@@ -151,6 +158,7 @@ def add_head(view: View, n: fx.Node) -> None:
 
 
 def small(heads: fx.Node) -> bool:
+    """Has SDPA fused kernels for heads of this size?"""
     size = shape(heads)[-1]
     return isinstance(size, int) and size <= LARGEST
 

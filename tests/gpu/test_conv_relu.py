@@ -125,3 +125,5 @@ def test_a_batch_of_none():
     x = torch.randn(0, 8, 9, 9, device=CUDA)
     got = torch.compile(layer, backend="fusion", options=ALWAYS)(x, None)
     assert got.shape == (0, 8, 7, 7)
+    (site,) = fusion_backend.report().fused
+    assert site.forward == "kernel"
