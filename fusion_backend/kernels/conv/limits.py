@@ -46,7 +46,7 @@ def reject_residual(x: Tensor, weight: Tensor, z: Tensor | None, windows: str) -
 def reject_settings(x: Tensor, windows: str) -> Reject | None:
     """Refuse where cuDNN is off, or where the same bits are asked for each time."""
     if Windows.of(windows).groups > 1:
-        # 0.16 times as fast as plain Inductor, and in TF32 even where its convolution is in fp32
+        # much slower than plain Inductor's, and in TF32 even where that is computed in fp32
         return Reject("of convolutions in groups cuDNN has no good kernels with relu")
     if not x.is_cuda:
         return None
