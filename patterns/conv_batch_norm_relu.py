@@ -91,9 +91,8 @@ def folded_conv_relu(
     windows: str,
 ) -> Tensor:
     """The weight is in fp32, whatever the dtype of x."""
-    y = Windows.of(windows).convolve(x, weight.to(x.dtype), bias)
-    y = F.batch_norm(y, mean.detach(), var.detach(), gain, shift, False, 0.0, eps)
-    return F.relu(y if z is None else y + z).to(x.dtype)
+    rest = bias, mean, var, gain, shift, eps, z, windows
+    return conv_batch_norm_relu.reference(x, weight.to(x.dtype), *rest)
 
 
 @folded_conv_relu.guard

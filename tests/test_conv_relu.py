@@ -353,7 +353,7 @@ def test_settings_of_cudnn_are_asked_at_each_call(name, value, monkeypatch):
     called: list[str] = []
     for by in ("by_cudnn", "by_torch"):
         monkeypatch.setattr(library, by, lambda *args, by=by: called.append(by))
-    compute, windows = library.convolution_relu._init_fn, "1,1 0,0 1,1 1"
+    compute, windows = library.compute, "1,1 0,0 1,1 1"
     compute(OnGpu(), None, None, None, windows)
     before = getattr(torch.backends.cudnn, name)
     try:

@@ -47,12 +47,8 @@ LOOSE = {
     },
     "dump": {"pipeline", "ir", "reporting", "compat"},
 }
-# library calls, one in place and one that torch declares without a rule for shapes: there is
-# nothing to open up
-OPAQUE = {
-    "fusion_backend/kernels/gemm/products.py",
-    "fusion_backend/kernels/conv/library.py",
-}
+# a library call in place: there is nothing to open up
+OPAQUE = {"fusion_backend/kernels/gemm/products.py"}
 ITSELF = "the package itself"
 # a built-in pattern writes `from fusion_backend import ...`, as a user's own does
 FOR_PATTERNS = {ITSELF, "kernels"}

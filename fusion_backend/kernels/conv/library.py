@@ -1,4 +1,4 @@
-"""`fusion::convolution_relu`: a convolution, its bias, a tensor added to it and relu as one call of
+"""`fusion_cudnn::convolution_relu`: a convolution, its bias, a tensor added to it and relu as one call of
 cuDNN.
 
 torch declares cuDNN's calls without a rule for fake tensors, so this is an operator of our own,
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import Library
 
 from fusion_backend.compat.channels_last import takes_channels_last
 from fusion_backend.compat.torch import suggest_memory_format
@@ -41,8 +42,15 @@ class Windows(NamedTuple):
         return F.conv2d(x, weight, bias, *self)
 
 
-@torch.library.custom_op("fusion::convolution_relu", mutates_args=())
-def convolution_relu(
+# An implementation of torch's dispatcher costs the host less at each call than a custom_op, whose
+# checks and gradient nobody needs inside of our ops.
+LIBRARY = Library("fusion_cudnn", "DEF")
+LIBRARY.define(
+    "convolution_relu(Tensor x, Tensor weight, Tensor? bias, Tensor? z, str windows) -> Tensor"
+)
+
+
+def compute(
     x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, windows: str
 ) -> Tensor:
     """relu(conv(x, weight) + bias + z), rounded once, in the memory layout of the convolution.
@@ -92,12 +100,14 @@ def one_call(
     return torch.cudnn_convolution_add_relu(x, weight, z, 1.0, bias, *how)
 
 
-@convolution_relu.register_fake
+LIBRARY.impl("convolution_relu", compute, "CompositeExplicitAutograd")
+convolution_relu = torch.ops.fusion_cudnn.convolution_relu.default
+takes_channels_last(convolution_relu)
+
+
+@torch.library.register_fake("fusion_cudnn::convolution_relu")
 def _(x, weight, bias, z, windows):
     return Windows.of(windows).convolve(x, weight, None)
-
-
-takes_channels_last(torch.ops.fusion.convolution_relu.default)
 
 
 def in_channels_last(x: Tensor, weight: Tensor) -> bool:
