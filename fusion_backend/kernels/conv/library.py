@@ -1,5 +1,5 @@
-"""`fusion_cudnn::convolution_relu`: a convolution, its bias, a tensor added to it and relu as one call of
-cuDNN.
+"""`fusion_cudnn::convolution_relu`: a convolution, its bias, a tensor added to it and relu as one
+call of cuDNN.
 
 torch declares cuDNN's calls without a rule for fake tensors, so this is an operator of our own,
 which no compiler opens up. Inductor hands it its tensors channels-last, as it does with its own
