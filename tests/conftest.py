@@ -18,12 +18,11 @@ import torch._inductor.config
 import fusion_backend
 from fusion_backend import remembered
 
-from . import selection
+from . import interpreter, quick_pytorch, selection
 from .eager_kernels import eager_kernels
-from .interpreter import hasten
 from .sizes import watched
 
-hasten()
+interpreter.hasten()
 
 
 def pytest_addoption(parser):
@@ -38,6 +37,7 @@ def pytest_configure(config):
     selection.FULL = config.getoption("--full")
     if not selection.FULL:
         no_vectors()
+        quick_pytorch.hasten()
 
 
 def no_vectors():

@@ -15,6 +15,8 @@ import torch.multiprocessing as mp
 
 from benchmarks.rank_runs.running import free_port
 
+from .. import interpreter, quick_pytorch
+
 WORLD = 2
 
 
@@ -37,6 +39,8 @@ def run_rank(rank: int, port: int, work: Callable, folder: Path, given: tuple) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     torch.set_num_threads(1)
+    interpreter.hasten()
+    quick_pytorch.hasten()
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     torch.save(work(*given), folder / f"rank{rank}.pt")

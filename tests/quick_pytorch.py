@@ -1,0 +1,15 @@
+"""PyTorch without work that no test reads: an eighth of the time of our tests on a CPU."""
+
+import torch
+import torch._dynamo.guards
+
+
+def hasten() -> None:
+    """After each compilation Dynamo times the guards, behind a flush of the processor's caches, and
+    collects garbage. Each seed is kept for devices that there are none of, with a stack trace.
+    """
+    torch._dynamo.config.run_gc_after_compile = False
+    torch._dynamo.guards.profile_guard_manager = lambda manager, scope, times: 0.0
+    if not torch.cuda.is_available():
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            device.manual_seed_all = lambda seed: None
