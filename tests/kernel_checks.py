@@ -175,3 +175,23 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
         assert found[k].shape == inputs[k].shape and found[k].dtype == inputs[k].dtype
         assert distance(found[k], gradients[k]) <= factor * CLOSE[inputs[k].dtype], k
     return got
+
+
+def check_training(name: str, layers: torch.nn.Module, x: Tensor, autocast: bool) -> None:
+    """Layers with one site of this pattern have gradients about as close to fp64 as those of eager.
+    The layers are in fp64 afterwards.
+    """
+    collector = Kernels({"fusion.gate": "always", "fusion.only": name})
+
+    def gradients(run, x):
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            loss = run(x).float().square().mean()
+        return torch.autograd.grad(loss, list(layers.parameters()))
+
+    got = gradients(torch.compile(layers, backend=collector, dynamic=False), x)
+    eager = gradients(layers, x)
+    assert [s.pattern for s in collector.report.fused] == [name]
+    layers.double()
+    want = torch.autograd.grad(layers(x.double()).square().mean(), list(layers.parameters()))
+    for mine, its, exact in zip(got, eager, want, strict=True):
+        assert distance(mine, exact) <= 1.5 * distance(its, exact) + 1e-6

@@ -5,8 +5,8 @@ import torch._dynamo.guards
 
 
 def hasten() -> None:
-    """After each compilation Dynamo times the guards, behind a flush of the processor's caches, and
-    collects garbage. Each seed is kept for devices that there are none of, with a stack trace.
+    """After each compilation, Dynamo flushes the processor's caches to time the guards, and then
+    collects garbage. Each seed is queued, with a stack trace, for devices that are not there.
     """
     torch._dynamo.config.run_gc_after_compile = False
     torch._dynamo.guards.profile_guard_manager = lambda manager, scope, times: 0.0

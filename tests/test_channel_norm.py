@@ -7,11 +7,7 @@ from torch import nn
 
 from fusion_backend import explain
 from fusion_backend.testing import assert_fuses, collect, value_and_gradients
-from tests.kernel_checks import (
-    Kernels,
-    distance,
-    runs_kernels,
-)
+from tests.kernel_checks import Kernels, check_training, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "channel_norm"
@@ -307,17 +303,4 @@ def test_layers_train_as_in_fp64(autocast):
     """Convolution, norm, gelu, convolution, in the precision of eager."""
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Conv2d(3, 12, 3), LayerNorm2d(12), nn.GELU(), nn.Conv2d(12, 4, 1))
-    collector, x = Kernels({"fusion.gate": "always", "fusion.only": NAME}), torch.randn(2, 3, 7, 7)
-
-    def gradients_of(run, x):
-        with torch.autocast("cpu", torch.bfloat16, autocast):
-            loss = run(x).float().square().mean()
-        return torch.autograd.grad(loss, list(layers.parameters()))
-
-    got = gradients_of(torch.compile(layers, backend=collector, dynamic=False), x)
-    eager = gradients_of(layers, x)
-    layers.double()
-    want = torch.autograd.grad(layers(x.double()).square().mean(), list(layers.parameters()))
-    assert [s.pattern for s in collector.report.fused] == [NAME]
-    for mine, its, exact in zip(got, eager, want, strict=True):
-        assert distance(mine, exact) <= 1.5 * distance(its, exact) + 1e-6
+    check_training(NAME, layers, torch.randn(2, 3, 7, 7), autocast)

@@ -19,6 +19,7 @@ from tests.kernel_checks import (
     Kernels,
     check,
     check_gradient,
+    check_training,
     check_value,
     distance,
     randn,
@@ -317,17 +318,4 @@ def test_a_layer_trains_as_in_fp64(autocast):
     layers = torch.nn.Sequential(
         torch.nn.Linear(24, 48), torch.nn.LayerNorm(48), torch.nn.GELU(), torch.nn.Linear(48, 8)
     )
-    collector, x = Kernels({"fusion.gate": "always", "fusion.only": NAME}), torch.randn(9, 24)
-
-    def gradients(run, x):
-        with torch.autocast("cpu", torch.bfloat16, autocast):
-            loss = run(x).float().square().mean()
-        return torch.autograd.grad(loss, list(layers.parameters()))
-
-    got = gradients(torch.compile(layers, backend=collector, dynamic=False), x)
-    eager = gradients(layers, x)
-    layers.double()
-    want = torch.autograd.grad(layers(x.double()).square().mean(), list(layers.parameters()))
-    assert [s.pattern for s in collector.report.fused] == [NAME]
-    for mine, its, exact in zip(got, eager, want, strict=True):
-        assert distance(mine, exact) <= 1.5 * distance(its, exact) + 1e-6
+    check_training(NAME, layers, torch.randn(9, 24), autocast)
