@@ -15,7 +15,8 @@ from torch import nn
 
 import fusion_backend
 from benchmarks.measure.afresh import as_a_program_of_its_own
-from benchmarks.measure.timing import Clock, in_turn
+from benchmarks.measure.timing import in_turn
+from fusion_backend.measure.timing import Clock
 
 pytestmark = pytest.mark.gpu
 SLOWER = 1.03  # what a block may take of Inductor's time
