@@ -2,7 +2,8 @@
 side.
 """
 
-import os
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import block_size, compare, sweep
+from benchmarks import block_size, compare, interpreted, sweep
 from benchmarks.command_line import progress
 from benchmarks.configurations import blocks, running
 from benchmarks.configurations.sweeps import SWEEPS
@@ -256,17 +257,18 @@ def test_a_revision_that_is_none(capsys):
     assert "no revision no-such-revision" in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_the_kernels_of_the_demo_agree():
-    """Each with its gradient, in the interpreter, in a process of its own, as the demo
-    starts it.
-    """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+def test_the_demo(tmp_path):
+    """The parts that need no model, in a process of their own, as `make demo` runs them."""
+    out = tmp_path / "demo.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.interpreted"],
-        env=environment,
+        [sys.executable, "-m", "benchmarks.demo", "--only", "gated", "kernels", "--json", out],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
-    assert done.returncode == 0 and "dropout_add" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(r["ok"] for r in json.loads(out.read_text())["results"])
+    for pattern in interpreted.with_kernels():
+        assert re.search(rf"^  {pattern.name} .* kernel launches: [1-9]", done.stdout, re.M), (
+            pattern
+        )
