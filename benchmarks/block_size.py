@@ -20,11 +20,10 @@ import torch
 from benchmarks.command_line.options import output, positive
 from benchmarks.configurations.blocks import BLOCKS, WARPS, measure, table, work_of
 from benchmarks.configurations.running import INTERPRETED, NO_GPU
-from benchmarks.measure.timing import ROUNDS
+from benchmarks.measure.timing import ROUNDS, Clock
 from benchmarks.records.runs import Run, machine
 from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels.common.launch import interpreting
-from fusion_backend.measure.timing import Clock
 
 
 def main(argv: list[str] | None = None) -> int:

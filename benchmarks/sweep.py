@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.configurations.running import INTERPRETED, NO_GPU, timed
 from benchmarks.configurations.sweeps import SWEEPS
+from benchmarks.measure.timing import Clock
 from benchmarks.records.runs import Run, machine
 from fusion_backend.kernels.common.launch import interpreting
-from fusion_backend.measure.timing import Clock
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import patterns
+from benchmarks.measure.timing import Clock
 from benchmarks.pages import pattern_text as table
 from benchmarks.pages.quoted import quoted_names
 from benchmarks.pattern_runs import compiling, planning
@@ -22,7 +23,6 @@ from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.selection import selected, spread
 from benchmarks.workloads.work import F32, Work
 from fusion_backend.measure.measuring import ALLOWANCE
-from fusion_backend.measure.timing import Clock
 from fusion_backend.options import Options
 from tests.test_benchmarks import EAGER, row
 

@@ -16,6 +16,7 @@ from benchmarks.command_line import progress
 from benchmarks.configurations import blocks, running
 from benchmarks.configurations.sweeps import SWEEPS
 from benchmarks.measure.library import first_found
+from benchmarks.measure.timing import Clock
 from benchmarks.pages.quoted import ROOT
 from benchmarks.pattern_runs import comparison, sides
 from benchmarks.pattern_runs.contenders import results_of
@@ -23,7 +24,6 @@ from benchmarks.records import runs
 from benchmarks.records.provenance import history, missing
 from benchmarks.records.runs import Run
 from benchmarks.workloads.work import F32, Work
-from fusion_backend.measure.timing import Clock
 from fusion_backend.ops.registry import FUSION_RULES
 
 # on CPU, kernels run in the interpreter

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from benchmarks.measure import trace
+from benchmarks.measure.timing import Clock
 from benchmarks.pattern_runs.measuring import Bench, measure
 from benchmarks.records.rows import (
     FAILED,
 )
 from benchmarks.workloads.work import Work
 from fusion_backend.frontends.loading import patterns
-from fusion_backend.measure.timing import Clock
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CPU = torch.device("cpu")

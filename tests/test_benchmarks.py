@@ -12,7 +12,7 @@ import torch
 from benchmarks.measure import timing
 from benchmarks.measure.accuracy import errors, wrong
 from benchmarks.measure.counting import draws
-from benchmarks.measure.timing import in_turn, verdict
+from benchmarks.measure.timing import Clock, in_turn, verdict
 from benchmarks.pages import pattern_text as table
 from benchmarks.pattern_runs import measuring
 from benchmarks.pattern_runs.contenders import CONTENDERS, TWIN
@@ -32,7 +32,6 @@ from benchmarks.records.rows import (
 from benchmarks.records.runs import Run
 from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.work import BF16, F32, Work
-from fusion_backend.measure.timing import Clock
 
 CPU = torch.device("cpu")
 EAGER = {name: CONTENDERS[name] for name in ("eager", "inductor")}

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.configurations.running import run_now
 from benchmarks.measure.failures import said
-from benchmarks.measure.timing import in_turn
+from benchmarks.measure.timing import Clock, in_turn
 from benchmarks.pattern_runs.contenders import CONTENDERS
 from benchmarks.records.rows import FAILED, BlockRow, Spread
 from benchmarks.workloads.listed import SMALL, WORK
@@ -21,7 +21,6 @@ from fusion_backend.kernels.common.blocks import blocks_of
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.norm import forward as norms
 from fusion_backend.kernels.softmax import forward as softmax
-from fusion_backend.measure.timing import Clock
 from fusion_backend.ops.registry import FUSION_RULES
 
 BLOCKS, WARPS = (128, 256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8)

@@ -20,13 +20,12 @@ from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
 from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWINS, Step, contenders, entry
 from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
-from benchmarks.measure.timing import in_turn, noise, verdict
+from benchmarks.measure.timing import Clock, in_turn, noise, verdict
 from benchmarks.measure.wall_time import synchronize, whole_calls
 from benchmarks.model_runs.compiling import cache_in, shortened
 from benchmarks.model_runs.failing import give_back
 from benchmarks.processes.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
-from fusion_backend.measure.timing import Clock
 
 
 class How(NamedTuple):

@@ -18,7 +18,15 @@ from benchmarks.measure.afresh import as_a_program_of_its_own
 from benchmarks.measure.counting import draws
 from benchmarks.measure.failures import said, until_it_fails
 from benchmarks.measure.memory import peak_bytes, saved_bytes
-from benchmarks.measure.timing import ROUNDS, copy_bandwidth, in_turn, matrix_rate, noise, verdict
+from benchmarks.measure.timing import (
+    ROUNDS,
+    Clock,
+    copy_bandwidth,
+    in_turn,
+    matrix_rate,
+    noise,
+    verdict,
+)
 from benchmarks.measure.trace import profile
 from benchmarks.measure.wall_time import synchronize, whole_calls
 from benchmarks.pattern_runs.contenders import (
@@ -34,7 +42,6 @@ from benchmarks.pattern_runs.contenders import (
 )
 from benchmarks.records.rows import FAILED, OK, WRONG, Contender, Row, Spread
 from benchmarks.workloads.work import NAMES, Work
-from fusion_backend.measure.timing import Clock
 from fusion_backend.ops.registry import FUSION_RULES
 
 

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.measure.failures import said
 from benchmarks.measure.library import FUSION_RULES, fusion, patterns
+from benchmarks.measure.timing import Clock
 from benchmarks.pattern_runs.contenders import HOW, compiled, gradients_for, results_of, step
 from benchmarks.workloads.work import Work
-from fusion_backend.measure.timing import Clock
 
 
 class Side:

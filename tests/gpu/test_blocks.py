@@ -15,8 +15,7 @@ from torch import nn
 
 import fusion_backend
 from benchmarks.measure.afresh import as_a_program_of_its_own
-from benchmarks.measure.timing import in_turn
-from fusion_backend.measure.timing import Clock
+from benchmarks.measure.timing import Clock, in_turn
 
 pytestmark = pytest.mark.gpu
 SLOWER = 1.03  # what a block may take of Inductor's time
