@@ -26,11 +26,14 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.operator import fake_seed, operator_of, without_autocast
 from fusion_backend.ops.registry import registered
 from fusion_backend.ops.rule import SEED, Replacement
-from fusion_backend.reporting.reject import PatternError, Reject
+from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 
 # These operators read the values of a result in any memory layout.
 MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::swapaxes", "aten::swapdims"}
 MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"}
+
+# The tables have timed no op with a copy behind it.
+COPIED = Unmeasured("its result would be copied, for the strides that the graph has")
 
 
 @dataclasses.dataclass
@@ -38,15 +41,15 @@ class Call:
     """`target(*args, **kwargs)`, to be written in front of the first root of a site.
 
     args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results;
-    the first `outputs` of them stand for the roots. `contiguous`: the single result is copied,
-    because a reader would see that its strides differ from the graph's.
+    the first `outputs` of them stand for the roots. `copied`: the places of the results that are
+    copied, because a reader would see that their strides differ from the graph's.
     """
 
     target: object
     args: tuple
     kwargs: dict
     values: tuple[torch.Tensor, ...]
-    contiguous: bool = False
+    copied: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()  # places of results that nobody reads
 
 
@@ -152,15 +155,27 @@ def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
     )
 
 
-def differs(call: Call, match: Match, strides: bool) -> str:
+def order_in_memory(t: torch.Tensor) -> list[int] | None:
+    """The dimensions of a tensor from the outermost in memory to the innermost; None where the
+    tensor has gaps, or strides that are not known.
+    """
+    if t.is_contiguous():
+        return list(range(t.dim()))
+    if not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
+        return None
+    order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), -t.shape[d]))
+    return order if t.permute(order).is_contiguous() else None
+
+
+def differs(call: Call, match: Match, own: bool) -> str:
     """Why the results cannot replace the site's: later views rely on the strides that the graph was
     traced with, and later in-place code relies on fresh memory.
 
-    strides: must the strides be the graph's? If not, a result that is contiguous in the graph may
-    be copied.
+    own: is it the pattern's own op? Its result may be copied to lie in memory as the graph's does;
+    another result may be copied only if the graph's is contiguous.
     """
     given = {storage_id(original(v)) for v in match.tensors.values()}
-    if strides and any(storage_id(out) in given for out in call.values):
+    if own and any(storage_id(out) in given for out in call.values):
         return "the result would share memory with an argument"
     for i, (out, root) in enumerate(zip(call.values, match.roots, strict=False)):
         if i in call.unread:
@@ -173,10 +188,18 @@ def differs(call: Call, match: Match, strides: bool) -> str:
             )
         if not same(out.shape, want.shape):
             return f"the replacement gives {tuple(out.shape)}, the graph has {tuple(want.shape)}"
-        if not laid_out_as(out, want) and (strides or not want.is_contiguous()):
+        copyable = order_in_memory(want) is not None if own else want.is_contiguous()
+        if not laid_out_as(out, want) and not copyable:
             have = tuple(out.stride())
             return f"the result has strides {have}, the graph has {tuple(want.stride())}"
     return ""
+
+
+def to_copy(call: Call, match: Match, writers: dict) -> tuple[int, ...]:
+    """The places of the results of which a reader would see that their strides differ."""
+    pairs = enumerate(zip(match.roots, call.values, strict=False))
+    read = [(i, *pair) for i, pair in pairs if i not in call.unread]
+    return tuple(i for i, root, out in read if needs_copy(root, out, writers))
 
 
 def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:

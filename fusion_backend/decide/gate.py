@@ -17,14 +17,15 @@ from torch import fx
 
 from fusion_backend.compat.torch import storage_id
 from fusion_backend.decide.call import (
+    COPIED,
     Call,
     by_name,
     call_of_op,
     call_of_torch,
     differs,
     draws_random_numbers,
-    needs_copy,
     replacement_of,
+    to_copy,
     values_of,
     written,
 )
@@ -132,8 +133,7 @@ class Gate:
         if reason := self.unwanted(match):
             return Decision(match, False, reason, cause=SWITCHED_OFF)
         if reason := self.legality.refusal(match):
-            other = self.legal_reading(match)
-            if other is None:
+            if (other := self.legal_reading(match)) is None:
                 return Decision(match, False, reason, cause=ILLEGAL)
             match = other
         decision = self.provided_once(match)
@@ -269,9 +269,8 @@ class Gate:
         return refused, UNPROFITABLE
 
     def random_refused(self, match: Match, op: Op) -> Reject | None:
-        if draws_random_numbers(match) and op.seeded_fn is None:
-            return Reject("it draws random numbers and has no seeded reference")
-        return None
+        seedless = draws_random_numbers(match) and op.seeded_fn is None
+        return Reject("it draws random numbers and has no seeded reference") if seedless else None
 
     def other_op_refused(self, match: Match, answer: Replacement, training: bool) -> Reject | None:
         if training and answer.op.backward_result and self.legality.written_to(match.roots):
@@ -351,7 +350,7 @@ class Gate:
                 return Decision(match, False, doubt.reason, cause=UNPROFITABLE)
             told = of_kernel(error)
             return Decision(match, False, told, cause=FAILED, failure=told)
-        return self.checked(decision, strides=op is match.pattern)
+        return self.checked(decision, own=op is match.pattern)
 
     def tried_out(
         self, op: Op, arguments: dict, values: dict, named, chosen: dict, compiles: bool
@@ -388,12 +387,14 @@ class Gate:
                 kept = call.values if op.backward_result else saved
                 operator.backward(*results, *kept, [True] * len(operator.tensors), *flat)
 
-    def checked(self, decision: Decision, strides: bool = False) -> Decision:
+    def checked(self, decision: Decision, own: bool = False) -> Decision:
         """The decision, or a refusal if the results of the call cannot replace the site's."""
         match, call = decision.match, decision.call
-        wrong = differs(call, match, strides)
-        if wrong:
+        if wrong := differs(call, match, own):
             return Decision(match, False, wrong, cause=UNSUPPORTED)
-        if not strides:
-            call.contiguous = needs_copy(match.roots[0], call.values[0], self.facts.writers)
+        call.copied = to_copy(call, match, self.facts.writers)
+        if own and call.copied and self.options.gate != "always" and not self.evidence.won(match):
+            if not self.evidence.wanted:
+                return Decision(match, False, COPIED.reason, cause=UNPROFITABLE)
+            decision.doubt = decision.doubt or COPIED
         return decision

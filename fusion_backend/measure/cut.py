@@ -235,7 +235,7 @@ def told(value, name: dict) -> str:
 def call_text(d: Decision, name: dict) -> str:
     """The call that replaces a site, without its providers, which the measurement decides."""
     named = {k: v for k, v in d.call.kwargs.items() if k not in ("forward", "backward")}
-    return f"{d.call.target}{told((d.call.args, named), name)} copied={d.call.contiguous}"
+    return f"{d.call.target}{told((d.call.args, named), name)} copied={bool(d.call.copied)}"
 
 
 def summary(region: Region) -> dict[str, int]:

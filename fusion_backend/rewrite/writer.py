@@ -25,6 +25,7 @@ from fusion_backend.compat.torch import (
     pytree,
     schema_of,
 )
+from fusion_backend.decide.call import order_in_memory
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed, step_of, value_of
 from fusion_backend.ir.canonicalize import Canon
@@ -83,18 +84,28 @@ class Insertion:
             several = len(call.values) > 1
             value = call.values if several else call.values[0]
             result = self.node(call.target, args, dict(call.kwargs), value)
-            results = [result]
+            results, places = [result], [0]
             if several:
                 places = [i for i in range(len(roots)) if i not in call.unread]
                 roots = [roots[i] for i in places]
                 results = [
                     self.node(operator.getitem, (result, i), {}, call.values[i]) for i in places
                 ]
-            if call.contiguous:
-                like = self.first.meta["val"]
-                dense = {"memory_format": torch.contiguous_format}
-                results = [self.node(aten.clone.default, (results[0],), dense, like)]
+            for i in call.copied:
+                place = places.index(i)
+                results[place] = self.laid_out_as(results[place], roots[place].meta["val"])
         return self.new, dict(zip(roots, results, strict=True))
+
+    def laid_out_as(self, result: fx.Node, want: torch.Tensor) -> fx.Node:
+        """A copy of a result that lies in memory as the graph's own does."""
+        order, dense = order_in_memory(want), {"memory_format": torch.contiguous_format}
+        if order == sorted(order):
+            return self.node(aten.clone.default, (result,), dense, want)
+        permuted = result.meta["val"].permute(order)
+        result = self.node(aten.permute.default, (result, order), {}, permuted)
+        result = self.node(aten.clone.default, (result,), dense, want.permute(order))
+        back = [order.index(d) for d in range(len(order))]
+        return self.node(aten.permute.default, (result, back), {}, want)
 
     def node(self, target, args: tuple, kwargs: dict, value) -> fx.Node:
         n = self.graph.call_function(target, args, kwargs)
