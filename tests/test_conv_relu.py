@@ -122,6 +122,27 @@ def test_under_autocast_the_weight_is_rounded_once():
     assert (ours - exact).norm() <= 1.25 * (eager - exact).norm()
 
 
+@torch.no_grad()
+def test_a_residual_in_fp32_under_autocast():
+    """Added in place to what the convolution gives in bf16, the sum is rounded to bf16, as in one
+    call. Added to it, the sum stays in fp32.
+    """
+    torch.manual_seed(0)
+    conv, x, z = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 9, 9), torch.randn(2, 6, 7, 7)
+
+    def in_place(x, z):
+        y = conv(x)
+        y += z
+        return y.relu_()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_fuses(in_place, x, z, pattern="conv_relu", options=ALWAYS)
+        only = ALWAYS | {"fusion.only": "conv_relu"}
+        report = collect(lambda x, z: (conv(x) + z).relu_(), x, z, options=only).report
+    (miss,) = [m for m in report.misses if m.pattern == "conv_relu"]
+    assert "the result is torch.float32, the pattern gives torch.bfloat16" in miss.reason
+
+
 @runs_kernels
 @torch.no_grad()
 def test_a_convolution_in_fp32_of_tensors_in_bf16_stays_in_fp32():

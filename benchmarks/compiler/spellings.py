@@ -30,6 +30,7 @@ def failures(found: Recall) -> str:
         "not recognised": found.unrecognised,
         "wrong": found.wrong,
         "not a spelling": found.faults,
+        "more exact than the pattern": [o for o in found.spellings if o.more_exact],
     }
     lines = [f"    {w}: {k} of {n} not recognised" for w, k, n in found.to_blame()[:8]]
     for title, outcomes in groups.items():

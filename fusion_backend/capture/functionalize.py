@@ -2,7 +2,8 @@
 
 `r = x @ w1 + b1; r.sigmoid_(); r *= x @ w2 + b2` becomes the product it computes. An in-place node
 is converted when (a) it mutates its first argument only and has a functional overload that gives
-the same dtype, shape and strides; (b) the storage was created in this view, by an operator that is
+the same shape and strides, and the same dtype or a wider one, which is then cast: bf16 += fp32
+computes in fp32 and rounds; (b) the storage was created in this view, by an operator that is
 not a view, in the same grad and autocast region; (c) every other value in that storage is part of
 the chain, aliases the whole of it, or is made after the last mutation.
 """
@@ -17,10 +18,11 @@ from torch import fx
 from fusion_backend.capture.aliases import aliases_whole, may_alias, storages
 from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, value_of
-from fusion_backend.compat.torch import OpOverload, overload_of, pytree, schema_of
+from fusion_backend.compat.torch import OpOverload, aten, overload_of, pytree, schema_of
 
 # These have no functional form with a gradient above autograd (copy_), or are not arithmetic.
 NEVER = {"copy_", "set_", "resize_", "detach_", "requires_grad_"}
+HALVES = {torch.bfloat16, torch.float16}
 
 
 @functools.lru_cache(4096)
@@ -61,12 +63,18 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
         if target is None or len(memory) != 1:
             continue
         group = groups[memory.pop()]
-        if group.only_whole and convertible(view, n, target, group.nodes[0], chains):
+        result = None
+        if group.only_whole:
+            result = functional_result(view, n, target, group.nodes[0], chains)
+        if result is not None:
             if torch.Tag.nondeterministic_seeded in n.target.tags:
                 # rewrite/writer.py restores the in-place operator: the functional one draws other
                 # numbers
                 n.meta["in_place"] = n.target
-            n.target = target
+            if result.dtype == value_of(n).dtype:
+                n.target = target
+            else:
+                order[rounded(view, n, target, result)] = order[n]
             chains[n] = group.nodes
             for older in group.upto(n):  # every later reader of an older name reads the new value
                 older.replace_all_uses_with(n, delete_user_cb=lambda u, n=n: order[u] > order[n])
@@ -109,14 +117,16 @@ def part_of_chain(n: fx.Node, root: fx.Node) -> bool:
     return is_lowered(n) and not is_mutation(n) and aliases_whole(n, root)
 
 
-def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains) -> bool:
-    """Was the storage made here, in the region of `n`, and does the functional operator return the
-    value that the in-place one writes?
+def functional_result(
+    view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains
+) -> torch.Tensor | None:
+    """What the functional operator returns, if the storage was made here, in the region of `n`, and
+    this is the value that the in-place one writes, but for a rounding; else None.
     """
     if not is_lowered(root) or may_alias(root) or (is_mutation(root) and root not in chains):
-        return False
+        return None
     if view.region.get(root) != view.region.get(n):
-        return False
+        return None
     before = value_of(n.args[0])
     args, kwargs = pytree.tree_map(
         value_of, (n.args, n.kwargs), is_leaf=lambda a: isinstance(a, fx.Node)
@@ -124,7 +134,23 @@ def convertible(view: View, n: fx.Node, target: OpOverload, root: fx.Node, chain
     try:
         after = target(*args, **kwargs)
     except Exception:  # an operator that refuses on fakes stays as the user wrote it
-        return False
-    return after.dtype == before.dtype and same(
-        (*after.shape, *after.stride()), (*before.shape, *before.stride())
-    )
+        return None
+    rounds = before.dtype in HALVES and after.dtype == torch.float32
+    if after.dtype != before.dtype and not rounds:
+        return None
+    alike = same((*after.shape, *after.stride()), (*before.shape, *before.stride()))
+    return after if alike else None
+
+
+def rounded(view: View, n: fx.Node, target: OpOverload, result: torch.Tensor) -> fx.Node:
+    """Make an in-place node the rounding of a functional one, which is inserted and returned."""
+    with view.graph.inserting_before(n):
+        wide = view.graph.call_function(target, n.args, n.kwargs)
+    wide.meta = n.meta | {"val": result}
+    for known in (view.owner, view.region):
+        if n in known:
+            known[wide] = known[n]
+    if n in view.requires_grad:
+        view.requires_grad.add(wide)
+    n.target, n.args, n.kwargs = aten.to.dtype, (wide, value_of(n).dtype), {}
+    return wide

@@ -5,6 +5,9 @@ A spelling must compute what the reference does, value and gradient in fp64, and
 recognised with all its arguments. Whatever was rewritten must compute what the function does in
 eager, with no larger error against fp64 than `close` allows. Every other function runs in
 inference, under no_grad; so does one that eager cannot differentiate.
+
+Autocast can make a spelling more exact than the pattern: a convolution in bf16 plus a tensor in
+fp32 is in fp32, and the pattern gives bf16. Such a spelling must be left alone and is not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from fusion_backend.compat.torch import many_recompiles, pytree
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.match.templates import templates
 from fusion_backend.ops.pattern import Pattern
+from fusion_backend.reporting.records import NO_GPU, NO_KERNEL, UNSUPPORTED
 from fusion_backend.testing.asserts import fused_nodes
 from fusion_backend.testing.compare import (
     FACTOR,
@@ -34,6 +38,7 @@ from fusion_backend.testing.spelling.generate import Spelling, near_misses, spel
 
 SHORT = {torch.float32, torch.bfloat16, torch.float16}
 ROUNDINGS = 64
+FOUND = (NO_GPU, NO_KERNEL, UNSUPPORTED)  # causes of a refusal that concern what takes its place
 CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
 
@@ -66,6 +71,7 @@ class Outcome:
     wrong: str  # how the rewritten function differs from the function
     reason: str  # why it was not recognised
     ran: bool = True  # a change may leave shapes that do not fit
+    more_exact: bool = False  # not recognised: the pattern would round its result to 16 bits
 
 
 @dataclasses.dataclass
@@ -87,8 +93,12 @@ class Recall:
         return [o for o in self.spellings if not o.same]
 
     @property
+    def counted(self) -> list[Outcome]:
+        return [o for o in self.spellings if o.same and not o.more_exact]
+
+    @property
     def unrecognised(self) -> list[Outcome]:
-        return [o for o in self.spellings if o.same and not o.recognised]
+        return [o for o in self.counted if not o.recognised]
 
     @property
     def wrong(self) -> list[Outcome]:
@@ -102,12 +112,13 @@ class Recall:
         """The counts. Those of spellings are by mode too, training or inference."""
         counts = {"pattern": self.pattern.name}
         for mode, training in (("training", True), ("inference", False)):
-            of_mode = [o for o in self.spellings if o.same and o.training is training]
+            of_mode = [o for o in self.counted if o.training is training]
             counts[mode] = len(of_mode)
             counts[f"recognised_in_{mode}"] = sum(o.recognised for o in of_mode)
         return counts | dict(
             spellings=counts["training"] + counts["inference"],
             recognised=counts["recognised_in_training"] + counts["recognised_in_inference"],
+            more_exact=sum(o.more_exact for o in self.spellings),
             faults=len(self.faults),
             near_misses=len(self.near_misses),
             near_misses_in_training=sum(o.training for o in self.near_misses),
@@ -195,10 +206,24 @@ def compared(s: Spelling, training: bool, same: bool) -> Outcome:
     recognised = bool(whole) or any(site.fused and site.forward == "library" for site in sites)
     # never inlined: without a kernel it can only be found
     if s.kinds in s.pattern.memo.get("random", ()):
-        recognised = any(site.fused or "kernel" in site.reason for site in sites)
+        recognised = any(site.fused or site.cause in FOUND for site in sites)
+    more_exact = same and not recognised and is_more_exact(s, collector)
     reasons = [*(s.reason for s in sites), *map(str, collector.report.misses)]
     reason = "" if recognised else "\n".join(reasons) or "no site and no near miss"
-    return Outcome(s, training, recognised, bool(nodes), same, wrong, reason)
+    fused = bool(nodes)
+    return Outcome(s, training, recognised, fused, same, wrong, reason, more_exact=more_exact)
+
+
+def is_more_exact(s: Spelling, collector: Collector) -> bool:
+    """Is it the pattern but for the dtype of a result that is in fp32, with more bits than the
+    pattern's 16?
+    """
+    told = "the result is torch.float32, the pattern gives torch.bfloat16"
+    misses = [m for m in collector.report.misses if m.pattern == s.pattern.name]
+    if not any(m.matched == m.size and told in m.reason for m in misses):
+        return False
+    results = (t for t in run(s.fn, s.tensors, False) if t.dtype == torch.float32)
+    return any(not torch.equal(t, t.bfloat16().float()) for t in results)
 
 
 def differs(s: Spelling, rewritten, training: bool) -> str:
