@@ -58,6 +58,20 @@ def test_a_copy_has_the_strides_of_the_graph():
     assert gm(*inputs)[0].stride() == root_first(*inputs).stride() == (120, 8, 24, 1)
 
 
+def test_a_copy_in_an_order_that_is_not_its_own_inverse():
+    """By hand the norm lies in memory as x does; the op gives contiguous rows."""
+
+    def fn(x, w):
+        h = x.permute(1, 2, 0, 3)
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-3) * w
+
+    inputs = leaves((2, 3, 5, 8), (8,))
+    check_spelling("rms_norm", fn, *inputs)
+    (got,), want = rewritten(fn, *inputs)(*inputs), fn(*inputs)
+    assert got.stride() == want.stride() == (40, 8, 120, 1)
+    torch.testing.assert_close(got, want)
+
+
 def test_no_copy_where_nobody_sees_the_strides():
     def contiguous(x, w, cos, sin):
         return root_first(x, w, cos, sin).contiguous() * 2

@@ -2,6 +2,8 @@
 replaced.
 """
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import fx
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
 
+IN_PLACE = (operator.iadd, operator.imul, "sub_")
 SAME = {
     "contiguous": lambda t: t.contiguous(),
     "type_as": lambda t: t.type_as(t),
@@ -105,6 +108,52 @@ def test_what_is_written_in_between(code, grad):
     torch.testing.assert_close(
         torch.autograd.grad(sum(o.sin().sum() for o in got), args) if grad else (), gradients
     )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_and_wide_in_place(dtype, grad):
+    """bf16 += fp32 computes in fp32 and rounds to bf16, each time, and so do the gradients."""
+
+    def fn(x, w, d):
+        y = F.linear(x, w)
+        z = y.view_as(y)
+        y += d
+        z *= 1 + d
+        y.sub_(d, alpha=0.5)
+        return F.layer_norm(z, z.shape[-1:]), y
+
+    x, w, d = torch.randn(8, 16, dtype=dtype), torch.randn(16, 16, dtype=dtype), torch.randn(8, 16)
+    args = [t.requires_grad_(grad) for t in (x, w, d)]
+    only = {"fusion.only": "layer_norm"}
+    (gm,) = collect(fn, *args, dynamic=False, options=only).graphs
+    assert not any(n.target in IN_PLACE for n in gm.graph.nodes) and fused_nodes(gm)
+    wanted = fn(*args)
+    named = {n.name.strip("l_"): n.name for n in gm.graph.nodes if n.op == "placeholder"}
+    got = gm(*(dict(x=x, w=w, d=d)[name] for name in named))
+    assert [t.dtype for t in got] == [t.dtype for t in wanted] and torch.equal(got[1], wanted[1])
+    torch.testing.assert_close(got[0], wanted[0])
+    for one, other in zip(
+        torch.autograd.grad(got[1].sum(), args) if grad else (),
+        torch.autograd.grad(wanted[1].sum(), args) if grad else (),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_wider_than_fp32_in_place_is_left_as_it_is():
+    """And so is what the storage of a slice holds."""
+
+    def fn(x, w, d):
+        y = F.linear(x, w)
+        y += d.double()
+        z = F.linear(x, w).bfloat16()
+        z[:4] += d[:4]
+        return F.layer_norm(y, (16,)) + F.layer_norm(z, (16,))
+
+    inputs = torch.randn(8, 16), torch.randn(16, 16), torch.randn(8, 16)
+    (gm,) = collect(fn, *inputs, dynamic=False).graphs
+    assert sum(n.target in IN_PLACE for n in gm.graph.nodes) == 2, gm.graph
 
 
 def test_dropout_in_place_draws_as_before():
