@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.cache import disk
@@ -64,6 +65,20 @@ def test_a_second_process_reads_the_templates(tmp_path):
     (tmp_path / "mine.py").write_text(SOURCE.replace("FUNCTION", "sigmoid"))
     again, second = run(tmp_path)
     assert again == traced and second != first
+
+
+def test_autocast_around_the_first_call_is_not_the_references(monkeypatch):
+    """A model is often called within autocast, and its first call traces the patterns."""
+    monkeypatch.setattr("fusion_backend.match.templates.file_of", lambda pattern: None)
+
+    @Pattern
+    def scored(x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w).to(x.dtype) * x
+
+    plain = repr([t.roots for t in templates(scored)])
+    scored.forget()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert repr([t.roots for t in templates(scored)]) == plain
 
 
 @pytest.fixture

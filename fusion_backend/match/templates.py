@@ -282,7 +282,9 @@ def empty(*shape) -> torch.Tensor:
 
 
 def graph_of(pattern: Definition, fn: Callable, args: list, fake_mode):
-    """The ATen graph of a function; None, the reason in the pattern's memo, where it raises."""
+    """The ATen graph of a function; None, the reason in the pattern's memo, where it raises. The
+    autocast in which the user calls the model is not the reference's.
+    """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
 
     def call(*given):
@@ -290,7 +292,7 @@ def graph_of(pattern: Definition, fn: Callable, args: list, fake_mode):
         return fn(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return trace(call, tensors, fake_mode)
     except Exception as error:  # a user's function may raise anything; the error names the pattern
         name = type(error).__name__
