@@ -15,13 +15,14 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.rules import RULES
 from fusion_backend.ir.schema_args import SYNONYMS
 from fusion_backend.testing import assert_fuses
-from tests import canonical_cases
+from tests import canonical_cases, canonical_others
 from tests.canonical_cases import BYTES, INTS, LABELS, MASK, M
+from tests.canonical_complex import COMPLEX, OTHER_COMPLEX
 from tests.canonical_losses import LOSSES
 from tests.canonical_norms import NORMS
-from tests.canonical_others import OTHER
 
-SAME = canonical_cases.SAME | NORMS | LOSSES
+SAME = canonical_cases.SAME | NORMS | LOSSES | COMPLEX
+OTHER = canonical_others.OTHER | OTHER_COMPLEX
 
 
 def made(kind):

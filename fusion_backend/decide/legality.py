@@ -11,13 +11,15 @@ from fusion_backend.capture.aliases import may_alias, storages
 from fusion_backend.capture.view import is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import LINEAR, FakeTensor, statically_known_true
 from fusion_backend.decide.facts import Facts
-from fusion_backend.ir.argument_views import Viewed, original
+from fusion_backend.ir.argument_views import OF_COMPLEX, Viewed, original
 from fusion_backend.ir.expr import FREE, LIKE, peel
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+# Views with another size or dtype than the tensor that they are of.
+OF_PART = ("half", "slice", *OF_COMPLEX)
 
 
 class Legality:
@@ -183,6 +185,8 @@ def not_supported(match: Match) -> str:
     """
     for name, node in match.tensors.items():
         v = original(node)
+        if isinstance(node, Viewed) and any(step in OF_PART for step, _ in node.steps):
+            v = node.value
         if type(v) is not FakeTensor:
             return f"{name} is a {type(v).__name__}"
         if v.layout != torch.strided or v.is_quantized:
@@ -195,8 +199,6 @@ def not_supported(match: Match) -> str:
                 else str(exact).removeprefix("torch.")
             )
             return f"{name} is {str(v.dtype).removeprefix('torch.')}; kernels take {wanted}"
-        if isinstance(node, Viewed) and any(step in ("half", "slice") for step, _ in node.steps):
-            v = node.value
         if statically_known_true(v.numel() == 0):
             return f"{name} is empty"
     devices = {v.device for v in map(original, match.tensors.values()) if v.dim()}

@@ -15,6 +15,7 @@ from fusion_backend.compat.torch import aten
 from fusion_backend.ir.expr import Expr
 
 BY_NUMBERS = {"mul": aten.mul.Tensor, "div": aten.div.Tensor}
+OF_COMPLEX = {"real": aten.real.default, "imag": aten.imag.default}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Viewed:
 
     `steps` are canonical expressions' operators and attributes, from the node outwards: permute,
     half, slice, unsqueeze, unflatten (rows seen as more dimensions again); not, for the complement
-    of a mask; mul and div by a node that is a number.
+    of a mask; real and imag, of complex numbers; mul and div by a node that is a number.
     """
 
     node: fx.Node
@@ -51,6 +52,8 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
     rank = value.dim()
     if op in BY_NUMBERS:
         return BY_NUMBERS[op], attr
+    if op in OF_COMPLEX:
+        return OF_COMPLEX[op], ()
     if op == "not":
         return aten.bitwise_not.default, ()
     if op == "permute":

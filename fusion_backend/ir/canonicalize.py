@@ -20,6 +20,7 @@ from fusion_backend.ir import (
     rules_attention,
     rules_channel_norm,
     rules_collective,
+    rules_complex,
     rules_conv,
     rules_gelu,
     rules_loss,
@@ -37,7 +38,14 @@ from fusion_backend.reporting.faults import refusal
 
 # Rules of one operator are asked in the order in which these files register them.
 OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm, rules_channel_norm)
-OUR_RULES += (rules_product, rules_conv, rules_attention, rules_loss, rules_collective)
+OUR_RULES += (
+    rules_complex,
+    rules_product,
+    rules_conv,
+    rules_attention,
+    rules_loss,
+    rules_collective,
+)
 
 
 class Canon(Builder):

@@ -238,21 +238,40 @@ def pieces(c: Builder, call: Call, self: Expr, dim: int):
 
 def is_pairs(x: Expr) -> bool:
     """Is it a tensor seen as pairs of neighbours, [..., n, 2]?"""
-    inner = x.args[0].shape if x.op == "view" else None
-    return inner is not None and same(x.shape[:-2], inner[:-1]) and same(x.shape[-1:], (2,))
+    return x.op == "view" and same(x.shape[-1:], (2,))
 
 
 def has_halves(x: Expr) -> bool:
     """Is it a tensor seen as its two halves, [..., 2, n]?"""
-    inner = x.args[0].shape if x.op == "view" else None
-    return inner is not None and same(x.shape[:-1], (*inner[:-1], 2))
+    return x.op == "view" and same(x.shape[-2:-1], (2,))
+
+
+def whole(c: Builder, x: Expr) -> Expr | None:
+    """The tensor [..., p · q] of which x is a view [..., p, q]. Since a view of a view is one of the
+    first tensor, it may be another view of that, which a node holds.
+    """
+    if len(x.shape) < 2 or x.args[0].shape is None:
+        return None
+    shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    if same(x.args[0].shape, shape):
+        return x.args[0]
+    seen = c.make("view", x.args, str(shape), shape)
+    return seen if seen.nodes else None
 
 
 def half(c: Builder, x: Expr, k: int, shape) -> Expr:
-    """The first or the second half of a tensor that is seen as [..., 2, n]."""
-    inner = x.args[0]
-    bounds = halves(inner.shape[-1])[k]
-    return part(c, inner, len(inner.shape) - 1, *bounds, 1, shape)
+    """The first or the second half of a tensor."""
+    bounds = halves(x.shape[-1])[k]
+    return part(c, x, len(x.shape) - 1, *bounds, 1, shape)
+
+
+def one_of_two(c: Builder, self: Expr, axis: int, k: int, shape) -> Expr | None:
+    """Every other element of what is seen as pairs, or a half of what is seen as its halves."""
+    if axis == -2 and has_halves(self) and (x := whole(c, self)):
+        return half(c, x, k, shape)
+    if axis == -1 and is_pairs(self) and (x := whole(c, self)):
+        return c.make("every_other", (x,), (-1, k), shape)
+    return None
 
 
 @rule("aten::select")
@@ -263,10 +282,7 @@ def selected(c: Builder, call: Call, self: Expr, dim: int, index: int):
     axis = dim % len(self.shape) - len(self.shape)
     if self.op == "unsqueeze" and self.attr == axis:
         return self.args[0]
-    if axis == -2 and has_halves(self):
-        return half(c, self, index % 2, call.shape)
-    every_other = axis == -1 and is_pairs(self)
-    return c.make("every_other", self.args, (-1, index % 2), call.shape) if every_other else None
+    return one_of_two(c, self, axis, index % 2, call.shape)
 
 
 @rule("aten::unbind")
@@ -274,11 +290,8 @@ def unbound(c: Builder, call: Call, self: Expr, dim: int):
     if not self.shape or not call.value:
         return None
     axis, shape = dim % len(self.shape) - len(self.shape), tuple(call.value[0].shape)
-    if axis == -2 and has_halves(self):
-        return c.make("tuple", [half(c, self, k, shape) for k in (0, 1)])
-    if axis != -1 or not is_pairs(self):
-        return None
-    return c.make("tuple", [c.make("every_other", self.args, (-1, k), shape) for k in (0, 1)])
+    found = [one_of_two(c, self, axis, k, shape) for k in (0, 1)]
+    return None if None in found else c.make("tuple", found)
 
 
 # Tensors joined.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fusion_backend.ir.argument_views import BY_NUMBERS, Viewed, original, permuted
+from fusion_backend.ir.argument_views import BY_NUMBERS, OF_COMPLEX, Viewed, original, permuted
 from fusion_backend.ir.expr import Expr, peel
 from fusion_backend.match.templates import Template
 from fusion_backend.match.unify import Bound
 
 HALVES = {torch.bfloat16, torch.float16}
 # The operators that a Viewed may put around a node.
-VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *BY_NUMBERS)
+VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *OF_COMPLEX, *BY_NUMBERS)
 
 
 def mixed(env: dict, arguments: dict) -> str:
