@@ -43,6 +43,7 @@ TITLES = {
     "rules_norm": "reductions and norms",
     "rules_channel_norm": "norms over channels",  # composites
     "rules_conv": "convolutions",
+    "rules_complex": "complex numbers",
     "rules_product": "matrix products",
     "rules_attention": "attention",
     "rules_loss": "losses",
