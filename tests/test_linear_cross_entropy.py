@@ -16,7 +16,7 @@ from fusion_backend.patterns import linear_cross_entropy as room
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
-from fusion_backend.testing import fused_nodes, rewritten, with_kernels
+from fusion_backend.testing import collect, fused_nodes, rewritten, with_kernels
 from tests.kernel_checks import CLOSE, FLOATS, check, distance, randn, runs_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
@@ -297,6 +297,39 @@ def compiled():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_log_probabilities_that_autocast_of_cpu_casts(reduction):
+    """The loss is no further from fp64 than that of log-probabilities rounded to bf16."""
+    x, w, _, target = (t.cpu() for t in inputs(21))
+
+    def fn(x, w, target):
+        logs = F.log_softmax(x @ w, -1)
+        return F.nll_loss(logs, target, reduction=reduction)
+
+    def read_twice(x, w, target):
+        logs = F.log_softmax(x @ w, -1)
+        return F.nll_loss(logs, target, reduction=reduction), logs
+
+    def in_fp64(x, w, target):
+        return F.nll_loss(F.log_softmax(x @ w, -1).double(), target, reduction=reduction)
+
+    def sites(fn):
+        with torch.autocast("cpu", torch.bfloat16):
+            collector = collect(fn, x, w, target, options={"fusion.gate": "always"})
+        return collector, [s.pattern for s in collector.report.sites if s.fused]
+
+    collector, fused = sites(fn)
+    assert fused == [NAME], collector.report
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.compile(fn, backend=collector)(x, w, target)
+        plain = fn(x, w, target)
+    exact = fn(x.double(), w.double(), target)
+    assert got.dtype == plain.dtype == torch.float32
+    assert (got - exact).norm() <= 1.25 * (plain - exact).norm() + 1e-2
+    for other in (read_twice, in_fp64):
+        assert not sites(other)[1]
 
 
 def count(graph, *words):

@@ -6,7 +6,7 @@ import torch
 
 from fusion_backend.capture.sizes import equals, same
 from fusion_backend.ir.builder import Builder, from_right
-from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const, peel
 from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.rules_shape import of_rows
 from fusion_backend.ir.schema_args import Call
@@ -33,6 +33,10 @@ def cross_entropy(
 
 @rule("aten::nll_loss", "aten::nll_loss_nd")
 def negative_log_likelihood(c: Builder, call: Call, self: Expr, target: Expr, ignore_index: int):
+    """Of log-probabilities that may be cast: autocast of CPU casts them to fp32, and not what they
+    are made of.
+    """
+    self = peel(self)
     if self.op != "log_softmax" or self.attr != -1:
         return None
     return loss(c, call, self.args[0], target, ignore_index, 0.0)
