@@ -298,3 +298,20 @@ def test_an_rms_norm_without_eps_is_exact_for_small_rows(dtype):
     (node,) = fused_nodes(gm)
     assert node.args[3] == torch.finfo(torch.float32).eps
     torch.testing.assert_close(gm(x, w)[0], fn(x, w))
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64])
+def test_a_bias_after_the_norm_was_rounded(cast):
+    """Of a norm in fp32 that is rounded to bf16; a norm that is cast to fp64 is another value."""
+
+    def fn(x, w, b):
+        n = F.group_norm(x.float(), 2, eps=1e-3).to(cast)
+        return n * w[:, None, None] + b.view(-1, 1, 1)
+
+    inputs = leaves((2, 6, 4, 5), (6,), (6,), dtype=torch.bfloat16)
+    if cast == torch.bfloat16:
+        node = check_spelling("group_norm", fn, *inputs)
+        assert not {"l_w_", "l_b_"} - {a.name for a in node.all_input_nodes}
+    else:
+        whole = [n for n in fused_nodes(rewritten(fn, *inputs)) if len(n.all_input_nodes) > 1]
+        assert not whole

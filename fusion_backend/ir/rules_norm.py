@@ -15,7 +15,7 @@ import torch
 from fusion_backend.capture.sizes import equals, same
 from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, number_and_rest
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, number_and_rest, peel
 from fusion_backend.ir.operator_families import aten
 from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.schema_args import Call
@@ -323,8 +323,9 @@ def bias_by_hand(c: Builder, x: Expr, y: Expr, shape):
 
 def with_operand(c: Builder, norm: Expr, value: Expr, shape, part: int) -> Expr | None:
     """The normalisation with its weight (part 0) or its bias (part 1), where it has neither that
-    nor what comes after it.
+    nor what comes after it. It may be rounded before.
     """
+    norm = peel(norm)
     positions = AFFINE.get(norm.op)
     if (
         positions is None
