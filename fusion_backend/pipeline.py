@@ -77,7 +77,7 @@ def analyse(top: Scope, options: Options) -> None:
         fences = autocast.resolve(scope.view)
         scope.chains = functionalize_locals(scope.view)
         view = scope.view
-        brought_to_form(view, fences)
+        brought_to_form(view, fences, scope.chains)
         scope.canon = Canon().run(view.graph, view.region, fences, view.trains)
         inner = {name: body.facts for name, body in scope.bodies.items()}
         scope.facts = Facts(scope.view, scope.canon, options.exact_masks, inner)

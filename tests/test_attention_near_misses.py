@@ -84,6 +84,9 @@ CLOSE = {
     "q that is written to before the factor": (
         "one", lambda q, k, v: (lambda s, w: ((s * w[:, :, :1]).softmax(-1) @ v))(
             q @ k.mT, q.mul_(2))),
+    "a local q that is written to before the factor": (
+        "one", lambda q, k, v: (lambda q: (
+            lambda s, w: ((s * w[:, :, :1]).softmax(-1) @ v))(q @ k.mT, q.mul_(2)))(q + 1)),
     "a factor of each key, of as many as a head has numbers": (
         "one", lambda q, k, v: (q @ k[:, :D].mT * k[:, None, 0]).softmax(-1) @ v[:, :D]),
     "a factor of each key": (

@@ -9,6 +9,8 @@ no site is accepted.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -24,9 +26,12 @@ SAME_ROWS = {"aten::to", "aten::_to_copy", "aten::type_as", "aten::dropout", "at
 MARK = "only for attention"  # on nodes at which no pattern starts
 
 
-def brought_to_form(view: View, fences: frozenset | set = frozenset()) -> None:
+def brought_to_form(
+    view: View, fences: Collection[fx.Node] = (), in_place: Collection[fx.Node] = ()
+) -> None:
     """Give the product of weights and values a dimension for its only head, at every attention
     whose result is not seen with heads afterwards; and multiply the queries instead of the scores.
+    in_place: operators that became functional in the view, and still write to memory in the graph.
     """
     for n in list(view.graph.nodes):
         if n in fences or n not in view.owner or not is_lowered(n):
@@ -34,10 +39,12 @@ def brought_to_form(view: View, fences: frozenset | set = frozenset()) -> None:
         if weighs_values(n):
             add_head(view, n)
         elif name_of(n) in ("aten::mul", "aten::div"):
-            temper_queries(view, n, fences)
+            temper_queries(view, n, fences, in_place)
 
 
-def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
+def temper_queries(
+    view: View, n: fx.Node, fences: Collection[fx.Node], in_place: Collection[fx.Node]
+) -> None:
     """Write (q kᵀ) · t as (q · t) kᵀ, and a quotient likewise, where t is a single number or has a
     last dimension of 1, so that it is the same for all keys.
     """
@@ -53,7 +60,7 @@ def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
     alone = alone and view.region.get(scores) == view.region.get(n)
     if not alone or not (rank(factor) == 0 or same(shape(factor)[-1:], (1,))):
         return
-    if not quiet_between(scores, n):
+    if not quiet_between(scores, n, in_place):
         return
     graph, values = view.graph, (q.meta["val"], factor.meta["val"])
     with graph.inserting_before(n), values[0].fake_mode:
@@ -67,11 +74,11 @@ def temper_queries(view: View, n: fx.Node, fences: frozenset | set) -> None:
     told(view, new, n, q, factor)
 
 
-def quiet_between(first: fx.Node, last: fx.Node) -> bool:
+def quiet_between(first: fx.Node, last: fx.Node, in_place: Collection[fx.Node]) -> bool:
     """Does nothing write to memory between two nodes?"""
     n = first.next
     while n is not last:
-        if not is_lowered(n) or is_mutation(n):
+        if not is_lowered(n) or is_mutation(n) or n in in_place:
             return False
         n = n.next
     return True
