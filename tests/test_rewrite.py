@@ -263,6 +263,13 @@ def written_behind(x, y):
     return out
 
 
+def assigned_behind(x, y):
+    t = y.sin()
+    out = t.softmax(-1)  # whose gradient reads the result alone in plain autograd
+    t[..., :2] = 0.0
+    return out + x
+
+
 def written_under_no_grad(x, y):
     t = y * 2.0
     with torch.no_grad():
@@ -273,6 +280,7 @@ def written_under_no_grad(x, y):
 WRITES = {
     written_between: "an argument may be written to in between, at ",
     written_behind: "an argument that the backward reads is written to afterwards, at ",
+    assigned_behind: "an argument that the backward reads is written to afterwards, at ",
     written_before_it_is_read: None,
     written_under_no_grad: None,
 }

@@ -124,12 +124,10 @@ class Legality:
                     return f"an argument may be written to in between, at {location(m)}"
                 # the op keeps its arguments for the backward; plain autograd may keep only values
                 # that were computed from them
-                later = (
-                    is_lowered(m) and self.order[m] > last_root and isinstance(m.args[0], fx.Node)
-                )
+                later = self.order[m] > last_root and overwrites(m, storage)
                 result_is_read = isinstance(match.pattern, Op) and match.pattern.backward_result
                 kept = storage in held or result_is_read
-                if later and kept and storage in storages(m.args[0]) and self.facts.training(match):
+                if later and kept and self.facts.training(match):
                     what = "an argument" if storage in held else "a result"
                     where = location(m)
                     return f"{what} that the backward reads is written to afterwards, at {where}"
@@ -205,6 +203,14 @@ def not_supported(match: Match) -> str:
     if len(devices) > 1:
         return f"arguments on {' and '.join(sorted(map(str, devices)))}"
     return ""
+
+
+def overwrites(m: fx.Node, storage: int) -> bool:
+    """Does a node that may write to this storage do so for certain? An assignment to elements does,
+    though it may be a copy of Dynamo's node; unknown calls are assumed not to.
+    """
+    known = is_lowered(m) or m.target is operator.setitem
+    return known and isinstance(m.args[0], fx.Node) and storage in storages(m.args[0])
 
 
 def result(n: fx.Node) -> str:
