@@ -299,6 +299,19 @@ def test_a_graph_without_a_name_for_everything_is_decided_each_time(memory):
     assert not list(memory.glob("graph-*"))
 
 
+def test_a_view_without_gradients_of_what_is_written_to_is_no_fault(memory):
+    def fn(x):
+        y = x + 1
+        with torch.no_grad():
+            z = y.mT.softmax(-1)
+            y[..., :2] = 1.0
+        return z, y
+
+    for _ in range(2):  # whether such a value is a leaf cannot be told, so the graph is not kept
+        (record,), _ = once(fn, torch.randn(5, 5, requires_grad=True))
+        assert record.sites and not record.remembered and not record.faults
+
+
 @pytest.mark.parametrize("about", ["stack_trace", "nn_module_stack"])
 def test_places_are_told_apart_and_written_once(about):
     """All ways to give three nodes one of three places, which a report names."""

@@ -124,7 +124,7 @@ class Text:
         if not all(type(number) is int for number in numbers):
             raise Unnamed("a size is dynamic")
         place = self.storages.setdefault(storage_id(t), len(self.storages))
-        flags = (t.requires_grad, t.is_leaf, t.is_conj(), t.is_neg(), t.is_inference())
+        flags = (t.requires_grad, is_leaf(t), t.is_conj(), t.is_neg(), t.is_inference())
         return f"{t.dtype} {t.device} {numbers} {flags} {place} {type(t).__name__}"
 
     def attribute(self, value) -> None:
@@ -140,6 +140,16 @@ class Text:
             self.lines.append(f"{about} {value.tolist()}")
         else:
             raise Unnamed(f"an attribute is a {type(value).__name__}")
+
+
+def is_leaf(t: torch.Tensor) -> bool:
+    """Torch refuses to say so of a view that was made without gradients, if its base was written to
+    with them.
+    """
+    try:
+        return t.is_leaf
+    except RuntimeError as error:
+        raise Unnamed("whether a value has a gradient function is ambiguous") from error
 
 
 def name_of(value) -> str:
