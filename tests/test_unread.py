@@ -156,6 +156,22 @@ def test_a_reader_that_is_overlooked_reads_the_graphs_own_sum(code, kernels_take
 
 
 @runs_kernels
+def test_dead_code_gives_no_gradients(kernels_taken):
+    """Of add_layer_norm the sum alone is read: w has no gradient, not one of zeros."""
+
+    def code(x, r, w):
+        h = x + r
+        norm(h, w)
+        return h.sin()
+
+    collector = Collector(OPTIONS)
+    leaves = [torch.randn(*size, requires_grad=True) for size in ((3, 8), (3, 8), (8,))]
+    torch.compile(code, backend=collector)(*leaves).sum().backward()
+    assert [t.grad is None for t in leaves] == [False, False, True]
+    (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
+    assert not site.fused and site.reason.startswith("nobody reads the result of layer_norm")
+
+
 @pytest.mark.parametrize("code", [alone, both, cast_of_the_sum])
 def test_of_an_exported_program(code, kernels_taken):
     x, r, w = (torch.randn(*shape).bfloat16() for shape in ((3, 40), (3, 40), (40,)))

@@ -30,7 +30,7 @@ class Legality:
 
     def refusal(self, match: Match) -> str:
         """Why the site may not be replaced, by whatever call; "" if it may."""
-        return self.not_movable(match) or not_supported(match)
+        return self.not_movable(match) or self.dead(match) or not_supported(match)
 
     def computed(self, match: Match) -> list[fx.Node]:
         """The nodes that compute a new value inside. Casts of an argument do not, nor nodes that
@@ -71,6 +71,17 @@ class Legality:
                 else:
                     stays.add(n)
         return tuple(i for i, r in enumerate(match.roots) if id(of[r]) not in read)
+
+    def dead(self, match: Match) -> str:
+        """Is one of several results dead code? What it alone is computed from has no gradient. As
+        arguments of one op with the other results it would get a gradient of zeros, and an
+        optimizer would change it.
+        """
+        several = len(match.roots) > 1
+        for place in self.unread(match) if several else ():
+            if not match.roots[place].users:
+                return f"nobody reads {result(match.roots[place])}"
+        return ""
 
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
