@@ -161,7 +161,7 @@ def test_dead_code_gives_no_gradients(kernels_taken):
 
     def code(x, r, w):
         h = x + r
-        norm(h, w)
+        F.gelu(norm(h, w))
         return h.sin()
 
     collector = Collector(OPTIONS)

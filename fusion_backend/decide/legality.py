@@ -27,6 +27,11 @@ class Legality:
 
     def __init__(self, facts: Facts):
         self.facts, self.canon, self.order = facts, facts.canon, facts.order
+        self.live: set[fx.Node] = set()  # what an output or a node with an effect depends on
+        for n in reversed(self.order):
+            effect = n.op == "output" or not is_lowered(n) or is_mutation(n)
+            if effect or not self.live.isdisjoint(n.users):
+                self.live.add(n)
 
     def refusal(self, match: Match) -> str:
         """Why the site may not be replaced, by whatever call; "" if it may."""
@@ -77,10 +82,9 @@ class Legality:
         arguments of one op with the other results it would get a gradient of zeros, and an
         optimizer would change it.
         """
-        several = len(match.roots) > 1
-        for place in self.unread(match) if several else ():
-            if not match.roots[place].users:
-                return f"nobody reads {result(match.roots[place])}"
+        for r in match.roots if len(match.roots) > 1 else ():
+            if self.live.isdisjoint((r, *self.canon.of[r].nodes)):
+                return f"nobody reads {result(r)}"
         return ""
 
     def not_movable(self, match: Match) -> str:
