@@ -303,6 +303,35 @@ def test_writes_around_a_site_in_training(code, reason):
     )
 
 
+def read_before(x, w, b):
+    y = F.linear(x, w, b).relu()
+    early = y + 1
+    return y[None][0], early
+
+
+def older_name_read_before(x, w, b):
+    y = F.linear(x, w, b)
+    z = y.relu_()
+    early = y.detach() + 1
+    return z[None][0], early
+
+
+def older_name_read_behind(x, w, b):
+    y = F.linear(x, w, b)
+    z = y.relu_()[None][0]
+    return z.to(torch.bfloat16), y.detach() + 1
+
+
+@pytest.mark.parametrize("code", [read_before, older_name_read_before, older_name_read_behind])
+def test_a_value_that_several_nodes_have(code):
+    """A view of a view is the result of relu again, and is the last node with this value."""
+    x, w, b = torch.randn(8, 16), torch.randn(4, 16, requires_grad=True), torch.randn(4)
+    collector = Collector({"fusion.gate": "always"})
+    got = torch.compile(code, backend=collector)(x, w, b)
+    torch.testing.assert_close(got, code(x, w, b))
+    assert [site.pattern for site in collector.report.fused] == ["linear_act"], collector.report
+
+
 def test_code_of_a_new_graph_is_generated_when_it_is_read(monkeypatch):
     """As that of Dynamo's graph: Inductor's passes say several times that they have changed it."""
     generated, python_code = [], fx.Graph.python_code

@@ -107,10 +107,16 @@ class Legality:
             for m in self.canon.of[n].nodes:
                 if m not in inside and m.users and not inside.issuperset(m.users):
                     return f"{result(n)} inside it is used elsewhere too, at {location(m)}"
-        first_root = min(self.order[r] for r in match.roots)
+        first = min(match.roots)
+        first_root = self.order[first]
         for a in arguments:
             if self.order[a] > first_root:
                 return f"its argument {a.name} is computed after its first result"
+        results = {self.canon.of[r] for r in match.roots}
+        for n in (n for n in match.interior if self.canon.of[n] in results):
+            for u in n.users:
+                if u not in inside and self.order[u] < first_root:
+                    return f"{result(n)} inside it is read before {first.name}, at {location(u)}"
         return self.changed(match, arguments) if self.facts.writers else ""
 
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
@@ -169,7 +175,7 @@ class Legality:
         DTensor of the result, are assumed not to.
         """
         held = set().union(*map(storages, results))
-        return any(is_lowered(m) for s in held for m in self.facts.writers.get(s, ()))
+        return any(overwrites(m, s) for s in held for m in self.facts.writers.get(s, ()))
 
     def first_read(self, match: Match, storage: int, first: int) -> int:
         """Where the match, or the op that replaces it, first reads a storage. `first` if no node of

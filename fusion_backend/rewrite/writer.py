@@ -148,6 +148,7 @@ class Writer:
         for m in chains:
             self.chained.setdefault(view.owner.get(m), []).append(m)
         self.chains = chains
+        self.waiting: list[fx.Node] = []  # members of chains whose value is not in the graph yet
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.touched: set[fx.Node] = set()  # Dynamo nodes
         # view nodes that a library call no longer reads, and the nodes that they are computed from
@@ -316,13 +317,17 @@ class Writer:
                 dynamo |= dict.fromkeys(names[d], dynamo[d])
 
     def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
-        """After an in-place operator became functional, its older names mean the new value."""
-        for m in self.chained.get(d, ()):
-            if self.now(m) in atens:
-                for held in itertools.takewhile(lambda older, m=m: older is not m, self.chains[m]):
-                    for earlier in self.holders.get(held, ()):
-                        if earlier in dynamo:
-                            dynamo[earlier] = atens[self.now(m)]
+        """After an in-place operator became functional, its older names mean the new value. The op
+        that computes this value may come only with a later node that has it.
+        """
+        self.waiting += self.chained.get(d, ())
+        for m in [m for m in self.waiting if self.now(m) in atens]:
+            older = self.chains[m][: self.chains[m].index(m)]
+            self.waiting = [w for w in self.waiting if w is not m and w not in older]
+            for held in older:
+                for earlier in self.holders.get(held, ()):
+                    if earlier in dynamo:
+                        dynamo[earlier] = atens[self.now(m)]
 
 
 def copied_bodies(
