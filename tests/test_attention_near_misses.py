@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusion_backend
 import fusion_backend.decide.gate
 from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.tracer import capture
@@ -146,6 +147,31 @@ def test_a_refused_site_leaves_the_graph_alone():
     assert sorted(names) == ["attention", "softmax"], "no pattern starts at the nodes for the head"
     (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
     assert not site.fused and "another size" in site.reason
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_result_that_is_written_to(part, eager_kernels):
+    """The backward of SDPA reads its result, which that of a matrix product does not. A write to
+    all of it makes another value in the rewritten graph.
+    """
+
+    def fn(q, k, v):
+        out = one(q, k).softmax(-1) @ v
+        total = 3 * out.sum()
+        if part:
+            out[:, 1:] = 2.0
+        else:
+            out.mul_(2.0)
+        return total + out.square().sum()
+
+    given = [randn(B, S, D).requires_grad_() for _ in "qkv"]
+    compiled = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
+    got = torch.autograd.grad(compiled(*given), given)
+    torch.testing.assert_close(got, torch.autograd.grad(fn(*given), given))
+    (graph,) = fusion_backend.report().graphs
+    (site,) = [s for s in graph.sites if s.pattern == "attention"]
+    assert (site.forward == "library") != part and not graph.error, graph
+    assert ("is written to afterwards" in site.reason) == part, graph
 
 
 def test_one_product_in_fp32_stays_in_fp32():

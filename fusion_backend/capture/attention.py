@@ -9,7 +9,8 @@ no site is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -27,19 +28,22 @@ MARK = "only for attention"  # on nodes at which no pattern starts
 
 
 def brought_to_form(
-    view: View, fences: Collection[fx.Node] = (), in_place: Collection[fx.Node] = ()
+    view: View,
+    fences: Collection[fx.Node] = (),
+    chains: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({}),
 ) -> None:
     """Give the product of weights and values a dimension for its only head, at every attention
     whose result is not seen with heads afterwards; and multiply the queries instead of the scores.
-    in_place: operators that became functional in the view, and still write to memory in the graph.
+    chains: the operators that became functional in the view, and still write to memory in the
+    graph, with the nodes that share that memory.
     """
     for n in list(view.graph.nodes):
         if n in fences or n not in view.owner or not is_lowered(n):
             continue
         if weighs_values(n):
-            add_head(view, n)
+            add_head(view, n, chains)
         elif name_of(n) in ("aten::mul", "aten::div"):
-            temper_queries(view, n, fences, in_place)
+            temper_queries(view, n, fences, chains)
 
 
 def temper_queries(
@@ -147,7 +151,7 @@ def sees_heads(user: fx.Node, n: fx.Node) -> bool:
     return splits and same(shape(user)[2:], shape(n)[1:])
 
 
-def add_head(view: View, n: fx.Node) -> None:
+def add_head(view: View, n: fx.Node, chains: Mapping[fx.Node, list[fx.Node]]) -> None:
     """Write weights @ values, `[b, n, m]` @ `[b, m, d]`, as a product of `[b, 1, n, m]` and
     `[b, 1, m, d]` between views.
     """
@@ -162,6 +166,9 @@ def add_head(view: View, n: fx.Node) -> None:
     for new in operands:
         told(view, new, n, new.args[0])
     told(view, product, n, n)
+    for members in {id(nodes): nodes for nodes in chains.values()}.values():
+        if n in members:
+            members.insert(members.index(n), product)
 
 
 def small(heads: fx.Node) -> bool:

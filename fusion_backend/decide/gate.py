@@ -243,10 +243,8 @@ class Gate:
     def refused(
         self, match: Match, answer: Replacement, training: bool, cuda: bool
     ) -> tuple[Reject | None, str | None]:
-        """Why an op of ours does not take the site, and the cause; a torch operator takes any."""
+        """Why the replacement does not take the site, and the cause."""
         op = answer.op
-        if not isinstance(op, Op):
-            return None, None
         if op is match.pattern:
             if op.kernel_fn is None:
                 return Reject("no kernel yet"), NO_KERNEL
@@ -255,6 +253,8 @@ class Gate:
             refused = self.other_op_refused(match, answer, training)
         if refused is not None:
             return refused, UNSUPPORTED
+        if not isinstance(op, Op):
+            return None, None
         in_torch = op.kernel_fn is None  # a formula or a gradient, for Inductor to compile
         if not cuda and not (in_torch and self.options.gate == "always"):
             why = "it has been timed on CUDA only" if in_torch else "the kernel needs CUDA tensors"
@@ -273,9 +273,11 @@ class Gate:
         return Reject("it draws random numbers and has no seeded reference") if seedless else None
 
     def other_op_refused(self, match: Match, answer: Replacement, training: bool) -> Reject | None:
-        if training and answer.op.backward_result and self.legality.written_to(match.roots):
+        ours = isinstance(answer.op, Op)
+        keeps = answer.op.backward_result if ours else True  # an operator of torch's may
+        if training and keeps and self.legality.written_to(match.roots):
             return Reject("its result, which the backward reads, is written to afterwards")
-        if draws_random_numbers(match) and SEED not in answer.args:
+        if ours and draws_random_numbers(match) and SEED not in answer.args:
             return Reject("it draws random numbers and its replacement takes no seed")
         return None
 
