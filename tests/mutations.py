@@ -230,8 +230,7 @@ MUTATIONS = {
     ),
     "gate: what backward reads may be changed afterwards": Mutation(
         "fusion_backend/decide/legality.py",
-        "                if later and kept and storage in storages(m.args[0]) and "
-        "self.facts.training(match):\n",
+        "                if later and kept and self.facts.training(match):\n",
         "                if False:\n",
         "tests/test_rewrite.py tests/test_backend.py",
     ),

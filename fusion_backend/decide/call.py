@@ -226,3 +226,10 @@ def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
 def draws_random_numbers(match: Match) -> bool:
     """Are there random numbers in this form of the pattern?"""
     return match.template.kinds in match.pattern.memo.get("random", ())
+
+
+def seedless(match: Match, op: Op) -> Reject | None:
+    """Refuse a pattern that draws random numbers, unless its reference takes a seed."""
+    if draws_random_numbers(match) and op.seeded_fn is None:
+        return Reject("it draws random numbers and has no seeded reference")
+    return None

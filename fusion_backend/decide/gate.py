@@ -25,6 +25,7 @@ from fusion_backend.decide.call import (
     differs,
     draws_random_numbers,
     replacement_of,
+    seedless,
     to_copy,
     values_of,
     written,
@@ -248,7 +249,7 @@ class Gate:
         if op is match.pattern:
             if op.kernel_fn is None:
                 return Reject("no kernel yet"), NO_KERNEL
-            refused = self.random_refused(match, op)
+            refused = seedless(match, op)
         else:
             refused = self.other_op_refused(match, answer, training)
         if refused is not None:
@@ -267,10 +268,6 @@ class Gate:
         if refused is None and answer.at_last is not None:
             return answer.at_last(), UNSUPPORTED
         return refused, UNPROFITABLE
-
-    def random_refused(self, match: Match, op: Op) -> Reject | None:
-        seedless = draws_random_numbers(match) and op.seeded_fn is None
-        return Reject("it draws random numbers and has no seeded reference") if seedless else None
 
     def other_op_refused(self, match: Match, answer: Replacement, training: bool) -> Reject | None:
         ours = isinstance(answer.op, Op)
