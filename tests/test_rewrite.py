@@ -113,7 +113,7 @@ def test_what_is_written_in_between(code, grad):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_and_wide_in_place(dtype, grad):
-    """bf16 += fp32 computes in fp32 and rounds to bf16, each time, and so do the gradients."""
+    """bf16 += fp32 computes in fp32 and rounds to bf16, each time; gradients are the same."""
 
     def fn(x, w, d):
         y = F.linear(x, w)

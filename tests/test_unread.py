@@ -155,23 +155,43 @@ def test_a_reader_that_is_overlooked_reads_the_graphs_own_sum(code, kernels_take
     assert found == ["1"]
 
 
+def dead(h, n):
+    n.sin()
+    return h.sin()
+
+
+def detached(h, n):
+    return h + n.detach()
+
+
+def compared(h, n):
+    return torch.where(n > 0, h, 0.0)
+
+
+def without_grad(h, n):
+    with torch.no_grad():
+        scale = n.square().mean()
+    return h * scale
+
+
 @runs_kernels
-def test_dead_code_gives_no_gradients(kernels_taken):
-    """Of add_layer_norm the sum alone is read: w has no gradient, not one of zeros."""
+@pytest.mark.parametrize("reader", [dead, detached, compared, without_grad])
+def test_a_norm_without_a_gradient_gives_none(reader, kernels_taken):
+    """Only the sum has one: w gets none, not one of zeros, which weight decay would act on."""
 
     def code(x, r, w):
         h = x + r
-        F.gelu(norm(h, w))
-        return h.sin()
+        return reader(h, norm(h, w))
 
     collector = Collector(OPTIONS)
     leaves = [torch.randn(*size, requires_grad=True) for size in ((3, 8), (3, 8), (8,))]
     torch.compile(code, backend=collector)(*leaves).sum().backward()
     assert [t.grad is None for t in leaves] == [False, False, True]
     (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
-    assert not site.fused and site.reason.startswith("nobody reads the result of layer_norm")
+    assert not site.fused and site.reason.startswith("nobody asks for a gradient of the result")
 
 
+@runs_kernels
 @pytest.mark.parametrize("code", [alone, both, cast_of_the_sum])
 def test_of_an_exported_program(code, kernels_taken):
     x, r, w = (torch.randn(*shape).bfloat16() for shape in ((3, 40), (3, 40), (40,)))

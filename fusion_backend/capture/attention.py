@@ -9,12 +9,14 @@ no site is accepted.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.compat.torch import aten
@@ -37,10 +39,14 @@ def brought_to_form(
     chains: the operators that became functional in the view, and still write to memory in the
     graph, with the nodes that share that memory.
     """
+    writers = [n for n in view.graph.nodes if is_mutation(n) or n.target is operator.setitem]
+    written = set().union(*(storages(a) for n in writers for a in n.all_input_nodes))
     for n in list(view.graph.nodes):
         if n in fences or n not in view.owner or not is_lowered(n):
             continue
-        if weighs_values(n):
+        # with a head the result is a view, through which AOTAutograd loses the gradient of
+        # _foreach_mul_ and its like
+        if weighs_values(n) and written.isdisjoint(storages(n)):
             add_head(view, n, chains)
         elif name_of(n) in ("aten::mul", "aten::div"):
             temper_queries(view, n, fences, chains)

@@ -17,7 +17,7 @@ from torch import fx
 
 from fusion_backend.capture.aliases import aliases_whole, may_alias, storages
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.view import View, is_lowered, is_mutation, value_of
+from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of, value_of
 from fusion_backend.compat.torch import OpOverload, aten, overload_of, pytree, schema_of
 
 # These have no functional form with a gradient above autograd (copy_), or are not arithmetic.
@@ -53,7 +53,7 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
     if not any(is_mutation(n) for n in view.graph.nodes):
         return {}
     order = {n: i for i, n in enumerate(view.graph.nodes)}
-    groups = mutated_groups(order)
+    groups = mutated_groups(view, order)
     chains: dict[fx.Node, list[fx.Node]] = {}
     for n in list(order):
         if not is_mutation(n) or not isinstance(n.args[0], fx.Node):
@@ -81,26 +81,29 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
     return chains
 
 
-def mutated_groups(nodes) -> dict[int, StorageGroup]:
+def mutated_groups(view: View, nodes) -> dict[int, StorageGroup]:
     """The storages that in-place operators write to, each with its nodes in order."""
+    trained = any(map(view.trains, nodes))
     by_storage: dict[int, list[fx.Node]] = {}
     for n in nodes:
         for s in storages(n):
             by_storage.setdefault(s, []).append(n)
     return {
-        s: StorageGroup(group) for s, group in by_storage.items() if any(map(is_mutation, group))
+        s: StorageGroup(group, trained)
+        for s, group in by_storage.items()
+        if any(map(is_mutation, group))
     }
 
 
 class StorageGroup:
     """The nodes whose values live in one storage. `only_whole`: until the last write, every value
-    covers the whole storage.
+    covers the whole storage, and has its gradient.
     """
 
-    def __init__(self, nodes: list[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], trained: bool):
         self.nodes = nodes
         last = max(i for i, n in enumerate(nodes) if is_mutation(n))
-        self.only_whole = all(part_of_chain(n, nodes[0]) for n in nodes[:last])
+        self.only_whole = all(part_of_chain(n, nodes[0], trained) for n in nodes[:last])
         self.position = {n: i for i, n in enumerate(nodes)}
         self.start = 0
 
@@ -110,10 +113,14 @@ class StorageGroup:
         return self.nodes[start : self.start]
 
 
-def part_of_chain(n: fx.Node, root: fx.Node) -> bool:
-    """Is it the first value, a write with a functional form, or the whole under another name?"""
+def part_of_chain(n: fx.Node, root: fx.Node, trained: bool) -> bool:
+    """Is it the first value, a write with a functional form, or the whole under another name, which
+    has the gradient of the value? In y.detach().add_(d), y keeps its gradient, and d gets none.
+    """
     if n is root or (is_mutation(n) and functional_overload(n.target)):
         return True
+    if trained and name_of(n) == "aten::detach":
+        return False
     return is_lowered(n) and not is_mutation(n) and aliases_whole(n, root)
 
 

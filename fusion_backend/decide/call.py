@@ -157,7 +157,7 @@ def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:
 
 def order_in_memory(t: torch.Tensor) -> list[int] | None:
     """The dimensions of a tensor from the outermost in memory to the innermost; None where the
-    tensor has gaps, or strides that are not known.
+    tensor has gaps, overlaps itself, or has strides that are not known.
     """
     if t.is_contiguous():
         return list(range(t.dim()))

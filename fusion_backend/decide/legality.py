@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -9,7 +10,13 @@ from torch import fx
 
 from fusion_backend.capture.aliases import may_alias, storages
 from fusion_backend.capture.view import is_lowered, is_mutation, name_of
-from fusion_backend.compat.torch import LINEAR, FakeTensor, statically_known_true
+from fusion_backend.compat.torch import (
+    LINEAR,
+    FakeTensor,
+    pytree,
+    schema_of,
+    statically_known_true,
+)
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import OF_COMPLEX, Viewed, original
 from fusion_backend.ir.expr import FREE, LIKE, peel
@@ -18,7 +25,7 @@ from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-# Views with another size or dtype than the tensor that they are of.
+# Views with another size or dtype than their base.
 OF_PART = ("half", "slice", *OF_COMPLEX)
 
 
@@ -27,15 +34,31 @@ class Legality:
 
     def __init__(self, facts: Facts):
         self.facts, self.canon, self.order = facts, facts.canon, facts.order
-        self.live: set[fx.Node] = set()  # what an output or a node with an effect depends on
+
+    @functools.cached_property
+    def differentiated(self) -> set[fx.Node]:
+        """The nodes from which a gradient may be asked for."""
+        found: set[fx.Node] = set()
         for n in reversed(self.order):
             effect = n.op == "output" or not is_lowered(n) or is_mutation(n)
-            if effect or not self.live.isdisjoint(n.users):
-                self.live.add(n)
+            if effect or any(u in found and self.passes_gradient(u) for u in n.users):
+                found.add(n)
+        return found
+
+    def passes_gradient(self, n: fx.Node) -> bool:
+        """May a node give its arguments a gradient?"""
+        if n.op == "output" or not is_lowered(n):
+            return True
+        value = n.meta.get("val")
+        number = isinstance(value, torch.Tensor) and not (
+            value.is_floating_point() or value.is_complex()
+        )
+        no_grad = not self.facts.view.region.get(n, (True,))[0]
+        return not number and not no_grad and name_of(n) != "aten::detach"
 
     def refusal(self, match: Match) -> str:
         """Why the site may not be replaced, by whatever call; "" if it may."""
-        return self.not_movable(match) or self.dead(match) or not_supported(match)
+        return self.not_movable(match) or self.without_gradient(match) or not_supported(match)
 
     def computed(self, match: Match) -> list[fx.Node]:
         """The nodes that compute a new value inside. Casts of an argument do not, nor nodes that
@@ -77,14 +100,16 @@ class Legality:
                     stays.add(n)
         return tuple(i for i, r in enumerate(match.roots) if id(of[r]) not in read)
 
-    def dead(self, match: Match) -> str:
-        """Is one of several results dead code? What it alone is computed from has no gradient. As
-        arguments of one op with the other results it would get a gradient of zeros, and an
-        optimizer would change it.
+    def without_gradient(self, match: Match) -> str:
+        """Has one of several results no gradient? Tensors that only this result depends on have
+        none either, in eager; as arguments of one op they would get zeros, and an optimizer would
+        change them.
         """
-        for r in match.roots if len(match.roots) > 1 else ():
-            if self.live.isdisjoint((r, *self.canon.of[r].nodes)):
-                return f"nobody reads {result(r)}"
+        if len(match.roots) < 2 or not self.facts.training(match):
+            return ""
+        for r in match.roots:
+            if self.differentiated.isdisjoint((r, *self.canon.of[r].nodes)):
+                return f"nobody asks for a gradient of {result(r)}"
         return ""
 
     def not_movable(self, match: Match) -> str:
@@ -227,11 +252,20 @@ def not_supported(match: Match) -> str:
 
 
 def overwrites(m: fx.Node, storage: int) -> bool:
-    """Does a node that may write to this storage do so for certain? An assignment to elements does,
-    though it may be a copy of Dynamo's node; unknown calls are assumed not to.
+    """Does this node certainly write to the storage? `x[i] = y` does, although it is copied
+    verbatim; unknown calls are assumed not to.
     """
-    known = is_lowered(m) or m.target is operator.setitem
-    return known and isinstance(m.args[0], fx.Node) and storage in storages(m.args[0])
+    if m.target is operator.setitem:
+        written = [m.args[0]]
+    elif is_lowered(m):
+        given = dict(enumerate(m.args)) | m.kwargs
+        arguments = enumerate(schema_of(m.target).arguments)
+        writes = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+        written = [given[k] for place in writes for k in place if k in given]
+    else:
+        written = []
+    nodes = (n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node))
+    return any(storage in storages(n) for n in nodes)
 
 
 def result(n: fx.Node) -> str:
