@@ -53,7 +53,6 @@ OTHER_COMPLEX = {
         (X, T, T),
         lambda x, c, s: torch.view_as_real(number(x) * torch.complex(c, s)),
         lambda x, c, s: torch.view_as_real(number(x) * torch.complex(s, c)),
-        lambda x, c, s: torch.view_as_real((number(x) * torch.complex(c, s).conj()).resolve_conj()),
         lambda x, c, s: torch.view_as_real(number(x) + torch.complex(c, s)),
         lambda x, c, s: torch.view_as_real(number(x) / torch.complex(c, s)),
         lambda x, c, s: torch.view_as_real(number(x) * c),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import collect, fused_nodes
 from tests.kernel_checks import CLOSE, distance, randn
 from tests.spelled import check_spelling, leaves
@@ -88,9 +89,6 @@ def test_pairs():
 
 
 OTHER = {
-    "the conjugate": lambda x, turns: torch.view_as_real(
-        (torch.view_as_complex(x.view(B, N, H, -1, 2)) * turns.conj()).resolve_conj()
-    ),
     "in fp64": lambda x, turns: torch.view_as_real(
         torch.view_as_complex(x.double().view(B, N, H, -1, 2)) * turns
     ).float(),
@@ -135,3 +133,21 @@ def test_a_part_of_a_normalised_head_is_two_sites():
     inputs = randn(B, H, N, D), randn(D), randn(N, 8), randn(N, 8)
     assert sorted(sites(fn, *inputs)) == ["rms_norm", "rotary"]
     assert sites(fn, *inputs, **{"fusion.only": "norm_rotary"}) == []
+
+
+def shifted(z):
+    return torch.view_as_real((1j - z * 2j) / (1 + 1j))
+
+
+def scaled_by_a_size(z):
+    return torch.view_as_real(z * z.shape[0])
+
+
+@pytest.mark.parametrize("code", [shifted, scaled_by_a_size])
+def test_complex_values_beside_other_numbers(code):
+    """No rule fails at a complex number, or at a size."""
+    z = torch.randn(5, 4, dtype=torch.complex64)
+    torch._dynamo.mark_dynamic(z, 0)
+    collector = Collector({"fusion.gate": "always"})
+    torch.testing.assert_close(torch.compile(code, backend=collector)(z), code(z))
+    assert not [fault for graph in collector.report.graphs for fault in graph.faults]

@@ -57,8 +57,11 @@ class Builder:
         scalar = self.scalar_of(number)
         if scalar is not None:
             return self.make("scalar", (), scalar, ())
-        kind = "sym" if isinstance(number, (torch.SymInt, torch.SymFloat)) else "const"
-        return self.make(kind, (), str(number) if kind == "sym" else float(number), ())
+        if isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return self.make("sym", (), str(number), ())
+        if isinstance(number, complex):  # which no pattern has
+            return self.make("complex number", (), str(number), ())
+        return self.make("const", (), float(number), ())
 
     def word(self, word: str) -> Expr:
         """A text that tells calls apart, such as the name of a process group."""

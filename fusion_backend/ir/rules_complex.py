@@ -32,9 +32,9 @@ def pairs_as_complex(c: Builder, call: Call, self: Expr):
 
 @rule("aten::complex")
 def made_of_parts(c: Builder, call: Call, real: Expr, imag: Expr):
-    return (
-        c.make("complex", (real, imag), None, call.shape) if call.dtype == torch.complex64 else None
-    )
+    if call.dtype != torch.complex64:
+        return None
+    return c.make("complex", (real, imag), None, call.shape)
 
 
 @rule("aten::view_as_real")
@@ -67,11 +67,12 @@ def parts(c: Builder, e: Expr, shape) -> tuple[Expr, Expr] | None:
 
 
 def is_complex(e: Expr) -> bool:
-    dtype = e.nodes[0].meta["val"].dtype if e.nodes else None
-    return e.op == "complex" or dtype == torch.complex64
+    value = e.nodes[0].meta["val"] if e.nodes else None
+    tensor = isinstance(value, torch.Tensor) and value.dtype == torch.complex64
+    return e.op == "complex" or tensor
 
 
 def parts_of_tensor(c: Builder, e: Expr) -> tuple[Expr, Expr]:
-    """Views of a complex tensor, which no node may hold."""
+    """Views of a complex tensor; there may be no nodes for them."""
     real, imag = (c.make(op, (e,), None, e.shape) for op in ("real", "imag"))
     return real, imag

@@ -323,7 +323,7 @@ def bias_by_hand(c: Builder, x: Expr, y: Expr, shape):
 
 def with_operand(c: Builder, norm: Expr, value: Expr, shape, part: int) -> Expr | None:
     """The normalisation with its weight (part 0) or its bias (part 1), where it has neither that
-    nor what comes after it. It may be rounded before.
+    nor what comes after it. The norm may have been rounded first.
     """
     norm = peel(norm)
     positions = AFFINE.get(norm.op)

@@ -248,7 +248,7 @@ def has_halves(x: Expr) -> bool:
 
 def whole(c: Builder, x: Expr) -> Expr | None:
     """The tensor [..., p · q] of which x is a view [..., p, q]. A view of a view is read as one of
-    the first tensor, so it may be another view of that, which a node holds.
+    the first tensor, so the tensor may be another view of that; it must be in the graph.
     """
     if len(x.shape) < 2 or x.args[0].shape is None:
         return None
