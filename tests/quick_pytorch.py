@@ -1,4 +1,4 @@
-"""PyTorch without work that no test reads: an eighth of the time of our tests on a CPU."""
+"""PyTorch without work that no test needs."""
 
 import torch
 import torch._dynamo.guards

@@ -35,6 +35,7 @@ with torch {torch} by
 {recognised} of {spellings} spellings are recognised ({share:.2%}); {wrong} of {functions} functions
 are wrong: they compute something else once rewritten, in value or gradient, against fp64. A near
 miss that is not left alone contains a pattern all the same, such as a norm with another eps.
+With dropout, a site that is found counts as recognised, although the kernel may refuse its shapes.
 {more_exact} more spellings are not counted, because they must be left alone: under autocast they
 give a result in fp32 that the pattern would round to bf16.
 

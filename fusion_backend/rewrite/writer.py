@@ -93,10 +93,10 @@ class Insertion:
                 ]
             for i in call.copied:
                 place = places.index(i)
-                results[place] = self.laid_out_as(results[place], roots[place].meta["val"])
+                results[place] = self.copied_like(results[place], roots[place].meta["val"])
         return self.new, dict(zip(roots, results, strict=True))
 
-    def laid_out_as(self, result: fx.Node, want: torch.Tensor) -> fx.Node:
+    def copied_like(self, result: fx.Node, want: torch.Tensor) -> fx.Node:
         """A copy of a result that lies in memory as the graph's own does."""
         order, dense = order_in_memory(want), {"memory_format": torch.contiguous_format}
         if order == sorted(order):
