@@ -46,8 +46,32 @@ def index_of_one_element() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and triton.__version__.startswith("3.6."):
-    index_of_one_element()
+def masks_of_booleans() -> None:
+    """Let the interpreter take masks in which one comparison is spread over a block.
+
+    It makes integers of such a mask, which loads and stores of Triton 3.9 refuse.
+    """
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def booleans(mask):
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def create_masked_load(self, ptrs, mask, *rest, **named):
+        return load(self, ptrs, booleans(mask), *rest, **named)
+
+    def create_masked_store(self, ptrs, value, mask, *rest, **named):
+        return store(self, ptrs, value, booleans(mask), *rest, **named)
+
+    builder.create_masked_load = create_masked_load
+    builder.create_masked_store = create_masked_store
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    if triton.__version__.startswith("3.6."):
+        index_of_one_element()
+    if triton.__version__.startswith("3.9."):
+        masks_of_booleans()
 
 
 def lend_scratch() -> None:
