@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusion_backend import Op, Pattern, Reject, Replacement
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.conv.library import Windows, convolution_relu
+from fusion_backend.kernels.conv.library import convolution_relu, windows_of
 from fusion_backend.kernels.conv.limits import (
     ONLY_INFERENCE,
     reject_residual,
@@ -45,7 +45,7 @@ def conv_batch_norm_relu(
     z: Tensor | None,
     windows: str,
 ) -> Tensor:
-    y = Windows.of(windows).convolve(x, weight, bias)
+    y = windows_of(windows).convolve(x, weight, bias)
     y = F.batch_norm(y, mean.detach(), var.detach(), gain, shift, False, 0.0, eps)
     return F.relu(y if z is None else y + z).to(x.dtype)
 
@@ -53,7 +53,7 @@ def conv_batch_norm_relu(
 @conv_batch_norm_relu.near_miss
 def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
     """in training, with the statistics of the batch"""
-    y = Windows.of(windows).convolve(x, weight, bias)
+    y = windows_of(windows).convolve(x, weight, bias)
     y = F.batch_norm(y, None, None, gain, shift, True, 0.0, eps)
     return F.relu(y if z is None else y + z)
 
@@ -61,7 +61,7 @@ def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
 @conv_batch_norm_relu.near_miss
 def _(x, weight, bias, mean, var, gain, shift, eps, z, windows):
     """with an upper bound, too"""
-    y = Windows.of(windows).convolve(x, weight, bias)
+    y = windows_of(windows).convolve(x, weight, bias)
     y = F.batch_norm(y, mean.detach(), var.detach(), gain, shift, False, 0.0, eps)
     return F.hardtanh(y if z is None else y + z, 0.0, 0.5)
 

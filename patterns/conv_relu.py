@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Replacement
 from fusion_backend.kernels import reject_dtypes
-from fusion_backend.kernels.conv.library import Windows, convolution_relu
+from fusion_backend.kernels.conv.library import convolution_relu, windows_of
 from fusion_backend.kernels.conv.limits import (
     ONLY_INFERENCE,
     reject_residual,
@@ -30,21 +30,21 @@ from fusion_backend.kernels.conv.limits import (
 def conv_relu(
     x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None, windows: str
 ) -> Tensor:
-    y = Windows.of(windows).convolve(x, weight, bias)
+    y = windows_of(windows).convolve(x, weight, bias)
     return F.relu(y if z is None else y + z).to(x.dtype)
 
 
 @conv_relu.near_miss
 def _(x, weight, bias, z, windows):
     """with an upper bound, too"""
-    y = Windows.of(windows).convolve(x, weight, bias)
+    y = windows_of(windows).convolve(x, weight, bias)
     return F.hardtanh(y if z is None else y + z, 0.0, 0.5)
 
 
 @conv_relu.near_miss
 def _(x, weight, bias, z, windows):
     """transposed"""
-    how = Windows.of(windows)
+    how = windows_of(windows)
     y = F.conv_transpose2d(x, weight.transpose(0, 1), bias, how.stride, how.padding)
     return F.relu(y if z is None else y + z)
 

@@ -19,7 +19,7 @@ from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.decide import gate
 from fusion_backend.kernels.conv import library
-from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.kernels.conv.library import windows_of
 from fusion_backend.measure.agreement import Value
 from fusion_backend.measure.contest import Contest
 from fusion_backend.measure.key import digest
@@ -234,7 +234,7 @@ def test_settings_of_cudnn(name, monkeypatch):
 
 
 def test_windows_are_read():
-    assert Windows.of("2,1 0,3 1,1 4") == ([2, 1], [0, 3], [1, 1], 4)
+    assert windows_of("2,1 0,3 1,1 4") == ([2, 1], [0, 3], [1, 1], 4)
 
 
 def test_between_two_convolutions_nothing_is_laid_out_again():
@@ -259,7 +259,7 @@ def test_a_failure_of_cudnn_is_told_and_computed_by_torch(residual, monkeypatch)
     reporting.reset()
     x, weight, bias = torch.randn(2, 4, 9, 9), torch.randn(6, 4, 3, 3), torch.randn(6)
     z = torch.randn(2, 6, 7, 7) if residual else None
-    how = Windows.of("1,1 0,0 1,1 1")
+    how = windows_of("1,1 0,0 1,1 1")
     with pytest.warns(RuntimeWarning, match="unable to find an engine"):
         got = library.by_cudnn(x, weight, bias, z, how)
     want = F.conv2d(x, weight, bias)
@@ -273,7 +273,7 @@ def test_out_of_memory_is_raised(monkeypatch):
     monkeypatch.setattr(library, "one_call", full)
     x, weight = torch.randn(2, 4, 9, 9), torch.randn(6, 4, 3, 3)
     with contextlib.suppress(torch.OutOfMemoryError):
-        library.by_cudnn(x, weight, None, None, Windows.of("1,1 0,0 1,1 1"))
+        library.by_cudnn(x, weight, None, None, windows_of("1,1 0,0 1,1 1"))
         pytest.fail("it went on")
 
 
@@ -342,7 +342,7 @@ LAYOUTS = {
 def test_strides_are_those_of_the_rule_for_fakes(make, monkeypatch):
     """Generated code relies on them."""
     x, weight = make()
-    how = Windows.of("1,1 0,0 1,1 1")
+    how = windows_of("1,1 0,0 1,1 1")
     with FakeTensorMode():
         fakes = [torch.empty_strided(t.shape, t.stride(), device="cuda:0") for t in (x, weight)]
         want = how.convolve(*fakes, None).stride()

@@ -31,15 +31,15 @@ class Windows(NamedTuple):
     dilation: list[int]
     groups: int
 
-    @classmethod
-    @functools.cache
-    def of(cls, text: str) -> Windows:
-        """Read from "2,2 1,1 1,1 1": stride, padding, dilation and groups."""
-        *sizes, groups = text.split()
-        return cls(*([int(n) for n in pair.split(",")] for pair in sizes), int(groups))
-
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(x, weight, bias, *self)
+
+
+@functools.cache
+def windows_of(text: str) -> Windows:
+    """Read from "2,2 1,1 1,1 1": stride, padding, dilation and groups."""
+    *sizes, groups = text.split()
+    return Windows(*([int(n) for n in pair.split(",")] for pair in sizes), int(groups))
 
 
 # An implementation of torch's dispatcher costs the host less at each call than a custom_op, whose
@@ -58,7 +58,7 @@ def compute(
     x `[b, c, h, w]`, weight `[o, c, p, q]`, bias `[o]`, z of the result's shape, all of
     one dtype. Where the tensors are not on a GPU, plain torch computes it.
     """
-    how = Windows.of(windows)
+    how = windows_of(windows)
     # as a convolution does, the settings are asked at each call
     wanted = x.is_cuda and cudnn.enabled and not deterministic()
     return (by_cudnn if wanted else by_torch)(x, weight, bias, z, how)
@@ -107,7 +107,7 @@ takes_channels_last(convolution_relu)
 
 @torch.library.register_fake("fusion_cudnn::convolution_relu")
 def _(x, weight, bias, z, windows):
-    return Windows.of(windows).convolve(x, weight, None)
+    return windows_of(windows).convolve(x, weight, None)
 
 
 def in_channels_last(x: Tensor, weight: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.kernels.common.inputs import same_sizes
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.conv.library import Windows, deterministic
+from fusion_backend.kernels.conv.library import deterministic, windows_of
 from fusion_backend.reporting.reject import HostTime, Reject
 
 # cuDNN's call has no gradient.
@@ -38,14 +38,14 @@ def reject_residual(x: Tensor, weight: Tensor, z: Tensor | None, windows: str) -
     """cuDNN adds a tensor of the result's shape and dtype, and broadcasts none."""
     if z is None:
         return None
-    y = Windows.of(windows).convolve(x, weight.to(x.dtype), None)
+    y = windows_of(windows).convolve(x, weight.to(x.dtype), None)
     if not same_sizes(z.shape, y.shape) or z.dtype != y.dtype:
         return Reject(f"z is {z.dtype} {tuple(z.shape)}, the result {y.dtype} {tuple(y.shape)}")
 
 
 def reject_settings(x: Tensor, windows: str) -> Reject | None:
     """Refuse where cuDNN is off, or where the same bits are asked for each time."""
-    if Windows.of(windows).groups > 1:
+    if windows_of(windows).groups > 1:
         # much slower than plain Inductor's, and in TF32 even where that is computed in fp32
         return Reject("of convolutions in groups cuDNN has no good kernels with relu")
     if not x.is_cuda:
