@@ -7,11 +7,10 @@ shape, or is missing; windows is that of conv_relu.
 
 The batch norm is folded into weight and bias at each call, in fp32; Inductor does so in the kernel
 that lays out the weight for the convolution. The folded weight is rounded to the dtype of x, as the
-weight is without us: an fp32 weight by the tensor cores, where TF32 is on, and under autocast by a
-cast, which is left out here. A weight in 16 bits would be rounded a second time, which shows where
-the products of a pixel cancel, and fp16 may not hold a folded weight. Such batch norms are left
-alone. Source: Ioffe and Szegedy 2015,
-torch.nn.functional.batch_norm.
+weight is without this pattern: an fp32 weight by the tensor cores, where TF32 is on, and under
+autocast by a cast, which is left out here. A weight in 16 bits would be rounded a second time,
+which shows where the products of a pixel cancel, and fp16 may not hold a folded weight. Such batch
+norms are left alone. Source: Ioffe and Szegedy 2015, torch.nn.functional.batch_norm.
 """
 
 from __future__ import annotations
