@@ -27,12 +27,14 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import lowering, metrics
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.ir import TensorBox
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_backend.compat.channels_last import tell_inductor
 from fusion_backend.compat.launchers import inductors_launcher
+from fusion_backend.compat.padded import copied_where_padded
 from fusion_backend.compat.torch import inductor
 from fusion_backend.compat.triton import Autotuner
 from fusion_backend.compat.tuning import tuned_by_device_time
@@ -145,8 +147,9 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 @contextlib.contextmanager
 def our_kernels() -> Iterator[None]:
-    """Inside, Inductor realizes the inputs of our kernels, analyses each kernel once, may launch
-    them as it does its own, and will tune all kernels by their device time.
+    """Inside, Inductor realizes the inputs of our kernels, copies what they write to with the
+    strides that it has, analyses each kernel once, may launch them as it does its own, and will
+    tune all kernels by their device time.
 
     A value that a kernel reads must be in memory. Inductor does not take that into account by
     itself: it would compute a pointwise value (a residual sum) once for the kernel and again for
@@ -159,6 +162,8 @@ def our_kernels() -> Iterator[None]:
         before = {
             name: getattr(kernel_wrap, name) for name in ANALYSES if hasattr(kernel_wrap, name)
         }
+        decompose = post_grad.decompose_triton_kernel_wrapper_functional
+        post_grad.decompose_triton_kernel_wrapper_functional = copied_where_padded(decompose)
         realized.add(triton_kernel_wrapper_mutation)
         for name, analyse in before.items():
             setattr(kernel_wrap, name, analysed_once(analyse))
@@ -170,6 +175,7 @@ def our_kernels() -> Iterator[None]:
                 realized.discard(triton_kernel_wrapper_mutation)
             for name, analyse in before.items():
                 setattr(kernel_wrap, name, analyse)
+            post_grad.decompose_triton_kernel_wrapper_functional = decompose
 
 
 def names_of_ours() -> set[str]:
