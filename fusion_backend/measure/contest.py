@@ -77,10 +77,12 @@ class Contest:
 
     def compiled(self, chosen: list[Decision]) -> Run:
         """The region with these sites replaced, compiled and run once."""
-        return self.run(compiled_apart(self.cut.graph(chosen), self.inputs))
+        with torch.set_grad_enabled(bool(self.cut.grads)):
+            return self.run(compiled_apart(self.cut.graph(chosen), self.inputs))
 
     def run(self, fn: Callable) -> Run:
-        wanted = [t for t in self.inputs if t.requires_grad]
+        grads = self.cut.grads
+        wanted = [t for a, t in zip(self.cut.inputs, self.inputs, strict=True) if a in grads]
 
         def step() -> list:
             with torch.set_grad_enabled(bool(wanted)):

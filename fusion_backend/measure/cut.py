@@ -16,7 +16,7 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
-from fusion_backend.measure.operands import Operand, copies, operand
+from fusion_backend.measure.operands import Operand, copies, one_by_one, operand
 from fusion_backend.measure.region import NUMBERS, Region, call_reads, is_index
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
@@ -102,6 +102,10 @@ class Cut:
         ]
         for n in self.region.nodes:
             lines.append(f"{name[n]} = {n.target}{told((n.args, n.kwargs), name)}")
+        if not self.grads:
+            trained = self.facts.view.requires_grad
+            frozen = [n for n in self.region.nodes if one_by_one(n, trained)]
+            lines += [f"frozen {name[n]}" for n in frozen]
         for d in self.region.sites:
             lines.append(f"{d.match.pattern.name} {call_text(d, name)}")
         lines.append(f"return {told([*self.outputs], name)} rows {told([*self.rows], name)}")

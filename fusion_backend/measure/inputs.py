@@ -31,7 +31,8 @@ MASKS = {
 
 
 def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
-    """A tensor for each input of the cut, with `requires_grad` if its gradient is wanted. The
+    """A tensor for each input of the cut, with `requires_grad` if its gradient is wanted; in
+    inference as in the graph, for torch asks a weight whether it copies what it multiplies. The
     values are consistent: a value that masks are computed from is the same wherever it is read; an
     input that is computed from others, such as the sum of a bias and a mask, is computed from their
     values; and inputs that are equal in the graph are equal.
@@ -49,7 +50,8 @@ def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
                 content = found[same]
             if content is not None:
                 found[a] = placed(content, a, cut, found[a].device)
-    return [found[a].requires_grad_(a in cut.grads) for a in cut.inputs]
+    trained = cut.grads or {a for a in cut.inputs if a in cut.facts.view.requires_grad}
+    return [found[a].detach().requires_grad_(a in trained) for a in cut.inputs]
 
 
 def nbytes(value) -> int:

@@ -60,6 +60,14 @@ def copies(product: fx.Node, n: fx.Node, trained: set[fx.Node]) -> bool:
     )
 
 
+def one_by_one(product: fx.Node, trained: set[fx.Node]) -> bool:
+    """Would a product copy what it multiplies if its weight required a gradient?"""
+    if not is_lowered(product) or name_of(product) not in FOLDED:
+        return False
+    left, weight = product.args[:2]
+    return weight not in trained and copies(product, left, {weight})
+
+
 def operand(product: fx.Node, n: fx.Node) -> Operand | None:
     """n as a product of batches reads it, or None. One with three dimensions is read as it is."""
     if not is_lowered(product) or n.meta["val"].dim() < 4 or hinted(n.meta["val"].shape) is None:

@@ -34,20 +34,12 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MOST_NODES = 256
 # Operators that read memory at an index whose range inputs.py knows: an index out of range stops
 # the GPU for good. Any other operator that takes integers ends a region, unless it is elementwise.
-INDEXING = {
+GATHERING = {"aten::index", "aten::index_select", "aten::gather"}
+INDEXING = GATHERING | {
     f"aten::{name}"
-    for name in (
-        "embedding",
-        "gather",
-        "index",
-        "index_select",
-        "take",
-        "take_along_dim",
-        "cross_entropy_loss",
-        "nll_loss",
-        "nll_loss_nd",
-        "nll_loss2d",
-    )
+    for name in """
+    embedding take take_along_dim cross_entropy_loss nll_loss nll_loss_nd nll_loss2d
+    """.split()
 }
 # Operators that stop the GPU if their values are made up: too few elements for a mask, or numbers
 # that are no probabilities.
@@ -116,9 +108,10 @@ class Regions:
         return [*{id(r): r for r in done.values()}.values()]
 
     def levels(self) -> dict[fx.Node, int]:
-        """The level of each node. If only later levels read what a site or an elementwise operator
-        computes, it belongs to the first of them, where Inductor computes it. A mask that sites of
-        several levels read inside keeps its level: it is computed once, and lies in memory for all.
+        """The level of each node. If only later levels read what a site, an elementwise operator or
+        a gather computes, it belongs to the first of them, where Inductor computes it, and where it
+        adds up the gradient of what is gathered. A mask that sites of several levels read inside
+        keeps its level: it is computed once, and lies in memory for all.
         """
 
         def apart(n: fx.Node) -> bool:
@@ -146,7 +139,7 @@ class Regions:
             if n in self.site:
                 nodes = self.own(self.site[n])
                 level |= dict.fromkeys(nodes, max(level[n], latest(nodes)))
-            elif n.users and elementwise(n) and not apart(n):
+            elif n.users and (elementwise(n) or gathers(n)) and not apart(n):
                 level[n] = max(level[n], latest([n]))
         return level
 
@@ -314,6 +307,10 @@ def alone(n: fx.Node, sites: list[Decision]) -> bool:
     match = sites[0].match
     inside = {*match.interior, *match.roots}
     return len(sites) == 1 and (n in match.roots or inside.issuperset(n.users))
+
+
+def gathers(n: fx.Node) -> bool:
+    return is_lowered(n) and name_of(n) in GATHERING
 
 
 def convolution(n: fx.Node) -> bool:

@@ -1,0 +1,73 @@
+"""What Inductor makes of a region is what it makes of the same operators in the whole graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusion_backend.measure.contest import contest
+from fusion_backend.measure.inputs import made_up
+from tests.measured_cases import cuts_of, regions_of
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_gather_is_in_the_region_that_reads_it(trained):
+    """Inductor gathers where it reads, and adds up the gradient where it computes the elements'."""
+    linear, at = nn.Linear(16, 16, bias=False), torch.arange(64).view(4, 16) % 9
+    table = nn.Parameter(torch.randn(9), requires_grad=trained)
+
+    def fn(x):
+        return F.softmax(linear(x) + table[at], -1)
+
+    _, (region,) = regions_of(fn, torch.randn(4, 16), only="softmax")
+    assert [n.target.name().split(".")[0] for n in region.nodes] == [
+        "aten::index",
+        "aten::add",
+        "aten::softmax",
+    ]
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators that torch calls inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def along_time(trained: bool):
+    """The cut of a product that reads its rows across memory, in inference."""
+    linear = nn.Linear(12, 12).requires_grad_(trained)
+    with torch.no_grad():
+        (cut,) = cuts_of(lambda x: F.gelu(linear(x.transpose(1, 2))), torch.randn(2, 12, 8))
+    return cut
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_products_in_inference_copy_their_rows_as_in_the_graph(trained):
+    """torch multiplies one matrix after the other only if the weight requires no gradient."""
+    cut = along_time(trained)
+    inputs = made_up(cut, cut.device)
+    assert [t.requires_grad for t in inputs] == [t.dim() < 3 and trained for t in inputs]
+    with torch.no_grad(), Called() as called:
+        cut.graph([])(*inputs)
+    assert ("aten::bmm" in called.names) == (not trained)
+
+
+def test_in_inference_no_gradient_is_computed():
+    with contest(along_time(True)) as held:
+        assert [v.name for v in held.plain.values] == ["result 0"]
+        assert not held.plain.call()[0].requires_grad
+
+
+def test_a_weight_that_requires_no_gradient_is_in_the_text_where_that_matters():
+    assert "frozen" in along_time(False).text() and "frozen" not in along_time(True).text()
+    linear = nn.Linear(12, 12).requires_grad_(False)
+    with torch.no_grad():
+        (cut,) = cuts_of(lambda x: F.gelu(linear(x)), torch.randn(2, 8, 12))
+    assert "frozen" not in cut.text()
