@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.immutable_collections import immutable_list
 
 
@@ -41,8 +42,8 @@ def copy_what_is_padded(launch: fx.Node) -> None:
     given, (args, traced) = dict(launch.kwargs["kwargs"]), launch.meta["eager_input_vals"]
     kept = []  # Inductor copies these
     for name in launch.kwargs["tensors_to_clone"]:
-        value = given[name].meta["val"]
-        if value.stride() == traced["kwargs"][name].stride():
+        value, was = given[name].meta["val"], traced["kwargs"][name]
+        if was is None or statically_known_true(sym_eq(value.stride(), was.stride())):
             kept.append(name)
             continue
         with launch.graph.inserting_before(launch), value.fake_mode:
