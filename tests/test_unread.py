@@ -191,6 +191,16 @@ def test_a_norm_without_a_gradient_gives_none(reader, kernels_taken):
     assert not site.fused and site.reason.startswith("nobody asks for a gradient of the result")
 
 
+def test_a_sum_of_frozen_tensors_requires_no_gradient():
+    """Only the weight of the norm is trained, as in the first layer behind frozen ones."""
+    x, r, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, requires_grad=True)
+    collector = Collector(OPTIONS)
+    results = torch.compile(both, backend=collector)(x, r, w)
+    assert [t.requires_grad for t in results] == [t.requires_grad for t in both(x, r, w)]
+    (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
+    assert not site.fused and "requires no gradient" in site.reason
+
+
 @runs_kernels
 @pytest.mark.parametrize("code", [alone, both, cast_of_the_sum])
 def test_of_an_exported_program(code, kernels_taken):

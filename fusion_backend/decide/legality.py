@@ -103,13 +103,15 @@ class Legality:
     def without_gradient(self, match: Match) -> str:
         """Has one of several results no gradient? Tensors that only this result depends on have
         none either, in eager; as arguments of one op they would get zeros, and an optimizer would
-        change them.
+        change them. A result that depends on no tensor with a gradient would require one itself.
         """
         if len(match.roots) < 2 or not self.facts.training(match):
             return ""
         for r in match.roots:
             if self.differentiated.isdisjoint((r, *self.canon.of[r].nodes)):
                 return f"nobody asks for a gradient of {result(r)}"
+            if not any(map(self.facts.view.trains, (r, *self.canon.of[r].nodes))):
+                return f"{result(r)} requires no gradient, unlike the other results"
         return ""
 
     def not_movable(self, match: Match) -> str:
