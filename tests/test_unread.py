@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 import fusion_backend.decide.gate
@@ -160,6 +161,11 @@ def dead(h, n):
     return h.sin()
 
 
+def dead_checkpoint(h, n):
+    checkpoint(torch.sin, n, use_reentrant=False)
+    return h.sin()
+
+
 def detached(h, n):
     return h + n.detach()
 
@@ -175,7 +181,7 @@ def without_grad(h, n):
 
 
 @runs_kernels
-@pytest.mark.parametrize("reader", [dead, detached, compared, without_grad])
+@pytest.mark.parametrize("reader", [dead, dead_checkpoint, detached, compared, without_grad])
 def test_a_norm_without_a_gradient_gives_none(reader, kernels_taken):
     """Only the sum has one: w gets none, not one of zeros, which weight decay would act on."""
 

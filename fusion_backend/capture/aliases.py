@@ -7,6 +7,8 @@ values and may do anything to its arguments.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -66,15 +68,16 @@ def layout(t: torch.Tensor) -> tuple:
 def written_by(n: fx.Node, view: View, writers: dict[str, dict]) -> set[int]:
     """The storages that a node may write to.
 
-    An operator writes if its schema says so; a copied node may write to all of its arguments. A
-    higher-order operator whose bodies are known writes to those arguments only that a body writes
-    to or returns. `writers` has the storages that each body writes to, by its name.
+    An operator writes if its schema says so; a copied node may write to all of its arguments,
+    unless it only takes one of several results. A higher-order operator whose bodies are known
+    writes to those arguments only that a body writes to or returns. `writers` has the storages
+    that each body writes to, by its name.
     """
     if is_lowered(n):
         writes = is_mutation(n)
     else:
         called = n.op in ("call_function", "call_method", "call_module")
-        writes = called and view.owner.get(n) in view.copied
+        writes = called and n.target is not operator.getitem and view.owner.get(n) in view.copied
     if not writes:
         return set()
     names = [a.target for a in n.all_input_nodes if is_body(a)]

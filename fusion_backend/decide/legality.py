@@ -39,8 +39,9 @@ class Legality:
     def differentiated(self) -> set[fx.Node]:
         """The nodes from which a gradient may be asked for."""
         found: set[fx.Node] = set()
+        writers = set().union(*self.facts.writers.values())
         for n in reversed(self.order):
-            effect = n.op == "output" or not is_lowered(n) or is_mutation(n)
+            effect = n.op == "output" or is_mutation(n) or n in writers
             if effect or any(u in found and self.passes_gradient(u) for u in n.users):
                 found.add(n)
         return found
