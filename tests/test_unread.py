@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 import fusion_backend.decide.gate
@@ -154,57 +153,6 @@ def test_a_reader_that_is_overlooked_reads_the_graphs_own_sum(code, kernels_take
         found, got = rewritten(code, x, r, w)
         torch.testing.assert_close(got, code(x, r, w))
     assert found == ["1"]
-
-
-def dead(h, n):
-    n.sin()
-    return h.sin()
-
-
-def dead_checkpoint(h, n):
-    checkpoint(torch.sin, n, use_reentrant=False)
-    return h.sin()
-
-
-def detached(h, n):
-    return h + n.detach()
-
-
-def compared(h, n):
-    return torch.where(n > 0, h, 0.0)
-
-
-def without_grad(h, n):
-    with torch.no_grad():
-        scale = n.square().mean()
-    return h * scale
-
-
-@runs_kernels
-@pytest.mark.parametrize("reader", [dead, dead_checkpoint, detached, compared, without_grad])
-def test_a_norm_without_a_gradient_gives_none(reader, kernels_taken):
-    """Only the sum has one: w gets none, not one of zeros, which weight decay would act on."""
-
-    def code(x, r, w):
-        h = x + r
-        return reader(h, norm(h, w))
-
-    collector = Collector(OPTIONS)
-    leaves = [torch.randn(*size, requires_grad=True) for size in ((3, 8), (3, 8), (8,))]
-    torch.compile(code, backend=collector)(*leaves).sum().backward()
-    assert [t.grad is None for t in leaves] == [False, False, True]
-    (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
-    assert not site.fused and site.reason.startswith("nobody asks for a gradient of the result")
-
-
-def test_a_sum_of_frozen_tensors_requires_no_gradient():
-    """Only the weight of the norm is trained, as in the first layer behind frozen ones."""
-    x, r, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, requires_grad=True)
-    collector = Collector(OPTIONS)
-    results = torch.compile(both, backend=collector)(x, r, w)
-    assert [t.requires_grad for t in results] == [t.requires_grad for t in both(x, r, w)]
-    (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
-    assert not site.fused and "requires no gradient" in site.reason
 
 
 @runs_kernels

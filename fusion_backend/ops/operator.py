@@ -159,7 +159,10 @@ class Operator:
         ctx.has = [isinstance(a, Tensor) for a in inputs]
         ctx.decision = {**DECISION, **keyword_only_inputs}
         own = self.op.backward_result and ctx.decision["backward"] != "vjp"
-        ctx.set_materialize_grads(not (own and any(self.op.backward_missing)))
+        # of one result: a gradient that is missing goes on as missing, as autograd's own does
+        ctx.set_materialize_grads(
+            self.op.outputs > 1 and not (own and any(self.op.backward_missing))
+        )
         kept = out if own else saves  # a kept result may not be written to in place
         ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)), *kept)
 
@@ -175,6 +178,8 @@ class Operator:
         unread = self.left_out(*(ctx.decision[k] for k in ("backward", "save", "unread")))
         grads = [None if i in unread else g for i, g in enumerate(grads[: self.op.outputs])]
         needs = list(ctx.needs_input_grad[: len(flat)])
+        if all(g is None for g in grads):
+            return tuple(None for _ in needs)
         choice, op, args = ctx.decision, self.op, self.unflatten(flat)
         own = op.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
         taken = self.kernel_takes(args)
