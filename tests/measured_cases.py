@@ -88,6 +88,7 @@ class Stub:
 
     ratio_of: object
     replaced: list = dataclasses.field(default_factory=list)
+    compile_s: float = 0.0
 
     @property
     def asked(self) -> list[list[str]]:

@@ -12,7 +12,7 @@ from fusion_backend.compat.torch import inductor_config
 from fusion_backend.decide import gate as gating
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import judge as judging
-from fusion_backend.measure import key
+from fusion_backend.measure import key, measuring
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.contest import NotMeasurable, ResultsDiffer
 from fusion_backend.options import Options
@@ -97,6 +97,18 @@ def test_a_gain_too_close_to_call_is_none_and_measured_once(monkeypatch, tmp_pat
         assert not fused and "left to Inductor: 1.02 times as fast in its region" in reason
         asked = len(stub.asked)
         assert decided(norm, long_norm(), measure_s=20).measured == 0 and len(stub.asked) == asked
+
+
+def test_no_region_is_compiled_that_would_take_longer_than_the_time_left(monkeypatch, tmp_path):
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0) as stub:
+        stub.compile_s = 21.0
+        ((_, _, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+        assert "the time to measure it was up" in reason and not stub.asked
+        assert stored.store().empty  # another process has its own time
+        stub.compile_s = 19.0
+        measuring.ALLOWANCE.took.clear()
+        decided(norm, long_norm(), measure_s=20)
+        assert stub.asked
 
 
 def test_a_second_compilation_measures_nothing(monkeypatch, tmp_path):

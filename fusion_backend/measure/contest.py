@@ -70,7 +70,9 @@ class Contest:
         layout, bias = WORTH_OF_LAYOUT * self.convolves, WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None
+        started = time.perf_counter()
         self.plain = self.compiled([])
+        self.compile_s = time.perf_counter() - started
         # our random numbers differ from Inductor's, which themselves differ from run to run
         again = self.named(self.plain.call())
         self.random = bool(self.different(again))

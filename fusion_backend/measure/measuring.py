@@ -123,9 +123,11 @@ class Choice:
             self.rivals, self.races = self.races, own
 
     def faster(self, chosen: list[Decision]) -> bool:
-        """Race plain Inductor against the region with these sites replaced."""
+        """Race plain Inductor against the region with these sites replaced, if there is time left
+        to compile it, for which as long is expected as plain Inductor took.
+        """
         seconds = self.until - time.perf_counter()
-        if seconds <= 0:
+        if seconds <= self.held.compile_s:
             return False
         try:
             race, more = self.held.against(chosen, seconds)
