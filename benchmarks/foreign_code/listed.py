@@ -6,6 +6,7 @@ import itertools
 
 from benchmarks.foreign_code import (
     attentions,
+    backbones,
     convnets,
     convolutions,
     decoders,
@@ -14,6 +15,7 @@ from benchmarks.foreign_code import (
     encoders,
     graph_networks,
     image_attentions,
+    language_blocks,
     losses,
     mixers,
     molecules,
@@ -23,6 +25,7 @@ from benchmarks.foreign_code import (
     recommenders,
     sequences,
     single_operators,
+    speech,
 )
 from benchmarks.foreign_code.problems import PROBLEMS, Graph
 
@@ -36,11 +39,14 @@ FAMILIES = (
     encoders,
     decoders,
     attentions,
+    backbones,
     image_attentions,
+    language_blocks,
     mixers,
     diffusion,
     recommenders,
     sequences,
+    speech,
     graph_networks,
     molecules,
     policies,
