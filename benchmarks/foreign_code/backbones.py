@@ -47,7 +47,7 @@ def relative_index(window: int):
 
 @problem(
     "microsoft Swin block: shifted windows, a table of relative biases, the mask of regions, MLP",
-    dict(n=32, c=192, side=28, window=7),
+    dict(n=96, c=192, side=28, window=7),
     FEW_WINDOWS,
     ALL,
 )
@@ -233,7 +233,7 @@ def dense_transition(n, c, side):
 
 @problem(
     "apple MobileViT block: unfolded patches of 2 × 2, a layer over places of one kind, folded",
-    dict(n=64, c=96, side=32),
+    dict(n=128, c=96, side=32),
     FEW,
 )
 def mobile_vit_block(n, c, side):

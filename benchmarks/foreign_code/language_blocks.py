@@ -209,7 +209,7 @@ def sliding_chunks(n, seq, heads, d, window):
 
 @problem(
     "microsoft RetNet retention: decays for a mask, sums of rows clamped, weightless norm, gate",
-    dict(n=4, seq=1024, width=1024),
+    dict(n=8, seq=1024, width=1024),
     FEW,
 )
 def retention(n, seq, width):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from benchmarks.foreign_code import (
+    assorted_layers,
     attentions,
     backbones,
     convnets,
@@ -19,6 +20,7 @@ from benchmarks.foreign_code import (
     losses,
     mixers,
     molecules,
+    objectives,
     optimizers,
     policies,
     products,
@@ -51,6 +53,8 @@ FAMILIES = (
     molecules,
     policies,
     optimizers,
+    objectives,
+    assorted_layers,
 )
 
 

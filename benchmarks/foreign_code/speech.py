@@ -52,7 +52,7 @@ def wave_extractor(n, width, length):
 
 @problem(
     "microsoft WavLM attention: relative biases scaled by gates from halves of the query",
-    dict(n=8, seq=512, width=768),
+    dict(n=16, seq=512, width=768),
     FEW,
 )
 def gated_bias_attention(n, seq, width):
