@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fusion_backend.measure.bound import bound
+from fusion_backend.measure.bound import bound, promises
 from fusion_backend.options import Options
 from tests.measured_cases import scopes
 
@@ -55,3 +55,21 @@ def test_the_time_of_a_product_is_no_gain(k, n, low, high):
     x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16384, k), (n, k)))
     (one,) = bounds_of(lambda x, w: F.gelu(F.linear(x, w)), x, w, only="linear_act")
     assert low < one.gain < high and not one.hopeless
+
+
+def test_a_product_is_never_taken_on_its_bound():
+    """Its speed depends on the shape; that of attention is the library's."""
+    x, w = (
+        torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16384, 768), (3072, 768))
+    )
+    q = torch.empty(4, 16, 2048, 64, dtype=torch.bfloat16, device="meta")
+    found = {}
+    for fn, inputs, only in (
+        (lambda x, w: F.gelu(F.linear(x, w)), (x, w), "linear_act"),
+        (attention, (q,), "attention"),
+    ):
+        (top,) = scopes(fn, *inputs, options=Options(gate="always", only=(only,)))
+        (d,) = [d for d in top.decisions if d.fused]
+        assert bound(d).gain > 1.15
+        found[only] = promises(d)
+    assert found == {"linear_act": False, "attention": True}

@@ -71,3 +71,23 @@ def test_a_weight_that_requires_no_gradient_is_in_the_text_where_that_matters():
     with torch.no_grad():
         (cut,) = cuts_of(lambda x: F.gelu(linear(x)), torch.randn(2, 8, 12))
     assert "frozen" not in cut.text()
+
+
+def test_what_makes_integers_of_a_value_reads_it_in_the_region():
+    """Inductor computes argmax beside the loss, and writes no logits; a kernel of the loss needs
+    them in memory.
+    """
+    queue, at = torch.randn(8, 20), torch.zeros(4, dtype=torch.long)
+
+    def fn(x):
+        logits = torch.cat([x.sum(-1, keepdim=True), x @ queue], 1) / 0.07
+        nearest = (x * 4).to(torch.long)  # reads nothing of the region
+        return F.cross_entropy(logits, at), logits.argmax(-1) == at, (logits * 9).long(), nearest
+
+    x = torch.randn(4, 8, requires_grad=True)
+    _, (region,) = regions_of(fn, x, only="cross_entropy")
+    names = [n.target.name().split(".")[0] for n in region.nodes]
+    assert region.problem == "" and "aten::argmax" in names and names.count("aten::to") == 1
+    (cut,) = cuts_of(fn, x, only="cross_entropy")
+    with contest(cut) as held:
+        assert [v.value.dtype for v in held.plain.values[:-1]].count(torch.int64) == 2

@@ -28,7 +28,7 @@ from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.bound import bound, least, promises, value
+from fusion_backend.measure.bound import bound, has_product, least, promises, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
 from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, has_kernels, measured, unanswered
@@ -370,12 +370,6 @@ def likeness(d: Decision) -> tuple:
     )
     doubt = "" if d.doubt is None else d.doubt.reason
     return d.match.pattern.name, d.providers, d.call.unread, doubt, *words
-
-
-def has_product(d: Decision) -> bool:
-    """Is there a matrix product inside, other than those of attention?"""
-    names = [name_of(n) for n in (*d.match.interior, *d.match.roots)]
-    return any(map(library_call, names)) and not any("softmax" in name for name in names)
 
 
 def device_of(d: Decision):

@@ -54,11 +54,11 @@ MOVING = {
     f"aten::{name}"
     for name in """
     view reshape _unsafe_view unsqueeze squeeze expand expand_as slice select
-    permute transpose t mT swapaxes swapdims movedim moveaxis
+    permute transpose t mT swapaxes swapdims movedim moveaxis constant_pad_nd pad
     contiguous clone alias detach flatten unflatten _to_copy to split split_with_sizes chunk unbind
-    constant_pad_nd pad
     """.split()
 }
+LARGEST = {"aten::argmax", "aten::argmin"}
 JOINING = {"aten::cat", "aten::concat", "aten::stack"}  # computed by what reads them, too
 
 
@@ -245,8 +245,9 @@ class Regions:
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators and concatenations of later levels that read a value of the
         region: instead of writing it, Inductor may compute it once more for them. (In the region
-        alone it may even compute them in the same kernel, which favours Inductor.) And the
-        convolutions that read these, which decide how their values lie in memory.
+        alone it may even compute them in the same kernel, which favours Inductor.) The convolutions
+        that read these, which decide how their values lie in memory. And operators that make
+        integers of a value, such as `argmax`.
         """
 
         def read(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -254,11 +255,11 @@ class Regions:
             users = {u for n in nodes for u in n.users} - found
             return {u for u in users if self.level[u] > level and self.view.region.get(u) == state}
 
-        apart = {
-            u for u in read(found) if (elementwise(u) or name_of(u) in JOINING) and not self.ends(u)
-        }
+        readers = read(found)
+        apart = {u for u in readers if elementwise(u) or name_of(u) in JOINING}
+        apart = {u for u in apart if not self.ends(u)}
         convolutions = {u for u in read(apart) if convolution(u) and measurable(u)}
-        return apart | convolutions
+        return apart | convolutions | {*filter(counts, readers)}
 
     def problem(
         self,
@@ -311,6 +312,12 @@ def alone(n: fx.Node, sites: list[Decision]) -> bool:
 
 def gathers(n: fx.Node) -> bool:
     return is_lowered(n) and name_of(n) in GATHERING
+
+
+def counts(n: fx.Node) -> bool:
+    """Does it make integers, in a kernel that Inductor fuses with its operand's?"""
+    fused = elementwise(n) or (is_lowered(n) and name_of(n) in LARGEST)
+    return fused and is_index(n) and not is_mutation(n) and measurable(n)
 
 
 def convolution(n: fx.Node) -> bool:
