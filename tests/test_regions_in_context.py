@@ -90,4 +90,5 @@ def test_what_makes_integers_of_a_value_reads_it_in_the_region():
     assert region.problem == "" and "aten::argmax" in names and names.count("aten::to") == 1
     (cut,) = cuts_of(fn, x, only="cross_entropy")
     with contest(cut) as held:
+        assert held.compile_s > 0
         assert [v.value.dtype for v in held.plain.values[:-1]].count(torch.int64) == 2

@@ -311,7 +311,7 @@ def generalized_advantages(steps, envs):
 
 
 @problem(
-    "torch.optim.Adam in the style of Adan: three moments of gradients and their differences",
+    "Adan optimizer step: three moments of gradients and their differences",
     dict(rows=4096, n=4096),
     FEW_PAIRS,
     INFERENCE,

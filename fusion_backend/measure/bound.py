@@ -80,9 +80,9 @@ def bound(d: Decision) -> Bound:
 def promises(d: Decision) -> bool:
     """Is the site taken if nothing was measured? Not if Inductor may need less than is counted: it
     replaces attention by hand with one call if the scores are scaled (BERT's, timed at 0.95 and
-    0.99 of it on an H100 and an H200). It does not replace T5's, whose scores are not scaled. And
-    not if it has a matrix product, whose speed depends on its shape: of one that the bound promised
-    a gain of 15 % for, the graph took 1.05 times as long (`star_relu_mixer` on an H100).
+    0.99 of it on an H100 and an H200). It does not replace T5's, whose scores are not scaled. Nor
+    is a site taken that has a matrix product, whose speed depends on its shape: with one for which
+    the bound promised a gain of 15 %, `star_relu_mixer` took 1.05 times as long on an H100.
     """
     names = {name_of(n) for n in d.match.interior}
     replaced = d.op is not None and bool(names & SOFTMAX and names & SCALING)
@@ -91,7 +91,7 @@ def promises(d: Decision) -> bool:
 
 
 def has_product(d: Decision) -> bool:
-    """Is there a matrix product inside, other than those of attention?"""
+    """Is there a library call inside, such as a matrix product, other than in attention by hand?"""
     names = [name_of(n) for n in (*d.match.interior, *d.match.roots)]
     return any(map(library_call, names)) and not any("softmax" in name for name in names)
 

@@ -5,8 +5,8 @@ Nodes of one region have the same *level*: the number of library calls on the lo
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
 theirs; and so does a matrix product whose rows Inductor pads, or whose bias it adds in the region.
-Elementwise operators of later levels that read a value of the region belong to it as well. Their
-other operands are made up like any input, even if they depend on the region.
+Elementwise operators of later levels, and `argmax`, belong to the region whose value they read.
+Their other operands are made up like any input, even if they depend on the region.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOVING = {
     contiguous clone alias detach flatten unflatten _to_copy to split split_with_sizes chunk unbind
     """.split()
 }
-LARGEST = {"aten::argmax", "aten::argmin"}
+ARGMAX = {"aten::argmax", "aten::argmin"}
 JOINING = {"aten::cat", "aten::concat", "aten::stack"}  # computed by what reads them, too
 
 
@@ -245,9 +245,9 @@ class Regions:
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators and concatenations of later levels that read a value of the
         region: instead of writing it, Inductor may compute it once more for them. (In the region
-        alone it may even compute them in the same kernel, which favours Inductor.) The convolutions
-        that read these, which decide how their values lie in memory. And operators that make
-        integers of a value, such as `argmax`.
+        alone it may even compute them in the same kernel, which favours Inductor.) Also the
+        convolutions that read these, which decide how their values lie in memory, and what makes
+        integers of a value of the region, such as `argmax`.
         """
 
         def read(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -259,7 +259,7 @@ class Regions:
         apart = {u for u in readers if elementwise(u) or name_of(u) in JOINING}
         apart = {u for u in apart if not self.ends(u)}
         convolutions = {u for u in read(apart) if convolution(u) and measurable(u)}
-        return apart | convolutions | {*filter(counts, readers)}
+        return apart | convolutions | {*filter(makes_integers, readers)}
 
     def problem(
         self,
@@ -314,9 +314,9 @@ def gathers(n: fx.Node) -> bool:
     return is_lowered(n) and name_of(n) in GATHERING
 
 
-def counts(n: fx.Node) -> bool:
+def makes_integers(n: fx.Node) -> bool:
     """Does it make integers, in a kernel that Inductor fuses with its operand's?"""
-    fused = elementwise(n) or (is_lowered(n) and name_of(n) in LARGEST)
+    fused = elementwise(n) or (is_lowered(n) and name_of(n) in ARGMAX)
     return fused and is_index(n) and not is_mutation(n) and measurable(n)
 
 
