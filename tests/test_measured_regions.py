@@ -1,6 +1,7 @@
 """Regions that are really compiled and run, on a CPU, and ranks that agree."""
 
 import contextlib
+import math
 import json
 import os
 import signal
@@ -59,6 +60,43 @@ def test_a_race_may_last_as_long_as_compiling_took(monkeypatch):
             held.against(held.cut.region.sites, 1e3)
         held.against(held.cut.region.sites, 0.5)
     assert 0.1 < lasts[0] < 30.0 and lasts[1] == 30.0 and 0.1 < lasts[2] <= 0.5
+
+
+@pytest.mark.parametrize("time", [True, False])
+def test_both_are_generated_before_either_is_waited_for(time, monkeypatch):
+    order = []
+    for name in ("begun", "finished"):
+        made = getattr(contests.Contest, name)
+
+        def noted(self, given, name=name, made=made):
+            order.append(name)
+            return made(self, given)
+
+        monkeypatch.setattr(contests.Contest, name, noted)
+    cut = attention_cut()
+    until = math.inf if time else contests.time.perf_counter()
+    with contest(cut, cut.region.sites, until) as held:
+        assert order == (["begun", "begun", "finished"] if time else ["begun", "finished"])
+        held.against(cut.region.sites, 0.05)
+        assert order.count("begun") == 2 and order[-1] == "finished"
+        held.against(cut.region.sites, 0.05)  # what was begun is used once
+        assert order.count("begun") == 3
+
+
+def test_what_cannot_be_generated_ahead_fails_when_it_is_raced(monkeypatch):
+    cut = attention_cut()
+    graph = cut.graph
+
+    def failing(chosen):
+        if chosen:
+            raise RuntimeError("no such kernel")
+        return graph(chosen)
+
+    monkeypatch.setattr(cut, "graph", failing)
+    with contest(cut, cut.region.sites) as held:
+        assert held.plain.values
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            held.against(cut.region.sites, 0.05)
 
 
 def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
@@ -138,7 +176,7 @@ def test_a_gradient_that_goes_by_another_input_is_the_same(lost, monkeypatch, tm
             def without(*given):
                 return graph(*given[:at], given[at].detach(), *given[at + 1 :])
 
-            held.compiled = lambda chosen: held.run(without)
+            held.begun = lambda chosen: lambda: without
         with pytest.raises(ResultsDiffer) if lost else contextlib.nullcontext():
             held.against(cut.region.sites, 0.1)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_backend.measure import measuring
 from tests.measured_cases import as_on_a_gpu, decided
 
 # what each site gains where it stands, by its pattern
@@ -57,6 +58,18 @@ def test_what_is_inside_of_it_is_taken_where_that_gains_more(monkeypatch, tmp_pa
         assert "gelu inside of it gains more, 1.20 over 1.10" in site.reason
         stub.replaced.clear()
         assert fused(decided(layer, *one)) == ["gelu"] and not stub.asked
+
+
+@pytest.mark.parametrize("gate, refines", [("auto", False), ("measure", True)])
+def test_after_a_quarter_of_the_time_nothing_better_is_looked_for(
+    gate, refines, monkeypatch, tmp_path, one
+):
+    with as_on_a_gpu(monkeypatch, tmp_path, gains(gelu=1.2)) as stub:
+        measuring.ALLOWANCE.spend(1)
+        measuring.ALLOWANCE.spend(5)
+        record = decided(layer, *one, gate=gate, measure_s=20)
+    assert fused(record) == (["gelu"] if refines else ["linear_act"])
+    assert stub.asked[:2] == [["linear_act"], ["gelu"]][: 1 + refines]
 
 
 def test_after_a_loss_what_is_inside_has_its_turn(monkeypatch, tmp_path, one):
@@ -112,3 +125,7 @@ def test_what_inductor_computes_with_its_neighbours_is_tried_without_the_kernels
         with as_on_a_gpu(monkeypatch, place, by_number(alone)) as stub, torch.no_grad():
             assert fused(decided(fn, x)) == kept
         assert stub.asked == [["batch_norm", "gelu"], ["gelu"]]
+    with as_on_a_gpu(monkeypatch, tmp_path / "late", by_number(1.3)) as stub, torch.no_grad():
+        measuring.ALLOWANCE.spend(0.25 * 20 + 1)
+        assert fused(decided(fn, x)) == ["batch_norm", "gelu"]
+    assert stub.asked == [["batch_norm", "gelu"]]

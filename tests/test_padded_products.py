@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.host_runs.without_gpu import cpu_tensors_pass
-from fusion_backend.compat.inductor import compiled_apart
+from fusion_backend.compat.apart import compiled_apart
 from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.kernels.loss.cross_entropy import gradient_in_place
 

@@ -15,17 +15,12 @@ from collections.abc import Callable, Iterator
 
 import sympy
 import torch
-import torch._functorch.config as functorch_config
 import torch._higher_order_ops.triton_kernel_wrap as kernel_wrap
 from torch import fx
-from torch._dynamo import compiled_autograd
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.metrics_context import MetricsContext
-from torch._dynamo.utils import _metrics_context_tls as metrics_of_thread
-from torch._dynamo.utils import counters, get_metrics_context
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
-from torch._inductor import lowering, metrics
+from torch._inductor import lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.ir import TensorBox
@@ -67,47 +62,6 @@ def inductor_of_ours(
             return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=options)
 
     return compile
-
-
-def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A graph compiled by Inductor for real inputs, forward and backward at once, without any
-    effect on the compilation that is under way: without that one's tracing context and metrics,
-    without caches of graphs, and without CUDA graphs. Triton's cache of kernels is used.
-    """
-    theirs = {"triton.cudagraphs": False, "fx_graph_cache": False, "fx_graph_remote_cache": False}
-    theirs["trace.enabled"] = False  # TORCH_COMPILE_DEBUG is about the user's graphs
-    theirs["triton.unique_kernel_names"] = False  # equal parts of two graphs are tuned once
-    # A backward that is compiled when it first runs would wait for Dynamo's lock, in a thread of
-    # autograd's, while this thread holds the lock and waits for the gradient.
-    at_once = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-    with tracing(None), metrics_apart(), functorch_config.patch(at_once), our_kernels():
-        return compile_fx(gm, inputs, config_patches=theirs)
-
-
-def without_compiled_autograd():
-    """Inside, gradients are computed as usual, whatever a user has switched on."""
-    return compiled_autograd._disable()
-
-
-@contextlib.contextmanager
-def metrics_apart() -> Iterator[None]:
-    """Inside, what a compilation counts is not added to what this process has compiled."""
-    own, before = metrics_of_thread, get_metrics_context()
-    counted = {name: copy.copy(counter) for name, counter in counters.items()}
-    made = {k: copy.copy(v) for k, v in vars(metrics).items() if type(v) in (int, list)}
-    own.metrics_context = MetricsContext(on_exit=lambda *results: None)
-    try:
-        with own.metrics_context:
-            yield
-    finally:
-        own.metrics_context = before
-        counters.clear()
-        counters.update(counted)
-        for name, value in made.items():
-            if isinstance(value, list):
-                getattr(metrics, name)[:] = value
-            else:
-                setattr(metrics, name, value)
 
 
 def compile_graph(

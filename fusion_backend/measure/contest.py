@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import starmap
@@ -11,7 +12,7 @@ from itertools import starmap
 import torch
 from torch import fx
 
-from fusion_backend.compat.inductor import compiled_apart, without_compiled_autograd
+from fusion_backend.compat.apart import begun_apart, without_compiled_autograd
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
@@ -54,9 +55,13 @@ class Run:
 
 
 class Contest:
-    """Plain Inductor's code of a region against others, on the same inputs."""
+    """Plain Inductor's code of a region against others, on the same inputs.
 
-    def __init__(self, cut: Cut):
+    first: the sites that will be replaced first. If they can be compiled by `until`, the code with
+    them is generated before Inductor's workers have compiled the kernels of the plain one.
+    """
+
+    def __init__(self, cut: Cut, first: list[Decision] | None = None, until: float = math.inf):
         self.cut, self.device = cut, cut.device
         check_memory(cut, self.device)
         self.inputs = made_up(cut, self.device)
@@ -70,17 +75,48 @@ class Contest:
         layout, bias = WORTH_OF_LAYOUT * self.convolves, WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
         self.tangents: list[torch.Tensor] | None = None
+        self.ahead: tuple[list[Decision], Callable[[], Callable], float] | None = None
         started = time.perf_counter()
-        self.plain = self.compiled([])
-        self.compile_s = time.perf_counter() - started
+        plain = self.begun([])
+        took = time.perf_counter() - started
+        if first is not None and until - time.perf_counter() > took:
+            self.begin(first)
+        started = time.perf_counter()
+        self.plain = self.finished(plain)
+        self.compile_s = took + time.perf_counter() - started
         # our random numbers differ from Inductor's, which themselves differ from run to run
         again = self.named(self.plain.call())
         self.random = bool(self.different(again))
 
-    def compiled(self, chosen: list[Decision]) -> Run:
-        """The region with these sites replaced, compiled and run once."""
+    def begun(self, chosen: list[Decision]) -> Callable[[], Callable]:
+        """The region with these sites replaced, as code; its kernels are being compiled."""
         with torch.set_grad_enabled(bool(self.cut.grads)):
-            return self.run(compiled_apart(self.cut.graph(chosen), self.inputs))
+            return begun_apart(self.cut.graph(chosen), self.inputs)
+
+    def finished(self, begun: Callable[[], Callable]) -> Run:
+        """A compiled region, which has run once."""
+        with torch.set_grad_enabled(bool(self.cut.grads)):
+            return self.run(begun())
+
+    def begin(self, chosen: list[Decision]) -> None:
+        """Generate the code that `compiled` will be asked for. If that fails, `compiled` will."""
+        started = time.perf_counter()
+        with contextlib.suppress(Exception):
+            begun = self.begun(chosen)
+            self.ahead = chosen, begun, time.perf_counter() - started
+
+    def compiled(self, chosen: list[Decision]) -> tuple[Run, float]:
+        """The region with these sites replaced, compiled and run once, and the seconds that its
+        compilation took.
+        """
+        ahead, self.ahead = self.ahead, None
+        started, before = time.perf_counter(), 0.0
+        if ahead is not None and ahead[0] is chosen:
+            _, begun, before = ahead
+        else:
+            begun = self.begun(chosen)
+        run = self.finished(begun)
+        return run, before + time.perf_counter() - started
 
     def run(self, fn: Callable) -> Run:
         grads = self.cut.grads
@@ -140,9 +176,8 @@ class Contest:
         """The race between plain Inductor and the region with these sites replaced, and how many
         bytes more the replacement keeps for backward. Raises ResultsDiffer if the results differ.
         """
-        started = time.perf_counter()
-        ours = self.compiled(chosen)
-        longest = max(TIMING_S, time.perf_counter() - started)
+        ours, compile_s = self.compiled(chosen)
+        longest = max(TIMING_S, compile_s)
         if not self.random and (wrong := self.different(ours.values)):
             raise ResultsDiffer(f"its results are not those of Inductor here: {wrong}")
         until = time.perf_counter() + seconds
@@ -153,7 +188,9 @@ class Contest:
 
 
 @contextlib.contextmanager
-def contest(cut: Cut) -> Iterator[Contest]:
+def contest(
+    cut: Cut, first: list[Decision] | None = None, until: float = math.inf
+) -> Iterator[Contest]:
     """A contest, after which memory and random numbers are as they were."""
     on_gpu = cut.device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -167,7 +204,7 @@ def contest(cut: Cut) -> Iterator[Contest]:
         with contextlib.ExitStack() as inside:
             for mode in (here, drawn, *usual):
                 inside.enter_context(mode)
-            held = Contest(cut)
+            held = Contest(cut, first, until)
             yield held
     except torch.OutOfMemoryError as error:
         raise NotMeasurable("there is not enough memory to measure it") from error

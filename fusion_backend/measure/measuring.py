@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 
 ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
+# Smaller choices than one that has won are raced in this part of the time to measure. Each costs
+# about as much as the first race of another region, and gains less.
+REFINING = 0.25
 
 
 class Allowance:
@@ -49,6 +52,12 @@ class Allowance:
             return float("inf")
         left = options.measure_s - sum(self.took)
         return left if left > statistics.median(self.took or [0.0]) else 0.0
+
+    def for_refining(self, options: Options) -> float:
+        """The seconds that are left to look for a better choice than one that has won."""
+        if options.gate == "measure":
+            return float("inf")
+        return REFINING * options.measure_s - sum(self.took)
 
     def spend(self, seconds: float) -> None:
         with self.lock:
@@ -70,8 +79,9 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
         seconds = f"{options.measure_s:g} s"
         return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
     try:
-        with contest(c.cut) as held:
-            found = Choice(c, held, started + left).answer()
+        with contest(c.cut, c.sites, started + left) as held:
+            refining = started + ALLOWANCE.for_refining(options)
+            found = Choice(c, held, started + left, refining).answer()
     except Exception as error:
         why = str(error) if isinstance(error, NotMeasurable) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
@@ -87,10 +97,12 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
 
 
 class Choice:
-    """The races of one class."""
+    """The races of one class, until a time, and those of smaller choices than one that has won,
+    until an earlier one.
+    """
 
-    def __init__(self, c: Class, held: Contest, until: float):
-        self.c, self.held, self.until = c, held, until
+    def __init__(self, c: Class, held: Contest, until: float, refining: float):
+        self.c, self.held, self.until, self.refining = c, held, until, refining
         self.races: list[tuple[list[Decision], Race, int]] = []
         self.rivals: list[tuple[list[Decision], Race, int]] = []
         self.failed = ""  # why a variant could not be timed
@@ -102,12 +114,12 @@ class Choice:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
         are not faster, race each alone, and then those that are faster together; for a single site,
         race the other half (the backward alone, or both). A faster choice also races against the
-        smaller sites that it covers.
+        smaller sites that it covers. What follows a choice that has won has less time.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
             without = [d for d in sites if not has_kernels(d)]
-            if 0 < len(without) < len(sites):
+            if 0 < len(without) < len(sites) and self.refines:
                 self.faster(without)
         else:
             if len(sites) > 1:
@@ -119,8 +131,13 @@ class Choice:
         if any(race.verdict == "faster" for _, race, _ in self.races):
             own, self.races = self.races, []
             for rival in rivals(gate, sites):
-                self.faster(rival)
+                if self.refines:
+                    self.faster(rival)
             self.rivals, self.races = self.races, own
+
+    @property
+    def refines(self) -> bool:
+        return time.perf_counter() < self.refining
 
     def faster(self, chosen: list[Decision]) -> bool:
         """Race plain Inductor against the region with these sites replaced, if there is time left
