@@ -1,8 +1,8 @@
 """Regions that are really compiled and run, on a CPU, and ranks that agree."""
 
 import contextlib
-import math
 import json
+import math
 import os
 import signal
 import threading
