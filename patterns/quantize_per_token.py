@@ -1,9 +1,20 @@
 """Quantise to int8, symmetric, a scale for each row: scale = max(abs(x)) / 127, q = clamp(round(x /
 scale), -128, 127).
 
+Many programs multiply by the inverse of the scale. It is rounded, and gives other integers. The
+argument `by` has one of these values:
+
+- "scale": q of x / scale;
+- "reciprocal": q of x · (1 / scale);
+- "inverse": q of x · scale, where scale = 127 / max(abs(x)), as in BitNet.
+
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long. If eps is given, the scale is at
-least eps. Returns q and scale `[..., 1]`. Computed in fp32; q is computed with the scale as
-returned, in the dtype of x. A row with NaN has NaN as its scale and 0 as q. Not differentiable.
+least eps; with "inverse", max(abs(x)) is. Returns q and scale `[..., 1]`. Computed in fp32; q is
+computed with the scale as returned, in the dtype of x. A row with NaN has NaN as its scale and 0 as
+q. Not differentiable.
+
+Source: the inverse is that of H. Wang et al., "BitNet: Scaling 1-bit Transformers for Large Language
+Models" (2023).
 """
 
 from __future__ import annotations
@@ -16,52 +27,53 @@ from fusion_backend import Pattern
 from fusion_backend.kernels import number, reject_dtypes, reject_dynamic, reject_rows
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.quantize.quantize import forward
+from fusion_backend.kernels.quantize.scales import By, scaled
 
 
 @Pattern(inductor="reduction")
-def quantize_per_token(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    scale = scale if eps is None else scale.clamp(min=eps)
-    return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
+def quantize_per_token(x: Tensor, eps: float | None, by: By) -> tuple[Tensor, Tensor]:
+    units, scale = scaled(x, eps, by)
+    return torch.clamp(torch.round(units), -128, 127).to(torch.int8), scale
 
 
 @quantize_per_token.spelling
-def _(x, eps):
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    scale = scale if eps is None else scale.clamp(min=eps)
-    return torch.clamp(torch.round(x / scale), -127, 127).to(torch.int8), scale
+def _(x, eps, by):
+    units, scale = scaled(x, eps, by)
+    return torch.clamp(torch.round(units), -127, 127).to(torch.int8), scale
 
 
 @quantize_per_token.near_miss
-def _(x, eps):
+def _(x, eps, by):
     """one scale for everything"""
     scale = x.abs().amax() / 127
     return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
 
 
 @quantize_per_token.near_miss
-def _(x, eps):
+def _(x, eps, by):
     """rounded towards zero"""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return torch.clamp(x / scale, -128, 127).to(torch.int8), scale
+    units, scale = scaled(x, eps, by)
+    return torch.clamp(units, -128, 127).to(torch.int8), scale
 
 
 @quantize_per_token.guard
-def _(x, eps):
+def _(x, eps, by):
     return reject_dtypes(x=x) or reject_rows(x) or reject_dynamic(eps=eps)
 
 
 @quantize_per_token.worthwhile
-def _(x, eps, training):
+def _(x, eps, by, training):
+    if by != "scale":
+        return UNMEASURED
     if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 20):
         return UNMEASURED
 
 
 @quantize_per_token.kernel
-def _(x, eps, read):
-    return forward(x, None, None, None, eps, scale_is_read=read[1])
+def _(x, eps, by, read):
+    return forward(x, None, None, None, eps, scale_is_read=read[1], by=by)
 
 
 @quantize_per_token.inputs(dict(rows=7, n=100), dict(rows=8192, n=4096))
 def _(tensor, rows, n):
-    return tensor(rows, n), 1e-5
+    return tensor(rows, n), 1e-5, "scale"

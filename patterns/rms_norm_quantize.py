@@ -2,9 +2,11 @@
 · (weight + offset); scale = max(abs(y)) / 127, q = clamp(round(y / scale), -128, 127).
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be
-missing. If eps is given, the scale is at least eps. Returns q and scale `[..., 1]`, not y. Computed
-in fp32; q is computed with the scale as returned, in the dtype of x. Only the scale has a gradient;
-it is the reference's.
+missing. If eps is given, the scale is at least eps. Returns q and scale `[..., 1]`, not y. The
+argument `by` is that of quantize_per_token: "reciprocal" gives q of y · (1 / scale), and "inverse"
+q of y · scale, where scale = 127 / max(abs(y)) and max(abs(y)) is at least eps. Computed in fp32; q
+is computed with the scale as returned, in the dtype of x. Only the scale has a gradient; it is the
+reference's.
 """
 
 from __future__ import annotations
@@ -24,32 +26,32 @@ from fusion_backend.kernels import (
 )
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.quantize.quantize import forward
+from fusion_backend.kernels.quantize.scales import By, scaled
 
 
 @Pattern(inductor="reduction")
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float, eps: float | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float, eps: float | None,
+    by: By,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if weight is None and offset is not None:
         raise ValueError("an offset belongs to a weight")
     y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
     y = y if weight is None else y * (weight if offset is None else weight + offset)
-    scale = y.abs().amax(-1, keepdim=True) / 127
-    scale = scale if eps is None else scale.clamp(min=eps)
-    return torch.clamp(torch.round(y / scale), -128, 127).to(torch.int8), scale
+    units, scale = scaled(y, eps, by)
+    return torch.clamp(torch.round(units), -128, 127).to(torch.int8), scale
 
 
 @rms_norm_quantize.spelling
-def _(x, weight, offset, norm_eps, eps):
+def _(x, weight, offset, norm_eps, eps, by):
     y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
     y = y if weight is None else y * (weight if offset is None else weight + offset)
-    scale = y.abs().amax(-1, keepdim=True) / 127
-    scale = scale if eps is None else scale.clamp(min=eps)
-    return torch.clamp(torch.round(y / scale), -127, 127).to(torch.int8), scale
+    units, scale = scaled(y, eps, by)
+    return torch.clamp(torch.round(units), -127, 127).to(torch.int8), scale
 
 
 @rms_norm_quantize.near_miss
-def _(x, weight, offset, norm_eps, eps):
+def _(x, weight, offset, norm_eps, eps, by):
     """the scale of what is normalised"""
     y = F.rms_norm(x, x.shape[-1:], weight if offset is None else weight + offset, norm_eps)
     scale = x.abs().amax(-1, keepdim=True) / 127
@@ -58,7 +60,7 @@ def _(x, weight, offset, norm_eps, eps):
 
 
 @rms_norm_quantize.near_miss
-def _(x, weight, offset, norm_eps, eps):
+def _(x, weight, offset, norm_eps, eps, by):
     """one scale for everything"""
     y = F.rms_norm(x, x.shape[-1:], weight if offset is None else weight + offset, norm_eps)
     scale = y.abs().amax() / 127
@@ -66,7 +68,7 @@ def _(x, weight, offset, norm_eps, eps):
 
 
 @rms_norm_quantize.near_miss
-def _(x, weight, offset, norm_eps, eps):
+def _(x, weight, offset, norm_eps, eps, by):
     """the weight after the scale"""
     y = F.rms_norm(x, x.shape[-1:], None, norm_eps)
     scale = y.abs().amax(-1, keepdim=True) / 127
@@ -76,7 +78,7 @@ def _(x, weight, offset, norm_eps, eps):
 
 
 @rms_norm_quantize.guard
-def _(x, weight, offset, norm_eps, eps):
+def _(x, weight, offset, norm_eps, eps, by):
     return (
         reject_rows(x)
         or reject_vectors(weight=weight)
@@ -86,16 +88,18 @@ def _(x, weight, offset, norm_eps, eps):
 
 
 @rms_norm_quantize.worthwhile
-def _(x, weight, offset, norm_eps, eps, training):
+def _(x, weight, offset, norm_eps, eps, by, training):
+    if by != "scale":
+        return UNMEASURED
     if not 2048 <= number(x.shape[-1]) <= 8192 or statically_known_true(x.numel() < 1 << 20):
         return UNMEASURED
 
 
 @rms_norm_quantize.kernel
-def _(x, weight, offset, norm_eps, eps, read):
-    return forward(x, weight, offset, norm_eps, eps, scale_is_read=read[1])
+def _(x, weight, offset, norm_eps, eps, by, read):
+    return forward(x, weight, offset, norm_eps, eps, scale_is_read=read[1], by=by)
 
 
 @rms_norm_quantize.inputs(dict(rows=6, n=100), dict(rows=8192, n=4096))
 def _(tensor, rows, n):
-    return tensor(rows, n), tensor(n), 1.0, 1e-6, 1e-5
+    return tensor(rows, n), tensor(n), 1.0, 1e-6, 1e-5, "scale"

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fusion_backend.kernels.quantize import quantize
+from fusion_backend.kernels.quantize.scales import scaled as scaled_by
 from fusion_backend.ops.registry import FUSION_RULES
-from fusion_backend.testing import assert_fuses
+from fusion_backend.testing import assert_fuses, fused_nodes, rewritten, with_kernels
 from tests.kernel_checks import DEVICE, FLOATS, PART, SHAPES, exact, randn, runs_kernels
 from tests.selection import product
 
@@ -87,21 +88,31 @@ def test_quantize_layouts():
     assert FUSION_RULES["quantize_int8"].kernel_fn(x[:0], 0.05, None).shape == (0, 3, 4)
 
 
+BY = ("scale", "reciprocal", "inverse")
+
+
+def of_the_scale(x, scale, by):
+    """The integers of a scale, in fp32."""
+    x, scale = x.float(), scale.float()
+    units = dict(scale=x / scale, reciprocal=x * scale.reciprocal(), inverse=x * scale)[by]
+    return torch.clamp(torch.round(units), -128, 127).to(torch.int8)
+
+
 @runs_kernels
-@product(shape=[*SHAPES, (0, 8)], eps=[None, 1e-5, 0.05], dtype=FLOATS)
-def test_quantize_per_token(shape, eps, dtype):
+@product(shape=[*SHAPES, (0, 8)], eps=[None, 1e-5, 0.05], by=BY, dtype=FLOATS)
+def test_quantize_per_token(shape, eps, by, dtype):
     """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
     x = randn(*shape, dtype=dtype) * 3
     for config in (None, PART):
         how = config if config is not None and shape[-1] > config[0] else None
-        q, scale = quantize.forward(x, None, None, None, eps, how)
-        want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps)
+        q, scale = quantize.forward(x, None, None, None, eps, how, by=by)
+        want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps, by)
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
         torch.testing.assert_close(
             scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0
         )
         if dtype != torch.float32:
-            want = torch.clamp(torch.round(x.float() / scale.float()), -128, 127).to(torch.int8)
+            want = of_the_scale(x, scale, by)
         assert torch.equal(q, want)
 
 
@@ -109,9 +120,10 @@ def test_quantize_per_token(shape, eps, dtype):
 @product(
     shape=[(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)],
     scaled=[(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)],
+    by=BY,
     dtype=FLOATS,
 )
-def test_rms_norm_quantize(shape, scaled, dtype):
+def test_rms_norm_quantize(shape, scaled, by, dtype):
     """Scale within its dtype; the integers of that scale, but where the quotient is half way
     between two.
     """
@@ -123,29 +135,31 @@ def test_rms_norm_quantize(shape, scaled, dtype):
     )
     w = randn(shape[-1], dtype=dtype) if weight else None
     args = x, w, offset, 1e-6
-    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps) is None
+    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps, by) is None
     y = FUSION_RULES["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
     for config in (None, PART) if shape[-1] > PART[0] else (None,):
-        q, scale = quantize.forward(*args, eps, config)
+        q, scale = quantize.forward(*args, eps, config, by=by)
         assert (q.dtype, q.shape, scale.dtype, scale.shape) == (
             torch.int8,
             x.shape,
             dtype,
             (*x.shape[:-1], 1),
         )
-        want = (y.abs().amax(-1, keepdim=True) / 127).clamp(min=eps or 0)
+        _, want = scaled_by(y, eps, by)
         torch.testing.assert_close(
             scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0
         )
-        quotients = (y / scale.double()).clamp(max=127)
+        quotients = y * scale.double() if by == "inverse" else y / scale.double()
+        quotients = quotients.clamp(max=127)
         assert ((q - quotients).abs() <= 0.5 + 1e-4).all()
 
 
 @runs_kernels
-def test_rms_norm_quantize_of_nan_infinity_and_zero():
+@pytest.mark.parametrize("by", BY)
+def test_rms_norm_quantize_of_nan_infinity_and_zero(by):
     x = randn(5, 40)
     x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
-    args = x, None, None, 1e-6, None
+    args = x, None, None, 1e-6, None, by
     q, scale = FUSION_RULES["rms_norm_quantize"].launched(args, save=False)
     want, exactly = FUSION_RULES["rms_norm_quantize"].reference(*args)
     torch.testing.assert_close(scale, exactly, equal_nan=True)
@@ -154,21 +168,31 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero():
 
 
 @runs_kernels
-def test_quantize_per_token_of_tiny_numbers():
-    for power in (-20, -60, -100, -120):
-        x = randn(4, 60) * 2.0**power
-        got = FUSION_RULES["quantize_per_token"].launched((x, None), save=False)
-        for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(x, None), strict=True):
-            assert torch.equal(g, w)
+@pytest.mark.parametrize("by", BY)
+def test_quantize_per_token_of_tiny_and_huge_numbers(by):
+    for power in (-140, -120, -100, -60, -20, 100, 125):
+        args = randn(4, 60) * 2.0**power, None, by
+        got = FUSION_RULES["quantize_per_token"].launched(args, save=False)
+        for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(*args), strict=True):
+            assert torch.equal(g, w), power
 
 
 @runs_kernels
-def test_quantize_per_token_of_nan_and_zero():
-    x = randn(3, 40)
-    x[1, 3], x[2] = math.nan, 0.0
-    q, scale = FUSION_RULES["quantize_per_token"].launched((x, None), save=False)
-    torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / 127, equal_nan=True)
-    assert not q[1:].any()
+@pytest.mark.parametrize("by", BY)
+def test_quantize_per_token_of_nan_infinity_and_zero(by):
+    x = randn(4, 40)
+    x[1, 3], x[2], x[3, 5] = math.nan, 0.0, math.inf
+    args = x, None, by
+    q, scale = FUSION_RULES["quantize_per_token"].launched(args, save=False)
+    torch.testing.assert_close(
+        scale, FUSION_RULES["quantize_per_token"].reference(*args)[1], equal_nan=True
+    )
+    assert not q[1:].any() and q[0].any()
+
+
+def divided(x):
+    top = x.abs().amax(-1, keepdim=True)
+    return torch.clamp(torch.round(x / (top / 127)), -128, 127).to(torch.int8), top / 127
 
 
 def inverted(x):
@@ -176,15 +200,56 @@ def inverted(x):
     return torch.clamp(torch.round(x * scale), -128, 127).to(torch.int8), scale
 
 
+def as_in_bitnet(x):
+    scale = 127.0 / x.abs().max(dim=-1, keepdim=True).values.clamp_(min=1e-5)
+    return (x * scale).round().clamp_(-128, 127).to(torch.int8), scale
+
+
 def by_reciprocal(x):
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.clamp(torch.round(x * scale.reciprocal()), -128, 127).to(torch.int8), scale
 
 
-@pytest.mark.parametrize("fn", [inverted, by_reciprocal])
-def test_inverted_scales_are_left_alone(fn):
-    """Their integers are others: the inverse is rounded, too."""
-    x = torch.randn(64, 512).bfloat16()
-    assert_fuses(fn, x, pattern="quantize_per_token", count=0)
-    other = FUSION_RULES["quantize_per_token"].reference(x, None)[0]
-    assert (fn(x)[0] != other).any()
+def by_one_over(x):
+    scale = torch.clamp(x.abs().amax(-1, keepdim=True) / 127, min=1e-6)
+    return torch.clamp(torch.round(x * (1.0 / scale)), -127, 127).to(torch.int8), scale
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "fn, by",
+    [
+        (divided, "scale"),
+        (inverted, "inverse"),
+        (as_in_bitnet, "inverse"),
+        (by_reciprocal, "reciprocal"),
+        (by_one_over, "reciprocal"),
+    ],
+)
+def test_an_inverted_scale_gives_its_own_integers(fn, by):
+    """It is rounded once more, which shows half way between two integers."""
+    scale = torch.rand(64, 1, device=DEVICE) + 0.5
+    x = torch.cat([127 * scale, (torch.arange(-127, 127, device=DEVICE) + 0.5) * scale], 1)
+    gm = rewritten(fn, x)
+    (node,) = fused_nodes(gm)
+    assert node.target is torch.ops.fusion.quantize_per_token.default and node.args[2] == by
+    q, _ = with_kernels(gm)(x)
+    if by != "scale" or DEVICE == "cuda":  # the interpreter has no fused multiply-add
+        assert torch.equal(q, fn(x)[0])
+    others = [FUSION_RULES["quantize_per_token"].reference(x, None, b)[0] for b in BY if b != by]
+    assert all((q != other).any() for other in others)
+
+
+def multiplied_by_the_scale(x):
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.clamp(torch.round(x * scale), -128, 127).to(torch.int8), scale
+
+
+def divided_by_the_inverse(x):
+    scale = 127 / x.abs().amax(-1, keepdim=True)
+    return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
+
+
+@pytest.mark.parametrize("fn", [multiplied_by_the_scale, divided_by_the_inverse])
+def test_a_scale_that_is_used_the_wrong_way_round_is_left_alone(fn):
+    assert_fuses(fn, torch.randn(64, 512), pattern="quantize_per_token", count=0)

@@ -239,7 +239,8 @@ def test_the_sum_is_not_written(name, rows, n, on_h200):
 def test_the_scale_is_not_written(name, n, on_h200):
     with FakeTensorMode():
         x = torch.empty(64, n, dtype=torch.bfloat16)
-        args = (x, 1e-5) if name == "quantize_per_token" else (x, None, None, 1e-6, None)
+        norm = (None, None, 1e-6) if name == "rms_norm_quantize" else ()
+        args = (x, *norm, 1e-5, "scale")
         for unread in ((), (1,)):
             run = lambda u=unread: OPS[name].launched(args, save=False, unread=u)  # noqa: E731
             ((_, named),) = launched(run)

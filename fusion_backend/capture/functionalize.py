@@ -4,8 +4,9 @@
 is converted when (a) it mutates its first argument only and has a functional overload that gives
 the same shape and strides, and the same dtype or a wider one, which is then cast: bf16 += fp32
 computes in fp32 and rounds; (b) the storage was created in this view, by an operator that is
-not a view, in the same grad and autocast region; (c) every other value in that storage is part of
-the chain, aliases the whole of it, or is made after the last mutation.
+not a view, possibly as one of several results, in the same grad and autocast region; (c) every
+other value in that storage is part of the chain, aliases the whole of it, or is made after the last
+mutation.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
         group = groups[memory.pop()]
         result = None
         if group.only_whole:
-            result = functional_result(view, n, target, group.nodes[0], chains)
+            result = functional_result(view, n, target, group.maker, chains)
         if result is not None:
             if torch.Tag.nondeterministic_seeded in n.target.tags:
                 # rewrite/writer.py restores the in-place operator: the functional one draws other
@@ -96,12 +97,15 @@ def mutated_groups(view: View, nodes) -> dict[int, StorageGroup]:
 
 
 class StorageGroup:
-    """The nodes whose values live in one storage. `only_whole`: until the last write, every value
-    covers the whole storage, and has its gradient.
+    """The nodes whose values live in one storage, and the node that made it: the first of them, or
+    an operator of several results, of which the first takes one. `only_whole`: until the last
+    write, every value covers the whole storage, and has its gradient.
     """
 
     def __init__(self, nodes: list[fx.Node], trained: bool):
-        self.nodes = nodes
+        self.maker = nodes[0]
+        several = isinstance(nodes[0].meta.get("val"), tuple | list)
+        self.nodes = nodes = nodes[several:]
         last = max(i for i, n in enumerate(nodes) if is_mutation(n))
         self.only_whole = all(part_of_chain(n, nodes[0], trained) for n in nodes[:last])
         self.position = {n: i for i, n in enumerate(nodes)}
@@ -125,14 +129,14 @@ def part_of_chain(n: fx.Node, root: fx.Node, trained: bool) -> bool:
 
 
 def functional_result(
-    view: View, n: fx.Node, target: OpOverload, root: fx.Node, chains
+    view: View, n: fx.Node, target: OpOverload, maker: fx.Node, chains
 ) -> torch.Tensor | None:
     """What the functional operator returns, if the storage was made here, in the region of `n`, and
     this is the value that the in-place one writes, but for a rounding; else None.
     """
-    if not is_lowered(root) or may_alias(root) or (is_mutation(root) and root not in chains):
+    if not is_lowered(maker) or may_alias(maker) or (is_mutation(maker) and maker not in chains):
         return None
-    if view.region.get(root) != view.region.get(n):
+    if view.region.get(maker) != view.region.get(n):
         return None
     before = value_of(n.args[0])
     args, kwargs = pytree.tree_map(

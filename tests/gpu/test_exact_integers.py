@@ -9,8 +9,9 @@ import fusion_backend
 from fusion_backend.frontends.loading import patterns
 
 pytestmark = pytest.mark.gpu
-INT8, NORM = (
-    next(p for p in patterns() if p.name == name) for name in ("quantize_int8", "rms_norm_quantize")
+INT8, NORM, TOKEN = (
+    next(p for p in patterns() if p.name == name)
+    for name in ("quantize_int8", "rms_norm_quantize", "quantize_per_token")
 )
 SPECIAL = [float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, float("nan")]
 
@@ -65,18 +66,32 @@ def test_quantize_int8_compiled(dtype, zero_point):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, n", [(8192, 4096), (7, 100), (256, 2049), (64, 8192)])
-def test_rms_norm_quantize(rows, n, dtype):
+@pytest.mark.parametrize("by", ["scale", "reciprocal", "inverse"])
+def test_rms_norm_quantize(rows, n, dtype, by):
     """Against the reference in fp64: roundings move a scale, and a quotient that is near a half."""
     x, w = (
         torch.randn(rows, n, device="cuda").to(dtype),
         (torch.rand(n, device="cuda") + 0.5).to(dtype),
     )
-    q, scale = NORM.launched((x, w, None, 1e-6, 1e-5), save=False)
-    _, want = NORM.reference(x.double(), w.double(), None, 1e-6, 1e-5)
+    q, scale = NORM.launched((x, w, None, 1e-6, 1e-5, by), save=False)
+    _, want = NORM.reference(x.double(), w.double(), None, 1e-6, 1e-5, by)
     # some roundings on either side; one step of bf16
     step = 5e-7 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(scale.double(), want, rtol=step, atol=0)
     y = torch.nn.functional.rms_norm(x.double(), (n,), None, 1e-6) * w.double()
-    expected = (y / scale.double()).round().clamp(-128, 127)  # of the scale as returned
+    # of the scale as returned
+    expected = y * scale.double() if by == "inverse" else y / scale.double()
+    expected = expected.round().clamp(-128, 127)
     apart = (q.double() - expected).abs()
     assert apart.max() <= 1 and (apart > 0).sum() <= max(1, x.numel() // 1000)
+
+
+@pytest.mark.parametrize("by", ["scale", "reciprocal", "inverse"])
+@pytest.mark.parametrize("n", [100, 4096, 131072])
+def test_quantize_per_token_at_ties(n, by):
+    """The inverse is rounded once more than the scale, which shows half way between integers."""
+    scale = torch.rand(64, 1, device="cuda") + 0.5
+    steps = (torch.arange(n - 1, device="cuda") % 254 - 127 + 0.5) * scale
+    args = torch.cat([127 * scale, steps], 1), None, by
+    for got, want in zip(TOKEN.launched(args, save=False), TOKEN.reference(*args), strict=True):
+        assert torch.equal(got, want)

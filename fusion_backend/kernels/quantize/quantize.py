@@ -2,8 +2,8 @@
 it.
 
 y = x, or x / sqrt(mean(x²) + norm_eps) · (weight + offset); scale = max(abs(y)) / 127, not below
-eps; q = clamp(round(y / scale), -128, 127) of the scale as it is returned, in the dtype of x.
-Computed in fp32.
+eps; q = clamp(round(y / scale), -128, 127) of the scale as it is returned, in the dtype of x. Or q
+of y · (1 / scale), or of y · scale where scale = 127 / max(abs(y)). Computed in fp32.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
 def forward(
     x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float | None,
     eps: float | None, how: tuple[int, int, int] | None = None, scale_is_read: bool = True,
+    by: str = "scale",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, both contiguous. The scale is empty and
     not written where nobody reads it.
 
     x is `[..., n]` in fp32, bf16 or fp16, its columns one element apart (else it is copied); weight
     `[n]` of x's dtype, contiguous, or None. norm_eps None: no norm. eps None: the scale has no
-    lower bound. Grid: rows / rows_each.
+    lower bound. by: "scale", q of y / scale; "reciprocal", q of y · (1 / scale); "inverse", q of
+    y · scale with the inverse as the scale, and eps as the lower bound of max(abs(y)). Grid: rows /
+    rows_each.
     """
     n, norm = number(x.shape[-1]), norm_eps is not None
     kernel = "rms_norm_quantize" if norm else "quantize_per_token"
@@ -58,7 +61,7 @@ def forward(
     launch(
         kernel, ((rows + rows_each - 1) // rows_each,), x, weight, q,
         scale if scale_is_read else None, rows, offset or 0.0, norm_eps or 0.0, eps or 0.0,
-        STRIDE=stride, N=n, NORM=norm, DIVIDE=x.device.type == "cpu", BLOCK=block,
+        STRIDE=stride, N=n, NORM=norm, BY=by, DIVIDE=x.device.type == "cpu", BLOCK=block,
         num_warps=warps, **rest,
     )  # fmt: skip
     return q, scale
@@ -75,13 +78,15 @@ def sum_and_top(total, top, more, other):
 
 
 @triton.jit
-def scale_of(top, eps, DIVIDE: tl.constexpr):
+def scale_of(top, eps, BY: tl.constexpr, DIVIDE: tl.constexpr):
     """The scale of rows whose largest value is top; NaN of NaN."""
-    if DIVIDE:
-        scale = tl.div_rn(top, 127.0)
+    least = tl.cast(eps, tl.float32)
+    if BY == "inverse":  # torch divides a number by a tensor in two steps
+        return tl.div_rn(1.0, larger_or_nan(top, least)) * 127.0
+    elif DIVIDE:
+        return larger_or_nan(tl.div_rn(top, 127.0), least)
     else:
-        scale = top * 0.007874015718698502  # 1 / 127 in fp32
-    return larger_or_nan(scale, tl.cast(eps, tl.float32))
+        return larger_or_nan(top * 0.007874015718698502, least)  # 1 / 127 in fp32
 
 
 @triton.jit
@@ -103,11 +108,25 @@ def quotient(x, scale):
 
 
 @triton.jit
-def quantized(x, scale):
+def in_units(x, scale, BY: tl.constexpr):
+    """x in units of a scale that is a normal number."""
+    if BY == "scale":
+        return quotient(x, scale)
+    elif BY == "reciprocal":
+        return x * tl.div_rn(1.0, scale)
+    else:
+        return x * scale
+
+
+@triton.jit
+def quantized(x, scale, BY: tl.constexpr):
     """Whatever the scale. NaN, as of 0 / 0, is 0."""
-    # 2**100: an inverse must not overflow
-    boost = tl.where(scale < 1e-30, 1.2676506002282294e30, 1.0)
-    q = quotient(x * boost, scale * boost)
+    if BY == "scale":
+        # 2**100: the inverse within a quotient must not overflow
+        boost = tl.where(scale < 1e-30, 1.2676506002282294e30, 1.0)
+        q = in_units(x * boost, scale * boost, BY)
+    else:
+        q = in_units(x, scale, BY)
     return rounded(tl.where(q == q, tl.minimum(tl.maximum(q, -128.0), 127.0), 0.0))
 
 
@@ -123,8 +142,8 @@ def weighted(x, W, rstd, col, offset, N: tl.constexpr):
 @triton.jit
 def quantize_rows_kernel(
     X, W, Q, SCALE, rows, offset, norm_eps, eps,
-    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
+    DIVIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
@@ -140,7 +159,7 @@ def quantize_rows_kernel(
         top *= rstd
     else:
         top = tl.reduce(tl.abs(x), 1, larger_or_nan, keep_dims=True)
-    scale = scale_of(top, eps, DIVIDE).to(X.dtype.element_ty)
+    scale = scale_of(top, eps, BY, DIVIDE).to(X.dtype.element_ty)
     if SCALE is not None:
         tl.store(SCALE + row, scale, row < rows)
     scale = scale.to(tl.float32)
@@ -149,21 +168,21 @@ def quantize_rows_kernel(
     least: tl.constexpr = 6.103515625e-05 if X.dtype.element_ty == tl.float16 else 1e-30
     normal = (scale >= least) & (scale < float("inf"))
     if NORM:
-        factor = rstd * tl.div_rn(1.0, scale)
+        factor = rstd * (scale if BY == "inverse" else tl.div_rn(1.0, scale))
         normal = normal & (factor < float("inf"))
     if tl.min(normal.to(tl.int32)) == 1:
-        q = x * factor if NORM else quotient(x, scale)
+        q = x * factor if NORM else in_units(x, scale, BY)
         tl.store(Q + row * N + col, rounded(tl.minimum(q, 127.0)), keep)
     else:
-        tl.store(Q + row * N + col, quantized(x * rstd if NORM else x, scale), keep)
+        tl.store(Q + row * N + col, quantized(x * rstd if NORM else x, scale, BY), keep)
 
 
 # Bytes: as above; the later readings of a row come from L2.
 @triton.jit
 def quantize_long_rows_kernel(
     X, W, Q, SCALE, rows, offset, norm_eps, eps,
-    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
+    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -180,7 +199,7 @@ def quantize_long_rows_kernel(
         if NORM:
             x = weighted(x, W, rstd, start + lane, offset, N)
         tops = larger_or_nan(tops, tl.abs(x))
-    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, DIVIDE).to(X.dtype.element_ty)
+    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, BY, DIVIDE).to(X.dtype.element_ty)
     if SCALE is not None:
         tl.store(SCALE + row, scale)
     for start in tl.range(0, N, BLOCK):
@@ -188,4 +207,4 @@ def quantize_long_rows_kernel(
         x = tl.load(X + row * STRIDE + start + lane, keep, 0.0).to(tl.float32)
         if NORM:
             x = weighted(x, W, rstd, start + lane, offset, N)
-        tl.store(Q + row * N + start + lane, quantized(x, scale.to(tl.float32)), keep)
+        tl.store(Q + row * N + start + lane, quantized(x, scale.to(tl.float32), BY), keep)

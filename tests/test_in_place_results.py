@@ -1,0 +1,98 @@
+"""In-place code on one of several results of an operator, such as the values of `max`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusion_backend
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import trace_view
+from fusion_backend.capture.view import is_mutation
+from fusion_backend.testing import collect
+
+
+def values_of_max(x):
+    top = x.abs().max(-1, keepdim=True).values.clamp_(min=1e-5)
+    return x / top
+
+
+def both_are_read_later(x):
+    top, at = x.max(-1)
+    doubled = top * 2
+    top.clamp_(min=0.5)
+    return top, at, doubled
+
+
+def both_are_written(x):
+    top, at = x.max(-1)
+    top.mul_(3).add_(1)
+    at.add_(1)
+    return top + 1, at * 2
+
+
+def taken_twice(x):
+    found = x.sort(-1)
+    first = found[0]
+    first.mul_(2)
+    return found[0] + 1, found[1], first
+
+
+def whole_and_part(x):
+    top, at = x.topk(3, -1)
+    part = top[:, :2]
+    top.sigmoid_()
+    return part, at
+
+
+def statistics(x):
+    var, mean = torch.var_mean(x, -1, keepdim=True)
+    var.add_(1e-5).rsqrt_()
+    return (x - mean) * var
+
+
+def views(x):
+    y = x.sin()
+    a, b = y.split(4, -1)
+    a.mul_(2)
+    return y, a + b
+
+
+WHOLE = [values_of_max, both_are_read_later, both_are_written, taken_twice, statistics]
+CASES = [*WHOLE, whole_and_part, views]
+
+
+@pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
+def test_what_is_made_functional(fn):
+    view = trace_view(collect(fn, torch.randn(6, 8)).sources[0], None)
+    functionalize_locals(view)
+    assert any(map(is_mutation, view.graph.nodes)) == (fn not in WHOLE)
+
+
+@pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
+def test_results_are_eagers(fn):
+    """Beside a site, so that the graph is written anew."""
+
+    def beside_a_norm(x):
+        return fn(x), F.layer_norm(x, (8,))
+
+    torch._dynamo.reset()
+    x = torch.randn(6, 8)
+    compiled = torch.compile(beside_a_norm, backend="fusion", options={"fusion.gate": "always"})
+    torch.testing.assert_close(compiled(x), beside_a_norm(x))
+    assert [s.pattern for s in fusion_backend.report().fused] == ["layer_norm"]
+    if fn in (both_are_read_later, both_are_written, views):
+        return  # eager refuses to differentiate them
+    own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    for run, x in zip((compiled, beside_a_norm), own, strict=True):
+        results = torch.utils._pytree.tree_leaves(run(x))
+        sum(r.sin().sum() for r in results if r.is_floating_point()).backward()
+    torch.testing.assert_close(own[0].grad, own[1].grad)
+
+
+def test_the_quantisation_of_bitnet_is_found():
+    def activations(x):
+        scale = 127.0 / x.abs().max(dim=-1, keepdim=True).values.clamp_(min=1e-5)
+        return (x * scale).round().clamp_(-128, 127).to(torch.int8), scale
+
+    report = collect(activations, torch.randn(64, 512)).report
+    assert [s.pattern for s in report.fused] == ["quantize_per_token"]
