@@ -135,7 +135,7 @@ def test_refusals():
             (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"),
             "target has shape",
         ),
-        ("quantize_per_token", (x.double(), None, "scale"), "float64"),
+        ("quantize_per_token", (x.double(), None, "scale", "largest", "none"), "float64"),
     ]:
         answer = FUSION_RULES[name].guard_fn(*args)
         assert isinstance(answer, Reject) and sentence in answer.reason, answer

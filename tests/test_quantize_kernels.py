@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion_backend.kernels.quantize import quantize
-from fusion_backend.kernels.quantize.scales import scaled as scaled_by
+from fusion_backend.kernels.quantize.scales import largest, scaled
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import assert_fuses, fused_nodes, rewritten, with_kernels
 from tests.kernel_checks import DEVICE, FLOATS, PART, SHAPES, exact, randn, runs_kernels
@@ -89,6 +89,8 @@ def test_quantize_layouts():
 
 
 BY = ("scale", "reciprocal", "inverse")
+# of numbers of up to 10: the last of each kind bounds all rows
+BOUNDS = [(None, "largest"), (1e-5, "largest"), (20.0, "largest"), (1e-5, "scale"), (0.1, "scale")]
 
 
 def of_the_scale(x, scale, by):
@@ -99,14 +101,17 @@ def of_the_scale(x, scale, by):
 
 
 @runs_kernels
-@product(shape=[*SHAPES, (0, 8)], eps=[None, 1e-5, 0.05], by=BY, dtype=FLOATS)
+@product(shape=[*SHAPES, (0, 8)], eps=BOUNDS, by=BY, dtype=FLOATS)
 def test_quantize_per_token(shape, eps, by, dtype):
     """The integers and scales of eager fp32; of a rounded scale, those of that scale."""
+    eps, bound = eps if by != "inverse" else (eps[0], "largest")
     x = randn(*shape, dtype=dtype) * 3
     for config in (None, PART):
         how = config if config is not None and shape[-1] > config[0] else None
-        q, scale = quantize.forward(x, None, None, None, eps, how, by=by)
-        want, exactly = FUSION_RULES["quantize_per_token"].reference(x.float(), eps, by)
+        q, scale = quantize.forward(x, None, None, None, eps, how, by=by, bound=bound)
+        want, exactly = FUSION_RULES["quantize_per_token"].reference(
+            x.float(), eps, by, bound, "none"
+        )
         assert (q.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, exactly.shape)
         torch.testing.assert_close(
             scale.float(), exactly, rtol=0 if dtype == torch.float32 else 1e-2, atol=0
@@ -118,16 +123,35 @@ def test_quantize_per_token(shape, eps, by, dtype):
 
 @runs_kernels
 @product(
+    shape=[(7, 100), (3, 2049), (2, 3, 5, 33), (0, 8)],
+    eps=[None, 0.05],
+    by=BY,
+    dtype=[torch.bfloat16, torch.float16],
+)
+def test_quantize_per_token_of_a_wide_copy(shape, eps, by, dtype):
+    """x.float() is not written; the integers and scales are its own, to the last bit."""
+    x = randn(*shape, dtype=dtype) * 3
+    q, scale = FUSION_RULES["quantize_per_token"].launched(
+        (x, eps, by, "largest", "fp32"), save=False
+    )
+    want, exactly = FUSION_RULES["quantize_per_token"].reference(x, eps, by, "largest", "fp32")
+    assert scale.dtype == torch.float32 and torch.equal(scale, exactly)
+    assert torch.equal(q, want)
+
+
+@runs_kernels
+@product(
     shape=[(1, 1), (7, 100), (3, 300), (2, 3, 5, 33), (100,), (2, 128, 5), (0, 8)],
-    scaled=[(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)],
+    scales=[(True, None, None), (True, 1.0, 0.05), (False, None, 1e-5)],
     by=BY,
     dtype=FLOATS,
 )
-def test_rms_norm_quantize(shape, scaled, by, dtype):
+def test_rms_norm_quantize(shape, scales, by, dtype):
     """Scale within its dtype; the integers of that scale, but where the quotient is half way
     between two.
     """
-    weight, offset, eps = scaled
+    weight, offset, eps = scales
+    bound = "largest" if eps is None or by == "inverse" else "scale"
     x = (
         (randn(2 * shape[0], *shape[1:], dtype=dtype) * 3)[::2]
         if len(shape) == 2
@@ -135,17 +159,17 @@ def test_rms_norm_quantize(shape, scaled, by, dtype):
     )
     w = randn(shape[-1], dtype=dtype) if weight else None
     args = x, w, offset, 1e-6
-    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps, by) is None
+    assert FUSION_RULES["rms_norm_quantize"].guard_fn(*args, eps, by, bound) is None
     y = FUSION_RULES["rms_norm"].reference(exact(x), exact(w), offset, 1e-6)
     for config in (None, PART) if shape[-1] > PART[0] else (None,):
-        q, scale = quantize.forward(*args, eps, config, by=by)
+        q, scale = quantize.forward(*args, eps, config, by=by, bound=bound)
         assert (q.dtype, q.shape, scale.dtype, scale.shape) == (
             torch.int8,
             x.shape,
             dtype,
             (*x.shape[:-1], 1),
         )
-        _, want = scaled_by(y, eps, by)
+        _, want = scaled(y, largest(y), eps, by, bound)
         torch.testing.assert_close(
             scale.double(), want, rtol=3e-6 if dtype == torch.float32 else 1e-2, atol=0
         )
@@ -159,7 +183,7 @@ def test_rms_norm_quantize(shape, scaled, by, dtype):
 def test_rms_norm_quantize_of_nan_infinity_and_zero(by):
     x = randn(5, 40)
     x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
-    args = x, None, None, 1e-6, None, by
+    args = x, None, None, 1e-6, None, by, "largest"
     q, scale = FUSION_RULES["rms_norm_quantize"].launched(args, save=False)
     want, exactly = FUSION_RULES["rms_norm_quantize"].reference(*args)
     torch.testing.assert_close(scale, exactly, equal_nan=True)
@@ -171,7 +195,7 @@ def test_rms_norm_quantize_of_nan_infinity_and_zero(by):
 @pytest.mark.parametrize("by", BY)
 def test_quantize_per_token_of_tiny_and_huge_numbers(by):
     for power in (-140, -120, -100, -60, -20, 100, 125):
-        args = randn(4, 60) * 2.0**power, None, by
+        args = randn(4, 60) * 2.0**power, None, by, "largest", "none"
         got = FUSION_RULES["quantize_per_token"].launched(args, save=False)
         for g, w in zip(got, FUSION_RULES["quantize_per_token"].reference(*args), strict=True):
             assert torch.equal(g, w), power
@@ -182,7 +206,7 @@ def test_quantize_per_token_of_tiny_and_huge_numbers(by):
 def test_quantize_per_token_of_nan_infinity_and_zero(by):
     x = randn(4, 40)
     x[1, 3], x[2], x[3, 5] = math.nan, 0.0, math.inf
-    args = x, None, by
+    args = x, None, by, "largest", "none"
     q, scale = FUSION_RULES["quantize_per_token"].launched(args, save=False)
     torch.testing.assert_close(
         scale, FUSION_RULES["quantize_per_token"].reference(*args)[1], equal_nan=True
@@ -234,10 +258,35 @@ def test_an_inverted_scale_gives_its_own_integers(fn, by):
     (node,) = fused_nodes(gm)
     assert node.target is torch.ops.fusion.quantize_per_token.default and node.args[2] == by
     q, _ = with_kernels(gm)(x)
-    if by != "scale" or DEVICE == "cuda":  # the interpreter has no fused multiply-add
-        assert torch.equal(q, fn(x)[0])
-    others = [FUSION_RULES["quantize_per_token"].reference(x, None, b)[0] for b in BY if b != by]
+    assert torch.equal(q, fn(x)[0])
+    reference = FUSION_RULES["quantize_per_token"].reference
+    others = [reference(x, None, b, "largest", "none")[0] for b in BY if b != by]
     assert all((q != other).any() for other in others)
+
+
+def of_a_wide_copy(x):
+    x = x.float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def of_a_narrow_maximum(x):
+    scale = x.abs().max(-1, keepdim=True).values.float().clamp(min=1e-5) / 127
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def with_a_wide_inverse(x):
+    scale = 127 / x.abs().amax(-1, keepdim=True).float().clamp(min=1e-5)
+    return (x * scale).round().to(torch.int8), scale
+
+
+@pytest.mark.parametrize("fn", [of_a_wide_copy, with_a_wide_inverse])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_narrow_tensor_is_read(fn, dtype):
+    x = torch.randn(64, 512, device=DEVICE, dtype=dtype)
+    gm = rewritten(fn, x)
+    (node,) = fused_nodes(gm)
+    assert node.args[4] == "fp32" and node.args[0].op == "placeholder"
 
 
 def multiplied_by_the_scale(x):

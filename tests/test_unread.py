@@ -239,8 +239,10 @@ def test_the_sum_is_not_written(name, rows, n, on_h200):
 def test_the_scale_is_not_written(name, n, on_h200):
     with FakeTensorMode():
         x = torch.empty(64, n, dtype=torch.bfloat16)
-        norm = (None, None, 1e-6) if name == "rms_norm_quantize" else ()
-        args = (x, *norm, 1e-5, "scale")
+        normed = name == "rms_norm_quantize"
+        how = (None, None, 1e-6, 1e-5, "scale", "scale")
+        how = how if normed else (1e-5, "scale", "scale", "none")
+        args = (x, *how)
         for unread in ((), (1,)):
             run = lambda u=unread: OPS[name].launched(args, save=False, unread=u)  # noqa: E731
             ((_, named),) = launched(run)

@@ -40,9 +40,9 @@ OTHER_WAYS = {
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "norm_rotary": [dict(form=-1)],  # of neighbours
-    **dict.fromkeys(  # by the reciprocal of the scale, and by the inverse
-        ("quantize_per_token", "rms_norm_quantize"), [dict(form=1), dict(form=2)]
-    ),
+    # of x as it is, by the reciprocal of the scale, and by the inverse of the largest
+    "quantize_per_token": [dict(form=form) for form in (1, 5, 9)],
+    "rms_norm_quantize": [dict(form=form) for form in (2, 4)],
     "token_log_probs": [dict(form=-1)],  # of an index that wraps, and logsumexp
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
     "modulated_norm": [dict(form=form) for form in (8, 3)],

@@ -67,7 +67,24 @@ def masks_of_booleans() -> None:
     builder.create_masked_store = create_masked_store
 
 
+def fma_of_one_rounding() -> None:
+    """Let the interpreter's fused multiply-add in fp32 round once, as that of a GPU does. The
+    product is exact in fp64, where it rounds the product and the sum.
+    """
+    builder = interpreter.InterpreterBuilder
+    before = builder.create_fma
+
+    def create_fma(self, x, y, z):
+        if z.data.dtype != "float32":
+            return before(self, x, y, z)
+        wide = x.data.astype("float64") * y.data + z.data
+        return interpreter.TensorHandle(wide.astype("float32"), z.dtype.scalar)
+
+    builder.create_fma = create_fma
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    fma_of_one_rounding()
     if triton.__version__.startswith("3.6."):
         index_of_one_element()
     if triton.__version__.startswith("3.9."):

@@ -73,8 +73,8 @@ def test_rms_norm_quantize(rows, n, dtype, by):
         torch.randn(rows, n, device="cuda").to(dtype),
         (torch.rand(n, device="cuda") + 0.5).to(dtype),
     )
-    q, scale = NORM.launched((x, w, None, 1e-6, 1e-5, by), save=False)
-    _, want = NORM.reference(x.double(), w.double(), None, 1e-6, 1e-5, by)
+    q, scale = NORM.launched((x, w, None, 1e-6, 1e-5, by, "largest"), save=False)
+    _, want = NORM.reference(x.double(), w.double(), None, 1e-6, 1e-5, by, "largest")
     # some roundings on either side; one step of bf16
     step = 5e-7 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(scale.double(), want, rtol=step, atol=0)
@@ -92,6 +92,6 @@ def test_quantize_per_token_at_ties(n, by):
     """The inverse is rounded once more than the scale, which shows half way between integers."""
     scale = torch.rand(64, 1, device="cuda") + 0.5
     steps = (torch.arange(n - 1, device="cuda") % 254 - 127 + 0.5) * scale
-    args = torch.cat([127 * scale, steps], 1), None, by
+    args = torch.cat([127 * scale, steps], 1), None, by, "largest", "none"
     for got, want in zip(TOKEN.launched(args, save=False), TOKEN.reference(*args), strict=True):
         assert torch.equal(got, want)

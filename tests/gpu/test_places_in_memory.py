@@ -40,19 +40,19 @@ CASES = [
             "layer",
         ),
     ),
-    ("l2_norm", 4096, lambda x, v, rows: (x(), 1e-6, "scale")),
-    ("l2_norm", 100_000, lambda x, v, rows: (x(), 1e-6, "scale")),
+    ("l2_norm", 4096, lambda x, v, rows: (x(), 1e-6, "scale", "scale", "none")),
+    ("l2_norm", 100_000, lambda x, v, rows: (x(), 1e-6, "scale", "scale", "none")),
     ("softmax", 4096, lambda x, v, rows: (x(), 0.5, None, None, None)),
     ("softmax", 65536, lambda x, v, rows: (x(), None, None, None, None)),
     ("softmax", 100_000, lambda x, v, rows: (x(), None, None, None, None)),
-    ("quantize_per_token", 4096, lambda x, v, rows: (x(), 1e-6, "scale")),
-    ("quantize_per_token", 65536, lambda x, v, rows: (x(), 1e-6, "scale")),
+    ("quantize_per_token", 4096, lambda x, v, rows: (x(), 1e-6, "scale", "scale", "none")),
+    ("quantize_per_token", 65536, lambda x, v, rows: (x(), 1e-6, "scale", "scale", "none")),
     # in bf16, Inductor's own gradient of amax may be NaN (on CPU it is): it compares what is
     # rounded with what is not
     (
         "rms_norm_quantize",
         4096,
-        lambda x, v, rows: (x().float(), v().float(), None, 1e-5, 1e-6, "scale"),
+        lambda x, v, rows: (x().float(), v().float(), None, 1e-5, 1e-6, "scale", "scale"),
     ),
     (
         "cross_entropy",

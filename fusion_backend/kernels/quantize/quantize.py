@@ -32,16 +32,16 @@ def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
 def forward(
     x: Tensor, weight: Tensor | None, offset: float | None, norm_eps: float | None,
     eps: float | None, how: tuple[int, int, int] | None = None, scale_is_read: bool = True,
-    by: str = "scale",
+    by: str = "scale", bound: str = "scale", wide: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, both contiguous. The scale is empty and
-    not written where nobody reads it.
+    """q `[..., n]` int8 and scale `[..., 1]` in x's dtype, or in fp32 if wide, both contiguous. The
+    scale is empty and not written where nobody reads it.
 
     x is `[..., n]` in fp32, bf16 or fp16, its columns one element apart (else it is copied); weight
-    `[n]` of x's dtype, contiguous, or None. norm_eps None: no norm. eps None: the scale has no
-    lower bound. by: "scale", q of y / scale; "reciprocal", q of y · (1 / scale); "inverse", q of
-    y · scale with the inverse as the scale, and eps as the lower bound of max(abs(y)). Grid: rows /
-    rows_each.
+    `[n]` of x's dtype, contiguous, or None. norm_eps None: no norm. eps: the lower bound of the
+    scale, or with bound "largest" of max(abs(y)); None: no bound. by: "scale", q of y / scale;
+    "reciprocal", q of y · (1 / scale); "inverse", q of y · scale, where scale = 127 / max(abs(y)).
+    Grid: rows / rows_each.
     """
     n, norm = number(x.shape[-1]), norm_eps is not None
     kernel = "rms_norm_quantize" if norm else "quantize_per_token"
@@ -49,7 +49,7 @@ def forward(
     block, rows_each, warps, *_ = how or tuned(kernel, x.numel() // n, n, x.element_size(), rule)
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale_shape = (*x.shape[:-1], 1) if scale_is_read else (0,)
-    scale = torch.empty(scale_shape, dtype=x.dtype, device=x.device)
+    scale = torch.empty(scale_shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
     x, rows, stride = as_rows(x)
     kernel, rest = (
         (quantize_rows_kernel, dict(ROWS=rows_each))
@@ -61,8 +61,8 @@ def forward(
     launch(
         kernel, ((rows + rows_each - 1) // rows_each,), x, weight, q,
         scale if scale_is_read else None, rows, offset or 0.0, norm_eps or 0.0, eps or 0.0,
-        STRIDE=stride, N=n, NORM=norm, BY=by, DIVIDE=x.device.type == "cpu", BLOCK=block,
-        num_warps=warps, **rest,
+        STRIDE=stride, N=n, NORM=norm, BY=by, BOUND=bound, WIDE=wide,
+        DIVIDE=x.device.type == "cpu", BLOCK=block, num_warps=warps, **rest,
     )  # fmt: skip
     return q, scale
 
@@ -78,15 +78,18 @@ def sum_and_top(total, top, more, other):
 
 
 @triton.jit
-def scale_of(top, eps, BY: tl.constexpr, DIVIDE: tl.constexpr):
+def scale_of(top, eps, BY: tl.constexpr, BOUND: tl.constexpr, DIVIDE: tl.constexpr):
     """The scale of rows whose largest value is top; NaN of NaN."""
     least = tl.cast(eps, tl.float32)
+    if BOUND == "largest":
+        top = larger_or_nan(top, least)
     if BY == "inverse":  # torch divides a number by a tensor in two steps
-        return tl.div_rn(1.0, larger_or_nan(top, least)) * 127.0
+        scale = tl.div_rn(1.0, top) * 127.0
     elif DIVIDE:
-        return larger_or_nan(tl.div_rn(top, 127.0), least)
+        scale = tl.div_rn(top, 127.0)
     else:
-        return larger_or_nan(top * 0.007874015718698502, least)  # 1 / 127 in fp32
+        scale = top * 0.007874015718698502  # 1 / 127 in fp32
+    return larger_or_nan(scale, least) if BOUND == "scale" else scale
 
 
 @triton.jit
@@ -143,7 +146,8 @@ def weighted(x, W, rstd, col, offset, N: tl.constexpr):
 def quantize_rows_kernel(
     X, W, Q, SCALE, rows, offset, norm_eps, eps,
     STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BOUND: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
@@ -159,13 +163,14 @@ def quantize_rows_kernel(
         top *= rstd
     else:
         top = tl.reduce(tl.abs(x), 1, larger_or_nan, keep_dims=True)
-    scale = scale_of(top, eps, BY, DIVIDE).to(X.dtype.element_ty)
+    kept: tl.constexpr = tl.float32 if WIDE else X.dtype.element_ty
+    scale = scale_of(top, eps, BY, BOUND, DIVIDE).to(kept)
     if SCALE is not None:
         tl.store(SCALE + row, scale, row < rows)
     scale = scale.to(tl.float32)
     # Of a scale that is a normal number q is one, and not below -128: half the instructions, which
     # are the limit.
-    least: tl.constexpr = 6.103515625e-05 if X.dtype.element_ty == tl.float16 else 1e-30
+    least: tl.constexpr = 6.103515625e-05 if kept == tl.float16 else 1e-30
     normal = (scale >= least) & (scale < float("inf"))
     if NORM:
         factor = rstd * (scale if BY == "inverse" else tl.div_rn(1.0, scale))
@@ -182,7 +187,7 @@ def quantize_rows_kernel(
 def quantize_long_rows_kernel(
     X, W, Q, SCALE, rows, offset, norm_eps, eps,
     STRIDE: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BOUND: tl.constexpr, WIDE: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -199,7 +204,8 @@ def quantize_long_rows_kernel(
         if NORM:
             x = weighted(x, W, rstd, start + lane, offset, N)
         tops = larger_or_nan(tops, tl.abs(x))
-    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, BY, DIVIDE).to(X.dtype.element_ty)
+    kept: tl.constexpr = tl.float32 if WIDE else X.dtype.element_ty
+    scale = scale_of(tl.reduce(tops, 0, larger_or_nan), eps, BY, BOUND, DIVIDE).to(kept)
     if SCALE is not None:
         tl.store(SCALE + row, scale)
     for start in tl.range(0, N, BLOCK):
