@@ -104,7 +104,7 @@ class StorageGroup:
 
     def __init__(self, nodes: list[fx.Node], trained: bool):
         self.maker = nodes[0]
-        several = isinstance(nodes[0].meta.get("val"), tuple | list)
+        several = isinstance(nodes[0].meta.get("val"), tuple | list) and not is_mutation(nodes[0])
         self.nodes = nodes = nodes[several:]
         last = max(i for i, n in enumerate(nodes) if is_mutation(n))
         self.only_whole = all(part_of_chain(n, nodes[0], trained) for n in nodes[:last])
