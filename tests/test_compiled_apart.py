@@ -42,15 +42,6 @@ def test_a_graph_is_waited_for_when_it_is_needed(waits):
     assert len(waits) == 4
 
 
-@config.patch(compile_threads=2, force_disable_caches=True)
-def test_a_graph_that_nobody_waited_for_is_not_met_again():
-    """Inductor loads the code of a graph anew, even if it has loaded the same code before."""
-    x = torch.randn(8, 16)
-    graph = traced(lambda x: (torch.sinh(x) * 3,), x)
-    apart.begun_apart(graph, [x])
-    torch.testing.assert_close(apart.compiled_apart(graph, [x])(x)[0], torch.sinh(x) * 3)
-
-
 @config.patch(compile_threads=2)
 def test_equal_kernels_are_loaded_once():
     """A kernel that is loaded twice would be tuned twice."""
