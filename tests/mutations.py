@@ -266,7 +266,7 @@ MUTATIONS = {
     ),
     "functional: code of two regions becomes one chain": Mutation(
         "fusion_backend/capture/functionalize.py",
-        "    if view.region.get(root) != view.region.get(n):\n",
+        "    if view.region.get(maker) != view.region.get(n):\n",
         "    if False:\n",
         "tests/test_rewrite.py tests/oracle/test_inplace.py",
     ),
