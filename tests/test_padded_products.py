@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.host_runs.without_gpu import cpu_tensors_pass
-from fusion_backend.compat.apart import compiled_apart
+from fusion_backend.compat.apart import begun_apart
 from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.kernels.loss.cross_entropy import gradient_in_place
 
@@ -27,7 +27,7 @@ def both(x, w, target, scale):
     return logits, gradient, losses
 
 with cpu_tensors_pass(), code_for_cuda() as codes, config.patch(force_shape_pad=True):
-    compiled_apart(make_fx(both, tracing_mode="fake")(*inputs), inputs)(*inputs)
+    begun_apart(make_fx(both, tracing_mode="fake")(*inputs), inputs)()(*inputs)
 print(json.dumps(codes))
 """
 

@@ -299,6 +299,44 @@ def divided_by_the_inverse(x):
     return torch.clamp(torch.round(x / scale), -128, 127).to(torch.int8), scale
 
 
-@pytest.mark.parametrize("fn", [multiplied_by_the_scale, divided_by_the_inverse])
-def test_a_scale_that_is_used_the_wrong_way_round_is_left_alone(fn):
+def to_four_bits(x):
+    scale = 7 / x.abs().amax(-1, keepdim=True)
+    return torch.clamp(torch.round(x * scale), -8, 7).to(torch.int8), scale
+
+
+def cut_off_below_the_largest(x):
+    scale = 127 / x.abs().amax(-1, keepdim=True)
+    return torch.clamp(torch.round(x * scale), -64, 63).to(torch.int8), scale
+
+
+def by_the_scale_of_another(x):
+    """Without a clamp, its integers may overflow."""
+    scale = 127 / (x + 1).abs().amax(-1, keepdim=True)
+    return torch.round(x * scale).to(torch.int8), scale
+
+
+def by_the_largest_without_a_sign(x):
+    scale = 127 / x.amax(-1, keepdim=True)
+    return torch.round(x * scale).to(torch.int8), scale
+
+
+def of_a_copy_in_fp64(x):
+    x = x.double()
+    scale = 127 / x.abs().amax(-1, keepdim=True)
+    return torch.round(x * scale).to(torch.int8), scale
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        multiplied_by_the_scale,
+        divided_by_the_inverse,
+        to_four_bits,
+        cut_off_below_the_largest,
+        by_the_scale_of_another,
+        by_the_largest_without_a_sign,
+        of_a_copy_in_fp64,
+    ],
+)
+def test_what_is_not_this_quantisation_is_left_alone(fn):
     assert_fuses(fn, torch.randn(64, 512), pattern="quantize_per_token", count=0)

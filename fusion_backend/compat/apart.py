@@ -34,17 +34,13 @@ Waiting = list[tuple[AsyncCompile, dict]]  # who waits for workers, and the name
 LOADED: weakref.WeakKeyDictionary[CodeCacheFuture, object] = weakref.WeakKeyDictionary()
 
 
-def compiled_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """A graph compiled by Inductor for real inputs, forward and backward at once, without any
-    effect on the compilation that is under way: without that one's tracing context and metrics,
-    without caches of graphs, and without CUDA graphs. Triton's cache of kernels is used.
-    """
-    return begun_apart(gm, inputs)()
-
-
 def begun_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Callable]:
-    """`compiled_apart` as far as it goes without waiting for Inductor's workers. The function that
-    it returns waits for them, and returns the compiled graph.
+    """Inductor's code of a graph, forward and backward at once, for real inputs. The function that is
+    returned waits for Inductor's workers, and returns the compiled graph.
+
+    It has no effect on the compilation that is under way, and goes without that one's tracing
+    context and metrics, without caches of graphs, and without CUDA graphs. Triton's cache of
+    kernels is used.
     """
     theirs = {"triton.cudagraphs": False, "fx_graph_cache": False, "fx_graph_remote_cache": False}
     theirs["trace.enabled"] = False  # TORCH_COMPILE_DEBUG is about the user's graphs

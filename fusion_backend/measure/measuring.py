@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
-# Smaller choices than one that has won are raced in this part of the time to measure. Each costs
-# about as much as the first race of another region, and gains less.
+# The part of the time in which a better choice than one that has won is looked for. The rest is for
+# regions of which nothing is known.
 REFINING = 0.25
 
 
