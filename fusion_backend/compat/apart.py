@@ -35,8 +35,8 @@ LOADED: weakref.WeakKeyDictionary[CodeCacheFuture, object] = weakref.WeakKeyDict
 
 
 def begun_apart(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Callable]:
-    """Inductor's code of a graph, forward and backward at once, for real inputs. The function that is
-    returned waits for Inductor's workers, and returns the compiled graph.
+    """Inductor's code of a graph, forward and backward at once, for real inputs. The function that
+    is returned waits for Inductor's workers, and returns the compiled graph.
 
     It has no effect on the compilation that is under way, and goes without that one's tracing
     context and metrics, without caches of graphs, and without CUDA graphs. Triton's cache of
