@@ -28,6 +28,7 @@ from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusion_backend.compat.channels_last import tell_inductor
+from fusion_backend.compat.compile_time import hastened
 from fusion_backend.compat.launchers import inductors_launcher
 from fusion_backend.compat.padded import copied_where_padded
 from fusion_backend.compat.torch import inductor
@@ -72,7 +73,7 @@ def compile_graph(
     """
     before = copy_of(gm.graph) if options.get("is_backward") else None
     try:
-        with our_kernels():
+        with our_kernels(), hastened():
             return compile_fx_inner(gm, example_inputs, **options)
     except Exception as error:
         if before is None:

@@ -11,6 +11,7 @@ from torch import fx
 from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.capture.cut_graphs import Parts
+from fusion_backend.compat.compile_time import hastened
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
@@ -49,7 +50,8 @@ class FusionBackend:
         reporting.add(record)
         observed = as_a_part(gm, example_inputs, record)
         try:
-            return observed(self.compile(gm, example_inputs, mode, ours, theirs, record))
+            with hastened():
+                return observed(self.compile(gm, example_inputs, mode, ours, theirs, record))
         except RestartAnalysis:
             # Dynamo hands the graph over again, with a float that Inductor wants constant
             reporting.take_back(record)
