@@ -90,6 +90,9 @@ class Stub:
     replaced: list = dataclasses.field(default_factory=list)
     compile_s: float = 0.0
 
+    def generated(self, chosen):
+        return False
+
     @property
     def asked(self) -> list[list[str]]:
         return [[d.match.pattern.name for d in chosen] for chosen in self.replaced]

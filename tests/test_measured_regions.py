@@ -407,10 +407,10 @@ def cuda(monkeypatch):
 
 def test_a_region_must_fit_in_what_is_free_and_in_what_is_reserved(cuda, monkeypatch):
     cut = attention_cut()
-    contests.check_memory(cut, cuda)  # 2 MB are reserved and not used
+    contests.check_memory(cuda, cut)  # 2 MB are reserved and not used
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 << 20)
     with pytest.raises(NotMeasurable, match="it takes up to .* GB to measure, and .* are free"):
-        contests.check_memory(cut, cuda)
+        contests.check_memory(cuda, cut)
 
 
 def test_the_gpu_is_waited_for_but_not_for_ever(cuda, monkeypatch):

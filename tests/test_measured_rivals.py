@@ -129,3 +129,42 @@ def test_what_inductor_computes_with_its_neighbours_is_tried_without_the_kernels
         measuring.ALLOWANCE.spend(0.25 * 20 + 1)
         assert fused(decided(fn, x)) == ["batch_norm", "gelu"]
     assert stub.asked == [["batch_norm", "gelu"]]
+
+
+@pytest.mark.parametrize("gate, searches", [("auto", False), ("measure", True)])
+def test_after_half_of_the_time_sites_are_not_tried_one_by_one(
+    gate, searches, monkeypatch, tmp_path
+):
+    norm = torch.nn.BatchNorm1d(1024).eval().bfloat16()
+
+    def fn(x):
+        return F.gelu(norm(x)).relu()
+
+    def only_alone(chosen):
+        return {"batch_norm": 1.0, "gelu": 1.3}[chosen[-1].match.pattern.name] - (len(chosen) - 1)
+
+    x = torch.randn(4096, 1024, dtype=torch.bfloat16)
+    for spent, tried in ((9, True), (11, searches)):
+        place = tmp_path / f"{gate}{spent}"
+        with as_on_a_gpu(monkeypatch, place, only_alone) as stub, torch.no_grad():
+            measuring.ALLOWANCE.spend(1)
+            measuring.ALLOWANCE.spend(spent - 1)
+            record = decided(fn, x, gate=gate, measure_s=20)
+        assert stub.asked[0] == ["batch_norm", "gelu"]
+        assert (stub.asked[1:3] == [["batch_norm"], ["gelu"]]) == tried
+        assert fused(record) == (["gelu"] if tried else [])
+
+
+@pytest.mark.parametrize("spent, tried", [(9, True), (11, False)])
+def test_after_half_of_the_time_the_other_half_is_not_tried(spent, tried, monkeypatch, tmp_path):
+    """The forward by Inductor and the backward by the kernel, or both by kernels."""
+
+    def norm(x):
+        return F.layer_norm(x, (4096,))
+
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.0) as stub:
+        measuring.ALLOWANCE.spend(1)
+        measuring.ALLOWANCE.spend(spent - 1)
+        decided(norm, *tensors((4096, 4096), grad=True), measure_s=20)
+    forwards = [chosen[0].forward for chosen in stub.replaced]
+    assert len(forwards) == 1 + tried and len(set(forwards)) == 1 + tried

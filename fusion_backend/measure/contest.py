@@ -55,16 +55,34 @@ class Run:
 
 
 class Contest:
-    """Plain Inductor's code of a region against others, on the same inputs.
+    """Plain Inductor's code of a region against others, on the same inputs. At first that code is
+    only generated, and Inductor's workers compile its kernels; `start` waits for them.
 
     first: the sites that will be replaced first. If they can be compiled by `until`, the code with
-    them is generated before Inductor's workers have compiled the kernels of the plain one.
+    them is generated, too. beside: a cut whose contest takes place at the same time.
     """
 
-    def __init__(self, cut: Cut, first: list[Decision] | None = None, until: float = math.inf):
+    def __init__(
+        self,
+        cut: Cut,
+        first: list[Decision] | None = None,
+        until: float = math.inf,
+        beside: Cut | None = None,
+    ):
         self.cut, self.device = cut, cut.device
-        check_memory(cut, self.device)
+        check_memory(self.device, cut, *([beside] if beside else []))
         self.inputs = made_up(cut, self.device)
+        self.tangents: list[torch.Tensor] | None = None
+        self.ahead: tuple[list[Decision], Callable[[], Callable], float] | None = None
+        started = time.perf_counter()
+        self.plain_code = self.begun([])
+        self.compile_s = time.perf_counter() - started
+        if first is not None and until - time.perf_counter() > self.compile_s:
+            self.begin(first)
+
+    def start(self) -> None:
+        """Wait for the kernels of the plain code, and run it."""
+        cut = self.cut
         # tensors that the graph computes before the region: they are in L2, as far as they fit
         made, order = dict(zip(cut.inputs, self.inputs, strict=True)), cut.facts.order
         last = max(order[r] for d in cut.region.sites for r in d.match.roots)
@@ -74,16 +92,9 @@ class Contest:
         self.convolves = any(map(convolution, cut.region.nodes))
         layout, bias = WORTH_OF_LAYOUT * self.convolves, WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
-        self.tangents: list[torch.Tensor] | None = None
-        self.ahead: tuple[list[Decision], Callable[[], Callable], float] | None = None
         started = time.perf_counter()
-        plain = self.begun([])
-        took = time.perf_counter() - started
-        if first is not None and until - time.perf_counter() > took:
-            self.begin(first)
-        started = time.perf_counter()
-        self.plain = self.finished(plain)
-        self.compile_s = took + time.perf_counter() - started
+        self.plain = self.finished(self.plain_code)
+        self.compile_s += time.perf_counter() - started
         # our random numbers differ from Inductor's, which themselves differ from run to run
         again = self.named(self.plain.call())
         self.random = bool(self.different(again))
@@ -105,14 +116,19 @@ class Contest:
             begun = self.begun(chosen)
             self.ahead = chosen, begun, time.perf_counter() - started
 
+    def generated(self, chosen: list[Decision]) -> bool:
+        """Is there code of the region with these sites replaced already?"""
+        return self.ahead is not None and self.ahead[0] is chosen
+
     def compiled(self, chosen: list[Decision]) -> tuple[Run, float]:
         """The region with these sites replaced, compiled and run once, and the seconds that its
         compilation took.
         """
-        ahead, self.ahead = self.ahead, None
+        known = self.ahead if self.generated(chosen) else None
+        self.ahead = None
         started, before = time.perf_counter(), 0.0
-        if ahead is not None and ahead[0] is chosen:
-            _, begun, before = ahead
+        if known is not None:
+            _, begun, before = known
         else:
             begun = self.begun(chosen)
         run = self.finished(begun)
@@ -189,13 +205,21 @@ class Contest:
 
 @contextlib.contextmanager
 def contest(
-    cut: Cut, first: list[Decision] | None = None, until: float = math.inf
+    cut: Cut,
+    first: list[Decision] | None = None,
+    until: float = math.inf,
+    begun: Contest | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Iterator[Contest]:
-    """A contest, after which memory and random numbers are as they were."""
+    """A contest, after which memory and random numbers are as they were.
+
+    begun: the same contest, if its code has been generated already. meanwhile: what can be done
+    while Inductor's workers compile.
+    """
     on_gpu = cut.device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise NotMeasurable("a CUDA graph is being captured")
-    held = None
+    held = begun
     # events are recorded on the current GPU, which need not be the region's
     here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
     drawn = torch.random.fork_rng(devices=[cut.device] if on_gpu else [])
@@ -204,7 +228,9 @@ def contest(
         with contextlib.ExitStack() as inside:
             for mode in (here, drawn, *usual):
                 inside.enter_context(mode)
-            held = Contest(cut, first, until)
+            held = held or Contest(cut, first, until)
+            meanwhile()
+            held.start()
             yield held
     except torch.OutOfMemoryError as error:
         raise NotMeasurable("there is not enough memory to measure it") from error
@@ -215,11 +241,11 @@ def contest(
             torch.cuda.empty_cache()
 
 
-def check_memory(cut: Cut, device: torch.device) -> None:
-    """Raise NotMeasurable unless a region with its gradients and intermediates fits in memory."""
+def check_memory(device: torch.device, *cuts: Cut) -> None:
+    """Raise NotMeasurable unless regions with their gradients and intermediates fit in memory."""
     if device.type != "cuda":
         return
-    values = [n.meta["val"] for n in (*cut.inputs, *cut.region.nodes)]
+    values = [n.meta["val"] for cut in cuts for n in (*cut.inputs, *cut.region.nodes)]
     need = 2 * sum(nbytes(v) for v in values if isinstance(v, torch.Tensor))
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

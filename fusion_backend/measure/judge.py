@@ -31,7 +31,13 @@ from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.bound import bound, has_product, least, promises, value
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
-from fusion_backend.measure.measuring import ONE_SHORT_LAUNCH, has_kernels, measured, unanswered
+from fusion_backend.measure.measuring import (
+    ONE_SHORT_LAUNCH,
+    Lookahead,
+    has_kernels,
+    measured,
+    unanswered,
+)
 from fusion_backend.measure.region import Region, regions
 from fusion_backend.measure.store import Answer, answer_of
 from fusion_backend.options import Options
@@ -196,10 +202,11 @@ class Judge:
         claimed, and then waits for the others' answers.
         """
         found: dict[int, Answer] = {}
+        ahead = Lookahead([c for c in classes if self.measures_next(c)], self.options)
         for c in classes:
             key = self.key_of(c)
             if self.ranks is None or key is None or self.ranks.claim(key):
-                found[id(c)] = self.own(c)
+                found[id(c)] = self.own(c, ahead)
                 if self.ranks is not None and key is not None:
                     mine = found[id(c)].to_json()
                     told = self.ranks.publish(key, mine)
@@ -233,7 +240,13 @@ class Judge:
         all_of_it = self.options.gate == "measure"
         return PATIENCE_S if all_of_it else self.options.measure_s + WAITING_S
 
-    def own(self, c: Class) -> Answer:
+    def measures_next(self, c: Class) -> bool:
+        """Will this process measure the class when its turn comes, as far as can be said now?"""
+        single = self.ranks is None or self.ranks.store is None
+        unknown = known_answer(c.key, self.options) is None
+        return self.measures and single and unknown and not self.small(c)
+
+    def own(self, c: Class, ahead: Lookahead) -> Answer:
         """The answer that this process knows or measures."""
         found = known_answer(c.key, self.options)
         if found is None and self.measures:
@@ -241,7 +254,7 @@ class Judge:
                 found = unanswered(c, SMALL_PART)
             else:
                 started = time.thread_time()
-                found = measured(c, self.options, self.record)
+                found = measured(c, self.options, self.record, ahead)
                 self.thread_s += time.thread_time() - started
             self.settled &= found.kept or final(c, found)
         if c.key:

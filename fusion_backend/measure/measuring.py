@@ -4,8 +4,11 @@ choice is certain or the time is up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import functools
+import itertools
 import statistics
 import threading
 import time
@@ -32,9 +35,10 @@ if TYPE_CHECKING:
 
 
 ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
-# The part of the time in which a better choice than one that has won is looked for. The rest is for
-# regions of which nothing is known.
-REFINING = 0.25
+# The parts of the time in which a better choice than one that has won is looked for, and in which
+# the sites of a region that has lost are tried one by one. The rest is for regions of which nothing
+# is known.
+REFINING, SEARCHING = 0.25, 0.5
 
 
 class Allowance:
@@ -53,11 +57,11 @@ class Allowance:
         left = options.measure_s - sum(self.took)
         return left if left > statistics.median(self.took or [0.0]) else 0.0
 
-    def for_refining(self, options: Options) -> float:
-        """The seconds that are left to look for a better choice than one that has won."""
+    def part_left(self, options: Options, part: float) -> float:
+        """The seconds that are left of this part of the time."""
         if options.gate == "measure":
             return float("inf")
-        return REFINING * options.measure_s - sum(self.took)
+        return part * options.measure_s - sum(self.took)
 
     def spend(self, seconds: float) -> None:
         with self.lock:
@@ -67,21 +71,57 @@ class Allowance:
 ALLOWANCE = Allowance()
 
 
-def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
-    """The answer for a class; kept in the store where it is certain."""
+class Lookahead:
+    """The classes that will be measured, as far as is known, and the code of the next one, which is
+    generated while Inductor's workers compile the kernels of the one before.
+    """
+
+    def __init__(self, classes: list[Class], options: Options):
+        self.classes, self.options = classes, options
+        self.next: tuple[Class, Contest] | None = None
+
+    def generate(self, now: Class, until: float) -> None:
+        """Generate the code of the class after this one. Should that fail, it will be generated
+        when the class is measured.
+        """
+        after = itertools.dropwhile(lambda c: c is not now, self.classes)
+        for c in itertools.islice(after, 1, None):
+            if not hindrance(c, self.options) and c.cut.device == now.cut.device:
+                with contextlib.suppress(Exception):
+                    self.next = c, Contest(c.cut, c.sites, until, beside=now.cut)
+                return
+
+    def taken(self, c: Class) -> Contest | None:
+        """The contest of this class, if its code has been generated."""
+        ahead, self.next = self.next, None
+        return ahead[1] if ahead is not None and ahead[0] is c else None
+
+
+def hindrance(c: Class, options: Options) -> str:
+    """Why a class is not measured, however much time there is; "" if it is."""
     if c.cut.region.problem:
-        return unanswered(c, c.cut.region.problem)
+        return c.cut.region.problem
     hopeless = all(bound(d).hopeless and d.doubt is not None for d in c.sites)
-    if hopeless and options.gate != "measure":
-        return unanswered(c, ONE_SHORT_LAUNCH)
+    return ONE_SHORT_LAUNCH if hopeless and options.gate != "measure" else ""
+
+
+def measured(c: Class, options: Options, record: GraphRecord, ahead: Lookahead) -> Answer:
+    """The answer for a class; kept in the store where it is certain."""
+    if why := hindrance(c, options):
+        return unanswered(c, why)
     left, started = ALLOWANCE.left(options), time.perf_counter()
+    begun = ahead.taken(c)
     if left <= 0:
         seconds = f"{options.measure_s:g} s"
         return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
+    until = started + left
+    searching, refining = (
+        started + ALLOWANCE.part_left(options, part) for part in (SEARCHING, REFINING)
+    )
     try:
-        with contest(c.cut, c.sites, started + left) as held:
-            refining = started + ALLOWANCE.for_refining(options)
-            found = Choice(c, held, started + left, refining).answer()
+        meanwhile = functools.partial(ahead.generate, c, until)
+        with contest(c.cut, c.sites, until, begun, meanwhile) as held:
+            found = Choice(c, held, until, searching, refining).answer()
     except Exception as error:
         why = str(error) if isinstance(error, NotMeasurable) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
@@ -97,12 +137,13 @@ def measured(c: Class, options: Options, record: GraphRecord) -> Answer:
 
 
 class Choice:
-    """The races of one class, until a time, and those of smaller choices than one that has won,
-    until an earlier one.
+    """The races of one class, until a time; those of single sites and of smaller choices than one
+    that has won begin before earlier ones, `searching` and `refining`.
     """
 
-    def __init__(self, c: Class, held: Contest, until: float, refining: float):
-        self.c, self.held, self.until, self.refining = c, held, until, refining
+    def __init__(self, c: Class, held: Contest, until: float, searching: float, refining: float):
+        self.c, self.held = c, held
+        self.until, self.searching, self.refining = until, searching, refining
         self.races: list[tuple[list[Decision], Race, int]] = []
         self.rivals: list[tuple[list[Decision], Race, int]] = []
         self.failed = ""  # why a variant could not be timed
@@ -114,37 +155,32 @@ class Choice:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
         are not faster, race each alone, and then those that are faster together; for a single site,
         race the other half (the backward alone, or both). A faster choice also races against the
-        smaller sites that it covers. What follows a choice that has won has less time.
+        smaller sites that it covers. What follows the first race has less time.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
             without = [d for d in sites if not has_kernels(d)]
-            if 0 < len(without) < len(sites) and self.refines:
+            if 0 < len(without) < len(sites) and before(self.refining):
                 self.faster(without)
-        else:
-            if len(sites) > 1:
-                alone = [d for d in sites if self.faster([d])]
-                if 1 < len(alone) < len(sites):
-                    self.faster(alone)
-            elif other := gate.other_half(sites[0]):
-                self.faster([other])
+        elif len(sites) > 1:
+            alone = [d for d in sites if before(self.searching) and self.faster([d])]
+            if 1 < len(alone) < len(sites):
+                self.faster(alone)
+        elif before(self.searching) and (other := gate.other_half(sites[0])):
+            self.faster([other])
         if any(race.verdict == "faster" for _, race, _ in self.races):
             own, self.races = self.races, []
             for rival in rivals(gate, sites):
-                if self.refines:
+                if before(self.refining):
                     self.faster(rival)
             self.rivals, self.races = self.races, own
-
-    @property
-    def refines(self) -> bool:
-        return time.perf_counter() < self.refining
 
     def faster(self, chosen: list[Decision]) -> bool:
         """Race plain Inductor against the region with these sites replaced, if there is time left
         to compile it, for which as long is expected as plain Inductor took.
         """
         seconds = self.until - time.perf_counter()
-        if seconds <= self.held.compile_s:
+        if seconds <= (0.0 if self.held.generated(chosen) else self.held.compile_s):
             return False
         try:
             race, more = self.held.against(chosen, seconds)
@@ -198,6 +234,10 @@ class Choice:
             verdict=verdict,
             more_bytes=more,
         )
+
+
+def before(moment: float) -> bool:
+    return time.perf_counter() < moment
 
 
 def has_kernels(d: Decision) -> bool:
