@@ -11,7 +11,7 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._logging import _internal as torch_logging
 
-import fusion_backend  # noqa: F401  it registers the backend
+from fusion_backend import remembered
 from fusion_backend.compat import compile_time
 
 OPTIONS = {"fusion.gate": "always"}
@@ -31,54 +31,49 @@ def fresh(monkeypatch):
 
 
 @pytest.fixture
-def usual():
-    """Garbage collections as in a process that has done nothing about them."""
-    count = gc.get_freeze_count()
-    gc.unfreeze()
-    yield
-    if count:  # conftest.py has done something
-        gc.freeze()
+def collections(monkeypatch):
+    """The threshold of garbage collections when a graph is fused, and when it is compiled."""
+    found = []
 
+    def watch(owner, name):
+        inner = getattr(owner, name)
 
-@pytest.fixture
-def frozen(monkeypatch):
-    """How many objects were passed over whenever Inductor compiled a graph, forward or backward."""
-    found, inner = [], compile_fx._InProcessFxCompile.codegen_and_compile
+        def watched(*args, **kwargs):
+            found.append((name, gc.get_threshold()[0]))
+            return inner(*args, **kwargs)
 
-    def watched(self, *args, **kwargs):
-        found.append(gc.get_freeze_count())
-        return inner(self, *args, **kwargs)
+        monkeypatch.setattr(owner, name, watched)
 
-    monkeypatch.setattr(compile_fx._InProcessFxCompile, "codegen_and_compile", watched)
+    watch(remembered, "fuse")
+    watch(compile_fx._InProcessFxCompile, "codegen_and_compile")
     return found
 
 
-def test_what_exists_already_is_passed_over_while_a_graph_is_compiled(fresh, usual, frozen):
-    x = torch.randn(4, 8, requires_grad=True)
+def test_garbage_is_rarely_collected_while_a_graph_is_compiled(fresh, collections):
+    x, before = torch.randn(4, 8, requires_grad=True), gc.get_threshold()
     y = torch.compile(norm, backend="fusion", options=OPTIONS)(x)
-    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
     y.sum().backward()  # whose graph is compiled when it first runs
-    assert gc.get_freeze_count() == 0
-    assert len(frozen) == 2 and min(frozen) > 10_000
+    assert gc.get_threshold() == before
+    names = ["fuse", "codegen_and_compile", "codegen_and_compile"]
+    assert collections == [(name, compile_time.RARELY[0]) for name in names]
 
 
-def test_after_an_error_collections_are_as_before(usual):
-    with pytest.raises(ZeroDivisionError), compile_time.hastened():
-        with compile_time.hastened():  # as for a region inside of a compilation
-            assert gc.get_freeze_count() > 10_000
-        assert gc.get_freeze_count() > 10_000
-        raise ZeroDivisionError
-    assert gc.get_freeze_count() == 0
-
-
-def test_a_process_that_passes_over_objects_by_itself_is_left_alone(usual):
-    gc.freeze()
-    count = gc.get_freeze_count()
-    made = [[] for _ in range(1000)]  # objects that are not passed over
-    with compile_time.hastened():
-        assert gc.get_freeze_count() == count
-    assert gc.get_freeze_count() == count and made
-    gc.unfreeze()
+@pytest.mark.parametrize("before", [(700, 10, 10), (0, 10, 10), (200_000, 10, 10), (700, 10, 0)])
+def test_garbage_is_never_collected_more_often_than_before(before):
+    usual, inside = gc.get_threshold(), []
+    gc.set_threshold(*before)
+    try:
+        with pytest.raises(ZeroDivisionError), compile_time.hastened():
+            with compile_time.hastened():  # as for a region inside of a compilation
+                inside.append(gc.get_threshold())
+            inside.append(gc.get_threshold())
+            raise ZeroDivisionError
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*usual)
+    rarely = tuple(max(pair) for pair in zip(before, compile_time.RARELY, strict=True))
+    assert inside == [rarely if before[0] else before] * 2
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -90,6 +90,48 @@ def test_what_cannot_be_generated_ahead_is_generated_when_its_turn_comes(
     assert tried == [64, 32, 32, 16]
 
 
+@pytest.fixture
+def timed(monkeypatch):
+    """Contests of which only the generation of code takes time, as the list says."""
+    clock, generating = [0.0], []
+
+    class Timed(Stub):
+        def __init__(self, *given, **more):
+            super().__init__(lambda chosen: 1.0, replaced=raced)
+            clock[0] += generating.pop(0)
+
+        def start(self):
+            pass
+
+    raced: list = []
+    monkeypatch.setattr(contests, "Contest", Timed)
+    monkeypatch.setattr(measuring, "Contest", Timed)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    return generating, raced
+
+
+def norms_measured(timed, seconds, monkeypatch, tmp_path):
+    """The length of each norm that was raced, for such times to generate code."""
+    generating, raced = timed
+    generating += seconds
+    with as_on_a_gpu(monkeypatch, tmp_path), monkeypatch.context() as m:
+        m.setattr(measuring, "contest", contests.contest)
+        norms = [torch.randn(n, 4096, requires_grad=True) for n in (8192, 4096)]
+        record = decided(lambda *xs: [norm(x) for x in xs], *norms, measure_s=20)
+        took = measuring.ALLOWANCE.took
+    assert took == [*seconds][: len(took)] and record.measure_s == sum(took)
+    return [chosen[0].match.roots[0].meta["val"].shape[0] for chosen in raced]
+
+
+def test_time_is_counted_for_the_class_that_it_is_spent_on(timed, monkeypatch, tmp_path):
+    """Each norm is raced twice within half of the 20 seconds: the first one after 1 second, the
+    second one after 9, or once after 12.
+    """
+    assert norms_measured(timed, [1, 8], monkeypatch, tmp_path / "a") == [8192] * 2 + [4096] * 2
+    timed[1].clear()
+    assert norms_measured(timed, [1, 11], monkeypatch, tmp_path / "b") == [8192] * 2 + [4096]
+
+
 def test_two_classes_must_fit_together(monkeypatch, tmp_path):
     asked, check = [], contests.check_memory
 
@@ -123,9 +165,9 @@ def test_what_is_generated_for_nothing_is_forgotten(monkeypatch, tmp_path):
         meanwhile()
         yield Slow(lambda chosen: 2.0)
 
-    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 2.0):
-        monkeypatch.setattr(measuring, "contest", contest)
-        monkeypatch.setattr(measuring, "Contest", Next)
+    with as_on_a_gpu(monkeypatch, tmp_path), monkeypatch.context() as m:
+        m.setattr(measuring, "contest", contest)
+        m.setattr(measuring, "Contest", Next)
         record = decided(attentions, *(t.repeat(16, 16, 4, 4) for t in tensors()), measure_s=20)
     assert record.measured == 1 and len(made) == 1
     assert sum("are used up" in reason for _, _, reason in told(record, "attention")) == 2

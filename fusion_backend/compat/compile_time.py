@@ -11,30 +11,33 @@ from torch._dynamo.repro import after_aot
 from torch._inductor import compile_fx
 from torch._logging import _internal as logging
 
+# How many objects are made between two garbage collections of the youngest objects, and how many
+# collections of a generation there are between two of the next.
+RARELY = 100_000, 50, 1000
+
 
 @contextlib.contextmanager
 def hastened() -> Iterator[None]:
-    """Inside, garbage collections pass over all objects that exist already, and Inductor writes no
-    program for a trace that nobody reads.
+    """Inside, garbage is rarely collected, and Inductor writes no program for a trace that nobody
+    reads.
     """
-    with older_objects_passed_over(), without_unread_programs():
+    with collecting_rarely(), without_unread_programs():
         yield
 
 
 @contextlib.contextmanager
-def older_objects_passed_over() -> Iterator[None]:
-    """Inside, no garbage collection looks at the objects that exist already, of which a model and
-    its graphs have millions: a compilation makes objects so fast that all would be looked at again
-    and again. A process that has objects passed over by itself (gc.freeze) is left alone.
+def collecting_rarely() -> Iterator[None]:
+    """Inside, garbage is collected rarely. A compilation makes millions of objects and keeps them,
+    and by default Python looks through all of them again and again. A process that does not collect
+    garbage still does not, and none collects more often than before.
     """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(*map(max, before, RARELY))
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

@@ -79,22 +79,28 @@ class Lookahead:
     def __init__(self, classes: list[Class], options: Options):
         self.classes, self.options = classes, options
         self.next: tuple[Class, Contest] | None = None
+        self.took = 0.0  # seconds that were spent on the next class
 
     def generate(self, now: Class, until: float) -> None:
         """Generate the code of the class after this one. Should that fail, it will be generated
         when the class is measured.
         """
+        started = time.perf_counter()
         after = itertools.dropwhile(lambda c: c is not now, self.classes)
         for c in itertools.islice(after, 1, None):
             if not hindrance(c, self.options) and c.cut.device == now.cut.device:
                 with contextlib.suppress(Exception):
                     self.next = c, Contest(c.cut, c.sites, until, beside=now.cut)
-                return
+                break
+        self.took = time.perf_counter() - started
 
-    def taken(self, c: Class) -> Contest | None:
-        """The contest of this class, if its code has been generated."""
-        ahead, self.next = self.next, None
-        return ahead[1] if ahead is not None and ahead[0] is c else None
+    def taken(self, c: Class) -> tuple[Contest | None, float]:
+        """The contest of this class, if its code has been generated, and the seconds that were
+        spent on it.
+        """
+        ahead, took = self.next, self.took
+        self.next, self.took = None, 0.0
+        return (ahead[1], took) if ahead is not None and ahead[0] is c else (None, 0.0)
 
 
 def hindrance(c: Class, options: Options) -> str:
@@ -109,24 +115,23 @@ def measured(c: Class, options: Options, record: GraphRecord, ahead: Lookahead) 
     """The answer for a class; kept in the store where it is certain."""
     if why := hindrance(c, options):
         return unanswered(c, why)
-    left, started = ALLOWANCE.left(options), time.perf_counter()
-    begun = ahead.taken(c)
+    left, (begun, before) = ALLOWANCE.left(options), ahead.taken(c)
     if left <= 0:
         seconds = f"{options.measure_s:g} s"
         return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
+    started = time.perf_counter() - before
     until = started + left
-    searching, refining = (
-        started + ALLOWANCE.part_left(options, part) for part in (SEARCHING, REFINING)
-    )
     try:
         meanwhile = functools.partial(ahead.generate, c, until)
         with contest(c.cut, c.sites, until, begun, meanwhile) as held:
+            parts = (ALLOWANCE.part_left(options, part) for part in (SEARCHING, REFINING))
+            searching, refining = (started + ahead.took + part for part in parts)
             found = Choice(c, held, until, searching, refining).answer()
     except Exception as error:
         why = str(error) if isinstance(error, NotMeasurable) else of_kernel(error)
         found = unanswered(c, f"it could not be measured: {why}")
     finally:
-        took = time.perf_counter() - started
+        took = time.perf_counter() - started - ahead.took
         ALLOWANCE.spend(took)
         record.measure_s += took
         record.measured += 1
