@@ -38,7 +38,7 @@ ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
 # The parts of the time in which a better choice than one that has won is looked for, and in which
 # the sites of a region that has lost are tried one by one. The rest is for regions of which nothing
 # is known.
-REFINING, SEARCHING = 0.25, 0.5
+REFINING, SEARCHING = 0.2, 0.5
 
 
 class Allowance:
@@ -143,7 +143,7 @@ def measured(c: Class, options: Options, record: GraphRecord, ahead: Lookahead) 
 
 class Choice:
     """The races of one class, until a time; those of single sites and of smaller choices than one
-    that has won begin before earlier ones, `searching` and `refining`.
+    that has won, until earlier ones, `searching` and `refining`.
     """
 
     def __init__(self, c: Class, held: Contest, until: float, searching: float, refining: float):
@@ -165,28 +165,34 @@ class Choice:
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
             without = [d for d in sites if not has_kernels(d)]
-            if 0 < len(without) < len(sites) and before(self.refining):
+            if 0 < len(without) < len(sites) and self.in_time(self.refining):
                 self.faster(without)
         elif len(sites) > 1:
-            alone = [d for d in sites if before(self.searching) and self.faster([d])]
+            alone = [d for d in sites if self.in_time(self.searching) and self.faster([d])]
             if 1 < len(alone) < len(sites):
                 self.faster(alone)
-        elif before(self.searching) and (other := gate.other_half(sites[0])):
+        elif self.in_time(self.searching) and (other := gate.other_half(sites[0])):
             self.faster([other])
         if any(race.verdict == "faster" for _, race, _ in self.races):
             own, self.races = self.races, []
             for rival in rivals(gate, sites):
-                if before(self.refining):
+                if self.in_time(self.refining):
                     self.faster(rival)
             self.rivals, self.races = self.races, own
 
+    def in_time(self, until: float) -> bool:
+        """Can the region be compiled once more until then? As long is expected as plain Inductor
+        took.
+        """
+        return time.perf_counter() + self.held.compile_s < until
+
     def faster(self, chosen: list[Decision]) -> bool:
         """Race plain Inductor against the region with these sites replaced, if there is time left
-        to compile it, for which as long is expected as plain Inductor took.
+        to compile it.
         """
-        seconds = self.until - time.perf_counter()
-        if seconds <= (0.0 if self.held.generated(chosen) else self.held.compile_s):
+        if not self.held.generated(chosen) and not self.in_time(self.until):
             return False
+        seconds = self.until - time.perf_counter()
         try:
             race, more = self.held.against(chosen, seconds)
         except torch.OutOfMemoryError:
@@ -239,10 +245,6 @@ class Choice:
             verdict=verdict,
             more_bytes=more,
         )
-
-
-def before(moment: float) -> bool:
-    return time.perf_counter() < moment
 
 
 def has_kernels(d: Decision) -> bool:
