@@ -19,6 +19,7 @@ from benchmarks.foreign_code import (
     language_blocks,
     losses,
     mixers,
+    model_parts,
     molecules,
     objectives,
     optimizers,
@@ -28,6 +29,7 @@ from benchmarks.foreign_code import (
     sequences,
     single_operators,
     speech,
+    training_parts,
 )
 from benchmarks.foreign_code.problems import PROBLEMS, Graph
 
@@ -55,6 +57,8 @@ FAMILIES = (
     optimizers,
     objectives,
     assorted_layers,
+    model_parts,
+    training_parts,
 )
 
 
