@@ -10,7 +10,13 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.pattern import Pattern
 from fusion_backend.ops.rule import Replacement, Rule, analysis
 from fusion_backend.options import disable
-from fusion_backend.reporting.reject import BackwardOnly, PatternError, Reject, Unmeasured
+from fusion_backend.reporting.reject import (
+    BackwardOnly,
+    LessAccurate,
+    PatternError,
+    Reject,
+    Unmeasured,
+)
 from fusion_backend.reporting.report import report, reset
 
 if TYPE_CHECKING:
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackwardOnly",
+    "LessAccurate",
     "Op",
     "Pattern",
     "PatternError",

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import Pattern, Reject
+from fusion_backend import LessAccurate, Pattern, Reject
 from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.gemm.products import add_product
@@ -91,13 +91,13 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
 
 @linear_cross_entropy.worthwhile
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
-    if statically_known_true(target.numel() * w.shape[1] < 1 << 29) or x.dtype != torch.bfloat16:
-        return UNMEASURED
-    if training:
-        return Reject(
+    if training and x.dtype != torch.float32 and not statically_known_true(target.numel() <= TILE):
+        return LessAccurate(
             "the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves "
             "the logits"
         )
+    if statically_known_true(target.numel() * w.shape[1] < 1 << 29) or x.dtype != torch.bfloat16:
+        return UNMEASURED
 
 
 @linear_cross_entropy.kernel(saves=("dx", "dw", "db"))

@@ -15,9 +15,11 @@ from fusion_backend.patterns import linear_cross_entropy as room
 
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.options import Options
+from fusion_backend.reporting.reject import LessAccurate, Reject, Unmeasured
 from fusion_backend.testing import collect, fused_nodes, rewritten, with_kernels
 from tests.kernel_checks import CLOSE, FLOATS, check, distance, randn, runs_kernels
+from tests.measured_cases import as_on_a_gpu, scopes
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 NAME = "linear_cross_entropy"
@@ -228,6 +230,41 @@ def test_refusals():
         given = dict(x=x, w=w, b=b, target=target) | change
         answer = FUSION_RULES[NAME].guard_fn(*given.values(), -100, 0.0, "mean", "same")
         assert isinstance(answer, Reject) and sentence in answer.reason, answer
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, training, refusal",
+    [
+        (torch.bfloat16, 1 << 15, True, LessAccurate),
+        (torch.bfloat16, 129, True, LessAccurate),
+        (torch.float16, 129, True, LessAccurate),
+        (torch.bfloat16, 128, True, Unmeasured),  # one chunk: nothing is rounded twice
+        (torch.float32, 1 << 15, True, Unmeasured),
+        (torch.bfloat16, 129, False, Unmeasured),
+        (torch.bfloat16, 1 << 15, False, type(None)),
+    ],
+)
+def test_what_is_less_accurate_is_no_question_of_time(dtype, rows, training, refusal):
+    x, w = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, 64), (64, 32000)))
+    target = torch.empty(rows, dtype=torch.int64, device="meta")
+    rule = FUSION_RULES[NAME]
+    assert type(rule.worthwhile_fn(x, w, None, target, -100, 0.0, "mean", "same", training)) is (
+        refusal
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_less_accurate_is_not_proposed(training, monkeypatch, tmp_path):
+    """Not even where the gate measures: the judge would compare times."""
+    w = (torch.randn(24, 96) * 0.2).bfloat16().requires_grad_(training)
+    x, target = torch.randn(300, 24).bfloat16(), torch.arange(300) % 96
+    with as_on_a_gpu(monkeypatch, tmp_path):
+        (top,) = scopes(lambda x, w, t: F.cross_entropy(x @ w, t), x, w, target, options=Options())
+        top.gate.evidence.wanted = True
+        (match,) = (d.match for d in top.decisions if d.match.pattern.name == NAME)
+        found = top.gate.provide(match, training)
+    assert found.fused is not training
+    assert ("rounded once a chunk" in found.reason) is training
 
 
 GRAPHS = """

@@ -55,7 +55,7 @@ from fusion_backend.reporting.records import (
     UNPROFITABLE,
     UNSUPPORTED,
 )
-from fusion_backend.reporting.reject import BackwardOnly, HostTime, Reject
+from fusion_backend.reporting.reject import BackwardOnly, Reject, Settled
 
 
 @dataclasses.dataclass
@@ -233,7 +233,7 @@ class Gate:
         if isinstance(answer, Replacement) and answer.op is not rule:
             said = f"{answer.otherwise}: {answer.why}; {said}"
         if not isinstance(rule, Op) or not self.inlines(match, rule, refused, training, cuda):
-            open_to_doubt = cause == UNPROFITABLE and not isinstance(refused, HostTime)
+            open_to_doubt = cause == UNPROFITABLE and not isinstance(refused, Settled)
             if open_to_doubt and (self.evidence.wanted or self.evidence.won(match)):
                 doubt = dataclasses.replace(refused, reason=said)
                 return self.op_call(match, answer, training, cuda, doubt=doubt)

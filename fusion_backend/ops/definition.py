@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_backend.ops import checks
 from fusion_backend.ops.registry import retire
-from fusion_backend.reporting.reject import HostTime, PatternError, Reject, Unmeasured
+from fusion_backend.reporting.reject import PatternError, Reject, Settled, Unmeasured
 from fusion_backend.reporting.report import warn_once
 
 
@@ -115,7 +115,9 @@ class Definition:
         """Why this is no valid answer to a question, in words, with the valid ones; empty if it is
         valid.
         """
-        plain = answer is None or type(answer) in (Reject, Unmeasured, HostTime)
+        plain = (
+            answer is None or type(answer) in (Reject, Unmeasured) or isinstance(answer, Settled)
+        )
         return "" if plain else repr(answer), "None"
 
     def answer(self, question: str, *given: Any) -> Any:

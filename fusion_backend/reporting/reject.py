@@ -34,9 +34,17 @@ class BackwardOnly(Reject):
     """
 
 
-class HostTime(Reject):
-    """The answer of `worthwhile` if the kernel costs the host more than it gains on the GPU. The
-    gate measures no such site, because it times the GPU alone.
+class Settled(Reject):
+    """A refusal that the GPU's time cannot change: the gate measures no such site."""
+
+
+class HostTime(Settled):
+    """The answer of `worthwhile` if the kernel costs the host more than it gains on the GPU."""
+
+
+class LessAccurate(Settled):
+    """The answer of `worthwhile` if the kernel's results are further from the exact ones than those
+    of the code that it replaces.
     """
 
 
