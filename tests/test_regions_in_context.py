@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_backend.measure.contest import contest
 from fusion_backend.measure.inputs import made_up
+from fusion_backend.measure.judge import cut_of
 from tests.measured_cases import cuts_of, regions_of
 
 
@@ -26,6 +27,38 @@ def test_a_gather_is_in_the_region_that_reads_it(trained):
         "aten::add",
         "aten::softmax",
     ]
+
+
+@pytest.mark.parametrize("how", ["training", "inference", "detached", "no gradient", "a product"])
+def test_the_gradients_of_later_readers_are_added_up_in_the_region(how):
+    """In the loss `nearest_neighbour_entropy`, unit rows and their nearest neighbours: a kernel for
+    the backward alone makes Inductor write the sum of their gradients.
+    """
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def fn(x):
+        x = F.normalize(x, dim=-1)
+        with torch.no_grad():
+            at = (x @ x.t()).max(1).indices
+        y = x.detach() if how == "detached" else x
+        if how == "no gradient":
+            with torch.no_grad():
+                return F.pairwise_distance(y, y[at]), x @ w
+        if how == "a product":
+            return y @ w, at
+        return F.pairwise_distance(y, y[at]), x @ w
+
+    x = torch.randn(8, 16, requires_grad=how != "inference")
+    with torch.set_grad_enabled(how != "inference"):
+        top, (region,) = regions_of(fn, x, only="l2_norm")
+    names = [n.target.name().split(".")[0].removeprefix("aten::") for n in region.nodes]
+    read = {"linalg_vector_norm", "clamp_min", "expand_as", "div", "index", "pairwise_distance"}
+    assert ({*names} == read) == ("pairwise_distance" in names) == (how == "training")
+    assert not {"mm", "max"} & {*names}
+    if how == "training":
+        cut = cut_of(top.gate, region)
+        with contest(cut) as held:
+            assert held.against(cut.region.sites, 0.05)[0].ratio > 0
 
 
 class Called(TorchDispatchMode):

@@ -5,8 +5,8 @@ Nodes of one region have the same *level*: the number of library calls on the lo
 No path leads out of a level and back, so a region can be cut out as a graph of its own. A
 convolution belongs to the regions it touches, because Inductor chooses its layout together with
 theirs; and so does a matrix product whose rows Inductor pads, or whose bias it adds in the region.
-Elementwise operators of later levels, and `argmax`, belong to the region whose value they read.
-Their other operands are made up like any input, even if they depend on the region.
+Elementwise operators of later levels, in training all that Inductor could fuse, and `argmax`, are
+in the region whose value they read. Their other operands are made up, even if they depend on it.
 """
 
 from __future__ import annotations
@@ -244,10 +244,9 @@ class Regions:
 
     def later(self, found: set[fx.Node], level: int, state: object) -> set[fx.Node]:
         """The elementwise operators and concatenations of later levels that read a value of the
-        region: instead of writing it, Inductor may compute it once more for them. (In the region
-        alone it may even compute them in the same kernel, which favours Inductor.) Also the
-        convolutions that read these, which decide how their values lie in memory, and what makes
-        integers of a value of the region, such as `argmax`.
+        region: Inductor may compute it once more for them. In training, all readers that it could
+        fuse: it adds up their gradients where it computes the region's. Also convolutions that
+        read these, which decide how they lie in memory, and what makes integers, such as `argmax`.
         """
 
         def read(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -257,6 +256,7 @@ class Regions:
 
         readers = read(found)
         apart = {u for u in readers if elementwise(u) or name_of(u) in JOINING}
+        apart |= {u for u in readers - self.site.keys() if is_lowered(u) and self.view.trains(u)}
         apart = {u for u in apart if not self.ends(u)}
         convolutions = {u for u in read(apart) if convolution(u) and measurable(u)}
         return apart | convolutions | {*filter(makes_integers, readers)}
