@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -74,6 +75,26 @@ def test_garbage_is_never_collected_more_often_than_before(before):
         gc.set_threshold(*usual)
     rarely = tuple(max(pair) for pair in zip(before, compile_time.RARELY, strict=True))
     assert inside == [rarely if before[0] else before] * 2
+
+
+def test_two_threads_leave_things_as_they_were():
+    """The first ends while the second waits; together they would keep what the other has set."""
+    before, save, inside, order = gc.get_threshold(), after_aot.save_graph_repro, Event(), []
+
+    def second():
+        inside.wait()
+        with compile_time.hastened():
+            order.append("second")
+
+    thread = Thread(target=second)
+    thread.start()
+    with compile_time.hastened():
+        inside.set()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert gc.get_threshold() == before and after_aot.save_graph_repro is save
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Iterator
 
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.repro import after_aot
 from torch._inductor import compile_fx
 from torch._logging import _internal as logging
@@ -19,9 +20,9 @@ RARELY = 100_000, 50, 1000
 @contextlib.contextmanager
 def hastened() -> Iterator[None]:
     """Inside, garbage is rarely collected, and Inductor writes no program for a trace that nobody
-    reads.
+    reads. Only one thread at a time is inside, so that each finds things as they were before.
     """
-    with collecting_rarely(), without_unread_programs():
+    with compile_lock, collecting_rarely(), without_unread_programs():
         yield
 
 
