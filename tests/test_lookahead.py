@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fusion_backend.measure import contest as contests
 from fusion_backend.measure import measuring
 from fusion_backend.measure import store as stored
+from fusion_backend.measure.timing import Race
 from tests.measured_cases import Stub, as_on_a_gpu, decided, long_norm, norm, told
 
 SHAPES = [(2, 2, 64, 8), (2, 2, 32, 8), (2, 2, 16, 8)]  # the most valuable first
@@ -25,6 +26,19 @@ def attentions(*qs):
 
 def tensors():
     return [torch.randn(shape) for shape in SHAPES]
+
+
+@pytest.fixture(autouse=True)
+def certain(monkeypatch):
+    """Every race is won, however busy the machine is."""
+
+    def race(plain, ours, clock, seconds, worth):
+        found = Race(worth)
+        for _ in range(20):
+            found.add(2.0, 1.0)
+        return found
+
+    monkeypatch.setattr(contests, "race", race)
 
 
 @pytest.fixture
