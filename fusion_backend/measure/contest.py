@@ -124,13 +124,9 @@ class Contest:
         """The region with these sites replaced, compiled and run once, and the seconds that its
         compilation took.
         """
-        known = self.ahead if self.generated(chosen) else None
-        self.ahead = None
-        started, before = time.perf_counter(), 0.0
-        if known is not None:
-            _, begun, before = known
-        else:
-            begun = self.begun(chosen)
+        ahead = self.ahead if self.generated(chosen) else None
+        self.ahead, started = None, time.perf_counter()
+        _, begun, before = ahead or (chosen, self.begun(chosen), 0.0)
         run = self.finished(begun)
         return run, before + time.perf_counter() - started
 
