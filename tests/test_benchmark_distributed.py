@@ -5,11 +5,13 @@ says.
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks import distributed
 from benchmarks.pages.rank_figures import table, wrong
+from benchmarks.rank_runs import training
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 from tests import selection
 
@@ -51,6 +53,15 @@ def test_a_loss_that_goes_elsewhere_is_told(last):
     (told,) = wrong([row(ours=(10.0, last))])
     assert "gpt2 ddp: after 2 steps the loss is" in told
     assert not wrong([row(ours=(10.0, last), dropout=True)])
+
+
+def test_what_earlier_trainings_had_is_freed_before_memory_counts(monkeypatch):
+    left = iter([9, 6, 5, 5, 0])
+    monkeypatch.setattr(training, "SETTLED_S", 0.0)
+    monkeypatch.setattr(training, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(left))
+    assert training.allocated(torch.device("cuda")) == 5
+    assert training.allocated(torch.device("cpu")) == 0
 
 
 def test_every_way_has_a_test():

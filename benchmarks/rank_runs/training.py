@@ -5,6 +5,8 @@ turns.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
 import time
 from collections.abc import Callable
 
@@ -26,6 +28,7 @@ from fusion_backend.compat.torch import counters
 BATCHES = 4  # which come again, so that the loss falls
 LEARNING_RATE = 3e-4
 AGAIN = "inductor-again"
+SETTLED_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,19 @@ def averaged(losses: list[torch.Tensor]) -> list[float]:
 
 
 def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    """The memory that is allocated once it no longer shrinks: the garbage of earlier trainings is
+    collected, and what NCCL communicated is freed by its own thread, a while after. 0 without a
+    GPU.
+    """
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    synchronize(device)
+    least = math.inf
+    while (now := torch.cuda.memory_allocated(device)) < least:
+        least = now
+        time.sleep(SETTLED_S)
+    return now
 
 
 def peak(training: Callable, device: torch.device) -> int:

@@ -20,15 +20,19 @@ from fusion_backend.capture.interpreter import AUTOCAST
 from fusion_backend.compat.distributed import cut_graph
 from fusion_backend.compat.torch import FakeTensor
 
+OPERATORS = {
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "abs", "lt", "le", "gt", "ge", "eq",
+    "ne", "and_", "or_", "xor", "invert", "getitem",
+}  # fmt: skip
 # Calls that write to nothing and whose single result depends only on their arguments, on defaults
-# (dtype, device), which are the same for all parts of a graph, and on autocast.
-KNOWN = {
+# (dtype, device), which are the same for all parts of a graph, and on autocast. Code that is mapped
+# by functorch calls methods such as `__eq__` for operators.
+KNOWN = OPERATORS | {f"__{name.strip('_')}__" for name in OPERATORS} | {
     "arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full",
-    "add", "sub", "mul", "truediv", "div", "floordiv", "floor_divide", "mod", "remainder", "neg",
-    "abs", "diff", "cumsum", "lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor", "invert",
+    "div", "floor_divide", "remainder", "diff", "cumsum",
     "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
-    "__and__", "__or__", "where", "masked_fill", "tril", "triu", "clamp", "minimum", "maximum",
-    "getitem", "__getitem__", "view", "reshape", "expand", "broadcast_to", "unsqueeze", "squeeze",
+    "where", "masked_fill", "tril", "triu", "clamp", "minimum", "maximum",
+    "view", "reshape", "expand", "broadcast_to", "unsqueeze", "squeeze",
     "transpose", "permute", "t", "flatten", "contiguous", "clone", "to", "bool", "int", "long",
     "float", "type", "repeat", "cat", "stack",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 from constants, the others recompute.
 """
 
+import dataclasses
 import gc
 import weakref
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_backend
+from benchmarks.subjects.model_zoo import ENTRIES, build
 from fusion_backend import remembered
 from fusion_backend.capture import cut_graphs
 from fusion_backend.capture.cut_graphs import Parts
@@ -208,6 +210,27 @@ def test_masks_are_proven_in_each_part():
     sites = [s for s in fusion_backend.report().sites if s.pattern == "attention"]
     assert len(sites) == 3 and all("causal, proven" in s.reason for s in sites)
     assert len(fusion_backend.report().graphs) >= 3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_masks_of_transformers_are_proven_in_each_part(name):
+    pytest.importorskip("transformers")
+    size = dataclasses.replace(ENTRIES[name].tiny, width=576, inner=1024)
+    subject = build(name, "train", size, "sdpa", torch.device("cpu"), torch.float32)
+
+    def masks(call):
+        torch._dynamo.reset()
+        fusion_backend.reset()
+        with eager_kernels():
+            options = {"fusion.gate": "always"}
+            compiled = torch.compile(call, backend="fusion", options=options)
+            compiled(*subject.args, **subject.kwargs)
+        found = [s.reason for s in fusion_backend.report().sites if s.pattern == "attention"]
+        return sorted(reason.split(", proven from")[0] for reason in found)
+
+    whole = masks(subject.model)
+    assert len(whole) == 2 and all("causal" in mask for mask in whole)
+    assert masks(DistributedDataParallel(subject.model, bucket_cap_mb=1)) == whole
 
 
 def test_a_fault_changes_no_result(monkeypatch):
