@@ -15,12 +15,14 @@ from fusion_backend.measure import judge as judging
 from fusion_backend.measure import key, measuring
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.contest import NotMeasurable, ResultsDiffer
+from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import UNPROFITABLE, GraphRecord
 from tests.measured_cases import (
     Answers,
     Block,
+    Stub,
     as_on_a_gpu,
     decided,
     long_norm,
@@ -88,6 +90,20 @@ def test_noise_is_no_win(monkeypatch, tmp_path):
         assert not fused and "vary too much, 0.63 to 1.47" in reason
         assert stored.store().empty  # another process tries again
         assert stub.asked
+
+
+def test_a_race_that_had_no_time_is_not_called_noisy(monkeypatch, tmp_path):
+    class OneRound(Stub):
+        def against(self, chosen, seconds):
+            race = Race()
+            race.add(2.0, 1.0)
+            return race, 0
+
+    with as_on_a_gpu(monkeypatch, tmp_path):
+        held = contextlib.nullcontext(OneRound(None))
+        monkeypatch.setattr(measuring, "contest", lambda *how: held)
+        ((_, fused, reason),) = told(decided(norm, long_norm(), measure_s=20), "layer_norm")
+    assert not fused and "the time to measure it was up after 1 of at least 8 rounds" in reason
 
 
 def test_a_gain_too_close_to_call_is_none_and_measured_once(monkeypatch, tmp_path):

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from fusion_backend.measure.timing import Race, race
+from fusion_backend.measure import timing
+from fusion_backend.measure.timing import ROUNDS, Race, race
 
 
 def noisy(ratio, spread, seed=0):
@@ -53,7 +54,13 @@ def test_an_interval_holds_the_median_99_times_in_100():
     assert 0 < missed <= 20
 
 
-def test_a_race_ends_when_its_time_is_up_and_alternates():
+def test_a_late_race_still_has_rounds_enough_for_a_verdict():
+    found = race(lambda: 2.0, lambda: 1.0, lambda call: call(), seconds=0.0)
+    assert found.verdict == "faster" and len(found.plain) == ROUNDS[0]
+
+
+def test_a_race_ends_when_its_time_is_up_and_alternates(monkeypatch):
+    monkeypatch.setattr(timing, "LEAST_S", 0.0)
     turns = []
     times = {"plain": 3.0, "ours": 2.0}
 

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import math
 import statistics
 import threading
 import time
@@ -24,7 +25,7 @@ from fusion_backend.measure.cut import summary
 from fusion_backend.measure.key import gpu_name, machine
 from fusion_backend.measure.rivals import rivals
 from fusion_backend.measure.store import Answer
-from fusion_backend.measure.timing import Race
+from fusion_backend.measure.timing import ROUNDS, Race
 from fusion_backend.options import Options
 from fusion_backend.reporting.faults import of_kernel
 from fusion_backend.reporting.records import GraphRecord
@@ -228,6 +229,9 @@ class Choice:
         low, high = race.interval
         verdict = race.verdict or ("same" if race.no_faster or race.close else "")
         why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} times as fast"
+        if math.isinf(high):
+            rounds = f"{len(race.plain)} of at least {ROUNDS[0]} rounds"
+            why = f"the time to measure it was up after {rounds}"
         better = [r for r in self.rivals if r[1].verdict == "faster" and r[1].ratio > race.ratio]
         if won and better:
             rival, faster, _ = max(better, key=lambda r: r[1].ratio)

@@ -16,6 +16,7 @@ ROUNDS = (8, 60)  # fewer can prove nothing at this confidence; more change noth
 TURN_MS = 3.0  # seconds for which a turn repeats its call, roughly, ...
 CALLS = (1, 5)  # ... within these bounds
 CONFIDENCE = 0.99
+LEAST_S = 0.25  # seconds for a race that is late: both versions are compiled by then
 SMALLEST = 0.01  # a difference of 1 % is never called one, ...
 WORTH = 0.02  # ... nor a gain of 2 %: any change of a graph is tuned anew, which can cost as much
 
@@ -131,12 +132,13 @@ def race(
     seconds: float,
     worth: float = WORTH,
 ) -> Race:
-    """Time two calls, which have both run before, until the verdict is certain or the time is up.
+    """Time two calls, which have both run before, until the verdict is certain or the time is up,
+    but for LEAST_S at least.
 
     Clock frequency and other load drift slowly, so only times of the same round are comparable: in
     each round both calls have a turn, and the first turn alternates.
     """
-    found, until = Race(worth), time.perf_counter() + seconds
+    found, until = Race(worth), time.perf_counter() + max(seconds, LEAST_S)
     took = max(clock(plain), clock(ours), 1e-3)
     calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / took)))
     while len(found.plain) < ROUNDS[1] and not found.verdict:
