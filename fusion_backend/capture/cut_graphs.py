@@ -30,7 +30,8 @@ OPERATORS = {
 KNOWN = OPERATORS | {f"__{name.strip('_')}__" for name in OPERATORS} | {
     "arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full",
     "div", "floor_divide", "remainder", "diff", "cumsum",
-    "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not",
+    "logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or",
+    "bitwise_not", "bitwise_xor",
     "where", "masked_fill", "tril", "triu", "clamp", "minimum", "maximum",
     "view", "reshape", "expand", "broadcast_to", "unsqueeze", "squeeze",
     "transpose", "permute", "t", "flatten", "contiguous", "clone", "to", "bool", "int", "long",
