@@ -41,6 +41,8 @@ def test_the_share_of_the_gain_that_one_gpu_has():
     alone, spread = row(ms=(12.0, 10.0), how="alone"), row(ms=(21.0, 20.0))
     first, second = table([alone, spread]).splitlines()[-2:]
     assert "| 1.200 | 1.0% |  |" in first and "| 1.050 | 1.0% | 25% |" in second
+    none = row(ms=(19.999, 20.0), how="fsdp")
+    assert "| 1.000 | 1.0% | 0% |" in table([alone, none]).splitlines()[-1]
     another = row(ms=(12.0, 10.0), how="alone") | {"name": "llama"}
     slower = row(ms=(9.0, 10.0), how="alone")
     for other in (another, slower):

@@ -65,7 +65,7 @@ def cells(row: dict, left: float | None) -> list[str]:
         *(f"{one['step']['median']:.2f}" for one in both),
         f"{ratio(row):.3f}",
         f"{row['noise']:.1%}",
-        "" if left is None else f"{left:.0%}",
+        "" if left is None else f"{round(left, 2) + 0.0:.0%}",  # no -0%
         " → ".join(f"{one['peak_bytes'] / 1e9:.2f}" for one in both),
         " → ".join(f"{one['saved_bytes'] / 1e9:.2f}" for one in both),
         " → ".join(f"{final_loss(one):.3f}" for one in both),
