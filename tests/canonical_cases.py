@@ -168,6 +168,7 @@ SAME = {
         lambda x: x.clamp_min(-1).clamp_max(1),
         lambda x: x.clamp_max(1).clamp_min(-1),
         lambda x: torch.minimum(x.clamp_min(-1), torch.ones_like(x)),
+        lambda x: torch.min(x.clamp_min(-1), torch.ones_like(x)),
     ),
     "relu6": ((M,), F.relu6, torch.nn.ReLU6(), lambda x: x.clamp(0, 6)),
     "hardsigmoid": (
@@ -229,6 +230,18 @@ SAME = {
         lambda x: x.amax(-1),
         lambda x: x.max(-1).values,
         lambda x: torch.max(x, 1, keepdim=True)[0].squeeze(1),
+    ),
+    "smallest": (
+        (R,),
+        lambda x: x.amin(-1),
+        lambda x: -(-x).amax(-1),
+        lambda x: torch.aminmax(x, dim=-1).min,
+    ),
+    "largest magnitude": (
+        (R,),
+        lambda x: x.abs().amax(-1, keepdim=True),
+        lambda x: torch.maximum(-x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)),
+        lambda x: (lambda m: torch.max(m.max, -m.min))(torch.aminmax(x, dim=-1, keepdim=True)),
     ),
     "length": (
         (R,),

@@ -53,6 +53,21 @@ OTHER = {
         lambda x: x.clamp_min(1).clamp_max(-1),
         lambda x: x.clamp_max(-1).clamp_min(1),
     ),
+    "the magnitude of another, and of other rows": (
+        (Q, Q),
+        lambda x, y: torch.maximum(-x.amin(-1, True), x.amax(-1, True)),
+        lambda x, y: torch.maximum(-y.amin(-1, True), x.amax(-1, True)),
+        lambda x, y: torch.maximum(x.amin(-1, True), x.amax(-1, True)),
+        lambda x, y: torch.minimum(-x.amin(-1, True), x.amax(-1, True)),
+        lambda x, y: torch.maximum(-x.amin(0, True), x.amax(0, True)),
+        lambda x, y: torch.maximum(-x.amin(0, True), x.amax(-1, True)),
+    ),
+    "integers have a smallest without a negative": (
+        (INTS,),
+        lambda x: x.amin(-1),
+        lambda x: torch.aminmax(x, dim=-1).min,
+        lambda x: -(-x).amax(-1),
+    ),
     "biased and unbiased": (
         (R,),
         lambda x: x.var(-1),

@@ -219,6 +219,12 @@ def divided(x):
     return torch.clamp(torch.round(x / (top / 127)), -128, 127).to(torch.int8), top / 127
 
 
+def by_both_ends(x):
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    scale = torch.maximum(-low, high) / 127
+    return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
 def inverted(x):
     scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
     return torch.clamp(torch.round(x * scale), -128, 127).to(torch.int8), scale
@@ -244,6 +250,7 @@ def by_one_over(x):
     "fn, by",
     [
         (divided, "scale"),
+        (by_both_ends, "scale"),
         (inverted, "inverse"),
         (as_in_bitnet, "inverse"),
         (by_reciprocal, "reciprocal"),

@@ -15,7 +15,7 @@ import torch
 from fusion_backend.capture.sizes import equals, same
 from fusion_backend.compat.torch import statically_known_true
 from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, number_and_rest, peel
+from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const, number_and_rest, peel
 from fusion_backend.ir.operator_families import aten
 from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.schema_args import Call
@@ -47,6 +47,40 @@ def largest(c: Builder, call: Call, self: Expr, dim: int, keepdim: bool):
     values, indices = (tuple(v.shape) for v in call.value)
     where = c.make("argmax", (self,), (dim, keepdim), indices)
     return c.make("tuple", (c.reduce("amax", self, dim, keepdim, values), where))
+
+
+def smallest(c: Builder, x: Expr, dims: Dims, keepdim: bool, shape) -> Expr:
+    """min(x) as -max(-x), for floating-point x: the smallest integer has no negative."""
+    most = c.reduce("amax", c.neg(x, x.shape), dims, keepdim, shape)
+    return c.neg(most, shape)
+
+
+@rule("aten::amin")
+def amin(c: Builder, call: Call, self: Expr, dim: Dims, keepdim: bool):
+    floating = call.value.dtype.is_floating_point
+    return smallest(c, self, dim, keepdim, call.shape) if floating else None
+
+
+@rule("aten::aminmax")
+def aminmax(c: Builder, call: Call, self: Expr, dim: int | None, keepdim: bool):
+    low, high = call.value
+    if not low.dtype.is_floating_point:
+        return None
+    most = c.reduce("amax", self, dim, keepdim, tuple(high.shape))
+    return c.make("tuple", (smallest(c, self, dim, keepdim, tuple(low.shape)), most))
+
+
+@composite("maximum")
+def largest_magnitude(c: Builder, x: Expr, y: Expr, shape):
+    """max(-min(x), max(x)) is max(abs(x))."""
+    for a, b in ((x, y), (y, x)):
+        if a.op == b.op == "amax" and a.attr == b.attr:
+            (of,), (negative,) = a.args, b.args
+            twice = any(is_const(f) and f.attr < 0 for f in of.args)  # -(-x) is x, too
+            if not twice and of.shape is not None and negative == c.neg(of, of.shape):
+                magnitude = c.make("abs", (of,), None, of.shape)
+                return c.make("amax", (magnitude,), a.attr, a.shape)
+    return None
 
 
 def variance(c: Builder, call: Call, x: Expr, shape) -> Expr:

@@ -128,12 +128,12 @@ def gelu(c: Builder, call: Call, self: Expr, approximate: str):
 # Minimum and maximum: clamp, relu and hardtanh are made of these two.
 
 
-@rule("aten::maximum")
+@rule(*aten("maximum", "max"))
 def maximum(c: Builder, call: Call, self: Expr, other: Expr):
     return c.maximum(self, other, call.shape)
 
 
-@rule("aten::minimum")
+@rule(*aten("minimum", "min"))
 def minimum(c: Builder, call: Call, self: Expr, other: Expr):
     return c.elementwise("minimum", self, other, shape=call.shape)
 
