@@ -29,7 +29,7 @@ CASES = [
 @pytest.mark.parametrize("name, setting", CASES)
 def test_counts(name, setting):
     # a layer that Dynamo left there
-    in_python = not (name == "t5" and setting == "checkpoint" and TORCH >= (2, 14))
+    in_python = not (name == "t5" and setting == "checkpoint" and TORCH >= (2, 15))
     want = expected(SUBJECTS[name], setting if in_python else "", release())
     assert found(SUBJECTS[name], SETTINGS[setting]) == want
 

@@ -17,12 +17,12 @@ from fusion_backend.ops.registry import FUSION_RULES
 
 KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
-    "RMS norm": ("rms_norm", "add_rms_norm"),
+    "RMS norm": ("rms_norm", "add_rms_norm", "norm_rotary"),
     "L2 norm": ("l2_norm",),
     "gated MLP": ("gated_linear", "gated_act"),
     "linear + act": ("linear_act", "mlp"),
     "attention": ("attention",),
-    "rotary": ("rotary",),
+    "rotary": ("rotary", "norm_rotary"),
     "loss": ("cross_entropy", "linear_cross_entropy"),
 }
 # A norm and the linear after it are one site of norm_linear: left out, so that norms are counted as
