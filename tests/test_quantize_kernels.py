@@ -225,6 +225,17 @@ def by_both_ends(x):
     return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
 
 
+def by_the_larger_end(x):
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    scale = torch.maximum(low, high) / 127
+    return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+@runs_kernels
+def test_the_largest_is_not_the_largest_magnitude():
+    assert not fused_nodes(rewritten(by_the_larger_end, torch.randn(4, 64, device=DEVICE)))
+
+
 def inverted(x):
     scale = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
     return torch.clamp(torch.round(x * scale), -128, 127).to(torch.int8), scale

@@ -128,9 +128,8 @@ def averaged(losses: list[torch.Tensor]) -> list[float]:
 
 
 def allocated(device: torch.device) -> int:
-    """The memory that is allocated once it no longer shrinks: the garbage of earlier trainings is
-    collected, and what NCCL communicated is freed by its own thread, a while after. 0 without a
-    GPU.
+    """The memory that is allocated once it no longer shrinks, because what an earlier training used
+    may be freed late. 0 without a GPU.
     """
     if device.type != "cuda":
         return 0

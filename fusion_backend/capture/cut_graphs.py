@@ -25,8 +25,8 @@ OPERATORS = {
     "ne", "and_", "or_", "xor", "invert", "getitem",
 }  # fmt: skip
 # Calls that write to nothing and whose single result depends only on their arguments, on defaults
-# (dtype, device), which are the same for all parts of a graph, and on autocast. Code that is mapped
-# by functorch calls methods such as `__eq__` for operators.
+# (dtype, device), which are the same for all parts of a graph, and on autocast. Dynamo writes
+# some operators as methods, such as `__eq__`.
 KNOWN = OPERATORS | {f"__{name.strip('_')}__" for name in OPERATORS} | {
     "arange", "ones", "zeros", "full", "eye", "new_ones", "new_zeros", "new_full",
     "div", "floor_divide", "remainder", "diff", "cumsum",

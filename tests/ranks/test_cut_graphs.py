@@ -117,6 +117,7 @@ MADE = {
     "with sizes from the input": lambda x, w: steps()[: x.shape[0]],
     "in fp32": lambda x, w: torch.where(steps(), 0.5, 2.0),
     "negated": lambda x, w: ~steps().logical_not(),
+    "exclusive or": lambda x, w: steps().logical_xor(steps()[:, :1]).bitwise_xor(~steps()),
 }
 NOT_FROM_CONSTANTS = {
     "of an input": lambda x, w: (x > 0) & steps(),
