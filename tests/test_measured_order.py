@@ -1,5 +1,6 @@
 """Which sites are measured, in which order, and which are not."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend.measure import agree, measuring
+from fusion_backend.measure import agree, likeness, measuring
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import store as stored
 from fusion_backend.options import Options
@@ -127,6 +128,7 @@ def test_a_small_part_is_decided_as_what_is_equal_but_for_its_neighbours(
 
     x, w = torch.randn(1024, n), torch.randn(n, n)
     monkeypatch.setattr(judging, "SMALL", 0.1)  # the last one's share lies below, theirs above
+    monkeypatch.setattr(judging, "ALIKE", 0.1)
     last = torch.randn(512, 2 * n) if others else x
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: ratio) as stub:
         record = decided(fn, x, last, w, measure_s=20, only=("layer_norm",))
@@ -235,3 +237,96 @@ def test_a_softmax_inside_of_attention_that_lost_is_not_tried(monkeypatch, tmp_p
         record = decided(loss, x, w, torch.randint(0, 32000, (4096,)), gate="measure")
     assert stub.asked == [["linear_cross_entropy"], ["cross_entropy"]]
     assert told(record, "cross_entropy")[0][1]
+
+
+def layers(x, last, w):
+    for _ in range(4):
+        x = (norm(x) * torch.softmax(x @ w, -1)) @ w
+    return x, last(x, x @ w)
+
+
+def normed(x, y):
+    return norm(x) * torch.softmax(y, -1)
+
+
+BOTH = ["layer_norm", "softmax"]
+# The end of a graph of `layers`, and what is measured for it after the four layers if all wins.
+LASTS = {
+    "the same sites": (lambda x, y: normed(x, y).sin(), []),
+    "in another order": (lambda x, y: torch.softmax(y, -1).sin() * norm(x), []),
+    "and a small one": (lambda x, y: norm(normed(x, y)[:32].sin()), []),
+    "and one that is not small": (
+        lambda x, y: norm(normed(x, y)).sin(),
+        ["layer_norm", "layer_norm", "softmax"],
+    ),
+    "one of them": (lambda x, y: norm(x).sin() * y, ["layer_norm"]),
+    "of other shapes": (
+        lambda x, y: normed(x[:, :3072], y[:, :3072]).sin(),
+        ["layer_norm", "softmax"],
+    ),
+}
+
+
+@pytest.mark.parametrize("last", LASTS)
+def test_a_part_below_a_twentieth_is_decided_as_equal_sites(last, monkeypatch, tmp_path):
+    x, w = torch.randn(256, 4096), torch.randn(4096, 4096)
+    end, measured = LASTS[last]
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        record = decided(layers, x, end, w, measure_s=20, only=(*BOTH,))
+    assert [*map(sorted, stub.asked)] == ([BOTH, measured] if measured else [BOTH])
+    alike = [s for s in record.sites if "like another site of this graph: 1.0" in s.reason]
+    assert len(alike) == (0 if measured else 2)
+    assert all(s.fused and s.reason.endswith("there with its neighbours, measured today")
+               for s in alike)  # fmt: skip
+    assert all(s.fused != ("less than a hundredth" in s.reason) for s in record.sites)
+
+
+def test_what_is_equal_to_sites_that_lost_is_measured(monkeypatch, tmp_path):
+    x, w = torch.randn(256, 4096), torch.randn(4096, 4096)
+    end, _ = LASTS["the same sites"]
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 0.9) as stub:
+        record = decided(layers, x, end, w, measure_s=20, only=(*BOTH,))
+    assert stub.asked.count(BOTH) == 2 and not any(s.fused for s in record.sites)
+
+
+def test_a_site_is_left_as_its_equal_was(monkeypatch, tmp_path):
+    """The region gains more without its softmax."""
+    x, w = torch.randn(256, 4096), torch.randn(4096, 4096)
+    end, _ = LASTS["the same sites"]
+    ratios = Answers(layer_norm_softmax=1.2, layer_norm=1.5)
+    monkeypatch.setattr(measuring, "has_kernels", lambda d: d.match.pattern.name == "softmax")
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios):
+        record = decided(layers, x, end, w, measure_s=20, only=(*BOTH,))
+    for s in record.sites:
+        assert s.fused == (s.pattern == "layer_norm"), s
+    (left,) = [s for s in record.sites if "like another" in s.reason and not s.fused]
+    assert "whose region is faster with its other sites alone" in left.reason
+
+
+def test_a_group_counts_as_a_whole_and_larger_ones_first(monkeypatch):
+    monkeypatch.setattr(likeness, "likeness", lambda d: (d,))
+    one, pair, twice = (tuple((name,) for name in names) for names in ("a", "ba", "aa"))
+    assert likeness.alike("ab", [twice]) == {}
+    for known in ([one, pair], [pair, one]):
+        found = likeness.alike("acab", known)
+        assert found == {3: (pair, 0), 0: (pair, 1), 2: (one, 0)}
+
+
+@pytest.mark.parametrize("last, ahead", [("the same sites", []), ("one of them", ["layer_norm"])])
+def test_no_code_is_generated_ahead_for_a_part_like_the_one_that_is_measured(
+    last, ahead, monkeypatch, tmp_path
+):
+    begun = []
+
+    def contest(cut, sites, until, had, meanwhile):
+        meanwhile()
+        return contextlib.nullcontext(stub)
+
+    x, w = torch.randn(256, 4096), torch.randn(4096, 4096)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
+        monkeypatch.setattr(measuring, "contest", contest)
+        monkeypatch.setattr(
+            measuring, "Contest", lambda cut, sites, *more, **named: begun.append(sites)
+        )
+        decided(layers, x, LASTS[last][0], w, measure_s=20, only=(*BOTH,))
+    assert [d.match.pattern.name for sites in begun for d in sites] == ahead

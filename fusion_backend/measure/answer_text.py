@@ -31,9 +31,13 @@ def unmeasured(why: str, taken: bool) -> str:
     return how + why
 
 
-def like_another(answer: Answer) -> str:
-    """The reason for a site that was not measured itself: the times of a site that differs only in
-    its neighbours.
+def like_another(answer: Answer, take: str) -> str:
+    """The reason for a site that was not measured itself: the times of a region with a site that
+    differs only in its neighbours, or that this region is faster without it.
     """
-    times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms"
-    return f"like another site of this graph: {times} there, {answer.when}"
+    if not take:
+        without = "whose region is faster with its other sites alone"
+        return f"left to Inductor: like another site of this graph, {without}, {answer.when}"
+    times = f"{answer.ours_ms:.3f} ms, Inductor {answer.plain_ms:.3f} ms there"
+    others = " with its neighbours" if len(answer.sites) > 1 else ""
+    return f"like another site of this graph: {times}{others}, {answer.when}"

@@ -12,25 +12,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
-import torch
 from torch import fx
 
-from fusion_backend.capture.view import name_of
-from fusion_backend.compat.torch import pytree
 from fusion_backend.decide.evidence import Measured
 from fusion_backend.decide.gate import Decision, Gate
-from fusion_backend.decide.neighbours import library_call
-from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
-from fusion_backend.measure.bound import bound, has_product, least, promises, value
+from fusion_backend.measure.bound import bound, has_product, least, promises
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
+from fusion_backend.measure.likeness import Group, alike, group
+from fusion_backend.measure.lost import inside_of_lost
 from fusion_backend.measure.measuring import (
     ONE_SHORT_LAUNCH,
     Lookahead,
@@ -48,6 +46,9 @@ from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round except the last, a proposed site is refused for good
 SMALL = 0.01  # of a graph's time; to compile and time a smaller part costs more than it gains
+ALIKE = (
+    0.05  # of a graph's time; a smaller part is decided as sites like its own that were measured
+)
 SMALL_PART = "it is less than a hundredth of the graph, too little to measure"
 LATE = "another rank did not answer in time"
 # Seconds to wait for another rank's answer, in addition to the time in which it may measure; that
@@ -94,7 +95,7 @@ class Judge:
         self.open = True
         self.least = 0.0  # the least that the graph needs, in bytes moved
         self.thread_s = 0.0  # of measuring, in CPU time of this thread
-        self.proven: dict[tuple, Answer] = {}  # for sites that were faster, alone in a region
+        self.won: dict[Group, Answer] = {}  # for the sites of regions that were faster
         self.asked: dict[str, Answer | None] = {}  # the store's answers, by key
         self.settled = True  # would another process look up the same answers, and measure nothing?
 
@@ -151,8 +152,7 @@ class Judge:
             self.least += sum(c.value for c in classes)
         told = [*zip(classes, self.answers(classes), strict=True)]
         for c, answer in told:
-            if answer.verdict == "faster" and answer.take == (c.sites[0].providers,):
-                self.proven[likeness(c.sites[0])] = answer
+            self.note(c, answer)
         again = {id(d) for c, answer in told for d in self.hand_out(c, answer)}
         for gate in gates:
             for d in gate.found:
@@ -202,7 +202,7 @@ class Judge:
         claimed, and then waits for the others' answers.
         """
         found: dict[int, Answer] = {}
-        ahead = Lookahead([c for c in classes if self.measures_next(c)], self.options)
+        ahead = Lookahead(classes, self.options, self.measures_next)
         for c in classes:
             key = self.key_of(c)
             if self.ranks is None or key is None or self.ranks.claim(key):
@@ -224,27 +224,45 @@ class Judge:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
 
-    def small(self, c: Class) -> bool:
-        """Is it too small a part of this graph to be measured?"""
-        auto = self.options.gate == "auto" and self.least > 0
-        return auto and c.value < SMALL * self.least
+    def note(self, c: Class, answer: Answer) -> None:
+        if answer.verdict == "faster":
+            self.won[group(c.sites)] = answer
+
+    def share(self, c: Class, known: Container[int] = ()) -> float:
+        """The part of this graph that a class is, without the sites at these indices; infinity if
+        every part is measured.
+        """
+        if self.options.gate != "auto" or not self.least:
+            return math.inf
+        others = (bound(d).plain for i, d in enumerate(c.sites) if i not in known)
+        return sum(others) * len(c.members) / self.least
+
+    def small(self, c: Class, now: Class | None = None) -> bool:
+        """Is it too small a part of this graph to be measured? Of a class below ALIKE, sites like
+        those that were faster in another region do not count. now: a class that is being measured
+        and may turn out to be faster.
+        """
+        if self.share(c) >= ALIKE:
+            return False
+        hoped = [group(now.sites)] if now else []
+        return self.share(c, alike(c.sites, [*self.won, *hoped])) < SMALL
 
     def key_of(self, c: Class) -> str | None:
         """The name of a class among ranks. A class that is too small is so only in graphs like this
         one.
         """
-        return f"{c.key} of {self.least:.0f}" if c.key and self.small(c) else c.key
+        return f"{c.key} of {self.least:.0f}" if c.key and self.share(c) < ALIKE else c.key
 
     @property
     def waiting_s(self) -> float:
         all_of_it = self.options.gate == "measure"
         return PATIENCE_S if all_of_it else self.options.measure_s + WAITING_S
 
-    def measures_next(self, c: Class) -> bool:
-        """Will this process measure the class when its turn comes, as far as can be said now?"""
+    def measures_next(self, c: Class, now: Class) -> bool:
+        """Will this process measure the class after this one, as far as can be said now?"""
         single = self.ranks is None or self.ranks.store is None
         unknown = known_answer(c.key, self.options) is None
-        return self.measures and single and unknown and not self.small(c)
+        return self.measures and single and unknown and not self.small(c, now)
 
     def own(self, c: Class, ahead: Lookahead) -> Answer:
         """The answer that this process knows or measures."""
@@ -259,6 +277,8 @@ class Judge:
             self.settled &= found.kept or final(c, found)
         if c.key:
             self.asked[c.key] = known_answer(c.key, self.options)
+        if found is not None:
+            self.note(c, found)
         return found or unanswered(c, "")
 
     def hand_out(self, c: Class, answer: Answer) -> list[Decision]:
@@ -271,13 +291,18 @@ class Judge:
         products = [has_product(d) for d in c.sites]
         lost = answer.verdict not in ("", "faster")
         apart = lost and any(products) and not all(products)
+        likes = alike(c.sites, self.won) if answer.why == SMALL_PART else {}
         for gate, region in c.members:
             for i, d in enumerate(region.sites):
                 if apart and not products[i]:
                     self.open = True
                     again.append(d)
                     continue
-                told = self.answer_for(d, answer, answer.take[i] if i < len(answer.take) else "")
+                if i in likes:
+                    told = self.answer_like(*likes[i])
+                else:
+                    take = answer.take[i] if i < len(answer.take) else ""
+                    told = self.answer_for(d, answer, take)
                 gate.evidence.record(d.match, told)
                 # sites that are taken without a measurement have kernels that nobody has compiled
                 # yet
@@ -288,13 +313,16 @@ class Judge:
                     self.open = True
         return again
 
+    def answer_like(self, measured: Group, place: int) -> Measured:
+        """The answer about one site that is like one of a region that was faster."""
+        take = self.won[measured].take[place]
+        return Measured(take, answer_text.like_another(self.won[measured], take), certain=True)
+
     def answer_for(self, d: Decision, answer: Answer, take: str) -> Measured:
         """The answer about one site."""
         together = len(answer.sites) > 1
         if answer.verdict:
             return Measured(take, answer_text.reason(answer, take, together), certain=True)
-        if answer.why == SMALL_PART and (like := self.proven.get(likeness(d))):
-            return Measured(d.providers, answer_text.like_another(like), certain=True)
         if d.doubt is not None:
             return Measured("", f"{d.doubt.reason}; {answer.why}".removesuffix("; "))
         if not answer.why:  # nobody asked
@@ -324,32 +352,6 @@ def final(c: Class, answer: Answer) -> bool:
     return bool(c.cut.region.problem) or answer.why in (SMALL_PART, ONE_SHORT_LAUNCH)
 
 
-def inside_of_lost(gate: Gate) -> bool:
-    """Answer for proposals inside a larger match that was measured and lost. If both are of one
-    pattern, Inductor would still compute the rest; if the proposal is a softmax between library
-    calls, as in attention, Inductor may replace all of it. Returns whether anything was answered.
-    """
-    order = gate.facts.order.__getitem__
-    lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
-    lost = [(d, inside) for d, inside in lost if gate.evidence.lost(d.match)]
-    found = False
-    for d in gate.found:
-        if not d.fused or gate.evidence.of(d.match):
-            continue
-        own = {*d.match.interior, *d.match.roots}
-        for larger, inside in lost:
-            if not own < inside:
-                continue
-            same = larger.match.pattern is d.match.pattern
-            weighs = any("softmax" in name_of(n) for n in own)
-            calls = [order(n) for n in inside - own if weighs and library_call(name_of(n))]
-            first, last = min(map(order, own)), max(map(order, own))
-            if same or (calls and min(calls) < first and last < max(calls)):
-                gate.evidence.record(d.match, Measured("", larger.reason, certain=True))
-                found = True
-    return found
-
-
 def cut_of(gate: Gate, region: Region) -> Cut:
     facts = gate.facts
     training = any(facts.training(d.match) for d in region.sites)
@@ -370,24 +372,5 @@ def enforce_answers(gate: Gate) -> None:
             d.reason, d.cause = lost if answer.take else answer.reason, UNPROFITABLE
 
 
-def likeness(d: Decision) -> tuple:
-    """A key that is equal for sites that differ only in their neighbours: the pattern, the
-    providers, the arguments of the replacement (tensors by dtype, shape and strides), and the
-    reason why the tables refuse it, if they do.
-    """
-    given = pytree.tree_leaves((d.call.args, d.call.kwargs))
-    tensors = (value(a) if isinstance(a, (fx.Node, Viewed)) else a for a in given)
-    words = (
-        f"{t.dtype} {tuple(t.shape)} {t.stride()}" if isinstance(t, torch.Tensor) else repr(t)
-        for t in tensors
-    )
-    doubt = "" if d.doubt is None else d.doubt.reason
-    return d.match.pattern.name, d.providers, d.call.unread, doubt, *words
-
-
-def device_of(d: Decision):
-    return d.match.roots[0].meta["val"].device
-
-
 def on_gpu(d: Decision) -> bool:
-    return device_of(d).type == "cuda"
+    return d.match.roots[0].meta["val"].device.type == "cuda"

@@ -13,6 +13,7 @@ import math
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,12 +74,15 @@ ALLOWANCE = Allowance()
 
 
 class Lookahead:
-    """The classes that will be measured, as far as is known, and the code of the next one, which is
-    generated while Inductor's workers compile the kernels of the one before.
+    """The classes in their order, and the code of the next one that will be measured, which is
+    generated while Inductor's workers compile the kernels of the one before. wanted: will a class
+    be measured after another, as far as is known while that is measured?
     """
 
-    def __init__(self, classes: list[Class], options: Options):
-        self.classes, self.options = classes, options
+    def __init__(
+        self, classes: list[Class], options: Options, wanted: Callable[[Class, Class], bool]
+    ):
+        self.classes, self.options, self.wanted = classes, options, wanted
         self.next: tuple[Class, Contest] | None = None
         self.took = 0.0  # seconds that were spent on the next class
 
@@ -88,7 +92,7 @@ class Lookahead:
         """
         started = time.perf_counter()
         after = itertools.dropwhile(lambda c: c is not now, self.classes)
-        for c in itertools.islice(after, 1, None):
+        for c in filter(lambda c: self.wanted(c, now), itertools.islice(after, 1, None)):
             if not hindrance(c, self.options) and c.cut.device == now.cut.device:
                 with contextlib.suppress(Exception):
                     self.next = c, Contest(c.cut, c.sites, until, beside=now.cut)

@@ -1,0 +1,34 @@
+"""Proposals inside a larger match that was measured and lost."""
+
+from __future__ import annotations
+
+from fusion_backend.capture.view import name_of
+from fusion_backend.decide.evidence import Measured
+from fusion_backend.decide.gate import Gate
+from fusion_backend.decide.neighbours import library_call
+
+
+def inside_of_lost(gate: Gate) -> bool:
+    """Answer for proposals inside a larger match that was measured and lost. If both are of one
+    pattern, Inductor would still compute the rest; if the proposal is a softmax between library
+    calls, as in attention, Inductor may replace all of it. Returns whether anything was answered.
+    """
+    order = gate.facts.order.__getitem__
+    lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
+    lost = [(d, inside) for d, inside in lost if gate.evidence.lost(d.match)]
+    found = False
+    for d in gate.found:
+        if not d.fused or gate.evidence.of(d.match):
+            continue
+        own = {*d.match.interior, *d.match.roots}
+        for larger, inside in lost:
+            if not own < inside:
+                continue
+            same = larger.match.pattern is d.match.pattern
+            weighs = any("softmax" in name_of(n) for n in own)
+            calls = [order(n) for n in inside - own if weighs and library_call(name_of(n))]
+            first, last = min(map(order, own)), max(map(order, own))
+            if same or (calls and min(calls) < first and last < max(calls)):
+                gate.evidence.record(d.match, Measured("", larger.reason, certain=True))
+                found = True
+    return found
