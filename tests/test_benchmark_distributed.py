@@ -18,7 +18,7 @@ from tests import selection
 WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
 
 
-def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False):
+def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False, eager=None):
     def one(name, losses, step):
         return {"name": name, "losses": list(losses), "step": {"median": step}, "graphs": 3,
                 "peak_bytes": 2_000_000_000, "saved_bytes": 1_000_000_000}  # fmt: skip
@@ -27,6 +27,8 @@ def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout
         one("inductor", plain, ms[0]),
         one("fusion", ours, ms[1]) | {"fused": {"gelu": 2}},
     ]
+    if eager:
+        contenders.append({"name": "eager", "losses": list(eager)})
     about = {"name": "gpt2", "layers": 2, "width": 64, "world": 2, "wrapping": how, "steps": 2}
     about["dropout"] = dropout
     return about | {"noise": 0.01, "contenders": contenders}
@@ -55,6 +57,14 @@ def test_a_loss_that_goes_elsewhere_is_told(last):
     (told,) = wrong([row(ours=(10.0, last))])
     assert "gpt2 ddp: after 2 steps the loss is" in told
     assert not wrong([row(ours=(10.0, last), dropout=True)])
+
+
+@pytest.mark.parametrize("last", [5.2, 2.8, float("nan")])
+def test_rounding_takes_a_loss_as_far_as_that_of_eager_mode(last):
+    assert not wrong([row(ours=(10.0, 4.9), eager=(10.0, 3.5))])
+    assert wrong([row(ours=(10.0, last), eager=(10.0, 3.5))])
+    assert wrong([row(ours=(10.0, 4.9), eager=(10.0, 3.9))])
+    assert "| 7.000 → 7.450 (6.750) |" in table([row(ours=(10.0, 4.9), eager=(10.0, 3.5))])
 
 
 def test_what_earlier_trainings_had_is_freed_before_memory_counts(monkeypatch):
@@ -99,11 +109,12 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("how", WAYS)
 def test_two_processes_train(how, trained):
     """The same losses, no more graphs, and sites are fused."""
-    plain, ours = trained[how]["contenders"]
+    plain, ours, eager = trained[how]["contenders"]
     assert ours["graphs"] == plain["graphs"] > 0
     assert sum(ours["fused"].values()) > 0
     assert len(ours["losses"]) == 6
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert eager["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch, capsys):

@@ -27,7 +27,7 @@ from fusion_backend.compat.torch import counters
 
 BATCHES = 4  # which come again, so that the loss falls
 LEARNING_RATE = 3e-4
-AGAIN = "inductor-again"
+AGAIN, EAGER = "inductor-again", "eager"
 SETTLED_S = 1.0
 
 
@@ -107,8 +107,9 @@ def row_of(name: str, size: Size, how: str, plan: Plan, device: torch.device) ->
             one |= {"fused": sites.fused, "declined": sites.declined}
         trainings[contender] = training
         found.append(one)
+    found.append({"name": EAGER, "losses": eager_losses(name, size, how, plan, device)})
     times = in_turn(trainings | {AGAIN: trainings["inductor"]}, plan, device)
-    for one in found:
+    for one in found[:2]:
         one["step"] = dataclasses.asdict(Spread.of(times[one["name"]]))
     again = Spread.of(times[AGAIN]).median
     plain = found[0]["step"]["median"]
@@ -118,6 +119,15 @@ def row_of(name: str, size: Size, how: str, plan: Plan, device: torch.device) ->
     del trainings
     torch.compiler.reset()
     return {"name": name, **about, "noise": abs(again / plain - 1), "contenders": found}
+
+
+def eager_losses(name: str, size: Size, how: str, plan: Plan, device: torch.device) -> list[float]:
+    """The losses without a compiler, which rounds elsewhere: how far rounding alone takes a
+    training from that of plain Inductor.
+    """
+    as_a_program_of_its_own()
+    training = Training(name, size, how, lambda fn: fn, device, plan.dropout)
+    return averaged([training() for _ in range(plan.steps)])
 
 
 def averaged(losses: list[torch.Tensor]) -> list[float]:
