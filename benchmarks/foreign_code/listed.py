@@ -16,7 +16,9 @@ from benchmarks.foreign_code import (
     encoders,
     graph_networks,
     image_attentions,
+    image_parts,
     language_blocks,
+    language_parts,
     losses,
     mixers,
     model_parts,
@@ -27,9 +29,11 @@ from benchmarks.foreign_code import (
     products,
     recommenders,
     sequences,
+    serving_parts,
     single_operators,
     speech,
     training_parts,
+    varied_parts,
 )
 from benchmarks.foreign_code.problems import PROBLEMS, Graph
 
@@ -59,6 +63,10 @@ FAMILIES = (
     assorted_layers,
     model_parts,
     training_parts,
+    language_parts,
+    serving_parts,
+    image_parts,
+    varied_parts,
 )
 
 
