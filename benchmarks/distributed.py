@@ -3,13 +3,14 @@
     python -m benchmarks.distributed --out benchmarks/results/ranks.json
     python -m benchmarks.distributed --model gpt2 --how fsdp-blocks --steps 50 --ranks 2
 
-One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. Both
-backends train the same weights on the same batches with AdamW; then their steps are timed in turns.
---how says how a model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains
-by itself: that is the gain of a single GPU, of which the table says how much the other ways keep.
-Nothing is dropped out, so that losses differ by rounding alone, unless --dropout asks for it. The
-same training in eager mode shows how far rounding takes a loss. Exit status: 1 where fusion's loss
-is further than that from plain Inductor's, which is not asked with --dropout.
+One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. They are
+started afresh for each row, so that no memory is left from the one before. Both backends train the
+same weights on the same batches with AdamW; then their steps are timed in turns. --how says how a
+model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains by itself: that is
+the gain of a single GPU, of which the table says how much the other ways keep. Nothing is dropped
+out, so that losses differ by rounding alone, unless --dropout asks for it. The same training in
+eager mode shows how far rounding takes a loss. Exit status: 1 where fusion's loss is further than
+that from plain Inductor's, which is not asked with --dropout.
 """
 
 from __future__ import annotations
@@ -72,9 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     run = Run("distributed", machine(device, "benchmarks.distributed"))
     with tempfile.TemporaryDirectory() as folder:
         out = args.out or Path(folder) / "ranks.json"
-        each = Work(jobs, plan, args.ranks, free_port(), device.type, run, out)
-        mp.spawn(work, (each,), nprocs=args.ranks)
-        run = Run.load(out)
+        for job in jobs:
+            print(job[0], job[2], flush=True)
+            mine = Work(job, plan, args.ranks, free_port(), device.type, run, out)
+            mp.spawn(work, (mine,), nprocs=args.ranks)
+            run = Run.load(out)
     print(run.about["gpu"] or "no GPU: two processes through gloo, times mean nothing")
     print(table(run.rows), end="")
     lost = wrong(run.rows)

@@ -1,9 +1,8 @@
-"""A rank: one process of the run, which does all jobs in turn with the others."""
+"""A rank: one process of a row, which trains in turn with the others."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
 import warnings
@@ -20,9 +19,11 @@ from benchmarks.subjects.plain_models import Size
 
 
 class Work(NamedTuple):
-    """What every rank is given. Rank 0 adds a row for each job to `run`, and saves it as `out`."""
+    """What every rank is given: a model, its size, and the way it is spread. Rank 0 adds the row to
+    `run`, and saves that as `out`.
+    """
 
-    jobs: list[tuple[str, Size, str]]
+    job: tuple[str, Size, str]
     plan: Plan
     ranks: int
     port: int
@@ -62,13 +63,7 @@ def started(rank: int, ranks: int, port: int, device: str) -> Iterator[torch.dev
 def work(rank: int, mine: Work) -> None:
     warnings.simplefilter("ignore")
     with started(rank, mine.ranks, mine.port, mine.device) as device:
-        for name, size, how in mine.jobs:
-            if rank == 0:
-                print(f"{name} {how}", flush=True)
-            row = row_of(name, size, how, mine.plan, device)
-            if rank == 0:
-                mine.run.rows.append(row)
-                mine.run.save(mine.out)
-            gc.collect()
-            if mine.device == "cuda":
-                torch.cuda.empty_cache()
+        row = row_of(*mine.job, mine.plan, device)
+    if rank == 0:
+        mine.run.rows.append(row)
+        mine.run.save(mine.out)
