@@ -18,6 +18,7 @@ SAMPLED = {
     "tests/test_attention.py": 3,
     "tests/test_attention_forms.py": 4,
     "tests/test_attention_models.py": 9,
+    "tests/test_attention_spellings.py": 3,
     "tests/test_benchmark_models.py": 2,
     "tests/test_benchmarks.py": 2,
     "tests/test_channel_kernels.py": 5,
@@ -33,6 +34,8 @@ SAMPLED = {
     "tests/test_kernels.py": 3,
     "tests/test_linear_cross_entropy.py": 6,
     "tests/test_norm_kernels.py": 8,
+    "tests/test_norm_rotary.py": 3,
+    "tests/test_norm_spellings.py": 3,
     "tests/test_patch_embedding.py": 2,
     "tests/test_product_kernels.py": 3,
     "tests/test_quantize_kernels.py": 3,
@@ -41,8 +44,8 @@ SAMPLED = {
     "tests/test_scale.py": 5,
     "tests/test_softmax_kernels.py": 8,
     "tests/test_spellings.py": 5,
-    "tests/test_token_log_probs.py": 2,
-    "tests/test_token_log_probs_kernels.py": 3,
+    "tests/test_token_log_probs.py": 4,
+    "tests/test_token_log_probs_kernels.py": 5,
 }
 
 # Dear tests that are left to --full, each with what runs by default instead. A name without
@@ -54,13 +57,13 @@ LEFT_OUT = {
     "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
     "the key in test_fingerprint.py",
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
-    "tests/test_benchmark_distributed.py::test_two_processes_train[alone]": "[fsdp], and "
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp]": "[alone], and "
     "tests/ranks",
-    "tests/test_benchmark_distributed.py::test_two_processes_train[ddp]": "[fsdp], and [ddp] of "
+    "tests/test_benchmark_distributed.py::test_two_processes_train[ddp]": "[alone], and [ddp] of "
     "oracle/test_distributed.py",
-    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-blocks]": "[fsdp], and "
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-blocks]": "[alone], and "
     "tests/ranks",
-    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": "[fsdp], and "
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": "[alone], and "
     "tests/ranks",
     "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
     "test_the_python_of_a_page_runs",
