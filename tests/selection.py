@@ -63,8 +63,9 @@ LEFT_OUT = {
     "oracle/test_distributed.py",
     "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-blocks]": "[alone], and "
     "tests/ranks",
-    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": "[alone], and "
-    "tests/ranks",
+    "tests/test_benchmark_distributed.py::test_two_processes_train[fsdp-checkpoint]": (
+        "[alone], and tests/ranks"
+    ),
     "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
     "test_the_python_of_a_page_runs",
     "tests/test_edited_helpers.py::test_after_an_edit_nothing_is_taken_from_the_caches": "the key "
