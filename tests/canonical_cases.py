@@ -213,6 +213,18 @@ SAME = {
         lambda x: x.sum(1, keepdim=True) / x.shape[1],
         lambda x: x.mean(-1).unsqueeze(-1),
     ),
+    "a value of each row, computed without its dimension": (
+        (R,),
+        lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) * 2 + 1e-6),
+        lambda x: x * torch.rsqrt(x.square().mean(-1) * 2 + 1e-6).unsqueeze(-1),
+        lambda x: x * (x.square().mean(-1) * 2 + 1e-6)[:, None].rsqrt(),
+        lambda x: x * (2 * x.square().mean(-1)).add(1e-6).rsqrt()[..., None],
+    ),
+    "and of two such values": (
+        (R,),
+        lambda x: x.amax(-1, True).clamp_min(1e-3) / x.amin(-1, True) ** 3,
+        lambda x: (x.amax(-1).clamp_min(1e-3) / x.amin(-1) ** 3)[:, None],
+    ),
     "variance": (
         (R,),
         lambda x: x.var(-1, unbiased=False),

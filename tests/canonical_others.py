@@ -14,6 +14,19 @@ def rms_over_channels(x):
 
 # what must stay two expressions, and why
 OTHER = {
+    "a value of each row goes to its row, and one of each column to its column": (
+        (M,),
+        lambda x: x * torch.rsqrt(x.square().mean(-1, True) + 1e-6),
+        lambda x: x * torch.rsqrt(x.square().mean(-1) + 1e-6),
+        lambda x: x * torch.rsqrt(x.square().mean(-1) + 1e-6).unsqueeze(0),
+        lambda x: x * torch.rsqrt(x.square().mean(0) + 1e-6).unsqueeze(-1),
+    ),
+    "nor is it one with a value of another": (
+        (M, V),
+        lambda x, v: x * (x.mean(-1, True) + v),
+        lambda x, v: x * (x.mean(-1) + v).unsqueeze(-1),
+        lambda x, v: x * (x.mean(-1) + v).unsqueeze(0),
+    ),
     "division is no product with the reciprocal": (
         (R, R),
         lambda x, y: x / y,

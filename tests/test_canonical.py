@@ -115,3 +115,22 @@ def test_grad_mode_is_part_of_a_value():
     assert_fuses(lambda x, y: (x + y) * 2.0, x, y, pattern="add_mul")
     assert_fuses(constant, x, y, pattern="add_mul", count=0)
     assert_fuses(lambda x, y: (x + y).detach() * 2.0, x, y, pattern="add_mul", count=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_shape_of_a_value_that_has_its_dimension_again(dim):
+    (found,) = read(Canon(), lambda x: (x.mean(dim) + 1).sqrt().unsqueeze(dim), ((2, 3, 4),))
+    root, total = found.op, found.args[0]
+    assert (root, total.op) == ("sqrt", "add")
+    assert (
+        found.shape == total.shape == tuple(1 if i == dim else n for i, n in enumerate((2, 3, 4)))
+    )
+
+
+def test_a_value_under_another_grad_mode_has_no_dimension_again():
+    kinds = ((4, 6),)
+    graph = graph_of(lambda x: (x.mean(-1) + 1).sqrt().unsqueeze(-1), kinds).graph
+    (root,) = [n for n in graph.nodes if is_lowered(n) and n.target._schema.name == "aten::sqrt"]
+    for region, op in (({}, "sqrt"), ({root: "without"}, "unsqueeze")):
+        canon = Canon().run(graph, region)
+        assert canon.of[next(iter(root.users))].op == op

@@ -2,6 +2,8 @@
 and what comes close and is left alone.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -315,3 +317,41 @@ def test_a_bias_after_the_norm_was_rounded(cast):
     else:
         whole = [n for n in fused_nodes(rewritten(fn, *inputs)) if len(n.all_input_nodes) > 1]
         assert not whole
+
+
+# The factor of each row is computed without the last dimension, and spread over the row at the end.
+
+DROPPED = {
+    "rms_norm": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1) + 1e-3).unsqueeze(-1)),
+    "layer_norm": lambda x, w: (
+        (x - x.mean(-1, keepdim=True)) * (x.var(-1, correction=0) + 1e-3).rsqrt()[..., None] * w
+    ),
+    "l2_norm": lambda x: x / x.square().sum(-1).sqrt().clamp_min(1e-12)[..., None],
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("pattern", DROPPED)
+def test_a_factor_without_the_last_dimension(pattern, needs, dtype):
+    fn = DROPPED[pattern]
+    shapes = [(3, 5, 40), (40,)][: len(inspect.signature(fn).parameters)]
+    check_spelling(pattern, fn, *leaves(*shapes, dtype=dtype, needs=needs), factor=2)
+
+
+@pytest.mark.parametrize("spread", [lambda r: r, lambda r: r[None], lambda r: r[:, None] + r])
+def test_a_factor_that_is_not_of_its_row_is_left_alone(spread):
+    fn = lambda x: x * spread(torch.rsqrt(x.pow(2).mean(-1) + 1e-3))  # noqa: E731
+    found = fused_nodes(rewritten(fn, torch.randn(6, 6)))
+    assert not [n for n in found if "norm" in str(n.target)]
+
+
+def test_a_factor_without_a_gradient_is_left_alone():
+    def fn(x):
+        mean = x.pow(2).mean(-1)
+        with torch.no_grad():
+            factor = torch.rsqrt(mean + 1e-3)
+        return x * factor.unsqueeze(-1)
+
+    assert not fused_nodes(rewritten(fn, torch.randn(3, 40, requires_grad=True)))

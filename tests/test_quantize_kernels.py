@@ -358,3 +358,27 @@ def of_a_copy_in_fp64(x):
 )
 def test_what_is_not_this_quantisation_is_left_alone(fn):
     assert_fuses(fn, torch.randn(64, 512), pattern="quantize_per_token", count=0)
+
+
+def rescaled(x, w):
+    """The scale of a token is a number of each row, as it is kept for the product."""
+    scale = x.abs().amax(-1).clamp(min=1e-5) / 127
+    q = (x / scale.unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
+    return (q.float() @ w) * scale[..., None]
+
+
+def test_a_scale_without_the_last_dimension():
+    x, w = torch.randn(3, 5, 64), torch.randn(64, 8)
+    graph = rewritten(rescaled, x, w)
+    assert [str(n.target) for n in fused_nodes(graph)] == ["fusion.quantize_per_token.default"]
+    torch.testing.assert_close(with_kernels(graph)(x, w)[0], rescaled(x, w))
+
+
+def test_such_a_scale_that_is_returned_is_left_alone():
+    def fn(x):
+        scale = x.abs().amax(-1) / 127
+        return (x / scale[:, None]).round().clamp(-128, 127).to(torch.int8), scale
+
+    report = assert_fuses(fn, torch.randn(5, 64), pattern="quantize_per_token", count=0)
+    (reason,) = {s.reason for s in report.sites if s.pattern == "quantize_per_token"}
+    assert reason.startswith("the result of div inside it is used elsewhere too")

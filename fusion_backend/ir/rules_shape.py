@@ -7,7 +7,7 @@ import torch
 from fusion_backend.capture.attention import MARK
 from fusion_backend.capture.sizes import equals, hashable, same
 from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import LOOKED_THROUGH, Expr
+from fusion_backend.ir.expr import LOOKED_THROUGH, NUMBERS, Expr
 from fusion_backend.ir.heads import splits, weights_times_values
 from fusion_backend.ir.operator_families import (
     EXPANSIONS,
@@ -22,6 +22,8 @@ from fusion_backend.ir.schema_args import Call
 from fusion_backend.ir.scores import with_heads
 
 NESTED = 4  # products in the weight of a product
+# What a value of each row goes through before it is spread over the row again.
+ELEMENTWISE = {"add", "mul", "div", "maximum", "minimum", "sqrt", "rsqrt", "pow", "cast"}
 
 
 @rule(*PERMUTATIONS)
@@ -40,11 +42,32 @@ def expanded(c: Builder, call: Call, self: Expr):
 def unsqueezed(c: Builder, call: Call, self: Expr, dim: int):
     rank = len(call.shape)
     axis = dim % rank - rank
-    if self.op == "squeeze" and self.attr == (axis,):
-        return self.args[0]
+    if (kept := with_dimension(c, self, axis, {})) is not None:
+        return kept
     if MARK in call.node.meta:
         return with_heads(c, self, (*call.shape[:2],))
     return c.make("unsqueeze", (self,), axis, call.shape)
+
+
+def with_dimension(
+    c: Builder, e: Expr, axis: int, found: dict[Expr, Expr | None], depth: int = 0
+) -> Expr | None:
+    """A value with a dimension of size 1, if it was computed without, elementwise, from values that
+    had it: rsqrt(squeeze(m) + eps) as rsqrt(m + eps). None if anything else is read.
+    """
+    if e.op == "squeeze" and e.attr == (axis,):
+        return e.args[0]
+    if e.op in NUMBERS:
+        return e
+    if e.op not in ELEMENTWISE or e.state != c.state or depth > LOOKED_THROUGH:
+        return None
+    if e not in found:
+        args = [with_dimension(c, a, axis, found, depth + 1) for a in e.args]
+        place = len(e.shape or ()) + 1 + axis
+        known = None not in args and place >= 0 and any(a.op not in NUMBERS for a in args)
+        shape = (*e.shape[:place], 1, *e.shape[place:]) if known else None
+        found[e] = c.make(e.op, args, e.attr, shape) if known else None
+    return found[e]
 
 
 @rule("aten::squeeze")
