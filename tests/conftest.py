@@ -107,12 +107,20 @@ def eager_kernels_unless_full():
 
 @pytest.fixture
 def scratch():
-    """Forget patterns that a test defines."""
+    """Forget patterns and rules that a test defines."""
     from fusion_backend.frontends.loading import patterns
+    from fusion_backend.ir.rules import TABLES
     from fusion_backend.ops.registry import unregister
 
     before = {p.name for p in patterns()}
+    rules = [(table, dict(table)) for table in TABLES]
     yield
+    for table, had in rules:
+        for subject in [s for s in table if s not in had]:
+            del table[subject]
+        for subject, known in had.items():
+            if table[subject] is not known:
+                table[subject] = known
     for p in patterns():
         if p.name not in before:
             unregister(p.name)
