@@ -13,6 +13,7 @@ from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, trace
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.rules import RULES
+from fusion_backend.ir.rules_shape import with_dimension
 from fusion_backend.ir.schema_args import SYNONYMS
 from fusion_backend.testing import assert_fuses
 from tests import canonical_cases, canonical_others
@@ -134,3 +135,10 @@ def test_a_value_under_another_grad_mode_has_no_dimension_again():
     for region, op in (({}, "sqrt"), ({root: "without"}, "unsqueeze")):
         canon = Canon().run(graph, region)
         assert canon.of[next(iter(root.users))].op == op
+
+
+def test_a_value_of_unknown_shape_has_no_dimension_again():
+    c = Canon()
+    column = c.make("var", (), "x", (4, 1))
+    root = c.make("sqrt", (c.make("squeeze", (column,), (-1,), (4,)),))
+    assert with_dimension(c, root, -1, {}) is None

@@ -59,11 +59,11 @@ def with_dimension(
         return e.args[0]
     if e.op in NUMBERS:
         return e
-    if e.op not in ELEMENTWISE or e.state != c.state or depth > LOOKED_THROUGH:
+    if e.op not in ELEMENTWISE or e.shape is None or e.state != c.state or depth > LOOKED_THROUGH:
         return None
     if e not in found:
         args = [with_dimension(c, a, axis, found, depth + 1) for a in e.args]
-        place = len(e.shape or ()) + 1 + axis
+        place = len(e.shape) + 1 + axis
         known = None not in args and place >= 0 and any(a.op not in NUMBERS for a in args)
         shape = (*e.shape[:place], 1, *e.shape[place:]) if known else None
         found[e] = c.make(e.op, args, e.attr, shape) if known else None

@@ -46,9 +46,7 @@ from fusion_backend.reporting.report import warn_once
 
 MOST_ROUNDS = 8  # in each round except the last, a proposed site is refused for good
 SMALL = 0.01  # of a graph's time; to compile and time a smaller part costs more than it gains
-ALIKE = (
-    0.05  # of a graph's time; a smaller part is decided as sites like its own that were measured
-)
+ALIKE = 0.05  # of a graph's time; a smaller part is decided as equal sites that were measured
 SMALL_PART = "it is less than a hundredth of the graph, too little to measure"
 LATE = "another rank did not answer in time"
 # Seconds to wait for another rank's answer, in addition to the time in which it may measure; that
