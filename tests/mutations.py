@@ -149,7 +149,7 @@ MUTATIONS = {
         "tests/test_measured_rivals.py",
     ),
     "judge: an activation between products that lost is not tried": Mutation(
-        "fusion_backend/measure/judge.py",
+        "fusion_backend/measure/lost.py",
         'weighs = any("softmax" in name_of(n) for n in own)',
         "weighs = True",
         "tests/test_measured_rivals.py",

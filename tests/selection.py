@@ -34,7 +34,6 @@ SAMPLED = {
     "tests/test_kernels.py": 3,
     "tests/test_linear_cross_entropy.py": 6,
     "tests/test_norm_kernels.py": 8,
-    "tests/test_norm_rotary.py": 3,
     "tests/test_norm_spellings.py": 3,
     "tests/test_patch_embedding.py": 2,
     "tests/test_product_kernels.py": 3,
