@@ -11,6 +11,7 @@ import torch
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, trace
+from fusion_backend.ir import rules_shape
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.rules import RULES
 from fusion_backend.ir.rules_shape import with_dimension
@@ -142,3 +143,22 @@ def test_a_value_of_unknown_shape_has_no_dimension_again():
     column = c.make("var", (), "x", (4, 1))
     root = c.make("sqrt", (c.make("squeeze", (column,), (-1,), (4,)),))
     assert with_dimension(c, root, -1, {}) is None
+
+
+def test_values_that_are_read_twice_are_looked_at_once(monkeypatch):
+    calls = []
+
+    def counted(*given):
+        calls.append(given)
+        return with_dimension(*given)
+
+    monkeypatch.setattr(rules_shape, "with_dimension", counted)
+
+    def doubled(x):
+        y = x.mean(-1)
+        for _ in range(12):
+            y = y * y
+        return y.unsqueeze(-1)
+
+    (found,) = read(Canon(), doubled, ((4, 6),))
+    assert found.op == "mul" and len(calls) < 40

@@ -14,7 +14,7 @@ from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.measure.bound import value
 
-LINE = re.compile(r"\S+:\d+")
+LINE = re.compile(r"\S+:\d+")  # the source line that a reason names
 Group = tuple[tuple, ...]  # the likenesses of the sites of one region
 
 
