@@ -357,3 +357,13 @@ def test_sizes_from_the_command_line():
         and subject.about["layers"] == 1
         and len(subject.model.layers) == 1
     )
+
+
+def test_the_compilation_with_the_median_time_counts():
+    """With what the gate measured in it; of two in the middle, the shorter one."""
+    one = ModelContender("fusion")
+    took = [compiling.Compilation(seconds, 3, seconds / 2) for seconds in (9.0, 5.0, 7.0)]
+    compiling.note_times(one, "cold", took)
+    compiling.note_times(one, "warm", took[:2])
+    assert (one.cold_s, one.colds_s, one.warm_s) == (7.0, [9.0, 5.0, 7.0], 5.0)
+    assert one.measured == {"cold": [3, 3.5], "warm": [3, 2.5]}

@@ -49,6 +49,24 @@ def test_a_bound_promises_much_where_scores_are_written_to_memory_or_half_is_mas
     assert 1.15 < one.gain < 2 and hand.gain > 2.5
 
 
+@pytest.mark.parametrize("gather", [lambda i, w: F.embedding(i, w), lambda i, w: w[i]])
+@pytest.mark.parametrize(
+    "trained, rows, much", [(True, 32, True), (False, 32, False), (True, 4096, False)]
+)
+def test_a_gradient_that_is_added_up_in_few_places_takes_long(trained, rows, much, gather):
+    """512 · 512 · 16 numbers go to rows · 16 places, 8,192 to each or 64."""
+
+    def fn(weight):
+        place = torch.arange(512, device=weight.device)
+        index = (place[None, :] - place[:, None]).clamp(-16, 15) + 16
+        return gather(index, weight).permute(2, 0, 1)
+
+    weight = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta", requires_grad=trained)
+    (one,) = bounds_of(fn, weight, only="relative_bias")
+    assert (one.plain > 2e-3 * 4.3e12) == much
+    assert (one.gain > 100) == much
+
+
 @pytest.mark.parametrize("k, n, low, high", [(768, 3072, 1.15, 1.3), (4096, 14336, 0.9, 1.05)])
 def test_the_time_of_a_product_is_no_gain(k, n, low, high):
     """An activation in its epilogue saves two passes over the result, and no operation."""

@@ -7,8 +7,8 @@ import contextlib
 import gc
 import os
 import re
-import statistics
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +24,16 @@ from fusion_backend.measure import store
 WARM = 7  # compilations with a filled cache; their times vary a lot
 # contenders that have compiled something in this process, and for training
 STARTED: set[tuple[str, bool]] = set()
+
+
+class Compilation(NamedTuple):
+    """How long it took; for fusion also the classes of regions that the gate measured, and how long
+    that took.
+    """
+
+    seconds: float
+    classes: int
+    measure_s: float
 
 
 @contextlib.contextmanager
@@ -76,12 +86,12 @@ def compile_all(
     folder: str,
     say,
 ) -> None:
-    """Compile every contender, each in a cache of its own, and note how long it took: with a
-    filled cache the median of several times.
+    """Compile every contender, each in caches of its own, and note the median time with an empty
+    cache and with a filled one.
     """
     answers = store.store()  # the user's, before each contender has its own
-    turns = ("cold", *["warm"] * WARM) if plan.cold else ("cold",)
-    took: dict[str, list[float]] = {}
+    turns = ["cold"] * max(1, plan.cold) + ["warm"] * (WARM if plan.cold else 0)
+    took: dict[tuple[str, str], list[Compilation]] = {}
     for number, turn in enumerate(turns, 1):
         stays = number == len(turns)
         for name, step in steps.items():
@@ -98,23 +108,33 @@ def compile_all(
                 as_a_program_of_its_own()
             # else a long collection falls to whoever happens to compile when it is due
             gc.collect()
-            with failing(one), cache_in(f"{folder}/{name}"):
+            cache = f"{folder}/{name}/{min(number, max(1, plan.cold))}"
+            with failing(one), cache_in(cache):
                 seconds = seconds_to_compile(step, device)
-                if name != "eager" and turn == "cold":
-                    one.cold_s = seconds
-                elif name != "eager":
-                    took.setdefault(name, []).append(seconds)
-                    one.warm_s = statistics.median(took[name])
                 if name == "fusion" and plan.keep_answers:
                     for answer in store.store().all():
                         answers.put(answer)
-            if name == "fusion" and one.status != FAILED:
+            if one.status == FAILED or name == "eager":
+                continue
+            graphs = fusion_backend.report().graphs if name == "fusion" else []
+            measured = sum(g.measured for g in graphs), sum(g.measure_s for g in graphs)
+            took.setdefault((name, turn), []).append(Compilation(seconds, *measured))
+            note_times(one, turn, took[name, turn])
+            if name == "fusion":
                 note_sites(one)
-                graphs = fusion_backend.report().graphs
-                classes = sum(g.measured for g in graphs)
-                one.measured[turn] = [classes, sum(g.measure_s for g in graphs)]
         if not stays:
             torch.compiler.reset()
+
+
+def note_times(one: ModelContender, turn: str, took: list[Compilation]) -> None:
+    """What counts is the compilation with the median time, the shorter of two in the middle."""
+    middle = sorted(took)[(len(took) - 1) // 2]
+    if turn == "cold":
+        one.cold_s, one.colds_s = middle.seconds, [each.seconds for each in took]
+    else:
+        one.warm_s = middle.seconds
+    if one.name == "fusion":
+        one.measured[turn] = [middle.classes, middle.measure_s]
 
 
 def note_sites(one: ModelContender) -> None:

@@ -107,4 +107,4 @@ def look_inside(step: Step, one: ModelContender, device: torch.device, row: Mode
         )
     seen = profile(step, device, trace=trace)
     one.device_ms, one.shares = seen.ms, seen.shares()
-    one.kernels = [dataclasses.asdict(kernel) for kernel in seen.kernels[:10]]
+    one.kernels = [dataclasses.asdict(kernel) for kernel in seen.kernels[:24]]

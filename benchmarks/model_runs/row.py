@@ -107,7 +107,7 @@ def measured(
     plan = Plan(
         train=job.mode == TRAIN,
         optimizer=row.about["optimizer"],
-        cold=not args.once,
+        cold=0 if args.once else args.cold,
         exact=exact_dtype(args, dtype),
         rounds=args.rounds,
         least_ms=args.least_ms,

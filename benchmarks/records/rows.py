@@ -143,6 +143,7 @@ class ModelContender:
     # the first step less a later one, with an empty cache and with a filled one
     cold_s: float | None = None
     warm_s: float | None = None
+    colds_s: list[float] = dataclasses.field(default_factory=list)  # cold_s is the median of these
     # what the gate measured, "cold" and "warm": classes of regions, and the seconds it took
     measured: dict[str, list] = dataclasses.field(default_factory=dict)
     peak_bytes: int | None = None  # the most a step allocates beyond weights and inputs (CUDA)

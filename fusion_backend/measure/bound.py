@@ -28,6 +28,11 @@ OURS = 0.8  # share of the bandwidth that a large kernel of ours reaches at leas
 LIBRARY = (
     0.9  # share of the speed of the library's products that large products of ours reach at least
 )
+# A gradient of a gather is added up by atomic operations, which wait for one another where many
+# numbers go to one address. From MANY numbers for an address, each takes at least ADDITION: 0.5 ns
+# (on an H200 and an H100 0.6 ns with 8,192 numbers for an address, 1.1 ns with 131,072).
+MANY, ADDITION = 1024, 0.5e-9 * 4.3e12
+GATHERS = ("aten::embedding", "aten::index")
 ATTENTION = "aten::scaled_dot_product_attention"
 SOFTMAX, SCALING = {"aten::softmax", "aten::_softmax"}, {"aten::mul", "aten::div"}
 # Matrix products, and the place of the argument whose rows have the length that is summed over.
@@ -57,8 +62,9 @@ class Bound:
 
 
 def bound(d: Decision) -> Bound:
-    """The bound of the forward. The result of a library call inside the site is written to memory
-    and read again; Inductor may fuse everything else.
+    """The bound of the forward, and in training that of the gradient of a gather. The result of a
+    library call inside the site is written to memory and read again; Inductor may fuse everything
+    else.
     """
     nodes = [*d.match.interior, *d.match.roots]
     calls = [n for n in nodes if library_call(name_of(n))]
@@ -69,6 +75,8 @@ def bound(d: Decision) -> Bound:
     other = sum(OPERATION * products(n) for n in calls if name_of(n) != ATTENTION)
     plain = given + sum(map(size, results)) + between + LAUNCH * max(1, len(calls))
     plain += attention + other
+    if d.backward is not None:
+        plain += sum(ADDITION * waiting(n) for n in nodes)
     read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
     written = [v for i, v in enumerate(results) if i not in d.call.unread]
     half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
@@ -126,6 +134,17 @@ def products(n: fx.Node) -> float:
     else:
         factors = None
     return 2.0 * math.prod(map(float, (*hinted(out.shape), *factors))) if factors else 0.0
+
+
+def waiting(n: fx.Node) -> float:
+    """The additions of a gather's gradient that wait for others to the same address."""
+    if name_of(n) not in GATHERS:
+        return 0.0
+    shapes = [hinted(t.meta["val"].shape) for t in (n, n.args[0])]
+    if None in shapes:
+        return 0.0
+    added, addresses = (math.prod(map(float, shape)) for shape in shapes)
+    return added if added >= MANY * addresses else 0.0
 
 
 def operations(attention: fx.Node) -> float:
