@@ -1,4 +1,5 @@
-"""The last linear layer and its loss: cross entropy of x W + b, without the logits in memory.
+"""The last linear layer and its loss: cross entropy of x W + b, in most cases without the logits in
+memory.
 
 x is `[..., k]`, W `[k, v]` with any strides, b `[v]` may be missing, target int64 with as many
 elements as x has rows. The loss has the dtype of the logits, or is float32, as under autocast and
@@ -12,11 +13,17 @@ its own gradient is known, which scales the results in the backward: one roundin
 powers of two. Where each row's loss has a gradient of its own (reduction "none"), or small numbers
 would be lost (fp16 needs the scale of the loss), the backward starts from the logits instead, which
 a compiled graph then keeps.
+
+In training in 16 bits with more than 128 rows, where v is no multiple of 8, the logits are kept as
+well, in padded rows. The library's fast products cannot read rows of such a v, and Inductor copies
+the gradient of the logits into padded rows, one pass more over the largest tensor of the step. Here
+the gradient is written into padded rows at once, and nothing is rounded twice.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Literal
 
 import torch
@@ -24,8 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend import LessAccurate, Pattern, Reject
+from fusion_backend import LessAccurate, Op, Pattern, Reject, Replacement
 from fusion_backend.kernels import dynamic, number, reject_dtypes, reject_dynamic, reject_vectors
+from fusion_backend.kernels.common.inputs import in_layout
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.gemm.products import add_product
 from fusion_backend.kernels.loss.cross_entropy import (
@@ -33,6 +41,12 @@ from fusion_backend.kernels.loss.cross_entropy import (
     gradient_in_place,
     reject_target,
     valid,
+)
+from fusion_backend.kernels.loss.padded_logits import (
+    gradient,
+    padded_logits,
+    padded_weight,
+    uneven,
 )
 
 # a quarter of the logits in memory at a time; each chunk more is one rounding of the gradient of W
@@ -66,19 +80,36 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
     return F.nll_loss((x @ w).softmax(-1), target, ignore_index=ignore_index, reduction=reduction)
 
 
+@linear_cross_entropy.replacement
+def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
+    given = (x, w, b, target, ignore_index, smoothing, reduction, loss)
+    if training and x.itemsize == 2 and not in_one_chunk(target):
+        if w.dim() == 2 and not dynamic(w.shape[1]) and uneven(w.dtype, number(w.shape[1])):
+            why = "the gradient of the logits is written in padded rows at once"
+            return Replacement(padded_linear_cross_entropy, given, {}, why)
+    return Replacement(linear_cross_entropy, given)
+
+
+def in_one_chunk(target: Tensor) -> bool:
+    return statically_known_true(target.numel() <= TILE)
+
+
 @linear_cross_entropy.guard
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
+    if dynamic(x.numel() // number(x.shape[-1])):
+        return Reject(
+            "the number of rows is dynamic: the chunks are cut when the graph is compiled"
+        )
+    return reject_arguments(x, w, b, target, ignore_index, smoothing)
+
+
+def reject_arguments(x, w, b, target, ignore_index, smoothing) -> Reject | None:
+    """Refuse what no kernel takes."""
     if w.dim() != 2:
         return Reject(f"w has {w.dim()} dimensions")
-    for name, size in (
-        ("rows", x.numel() // number(x.shape[-1])),
-        ("columns", x.shape[-1]),
-        ("classes", w.shape[1]),
-    ):
+    for name, size in (("columns", x.shape[-1]), ("classes", w.shape[1])):
         if dynamic(size):
-            return Reject(
-                f"the number of {name} is dynamic: the chunks are cut when the graph is compiled"
-            )
+            return Reject(f"the number of {name} is dynamic")
     if b is not None and b.shape != w.shape[1:]:
         return Reject(f"b has shape {tuple(b.shape)}")
     return (
@@ -91,7 +122,7 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
 
 @linear_cross_entropy.worthwhile
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
-    if training and x.dtype != torch.float32 and not statically_known_true(target.numel() <= TILE):
+    if training and x.dtype != torch.float32 and not in_one_chunk(target):
         return LessAccurate(
             "the gradient of w is rounded once a chunk; fusion.gate=always takes it, and saves "
             "the logits"
@@ -196,6 +227,68 @@ def gradients(x, w, b, target, scale, ignore_index, smoothing, needs):
     return torch.cat(losses), dx, dw, db.to(b.dtype) if needs[2] else None
 
 
+@Op
+def padded_linear_cross_entropy(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: Literal["mean", "sum", "none"],
+    loss: Literal["same", "float32"],
+) -> Tensor:
+    """The same, with the logits kept in padded rows."""
+    return linear_cross_entropy.reference(x, w, b, target, ignore_index, smoothing, reduction, loss)
+
+
+@padded_linear_cross_entropy.guard
+def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
+    return reject_arguments(x, w, b, target, ignore_index, smoothing)
+
+
+@padded_linear_cross_entropy.worthwhile
+def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
+    return UNMEASURED
+
+
+@padded_linear_cross_entropy.kernel(saves=("logits", "kept"))
+def _(x, w, b, target, ignore_index, smoothing, reduction, loss, save):
+    v = number(w.shape[1])
+    counts = valid(target, ignore_index, v)
+    logits = padded_logits(x.reshape(-1, x.shape[-1]), w, b)
+    losses, kept = forward(logits[:, :v], target, ignore_index, smoothing)
+    if reduction != "none":
+        losses = losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+    return losses.to(torch.float32 if loss == "float32" else x.dtype), logits, kept
+
+
+@padded_linear_cross_entropy.saved
+def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
+    logits = padded_logits(x.reshape(-1, x.shape[-1]), w, b)
+    rows, counts = logits[:, : w.shape[1]].float(), target != ignore_index
+    label = rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
+    return logits, torch.stack([torch.where(counts, rows.logsumexp(1), math.inf), label])
+
+
+@padded_linear_cross_entropy.backward
+def _(saved, dloss):
+    x, w, v = saved.x, saved.w, number(saved.w.shape[1])
+    scale = dloss.float().contiguous()
+    if saved.reduction == "mean":
+        scale = scale / (saved.target != saved.ignore_index).sum()
+    given = saved.target, scale, saved.ignore_index, saved.smoothing
+    d = gradient(saved.logits, saved.kept, *given, v)
+    dx = (d @ padded_weight(w)).view(x.shape) if saved.needs["x"] else None
+    dw = db = None
+    if saved.needs["w"]:
+        dw = in_layout(w, (d.t() @ x.reshape(-1, x.shape[-1]))[:v].t())
+    if saved.needs["b"]:
+        db = d.sum(0, dtype=torch.float32)[:v].to(saved.b.dtype)
+    return dx, dw, db, None
+
+
+@padded_linear_cross_entropy.inputs(dict(rows=5, k=8, v=21), dict(rows=16384, k=1024, v=30522))
 @linear_cross_entropy.inputs(dict(rows=5, k=8, v=20), dict(rows=8192, k=4096, v=128256))
 def _(tensor, rows, k, v):
     w = tensor(k, v) * k**-0.5  # logits of order one

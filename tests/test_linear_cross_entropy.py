@@ -319,6 +319,7 @@ def graphs(frozen, gate, rows=512, v=2048):
     return found, sites
 
 found = {"trained": graphs(False, "always"), "frozen": graphs(True, "always")}
+found["uneven"] = graphs(False, "always", v=2041)
 print(json.dumps(found | {"auto": graphs(False, "auto", 1024, 1 << 17)}))
 """
 
@@ -392,6 +393,17 @@ def test_the_compiled_forward_holds_a_chunk_and_writes_in_place(compiled):
 def test_a_frozen_weight_costs_no_product(compiled):
     (forward, backward), _ = compiled["frozen"]
     assert count(forward, "mm.default") == 8 and count(backward, "mm.default", "add_product") == 0
+
+
+def test_nothing_of_an_uneven_number_of_classes_is_copied_but_the_weight(compiled):
+    """Logits and their gradient have rows of 2,048, and nobody pads them."""
+    (forward, backward), sites = compiled["uneven"]
+    assert sites == [[NAME, True], ["cross_entropy", False]]
+    for graph, products in ((forward, 1), (backward, 2)):
+        assert count(graph, "mm.default") == products
+        made = [name for name, shape in graph if shape == [512, 2048]]
+        assert not [name for name in made if "pad" in name or "cat" in name], made
+        assert count(graph, "clone", "copy") == 0 and count(graph, "triton") == 1
 
 
 def test_it_gives_way_to_cross_entropy_where_it_is_not_worthwhile(compiled):

@@ -116,6 +116,7 @@ CASES = [
     ("cross_entropy", dict(rows=8192, v=128256), HALF, True),
     ("cross_entropy", dict(rows=8192, v=128256), FULL, True),
     ("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), HALF, True),
+    ("padded_linear_cross_entropy", dict(rows=16384, k=1024, v=30522), HALF, True),
     ("token_log_probs", dict(b=4, s=2048, v=128256), HALF, True),
     ("token_log_probs", dict(b=4, s=2048, v=128256), FULL, True),
     ("token_log_probs", dict(b=4, s=2048, v=262144), torch.float16, True),

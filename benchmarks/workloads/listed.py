@@ -98,6 +98,8 @@ WORK = [
     Work("cross_entropy", dict(rows=16384, v=50257), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=16384, k=1024, v=30522), BF16, train=True, linear=True),
+    Work("linear_cross_entropy", dict(rows=16384, k=1024, v=50257), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
     *(
         Work("norm_act", dict(rows=rows, n=n) | how, BF16, train)

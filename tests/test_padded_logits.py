@@ -1,0 +1,153 @@
+"""The last linear layer and its loss where the number of classes is no multiple of 8: the logits
+and their gradient in padded rows.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusion_backend.patterns import linear_cross_entropy as room
+
+from fusion_backend.decide import gate as gating
+from fusion_backend.kernels.loss.padded_logits import padded_logits, padding, uneven
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.ops.registry import FUSION_RULES
+from tests.kernel_checks import check, randn, runs_kernels
+from tests.measured_cases import scopes
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+NAME = "padded_linear_cross_entropy"
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def more_than_a_chunk(monkeypatch):
+    """Few rows count as many."""
+    monkeypatch.setattr(room, "TILE", 2)
+
+
+def inputs(rows, k=24, v=101, dtype=torch.bfloat16, linear=True):
+    x, w, b = randn(rows, k, dtype=dtype), (randn(k, v) * k**-0.5).to(dtype), randn(v, dtype=dtype)
+    target = torch.arange(rows, device=x.device) * 7 % v
+    target[1::3] = -100
+    return x, w.t().contiguous().t() if linear else w, b, target
+
+
+@pytest.fixture
+def rule(monkeypatch):
+    """Where the helpers of the kernels' tests look for a rule."""
+    monkeypatch.setitem(FUSION_RULES, NAME, room.padded_linear_cross_entropy)
+    return room.padded_linear_cross_entropy
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("reduction, smoothing", [("mean", 0.0), ("sum", 0.1), ("none", 0.1)])
+@pytest.mark.parametrize("rows, v", [(1, 101), (7, 2049), (21, 9)])
+def test_values_and_gradients(rows, v, reduction, smoothing, dtype, rule):
+    for linear, shape in ((True, (rows,)), (False, (1, rows))):
+        x, w, b, target = inputs(rows, v=v, dtype=dtype, linear=linear)
+        given = (x.reshape(*shape, -1), w, b if linear else None, target, -100, smoothing)
+        check(NAME, *given, reduction, "same", needs=["x", "w"] + ["b"] * linear)
+
+
+@runs_kernels
+@pytest.mark.parametrize("wanted", ["x", "w", "b"])
+def test_only_wanted_gradients(wanted, rule):
+    check(NAME, *inputs(9), -100, 0.0, "mean", "same", needs=[wanted])
+
+
+@runs_kernels
+def test_a_loss_in_fp32_is_not_rounded(rule):
+    x, w, b, target = inputs(9)
+    out, *_ = rule.launched((x, w, b, target, -100, 0.0, "mean", "float32"), save=True)
+    logits = torch.addmm(b, x, w).float()
+    torch.testing.assert_close(out, F.cross_entropy(logits, target), rtol=1e-5, atol=1e-5)
+
+
+@runs_kernels
+def test_every_target_ignored(rule):
+    x, w, b, _ = inputs(9)
+    none = torch.full((9,), -100, device=x.device)
+    for reduction, want in (("mean", math.nan), ("sum", 0.0), ("none", 0.0)):
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        op = operator_of(rule)
+        named = dict(
+            zip(
+                [p.name for p in rule.params],
+                (*leaves, none, -100, 0.0, reduction, "same"),
+                strict=True,
+            )
+        )
+        out = op.overload(*op.flatten(named))[0]
+        torch.testing.assert_close(out, torch.full_like(out, want), equal_nan=True)
+        for d in torch.autograd.grad(out.sum(), leaves):
+            assert torch.equal(d, torch.zeros_like(d))
+
+
+@runs_kernels
+def test_a_target_out_of_range_is_an_error_as_in_torch(rule):
+    x, w, b, target = inputs(9)
+    target[4] = 101
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        rule.launched((x, w, b, target, -100, 0.0, "mean", "same"), save=True)
+
+
+@pytest.mark.parametrize(
+    "dtype, v, is_uneven, more",
+    [
+        (torch.bfloat16, 30522, True, 6),
+        (torch.bfloat16, 50257, True, 47),
+        (torch.float16, 32008, False, 56),
+        (torch.bfloat16, 32000, False, 0),
+        (torch.float32, 30522, True, 6),
+    ],
+)
+def test_rows_end_with_a_line_of_memory(dtype, v, is_uneven, more):
+    assert uneven(dtype, v) == is_uneven and padding(dtype, v) == more
+
+
+def test_padded_logits_are_the_logits():
+    x, w, b, _ = inputs(5, dtype=torch.float32)
+    for linear in (w, w.contiguous()):
+        wide = padded_logits(x, linear, b)
+        assert wide.shape == (5, 128) and wide.is_contiguous()
+        torch.testing.assert_close(wide[:, :101], torch.addmm(b, x, w))
+        assert torch.equal(wide[:, 101:], torch.zeros(5, 27, device=x.device))
+
+
+def chosen(monkeypatch, dtype=torch.bfloat16, v=101, rows=9, grad=True, dynamic=False):
+    """The operator that the end of a model becomes where every site is taken."""
+    x, w, b, target = (t.cpu() for t in inputs(rows, v=v, dtype=dtype))
+    weight = w.t().contiguous().requires_grad_(grad)
+
+    def step(x, weight, b, target):
+        return F.cross_entropy(F.linear(x, weight, b), target)
+
+    if dynamic:
+        for t in (x, target):
+            torch._dynamo.mark_dynamic(t, 0)
+    monkeypatch.setattr(gating, "on_gpu", lambda t: True)
+    (top,) = scopes(step, x, weight, b, target, dynamic=None if dynamic else False)
+    (found,) = [d for d in top.decisions if d.fused]
+    return found.op.name
+
+
+@pytest.mark.parametrize(
+    "case, padded",
+    [
+        (dict(), True),
+        (dict(v=99, dtype=torch.float16), True),
+        (dict(v=104), False),
+        (dict(dtype=torch.float32), False),
+        (dict(rows=2), False),
+        (dict(grad=False), False),
+    ],
+)
+def test_which_steps_keep_padded_logits(case, padded, more_than_a_chunk, monkeypatch):
+    assert chosen(monkeypatch, **case) == (NAME if padded else "linear_cross_entropy")
+
+
+def test_the_number_of_rows_may_change(more_than_a_chunk, monkeypatch):
+    assert chosen(monkeypatch, dynamic=True) == NAME
