@@ -14,20 +14,21 @@ powers of two. Where each row's loss has a gradient of its own (reduction "none"
 would be lost (fp16 needs the scale of the loss), the backward starts from the logits instead, which
 a compiled graph then keeps.
 
-In training in 16 bits with more than 128 rows, where v is no multiple of 8, the logits are kept as
-well, in padded rows. The library's fast products cannot read rows of such a v, and Inductor copies
-the gradient of the logits into padded rows, one pass more over the largest tensor of the step. Here
-the gradient is written into padded rows at once, and nothing is rounded twice.
+In training in 16 bits with more than 128 rows and without smoothing, where v is no multiple of 8,
+the logits are kept as well. The library's fast products cannot read rows of such a v, and Inductor
+copies the gradient of the logits into padded rows, one pass more over the largest tensor of the
+step. Here the logits are padded, so that the gradient is, too. Nothing is rounded twice.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from fusion_backend.patterns.cross_entropy import cross_entropy
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -42,12 +43,7 @@ from fusion_backend.kernels.loss.cross_entropy import (
     reject_target,
     valid,
 )
-from fusion_backend.kernels.loss.padded_logits import (
-    gradient,
-    padded_logits,
-    padded_weight,
-    uneven,
-)
+from fusion_backend.kernels.loss.padded_logits import padded_logits, padded_weight, uneven
 
 # a quarter of the logits in memory at a time; each chunk more is one rounding of the gradient of W
 # more
@@ -82,12 +78,19 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
 
 @linear_cross_entropy.replacement
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
+    if training and padded(x, w, target, smoothing):
+        given = (x, w, b, target, ignore_index, reduction, loss)
+        why = "the logits and their gradient lie in padded rows"
+        return Replacement(padded_linear_cross_entropy, given, {}, why)
     given = (x, w, b, target, ignore_index, smoothing, reduction, loss)
-    if training and x.itemsize == 2 and not in_one_chunk(target):
-        if w.dim() == 2 and not dynamic(w.shape[1]) and uneven(w.dtype, number(w.shape[1])):
-            why = "the gradient of the logits is written in padded rows at once"
-            return Replacement(padded_linear_cross_entropy, given, {}, why)
     return Replacement(linear_cross_entropy, given)
+
+
+def padded(x: Tensor, w: Tensor, target: Tensor, smoothing: float) -> bool:
+    """Would the gradient of w be rounded more than once, and the logits be padded by Inductor?"""
+    if x.itemsize != 2 or in_one_chunk(target) or dynamic(smoothing) or smoothing:
+        return False
+    return w.dim() == 2 and not dynamic(w.shape[1]) and uneven(w.dtype, number(w.shape[1]))
 
 
 def in_one_chunk(target: Tensor) -> bool:
@@ -100,10 +103,10 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
         return Reject(
             "the number of rows is dynamic: the chunks are cut when the graph is compiled"
         )
-    return reject_arguments(x, w, b, target, ignore_index, smoothing)
+    return reject_arguments(x, w, b, target, ignore_index) or reject_dynamic(smoothing=smoothing)
 
 
-def reject_arguments(x, w, b, target, ignore_index, smoothing) -> Reject | None:
+def reject_arguments(x, w, b, target, ignore_index) -> Reject | None:
     """Refuse what no kernel takes."""
     if w.dim() != 2:
         return Reject(f"w has {w.dim()} dimensions")
@@ -116,7 +119,7 @@ def reject_arguments(x, w, b, target, ignore_index, smoothing) -> Reject | None:
         reject_vectors(b=b)
         or reject_target(target)
         or reject_dtypes(x=x, w=w, b=b)
-        or reject_dynamic(ignore_index=ignore_index, smoothing=smoothing)
+        or reject_dynamic(ignore_index=ignore_index)
     )
 
 
@@ -234,51 +237,51 @@ def padded_linear_cross_entropy(
     b: Tensor | None,
     target: Tensor,
     ignore_index: int,
-    smoothing: float,
     reduction: Literal["mean", "sum", "none"],
     loss: Literal["same", "float32"],
 ) -> Tensor:
-    """The same, with the logits kept in padded rows."""
-    return linear_cross_entropy.reference(x, w, b, target, ignore_index, smoothing, reduction, loss)
+    """The same without smoothing, with the logits kept in padded rows."""
+    return linear_cross_entropy.reference(x, w, b, target, ignore_index, 0.0, reduction, loss)
 
 
 @padded_linear_cross_entropy.guard
-def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
-    return reject_arguments(x, w, b, target, ignore_index, smoothing)
+def _(x, w, b, target, ignore_index, reduction, loss):
+    return reject_arguments(x, w, b, target, ignore_index)
 
 
 @padded_linear_cross_entropy.worthwhile
-def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
-    return UNMEASURED
+def _(x, w, b, target, ignore_index, reduction, loss, training):
+    if statically_known_true(target.numel() * w.shape[1] < 500_000_000):
+        return UNMEASURED
+    if x.dtype != torch.bfloat16 or number(w.shape[0]) != 1024:
+        return UNMEASURED
 
 
-@padded_linear_cross_entropy.kernel(saves=("logits", "kept"))
-def _(x, w, b, target, ignore_index, smoothing, reduction, loss, save):
-    v = number(w.shape[1])
-    counts = valid(target, ignore_index, v)
-    logits = padded_logits(x.reshape(-1, x.shape[-1]), w, b)
-    losses, kept = forward(logits[:, :v], target, ignore_index, smoothing)
-    if reduction != "none":
-        losses = losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
-    return losses.to(torch.float32 if loss == "float32" else x.dtype), logits, kept
+@padded_linear_cross_entropy.kernel(saves=("logits", "rows"))
+def _(x, w, b, target, ignore_index, reduction, loss, save):
+    valid(target, ignore_index, number(w.shape[1]))  # the padding is no class
+    logits, numbers = of_logits(x, w, b, target, ignore_index, reduction, loss)
+    out, rows = cross_entropy.kernel_fn(logits, *numbers, save)
+    return out, logits, rows
 
 
 @padded_linear_cross_entropy.saved
-def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
+def _(x, w, b, target, ignore_index, reduction, loss):
+    logits, numbers = of_logits(x, w, b, target, ignore_index, reduction, loss)
+    return logits, cross_entropy.saved_fn(logits, *numbers)
+
+
+def of_logits(x, w, b, target, ignore_index, reduction, loss) -> tuple[Tensor, tuple]:
+    """The arguments of `cross_entropy`."""
     logits = padded_logits(x.reshape(-1, x.shape[-1]), w, b)
-    rows, counts = logits[:, : w.shape[1]].float(), target != ignore_index
-    label = rows.gather(1, torch.where(counts, target, 0)[:, None])[:, 0]
-    return logits, torch.stack([torch.where(counts, rows.logsumexp(1), math.inf), label])
+    return logits, (target, ignore_index, 0.0, reduction, "fp32" if loss == "float32" else "none")
 
 
-@padded_linear_cross_entropy.backward
+# The gradient of the logits, which Inductor writes over them, as in cross_entropy.
+@padded_linear_cross_entropy.backward(plain=True)
 def _(saved, dloss):
     x, w, v = saved.x, saved.w, number(saved.w.shape[1])
-    scale = dloss.float().contiguous()
-    if saved.reduction == "mean":
-        scale = scale / (saved.target != saved.ignore_index).sum()
-    given = saved.target, scale, saved.ignore_index, saved.smoothing
-    d = gradient(saved.logits, saved.kept, *given, v)
+    d, _ = cross_entropy.backward_fn(SimpleNamespace(**vars(saved), smoothing=0.0), dloss)
     dx = (d @ padded_weight(w)).view(x.shape) if saved.needs["x"] else None
     dw = db = None
     if saved.needs["w"]:
@@ -289,6 +292,11 @@ def _(saved, dloss):
 
 
 @padded_linear_cross_entropy.inputs(dict(rows=5, k=8, v=21), dict(rows=16384, k=1024, v=30522))
+def _(tensor, rows, k, v):
+    w = tensor(k, v) * k**-0.5  # logits of order one
+    return tensor(rows, k), w, tensor(v), (tensor(rows) > 0).long(), -100, "mean", "same"
+
+
 @linear_cross_entropy.inputs(dict(rows=5, k=8, v=20), dict(rows=8192, k=4096, v=128256))
 def _(tensor, rows, k, v):
     w = tensor(k, v) * k**-0.5  # logits of order one
