@@ -91,3 +91,27 @@ def test_a_product_is_never_taken_on_its_bound():
         assert bound(d).gain > 1.15
         found[only] = promises(d)
     assert found == {"linear_act": False, "attention": True}
+
+
+@pytest.mark.parametrize("channels, slower", [(3, True), (16, True), (17, False)])
+def test_a_convolution_of_few_channels_is_slower_than_a_product(channels, slower):
+    """Patches of 16 by 16: as one product, 0.06 ms or more of operations on an H200."""
+    with torch.device("meta"):
+        x = torch.empty(128, channels, 224, 224, dtype=torch.bfloat16)
+        weight = torch.empty(1024, channels, 16, 16, dtype=torch.bfloat16)
+    (one,) = bounds_of(
+        lambda x, weight: F.conv2d(x, weight, stride=16), x, weight, only="patch_embedding"
+    )
+    assert (one.gain > 3) == slower
+    operations = 2 * 128 * 14 * 14 * 1024 * channels * 16 * 16
+    assert (one.plain > 4.3e12 * 10 * operations / 700e12) == slower
+
+
+@pytest.mark.parametrize("channels", [3, 64])
+def test_a_convolution_that_stays_takes_as_long_as_before(channels):
+    """The library computes it with the activation, no faster than without."""
+    with torch.device("meta"):
+        x = torch.empty(32, channels, 112, 112, dtype=torch.bfloat16)
+        weight = torch.empty(64, channels, 3, 3, dtype=torch.bfloat16)
+    (one,) = bounds_of(lambda x, w: F.relu(F.conv2d(x, w)), x, weight, only="conv_relu")
+    assert one.gain < 2
