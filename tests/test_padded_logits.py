@@ -13,7 +13,8 @@ from fusion_backend.decide import gate as gating
 from fusion_backend.kernels.loss.padded_logits import padded_logits, padding, uneven
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
-from tests.kernel_checks import check, randn, runs_kernels
+from fusion_backend.testing import fused_nodes, rewritten
+from tests.kernel_checks import CLOSE, check, distance, randn, runs_kernels
 from tests.measured_cases import scopes
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
@@ -158,3 +159,40 @@ def test_which_steps_keep_padded_logits(case, padded, more_than_a_chunk, monkeyp
 
 def test_the_number_of_rows_may_change(more_than_a_chunk, monkeypatch):
     assert chosen(monkeypatch, dynamic=True) == NAME
+
+
+@runs_kernels
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tied_weights_and_any_number_of_rows(reduction, more_than_a_chunk, monkeypatch):
+    """The graph of 9 rows also takes 21; the table's gradient has two parts."""
+
+    def model(table, tokens, target):
+        logits = F.embedding(tokens, table) @ table.t()
+        return F.cross_entropy(logits.float(), target, reduction=reduction)
+
+    def given(rows):
+        tokens, target = (torch.arange(rows, device=table.device) * n % 101 for n in (5, 7))
+        target[1::3] = -100
+        return tokens, target
+
+    table = (randn(101, 24) * 0.2).bfloat16().requires_grad_()
+    example = given(9)
+    for t in example:
+        torch._dynamo.mark_dynamic(t, 0)
+    monkeypatch.setattr(gating, "on_gpu", lambda t: True)
+    gm = rewritten(model, table, *example)
+    assert [str(n.target) for n in fused_nodes(gm)] == [f"fusion.{NAME}.default"]
+    for rows in (9, 21):
+        tokens, target = given(rows)
+        named = {"l_table_": table, "l_tokens_": tokens, "l_target_": target}
+        places = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        (out,) = gm(*(named.get(n.name, rows) for n in places))
+        exact = table.detach().double().requires_grad_()
+        wide = F.embedding(tokens, exact) @ exact.t()
+        want = F.cross_entropy(wide, target, reduction=reduction)
+        dy = torch.rand_like(out)
+        (got,) = torch.autograd.grad(out, table, dy)
+        (right,) = torch.autograd.grad(want, exact, dy.double())
+        (eager,) = torch.autograd.grad(model(table, tokens, target), table, dy)
+        assert out.dtype == torch.float32 and distance(out, want) < CLOSE[torch.bfloat16]
+        assert distance(got, right) <= 1.5 * distance(eager, right) + 1e-4
