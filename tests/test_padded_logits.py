@@ -13,6 +13,7 @@ from fusion_backend.decide import gate as gating
 from fusion_backend.kernels.loss.padded_logits import padded_logits, padding, uneven
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
+from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.testing import fused_nodes, rewritten
 from tests.kernel_checks import CLOSE, check, distance, randn, runs_kernels
 from tests.measured_cases import scopes
@@ -162,7 +163,7 @@ def test_the_number_of_rows_may_change(more_than_a_chunk, monkeypatch):
 
 
 @runs_kernels
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_tied_weights_and_any_number_of_rows(reduction, more_than_a_chunk, monkeypatch):
     """The graph of 9 rows also takes 21; the table's gradient has two parts."""
 
@@ -196,3 +197,19 @@ def test_tied_weights_and_any_number_of_rows(reduction, more_than_a_chunk, monke
         (eager,) = torch.autograd.grad(model(table, tokens, target), table, dy)
         assert out.dtype == torch.float32 and distance(out, want) < CLOSE[torch.bfloat16]
         assert distance(got, right) <= 1.5 * distance(eager, right) + 1e-4
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, k, v, taken",
+    [
+        (torch.bfloat16, 16384, 1024, 30522, True),
+        (torch.bfloat16, 8192, 1024, 30522, False),
+        (torch.bfloat16, 16384, 768, 50257, False),
+        (torch.float16, 16384, 1024, 30522, False),
+    ],
+)
+def test_the_tables_take_what_was_timed(dtype, rows, k, v, taken, rule):
+    x, w = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, k), (k, v)))
+    target = torch.empty(rows, dtype=torch.int64, device="meta")
+    answer = rule.worthwhile_fn(x, w, None, target, -100, "mean", "same", True)
+    assert answer is None if taken else isinstance(answer, Unmeasured)
