@@ -94,7 +94,10 @@ def add_measurements(add) -> None:
     add("--exact", choices=EXACT, help=exact)
     once = "compile once, with an empty cache: no warm compile time"
     add("--once", action="store_true", help=once)
-    cold = "compilations with an empty cache, of which the one with the median time counts"
+    cold = (
+        "compilations with an empty cache; the one with the median time counts, the shorter of two "
+        "in the middle"
+    )
     add("--cold", type=positive, default=1, metavar="N", help=cold)
     add("--rounds", type=positive, default=11, metavar="N", help="turns of every contender")
     least = "the least time of a contender's turn in a round"

@@ -15,20 +15,19 @@ would be lost (fp16 needs the scale of the loss), the backward starts from the l
 a compiled graph then keeps.
 
 In training in 16 bits with more than 128 rows and without smoothing, where v is no multiple of 8,
-the logits are kept as well. The library's fast products cannot read rows of such a v, and Inductor
-copies the gradient of the logits into padded rows, one pass more over the largest tensor of the
-step. Here the logits are padded, so that the gradient is, too. Nothing is rounded twice.
+the logits are kept as well. Rows of such a v begin where the library's fast products cannot read:
+Inductor copies the gradient of the logits into padded rows, or the library takes a slower product.
+Here the logits are padded from the start, and so is their gradient. The gradient of W is rounded
+once.
 """
 
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from fusion_backend.patterns.cross_entropy import cross_entropy
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -43,7 +42,12 @@ from fusion_backend.kernels.loss.cross_entropy import (
     reject_target,
     valid,
 )
-from fusion_backend.kernels.loss.padded_logits import padded_logits, padded_weight, uneven
+from fusion_backend.kernels.loss.padded_logits import (
+    gradient_of_logits,
+    padded_logits,
+    padded_weight,
+    uneven,
+)
 
 # a quarter of the logits in memory at a time; each chunk more is one rounding of the gradient of W
 # more
@@ -87,7 +91,7 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, training):
 
 
 def padded(x: Tensor, w: Tensor, target: Tensor, smoothing: float) -> bool:
-    """Would the gradient of w be rounded more than once, and the logits be padded by Inductor?"""
+    """Would the gradient of w be rounded more than once, and products with the logits be slow?"""
     if x.itemsize != 2 or in_one_chunk(target) or dynamic(smoothing) or smoothing:
         return False
     return w.dim() == 2 and not dynamic(w.shape[1]) and uneven(w.dtype, number(w.shape[1]))
@@ -99,11 +103,13 @@ def in_one_chunk(target: Tensor) -> bool:
 
 @linear_cross_entropy.guard
 def _(x, w, b, target, ignore_index, smoothing, reduction, loss):
+    if refused := reject_arguments(x, w, b, target, ignore_index):
+        return refused
     if dynamic(x.numel() // number(x.shape[-1])):
         return Reject(
             "the number of rows is dynamic: the chunks are cut when the graph is compiled"
         )
-    return reject_arguments(x, w, b, target, ignore_index) or reject_dynamic(smoothing=smoothing)
+    return reject_dynamic(smoothing=smoothing)
 
 
 def reject_arguments(x, w, b, target, ignore_index) -> Reject | None:
@@ -113,6 +119,8 @@ def reject_arguments(x, w, b, target, ignore_index) -> Reject | None:
     for name, size in (("columns", x.shape[-1]), ("classes", w.shape[1])):
         if dynamic(size):
             return Reject(f"the number of {name} is dynamic")
+        if not number(size):
+            return Reject(f"the number of {name} is 0")
     if b is not None and b.shape != w.shape[1:]:
         return Reject(f"b has shape {tuple(b.shape)}")
     return (
@@ -146,8 +154,7 @@ def _(x, w, b, target, ignore_index, smoothing, reduction, loss, save):
         losses = torch.cat(
             [forward(logits_of(part, w, b), t, ignore_index, smoothing)[0] for part, t in parts]
         )
-    if reduction != "none":
-        losses = losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+    losses = reduced(losses, counts, reduction)
     found = (x.new_empty(0) if d is None else d for d in found)
     return losses.to(torch.float32 if loss == "float32" else x.dtype), *found
 
@@ -171,6 +178,12 @@ def _(saved, dloss):
         numbers = saved.ignore_index, saved.smoothing
         _, dx, dw, db = gradients(saved.x, saved.w, saved.b, saved.target, scale, *numbers, needs)
     return dx, dw.t() if needs[1] and by_columns(saved.w) else dw, db, None
+
+
+def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return losses
+    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
 
 
 def later(dtype, reduction) -> bool:
@@ -251,6 +264,7 @@ def _(x, w, b, target, ignore_index, reduction, loss):
 
 @padded_linear_cross_entropy.worthwhile
 def _(x, w, b, target, ignore_index, reduction, loss, training):
+    # timed with 16,384 rows of 30,522 and of 50,257 classes
     if statically_known_true(target.numel() * w.shape[1] < 500_000_000):
         return UNMEASURED
     if x.dtype != torch.bfloat16 or number(w.shape[0]) != 1024:
@@ -259,29 +273,21 @@ def _(x, w, b, target, ignore_index, reduction, loss, training):
 
 @padded_linear_cross_entropy.kernel(saves=("logits", "rows"))
 def _(x, w, b, target, ignore_index, reduction, loss, save):
-    valid(target, ignore_index, number(w.shape[1]))  # the padding is no class
-    logits, numbers = of_logits(x, w, b, target, ignore_index, reduction, loss)
-    out, rows = cross_entropy.kernel_fn(logits, *numbers, save)
-    return out, logits, rows
-
-
-@padded_linear_cross_entropy.saved
-def _(x, w, b, target, ignore_index, reduction, loss):
-    logits, numbers = of_logits(x, w, b, target, ignore_index, reduction, loss)
-    return logits, cross_entropy.saved_fn(logits, *numbers)
-
-
-def of_logits(x, w, b, target, ignore_index, reduction, loss) -> tuple[Tensor, tuple]:
-    """The arguments of `cross_entropy`."""
+    counts = valid(target, ignore_index, number(w.shape[1]))  # the padding is no class
     logits = padded_logits(x.reshape(-1, x.shape[-1]), w, b)
-    return logits, (target, ignore_index, 0.0, reduction, "fp32" if loss == "float32" else "none")
+    losses, rows = forward(logits, target, ignore_index, 0.0)
+    losses = reduced(losses, counts, reduction)
+    losses = losses.to(torch.float32 if loss == "float32" else x.dtype)
+    return losses, logits if save else x.new_empty(0), rows
 
 
-# The gradient of the logits, which Inductor writes over them, as in cross_entropy.
 @padded_linear_cross_entropy.backward(plain=True)
 def _(saved, dloss):
     x, w, v = saved.x, saved.w, number(saved.w.shape[1])
-    d, _ = cross_entropy.backward_fn(SimpleNamespace(**vars(saved), smoothing=0.0), dloss)
+    scale = dloss.float()
+    if saved.reduction == "mean":  # where no row counts, the gradient is 0
+        scale = scale / (saved.target != saved.ignore_index).sum().clamp(min=1)
+    d = gradient_of_logits(saved.logits, saved.rows, saved.target, scale)
     dx = (d @ padded_weight(w)).view(x.shape) if saved.needs["x"] else None
     dw = db = None
     if saved.needs["w"]:

@@ -276,7 +276,11 @@ def test_models_at_once(own, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         models.main(argv)
     assert "give --once" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        models.main([*argv, "--once", "--cold", "3"])
+    assert "--cold more often" in capsys.readouterr().err
     found = ModelRow("mine", INFER, "f32", {}, None, [ModelContender("fusion", cold_s=3.0)])
+    found.contenders[0].colds_s = [3.0]
     seen = []
 
     def outcomes(jobs, work, processes, limit, deadline, context):
@@ -289,6 +293,7 @@ def test_models_at_once(own, monkeypatch, capsys):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     assert models.main([*argv, "--once"]) == 1
     assert seen == [(2, "spawn")] and found.contenders[0].cold_s is None
+    assert not found.contenders[0].colds_s
     assert "not measured: crashed: exit status 3 while timing" in capsys.readouterr().out
 
 

@@ -29,7 +29,7 @@ from fusion_backend.measure import store
 CPU = torch.device("cpu")
 PLAIN = [name for name in ENTRIES if name.startswith("plain_")]
 OTHERS = [name for name in ENTRIES if name not in PLAIN]
-QUICK = Plan(rounds=3, least_ms=0.5, cold=False)
+QUICK = Plan(rounds=3, least_ms=0.5, warm=False)
 
 
 def tiny(name, mode, attention="sdpa", dtype=torch.float32) -> Subject:
@@ -378,7 +378,7 @@ def test_what_the_gate_measured_is_kept_if_asked(keep, tmp_path, monkeypatch):
         return 1.0
 
     monkeypatch.setattr(compiling, "seconds_to_compile", seconds_to_compile)
-    plan, found = Plan(cold=False, keep_answers=keep), {"fusion": ModelContender("fusion")}
+    plan, found = Plan(warm=False, keep_answers=keep), {"fusion": ModelContender("fusion")}
     own = str(tmp_path / "own")
     compiling.compile_all({"fusion": None}, found, plan, CPU, own, lambda what: None)
     store.store_in.cache_clear()

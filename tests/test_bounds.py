@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from fusion_backend import Pattern
 from fusion_backend.measure.bound import bound, promises
 from fusion_backend.options import Options
 from tests.measured_cases import scopes
@@ -51,17 +53,25 @@ def test_a_bound_promises_much_where_scores_are_written_to_memory_or_half_is_mas
 
 @pytest.mark.parametrize("gather", [lambda i, w: F.embedding(i, w), lambda i, w: w[i]])
 @pytest.mark.parametrize(
-    "trained, rows, much", [(True, 32, True), (False, 32, False), (True, 4096, False)]
+    "trained, n, heads, much",
+    [
+        (True, 512, 16, True),
+        (False, 512, 16, False),
+        (True, 512, 32, False),
+        (True, 384, 16, False),
+    ],
 )
-def test_a_gradient_that_is_added_up_in_few_places_takes_long(trained, rows, much, gather):
-    """512 · 512 · 16 numbers go to rows · 16 places, 8,192 to each or 64."""
+def test_a_gradient_that_is_added_up_in_few_places_takes_long(trained, n, heads, much, gather):
+    """n · n · heads numbers go to 32 · heads places: more places, and fewer numbers for each, were
+    not timed.
+    """
 
     def fn(weight):
-        place = torch.arange(512, device=weight.device)
+        place = torch.arange(n, device=weight.device)
         index = (place[None, :] - place[:, None]).clamp(-16, 15) + 16
         return gather(index, weight).permute(2, 0, 1)
 
-    weight = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta", requires_grad=trained)
+    weight = torch.empty(32, heads, dtype=torch.bfloat16, device="meta", requires_grad=trained)
     (one,) = bounds_of(fn, weight, only="relative_bias")
     assert (one.plain > 2e-3 * 4.3e12) == much
     assert (one.gain > 100) == much
@@ -102,16 +112,35 @@ def test_a_convolution_of_few_channels_is_slower_than_a_product(channels, slower
     (one,) = bounds_of(
         lambda x, weight: F.conv2d(x, weight, stride=16), x, weight, only="patch_embedding"
     )
-    assert (one.gain > 3) == slower
     operations = 2 * 128 * 14 * 14 * 1024 * channels * 16 * 16
     assert (one.plain > 4.3e12 * 10 * operations / 700e12) == slower
 
 
-@pytest.mark.parametrize("channels", [3, 64])
-def test_a_convolution_that_stays_takes_as_long_as_before(channels):
-    """The library computes it with the activation, no faster than without."""
-    with torch.device("meta"):
-        x = torch.empty(32, channels, 112, 112, dtype=torch.bfloat16)
-        weight = torch.empty(64, channels, 3, 3, dtype=torch.bfloat16)
-    (one,) = bounds_of(lambda x, w: F.relu(F.conv2d(x, w)), x, weight, only="conv_relu")
+@pytest.mark.usefixtures("scratch")
+def test_only_a_backward_of_ours_for_the_table_saves_its_additions():
+    """The vjp adds up as plain Inductor does, and beside another argument the table may be
+    frozen.
+    """
+
+    @Pattern
+    def gathered_sum(index: Tensor, table: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(F.embedding(index, table) + x)
+
+    @gathered_sum.kernel
+    def _(index, table, x):
+        raise AssertionError("nothing runs")
+
+    @gathered_sum.inputs(dict(n=4))
+    def _(tensor, n):
+        table = tensor(32, 16)
+        return torch.zeros(n, n, dtype=torch.int64, device=table.device), table, tensor(n, n, 16)
+
+    index = torch.zeros(512, 512, dtype=torch.int64, device="meta")
+    table = torch.empty(32, 16, device="meta", requires_grad=True)
+    x = torch.empty(512, 512, 16, device="meta")
+    (one,) = bounds_of(
+        lambda index, table, x: torch.tanh(F.embedding(index, table) + x),
+        *(index, table, x),
+        only="gathered_sum",
+    )
     assert one.gain < 2

@@ -13,7 +13,7 @@ from fusion_backend.decide import gate as gating
 from fusion_backend.kernels.loss.padded_logits import padded_logits, padding, uneven
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import FUSION_RULES
-from fusion_backend.reporting.reject import Unmeasured
+from fusion_backend.reporting.reject import Reject, Unmeasured
 from fusion_backend.testing import fused_nodes, rewritten
 from tests.kernel_checks import CLOSE, check, distance, randn, runs_kernels
 from tests.measured_cases import scopes
@@ -213,3 +213,31 @@ def test_the_tables_take_what_was_timed(dtype, rows, k, v, taken, rule):
     target = torch.empty(rows, dtype=torch.int64, device="meta")
     answer = rule.worthwhile_fn(x, w, None, target, -100, "mean", "same", True)
     assert answer is None if taken else isinstance(answer, Unmeasured)
+
+
+@runs_kernels
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "w", "b"])
+def test_what_is_not_finite_stays_so(where, bad, rule):
+    """As in eager, in the loss and in every gradient."""
+    x, w, b, target = inputs(6)
+    target[:] = torch.arange(6, device=x.device)
+    changed = dict(x=x, w=w, b=b)[where]
+    changed[(0,) * changed.dim()] = bad
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    op = operator_of(rule)
+    given = (*leaves, target, -100, "sum", "same")
+    named = dict(zip([p.name for p in rule.params], given, strict=True))
+    out = op.overload(*op.flatten(named))[0]
+    want = F.cross_entropy(leaves[0] @ leaves[1] + leaves[2], target, reduction="sum")
+    assert out.isfinite() == want.isfinite()
+    pairs = zip(torch.autograd.grad(out, leaves), torch.autograd.grad(want, leaves), strict=True)
+    for got, right in pairs:
+        assert torch.equal(got.isfinite(), right.isfinite())
+
+
+def test_nothing_to_multiply_is_refused(rule):
+    x, w, b, target = inputs(9)
+    for k, v in ((0, 101), (24, 0)):
+        answer = rule.guard_fn(x[:, :k], w[:k, :v], b[:v], target, -100, "mean", "same")
+        assert isinstance(answer, Reject) and "is 0" in answer.reason

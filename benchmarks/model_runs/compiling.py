@@ -90,7 +90,7 @@ def compile_all(
     cache and with a filled one.
     """
     answers = store.store()  # the user's, before each contender has its own
-    turns = ["cold"] * max(1, plan.cold) + ["warm"] * (WARM if plan.cold else 0)
+    turns = ["cold"] * plan.cold + ["warm"] * (WARM if plan.warm else 0)
     took: dict[tuple[str, str], list[Compilation]] = {}
     for number, turn in enumerate(turns, 1):
         stays = number == len(turns)
@@ -108,7 +108,7 @@ def compile_all(
                 as_a_program_of_its_own()
             # else a long collection falls to whoever happens to compile when it is due
             gc.collect()
-            cache = f"{folder}/{name}/{min(number, max(1, plan.cold))}"
+            cache = f"{folder}/{name}/{min(number, plan.cold)}"
             with failing(one), cache_in(cache):
                 seconds = seconds_to_compile(step, device)
                 if name == "fusion" and plan.keep_answers:

@@ -41,6 +41,8 @@ def refused(args: argparse.Namespace) -> str:
         return "--trace is written by the profiler that --no-profile leaves out"
     if args.processes > 1 and not args.once:
         return "--processes measures no compile times, for others compile meanwhile: give --once"
+    if args.once and args.cold > 1:
+        return "--once compiles once, --cold more often"
     if args.optimizer and all(job.mode != TRAIN for job in args.jobs):
         return "--optimizer is part of a training step: give --mode train"
     if args.dropout and (args.module or inference):

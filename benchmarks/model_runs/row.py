@@ -107,7 +107,8 @@ def measured(
     plan = Plan(
         train=job.mode == TRAIN,
         optimizer=row.about["optimizer"],
-        cold=0 if args.once else args.cold,
+        cold=args.cold,
+        warm=not args.once,
         exact=exact_dtype(args, dtype),
         rounds=args.rounds,
         least_ms=args.least_ms,

@@ -70,4 +70,5 @@ def rows_at_once(
             row = unmeasured(one.job, f"{row.status}: {row.note}")
         for contender in row.contenders:
             contender.cold_s = contender.warm_s = None
+            contender.colds_s = []
         yield row

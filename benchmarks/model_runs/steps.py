@@ -32,15 +32,16 @@ def contenders(
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: compile
-    so often with an empty cache, and then again with a filled one; 0: once, with an empty one, and
-    never again. exact: the dtype of the run that errors are against, None for none. rounds: turns
-    of each contender, of at least least_ms each. profile: look at kernels; trace: the folder of
-    their traces. keep_answers: put what the gate measured into the user's store.
+    so often with an empty cache; warm: and then again, with a filled one. exact: the dtype of the
+    run that errors are against, None for none. rounds: turns of each contender, of at least
+    least_ms each. profile: look at kernels; trace: the folder of their traces. keep_answers: put
+    what the gate measured into the user's store.
     """
 
     train: bool = False
     optimizer: str | None = None
     cold: int = 1
+    warm: bool = True
     exact: torch.dtype | None = torch.float64
     rounds: int = 11
     least_ms: float = 50

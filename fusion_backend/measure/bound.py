@@ -29,9 +29,10 @@ LIBRARY = (
     0.9  # share of the speed of the library's products that large products of ours reach at least
 )
 # A gradient of a gather is added up by atomic operations, which wait for one another where many
-# numbers go to one address. From MANY numbers for an address, each takes at least ADDITION: 0.5 ns
-# (on an H200 and an H100 0.6 ns with 8,192 numbers for an address, 1.1 ns with 131,072).
-MANY, ADDITION = 1024, 0.5e-9 * 4.3e12
+# numbers go to one address. Timed for 512 addresses of a relative position bias, where neighbours
+# have the same one: on an H200 and an H100 each number took 0.6 ns with 8,192 for an address, 1.1
+# ns with 131,072.
+ADDRESSES, MANY, ADDITION = 512, 8192, 0.5e-9 * 4.3e12
 GATHERS = ("aten::embedding", "aten::index")
 # cuDNN reaches at most a tenth of the speed of products where a group has so few channels (on an
 # H100 32 TFLOP/s with 3 channels and 50 with 16, in bf16).
@@ -75,19 +76,17 @@ def bound(d: Decision) -> Bound:
     given = sum(size(value(a)) for a in d.match.tensors.values())
     between = sum(2 * size(n.meta["val"]) for n in calls if n not in d.match.roots)
     attention = sum(OPERATION * operations(n) for n in calls if name_of(n) == ATTENTION)
-    others = [n for n in calls if name_of(n) != ATTENTION]
-    other = sum(OPERATION * products(n) for n in others)
-    slow = sum(map(multiplying, others))
+    other = sum(multiplying(n) for n in calls if name_of(n) != ATTENTION)
     plain = given + sum(map(size, results)) + between + LAUNCH * max(1, len(calls))
-    plain += attention + slow
-    if d.backward is not None:
-        plain += sum(ADDITION * waiting(n) for n in nodes)
+    plain += attention + other
     read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
     written = [v for i, v in enumerate(results) if i not in d.call.unread]
     half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
     ours = sum(map(size, (*read, *written))) / OURS + LAUNCH
-    in_torch = d.op is not None and d.op.kernel_fn is None  # without the library's convolution
-    ours += half * attention + (other if in_torch else slow) / LIBRARY
+    ours += half * attention + other / LIBRARY
+    if gathers_alone(d):
+        plain += sum(ADDITION * waiting(n) for n in nodes)
+        ours += sum(map(size, results)) / OURS + LAUNCH
     return Bound(plain, ours, len(calls))
 
 
@@ -151,6 +150,12 @@ def multiplying(n: fx.Node) -> float:
     return found
 
 
+def gathers_alone(d: Decision) -> bool:
+    """Has the site a backward of its own, and can only the table of a gather be what is trained?"""
+    floats = [a for a in d.match.tensors.values() if value(a).is_floating_point()]
+    return d.backward not in (None, "vjp") and len(floats) == 1
+
+
 def waiting(n: fx.Node) -> float:
     """The additions of a gather's gradient that wait for others to the same address."""
     if name_of(n) not in GATHERS:
@@ -159,7 +164,7 @@ def waiting(n: fx.Node) -> float:
     if None in shapes:
         return 0.0
     added, addresses = (math.prod(map(float, shape)) for shape in shapes)
-    return added if added >= MANY * addresses else 0.0
+    return added if addresses <= ADDRESSES and added >= MANY * addresses else 0.0
 
 
 def operations(attention: fx.Node) -> float:

@@ -50,7 +50,7 @@ def test_a_contender_that_needs_too_much_memory_leaves_the_others_alone():
     def greedy(step):
         return lambda x: step(x) + torch.empty(1 << 43, device=device).sum()
 
-    plan = Plan(rounds=3, least_ms=1, cold=False)
+    plan = Plan(rounds=3, least_ms=1, warm=False)
     row = measure(
         subject, {"eager": lambda step: step, "greedy": greedy}, plan, row, device, lambda _: None
     )

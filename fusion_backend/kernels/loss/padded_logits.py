@@ -40,3 +40,21 @@ def padded_logits(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     b = w.new_zeros(v) if b is None else b
     b = F.pad(b, (0, padding(w.dtype, v)), value=-math.inf)
     return torch.addmm(b, x, padded_weight(w).t())
+
+
+def gradient_of_logits(logits: Tensor, rows: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+    """(softmax - onehot) · scale of the rows that count, else 0, like the logits. In plain torch:
+    Inductor writes it over the logits where nobody else needs them, and what stands at the targets
+    afterwards.
+
+    rows is what `loss.cross_entropy.forward` keeps, `[2, rows]`; scale is in fp32, one number or
+    `[rows]`.
+    """
+    lse, label = rows[:, :, None]
+    counts = lse != math.inf
+    if scale.dim():
+        scale = torch.where(counts, scale[:, None], 0.0)
+    d = torch.exp(logits.float() - lse) * scale
+    at = torch.where(counts, (torch.exp(label - lse) - 1.0) * scale, 0.0)
+    target = torch.where(counts, target[:, None], 0)
+    return d.to(logits.dtype).scatter(1, target, at.to(logits.dtype))
