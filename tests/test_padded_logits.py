@@ -2,6 +2,7 @@
 and their gradient in padded rows.
 """
 
+import functools
 import math
 
 import pytest
@@ -17,10 +18,12 @@ from fusion_backend.reporting.reject import Reject, Unmeasured
 from fusion_backend.testing import fused_nodes, rewritten
 from tests.kernel_checks import CLOSE, check, distance, randn, runs_kernels
 from tests.measured_cases import scopes
+from tests.test_linear_cross_entropy import inputs as inputs_of_the_chunks
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 NAME = "padded_linear_cross_entropy"
 HALF = [torch.bfloat16, torch.float16]
+inputs = functools.partial(inputs_of_the_chunks, dtype=torch.bfloat16, linear=True)
 
 
 @pytest.fixture
@@ -29,18 +32,17 @@ def more_than_a_chunk(monkeypatch):
     monkeypatch.setattr(room, "TILE", 2)
 
 
-def inputs(rows, k=24, v=101, dtype=torch.bfloat16, linear=True):
-    x, w, b = randn(rows, k, dtype=dtype), (randn(k, v) * k**-0.5).to(dtype), randn(v, dtype=dtype)
-    target = torch.arange(rows, device=x.device) * 7 % v
-    target[1::3] = -100
-    return x, w.t().contiguous().t() if linear else w, b, target
-
-
 @pytest.fixture
 def rule(monkeypatch):
     """Where the helpers of the kernels' tests look for a rule."""
     monkeypatch.setitem(FUSION_RULES, NAME, room.padded_linear_cross_entropy)
     return room.padded_linear_cross_entropy
+
+
+def call(rule, *arguments):
+    op = operator_of(rule)
+    names = [p.name for p in rule.params]
+    return op.overload(*op.flatten(dict(zip(names, arguments, strict=True))))[0]
 
 
 @runs_kernels
@@ -74,15 +76,7 @@ def test_every_target_ignored(rule):
     none = torch.full((9,), -100, device=x.device)
     for reduction, want in (("mean", math.nan), ("sum", 0.0), ("none", 0.0)):
         leaves = [t.requires_grad_() for t in (x, w, b)]
-        op = operator_of(rule)
-        named = dict(
-            zip(
-                [p.name for p in rule.params],
-                (*leaves, none, -100, reduction, "same"),
-                strict=True,
-            )
-        )
-        out = op.overload(*op.flatten(named))[0]
+        out = call(rule, *leaves, none, -100, reduction, "same")
         torch.testing.assert_close(out, torch.full_like(out, want), equal_nan=True)
         for d in torch.autograd.grad(out.sum(), leaves):
             assert torch.equal(d, torch.zeros_like(d))
@@ -225,10 +219,7 @@ def test_what_is_not_finite_stays_so(where, bad, rule):
     changed = dict(x=x, w=w, b=b)[where]
     changed[(0,) * changed.dim()] = bad
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
-    op = operator_of(rule)
-    given = (*leaves, target, -100, "sum", "same")
-    named = dict(zip([p.name for p in rule.params], given, strict=True))
-    out = op.overload(*op.flatten(named))[0]
+    out = call(rule, *leaves, target, -100, "sum", "same")
     want = F.cross_entropy(leaves[0] @ leaves[1] + leaves[2], target, reduction="sum")
     assert out.isfinite() == want.isfinite()
     pairs = zip(torch.autograd.grad(out, leaves), torch.autograd.grad(want, leaves), strict=True)

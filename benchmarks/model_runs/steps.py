@@ -31,9 +31,9 @@ def contenders(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: compile
-    so often with an empty cache; warm: and then again, with a filled one. exact: the dtype of the
-    run that errors are against, None for none. rounds: turns of each contender, of at least
+    """train: a step has a backward, and with an optimizer ("sgd", "adamw") its step. cold: how many
+    times to compile with an empty cache; warm: compile again with a filled one. exact: the dtype of
+    the run that errors are against, None for none. rounds: turns of each contender, of at least
     least_ms each. profile: look at kernels; trace: the folder of their traces. keep_answers: put
     what the gate measured into the user's store.
     """
