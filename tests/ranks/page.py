@@ -16,6 +16,7 @@ from ..doc_blocks import Block
 from ..eager_kernels import eager_kernels
 
 SAID = "fused at line "
+ENTERED = contextlib.ExitStack()  # until the program ends; what nobody holds would be left at once
 
 
 def with_hooks(blocks: list[Block]) -> str:
@@ -29,7 +30,7 @@ def with_hooks(blocks: list[Block]) -> str:
 def begin() -> None:
     """On a CPU all sites are fused, and what Inductor would compile runs operator by operator."""
     torch.set_num_threads(1)
-    contextlib.ExitStack().enter_context(eager_kernels())
+    ENTERED.enter_context(eager_kernels())
     compile = torch.compile
 
     def fusing(model, *, backend="inductor", **how):
