@@ -18,7 +18,7 @@ import torch._inductor.config
 import fusion_backend
 from fusion_backend import remembered
 
-from . import interpreter, quick_pytorch, selection
+from . import interpreter, quick_pytorch, selection, traced
 from .eager_kernels import eager_kernels
 from .sizes import watched
 
@@ -53,6 +53,8 @@ def pytest_collection_finish():
     """What PyTorch and the modules of tests hold is not looked through at every collection of
     garbage, and there are fewer of those.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        traced.trace()  # before the first test that starts processes, all of which would
     gc.freeze()
     gc.set_threshold(20_000, 50, 100)
 

@@ -25,6 +25,7 @@ from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.recompute import MARK
 
+from . import traced
 from .eager_kernels import eager_kernels
 from .measured_cases import Block, as_on_a_gpu
 
@@ -470,7 +471,8 @@ print(graph.remembered, result.sum().item(), [str(site) for site in graph.sites]
 def test_a_second_process_remembers(tmp_path):
     script = tmp_path / "second.py"
     script.write_text(SECOND)
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    cache = traced.give(tmp_path / "cache")
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     told = []
     for _ in range(2):
         command = [sys.executable, str(script)]

@@ -1,4 +1,6 @@
-"""A cache directory of its own for the session: nothing compiled before may answer."""
+"""A cache directory of its own for the session: nothing compiled before may answer. Only the
+templates of patterns are there, for the processes that later tests start.
+"""
 
 import os
 from unittest import mock
@@ -6,12 +8,13 @@ from unittest import mock
 import pytest
 import torch
 
+from .. import traced
+
 
 @pytest.fixture(scope="session", autouse=True)
 def fresh_cache(tmp_path_factory):
-    with mock.patch.dict(
-        os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor"))
-    ):
+    folder = traced.give(tmp_path_factory.mktemp("inductor"))
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
         yield
 
 
