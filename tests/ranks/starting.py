@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.rank_runs.running import free_port
 
-from .. import interpreter, quick_pytorch
+from .. import traced
 
 WORLD = 2
 
@@ -23,10 +23,13 @@ WORLD = 2
 def in_two_processes(work: Callable, folder: Path, *given) -> list:
     """What `work(*given)` returns on each rank. The processes are given no CUDA device."""
     need_gloo()
+    traced.trace()
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         # Where the tests before have left the patterns traced.
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        mp.spawn(run_rank, (free_port(), work, folder, given), nprocs=WORLD)
+        mp.get_context("forkserver").set_forkserver_preload([f"{__package__}.prepared"])
+        given = free_port(), work, folder, given
+        mp.start_processes(run_rank, given, nprocs=WORLD, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
@@ -39,8 +42,6 @@ def run_rank(rank: int, port: int, work: Callable, folder: Path, given: tuple) -
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     torch.set_num_threads(1)
-    interpreter.hasten()
-    quick_pytorch.hasten()
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
     torch.save(work(*given), folder / f"rank{rank}.pt")
