@@ -21,14 +21,28 @@ from fusion_backend.frontends.loading import patterns
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("pyproject.toml", "README.md", "fusion_backend", "patterns")
 
+# Once torch has found the backend, all patterns are loaded, and one of them is kept: to trace the
+# others takes time.
+KEPT = """
+    assert "fusion_backend" in sys.modules
+    from fusion_backend.frontends.loading import patterns
+    from fusion_backend.ops.registry import unregister
+
+    known = {p.name for p in patterns()}
+    assert {"add_mul", kept} <= known and len(known) > 10, known
+    for name in known - {kept}:
+        unregister(name)
+"""
+
 # Run from a folder with a patterns/ of its own. The backend is found by its name alone, through the
 # entry point.
-USER_SCRIPT = """
+USER_SCRIPT = f"""
     import sys
     import torch
 
-    options = {"fusion.gate": "always", "fusion.only": "add_mul"}  # no other pattern is traced
+    kept, options = "add_mul", {{"fusion.gate": "always"}}
     f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options=options)
+    {KEPT.strip()}
     x = torch.arange(24.0).reshape(4, 6)
     torch.testing.assert_close(f(x, x + 1), x + 0.5)
     assert "patterns" not in sys.modules
@@ -88,12 +102,13 @@ def tanh_gate(x: Tensor, y: Tensor) -> Tensor:
     return x * torch.tanh(y)
 '''
 
-THEIR_SCRIPT = """
+THEIR_SCRIPT = f"""
     import sys
     import torch
 
-    options = {"fusion.gate": "always", "fusion.only": "tanh_gate"}
+    kept, options = "tanh_gate", {{"fusion.gate": "always"}}
     f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options=options)
+    {KEPT.strip()}
     x = torch.linspace(-2, 2, 12).requires_grad_()
     y = f(x, x)
     y.sum().backward()
