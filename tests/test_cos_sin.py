@@ -11,6 +11,7 @@ from fusion_backend.decide.neighbours import Neighbours
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import fused_nodes
 from tests.kernel_checks import randn
+from tests.measured_cases import as_on_a_gpu, decided, told
 from tests.spelled import leaves, rewritten
 
 ALWAYS = {"fusion.gate": "always", "fusion.only": "cos_sin"}
@@ -91,3 +92,36 @@ def test_what_another_site_reads_is_in_memory():
     match = SimpleNamespace(roots=[cos], interior=[], tensors={"x": angle})
     assert Neighbours(match, (), {}).computed_again == 2 * B * H * N * D
     assert Neighbours(match, (), {read[1]: match}).computed_again is None
+
+
+@pytest.mark.parametrize("layers_of, taken", [(4, True), (3, False)])
+def test_nothing_is_measured(layers_of, taken, monkeypatch, tmp_path):
+    """With a judge that would measure: four queries of 4 million elements are enough."""
+
+    def turned_all(x, angle):
+        cos = angle.cos()
+        return [x[i] * cos for i in range(layers_of)]
+
+    x, angle = torch.empty(1, dtype=torch.bfloat16).expand(4, 4, 8, 2048, 64), randn(2048, 64)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
+        ((_, fused, reason),) = told(decided(turned_all, x, angle, measure_s=20), "cos_sin")
+    assert fused == taken and ("too few" in reason) != taken
+
+
+@pytest.mark.parametrize("ratio, taken", [(1.5, False), (0.7, True)])
+def test_a_site_that_lost_reads_it_as_others_do(ratio, taken, monkeypatch, tmp_path):
+    """Attention by hand, to whose scores it is added, may have a kernel that reads it."""
+
+    def four(q, angle):
+        bias = angle.cos().bfloat16()
+        for _ in range(4):
+            q = torch.softmax(q @ q.mT + bias, -1) @ q
+        return q
+
+    q, angle = torch.randn(8, 16, 256, 64).bfloat16(), randn(256, 256)
+    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: ratio) as stub:
+        record = decided(four, q, angle, gate="measure", skip=("softmax",))
+    assert stub.asked
+    assert [fused for _, fused, _ in told(record, "attention")] == [not taken] * 4
+    ((_, fused, reason),) = told(record, "cos_sin")
+    assert fused == taken, reason
