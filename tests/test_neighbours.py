@@ -47,26 +47,6 @@ left("batch_norm", "neighbour", lambda x, k, c: norm(x, c) + x, x, k, c)
 taken("batch_norm", lambda x, c: norm(x, c), x, c)
 taken("batch_norm", lambda x, c: norm(x, c).relu(), x, c)
 """,
-    "cos and sin that many elements are computed from": """
-x, angle = (4, 8, 2048, 64), (2048, 64)  # four readers have 2**24 elements
-
-def shared(count, change=lambda cos: cos, function=torch.cos, also=lambda cos: []):
-    def fn(x, angle):
-        table = function(angle)
-        cos = change(table * 2).to(bf16).unsqueeze(0)
-        return [x * cos.unsqueeze(0) + i for i in range(count)] + also(table)
-    return fn
-
-taken("cos_sin", shared(4), x, angle)
-taken("cos_sin", shared(4, function=torch.sin), x, angle)
-left("cos_sin", "12582912 elements of later results", shared(3), x, angle)
-twice = (2, 1, 4, 8, 2048, 64)
-left("cos_sin", "which has 4194304: too few", shared(3), twice, x)
-asks = "needs it in memory"
-left("cos_sin", asks, shared(4, also=lambda cos: [cos * 2]), x, angle)
-left("cos_sin", asks, shared(4, also=lambda cos: [cos @ cos.t()]), x, angle)
-left("cos_sin", asks, shared(4, lambda cos: cos + cos.sum(-1, True)), x, angle)
-""",
     "gelu before what reduces": """
 x = (8, 32, 64, 64)
 before = {

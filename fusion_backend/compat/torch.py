@@ -237,15 +237,6 @@ def remove_op(call) -> None:
     call._lib._destroy()
 
 
-def in_memory(t: torch.Tensor) -> torch.Tensor:
-    """t, which Inductor writes to memory once, instead of computing it in every kernel that reads
-    it. Its sizes are numbers.
-    """
-    from torch._inductor import inductor_prims  # takes long to load
-
-    return inductor_prims.force_stride_order(t, t.stride())
-
-
 def assert_all(condition: torch.Tensor, message: str) -> None:
     """An assertion where the tensor lives: a device-side one on CUDA, so that nothing
     waits for it.

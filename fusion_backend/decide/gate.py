@@ -210,10 +210,10 @@ class Gate:
     # What would replace it, does that take the inputs, is it faster?
 
     def provided_once(self, match: Match) -> Decision:
-        """`provide`, called again only if the evidence has changed, or other sites may count."""
+        """`provide`, called again only if the evidence has changed."""
         evidence = (self.evidence.of(match), self.evidence.wanted)
         known = self.provided.get(id(match))
-        if known is None or known[1] != evidence or match.pattern.neighbours_fn:
+        if known is None or known[1] != evidence:
             decision = self.provide(match, self.facts.training(match))
             known = self.provided[id(match)] = (match, evidence, decision)
         return dataclasses.replace(known[2])
@@ -280,7 +280,7 @@ class Gate:
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
         """Why the op is not faster here, by the tables of the op and by its neighbours."""
-        around = Neighbours(match, self.legality.unread(match), self.claimed)
+        around = Neighbours(match, self.legality.unread(match))
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
             return refused

@@ -7,8 +7,7 @@ would make one kernel of the site and its neighbours, or would choose their layo
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -60,28 +59,17 @@ def elementwise(n: fx.Node) -> bool:
     """Does each element of the result need one element of an argument? Views too."""
     if not is_lowered(n):
         return False
-    return moves(n) or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
-
-
-def moves(n: fx.Node) -> bool:
-    """Is it a view?"""
-    return is_lowered(n) and any(r.alias_info is not None for r in schema_of(n.target).returns)
-
-
-def elements_of(n: fx.Node) -> int | None:
-    """The elements of a result; None where their number is dynamic."""
-    value = n.meta.get("val")
-    sized = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
-    return math.prod(value.shape) if sized else None
+    moves = any(r.alias_info is not None for r in schema_of(n.target).returns)
+    return moves or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
 
 
 class Neighbours:
     """The neighbours of one match, the nearest first. unread: the places of results that nobody
-    reads. fused: the nodes of other sites.
+    reads.
     """
 
-    def __init__(self, match: Match, unread: tuple[int, ...], fused: Container[fx.Node]):
-        self.roots, self.unread, self.fused = match.roots, unread, fused
+    def __init__(self, match: Match, unread: tuple[int, ...]):
+        self.roots, self.unread = match.roots, unread
         self.inside = {*match.interior, *match.roots}
         self.arguments = [getattr(v, "node", v) for v in match.tensors.values()]
 
@@ -136,40 +124,10 @@ class Neighbours:
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
 
-    @property
-    def elements(self) -> int | None:
-        """Of the first result; None where its size is dynamic."""
-        return elements_of(self.roots[0])
-
-    @property
-    def computed_again(self) -> int | None:
-        """The elements for which Inductor computes the first result again: those of larger
-        elementwise results that are computed from it, also through elementwise operators of its own
-        size. None if a size is dynamic, or if another operator or another site reads it, because
-        it is in memory for those.
-        """
-        total, own = 0, self.elements
-        pending, seen = [u for u in self.roots[0].users if u.op != "output"], set()
-        while pending:
-            n = pending.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            its = elements_of(n)
-            if own is None or its is None or n in self.fused or not elementwise(n):
-                return None
-            if its > own and not moves(n):
-                total += its
-            else:
-                pending += n.users
-        return total
-
     def fusable(self, canon: Canon, inductor: str, training: bool) -> Reject | None:
         """A kernel of ours stands alone: next to code that Inductor would fuse with its own
         (`inductor` is what it makes of the op), it moves more bytes.
         """
-        if inductor == "inlined":
-            return None
         if training and inductor == "pointwise":
             return FUSES_GRADIENT
         refusal = BackwardOnly if inductor == "reduction" else Reject

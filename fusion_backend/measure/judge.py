@@ -173,7 +173,7 @@ class Judge:
         """The classes of regions of the proposals that have no answer."""
         found: dict[tuple, Class] = {}
         for gate in gates:
-            proposed = [d for d in gate.found if d.fused and on_gpu(d) and not inlined(d)]
+            proposed = [d for d in gate.found if d.fused and on_gpu(d)]
             if all(gate.evidence.of(d.match) for d in proposed):
                 continue
             for region in regions(gate.facts, proposed):
@@ -368,11 +368,6 @@ def enforce_answers(gate: Gate) -> None:
             d.fused, d.forward, d.backward = False, None, None
             lost = "left to Inductor: it was answered too late, in the last round of decisions"
             d.reason, d.cause = lost if answer.take else answer.reason, UNPROFITABLE
-
-
-def inlined(d: Decision) -> bool:
-    """Do its readers alone decide about it? Its region would be all of them."""
-    return d.op is not None and d.op.inductor == "inlined"
 
 
 def on_gpu(d: Decision) -> bool:

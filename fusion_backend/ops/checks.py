@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion_backend.reporting.reject import PatternError
 
-INDUCTOR = ("pointwise", "reduction", "recomputed", "inlined", None)
+INDUCTOR = ("pointwise", "reduction", "recomputed", None)
 SCALARS = (float, int)
 
 

@@ -27,9 +27,7 @@ class Op(Definition):
     "pointwise" (a kernel as good as ours: without measurements the op is used only in inference,
     and only without such neighbours), "reduction" (next to such neighbours the forward is left to
     Inductor), "recomputed" (next to such neighbours the op is not used, because Inductor's
-    backward, which computes the result again, is faster too), "inlined" (Inductor computes it again
-    in every kernel that reads it: the rule's `neighbours` decides, and nothing is measured), or
-    None (library calls).
+    backward, which computes the result again, is faster too), or None (library calls).
 
     Raises PatternError, naming file and line, where the annotations are not understood or the name
     is taken.
@@ -41,7 +39,7 @@ class Op(Definition):
         self,
         reference: Callable,
         *,
-        inductor: Literal["pointwise", "reduction", "recomputed", "inlined"] | None = None,
+        inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
     ) -> None:
         super().__init__(reference)
         checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)

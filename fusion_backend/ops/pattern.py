@@ -37,7 +37,7 @@ class Pattern(Rule, Op):
         reference: Callable,
         *,
         reciprocal: bool = False,
-        inductor: Literal["pointwise", "reduction", "recomputed", "inlined"] | None = None,
+        inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
     ) -> None:
         Definition.__init__(self, reference)
         checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)
