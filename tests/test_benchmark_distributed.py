@@ -3,7 +3,6 @@ says.
 """
 
 import json
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from benchmarks.pages.rank_figures import table, wrong
 from benchmarks.rank_runs import training
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 from tests import selection
-from tests.ranks.starting import start_ranks
 
 WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
 
@@ -104,8 +102,7 @@ def trained(tmp_path_factory):
         pytest.skip("no gloo")
     out = tmp_path_factory.mktemp("ranks") / "ranks.json"
     asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
-    with mock.patch.object(distributed.mp, "spawn", start_ranks):
-        assert distributed.main([*asked, "--how", *ways_to_run(), "--out", str(out)]) == 0
+    assert distributed.main([*asked, "--how", *ways_to_run(), "--out", str(out)]) == 0
     return {row["wrapping"]: row for row in json.loads(out.read_text())["rows"]}
 
 

@@ -23,18 +23,14 @@ WORLD = 2
 def in_two_processes(work: Callable, folder: Path, *given) -> list:
     """What `work(*given)` returns on each rank. The processes are given no CUDA device."""
     need_gloo()
-    start_ranks(run_rank, (free_port(), work, folder, given), WORLD)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
-
-
-def start_ranks(run: Callable, given: tuple, nprocs: int) -> None:
-    """As torch.multiprocessing.spawn, from a process that has imported prepared.py."""
     traced.trace()
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         # Where the tests before have left the patterns traced.
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         mp.get_context("forkserver").set_forkserver_preload([f"{__package__}.prepared"])
-        mp.start_processes(run, given, nprocs, start_method="forkserver")
+        given = free_port(), work, folder, given
+        mp.start_processes(run_rank, given, nprocs=WORLD, start_method="forkserver")
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
 def need_gloo() -> None:
