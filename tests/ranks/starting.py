@@ -39,6 +39,8 @@ def need_gloo() -> None:
 
 
 def run_rank(rank: int, port: int, work: Callable, folder: Path, given: tuple) -> None:
+    from . import prepared  # noqa: F401 - where it could not be loaded before, this says why
+
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     torch.set_num_threads(1)
