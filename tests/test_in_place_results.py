@@ -105,3 +105,25 @@ def test_the_quantisation_of_bitnet_is_found():
 
     report = collect(activations, torch.randn(64, 512)).report
     assert [s.pattern for s in report.fused] == ["quantize_per_token"]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("first", [False, True], ids=["written later", "written first"])
+def test_a_value_that_is_computed_twice_and_written_once(grad, first):
+    """The two are one expression, and differ."""
+
+    def plain(x, w):
+        return torch.relu(x @ w)
+
+    def written(x, w):
+        y = x @ w
+        y[:, 0] = 0
+        return torch.softmax(y, -1)
+
+    def both(x, w):
+        return [f(x, w) for f in ((written, plain) if first else (plain, written))]
+
+    x, w = torch.randn(8, 16, requires_grad=grad), torch.randn(16, 16, requires_grad=grad)
+    fused = torch.compile(both, backend="fusion", options={"fusion.gate": "always"})
+    for got, want in zip(fused(x, w), both(x, w), strict=True):
+        torch.testing.assert_close(got, want)
