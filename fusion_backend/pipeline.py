@@ -16,6 +16,7 @@ from torch import fx
 
 from fusion_backend import dump
 from fusion_backend.capture import autocast
+from fusion_backend.capture.aliases import moments, writers_of
 from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import capture
@@ -78,9 +79,11 @@ def analyse(top: Scope, options: Options) -> None:
         scope.chains = functionalize_locals(scope.view)
         view = scope.view
         brought_to_form(view, fences, scope.chains)
-        scope.canon = Canon().run(view.graph, view.region, fences, view.trains)
         inner = {name: body.facts for name, body in scope.bodies.items()}
-        scope.facts = Facts(scope.view, scope.canon, options.exact_masks, inner)
+        writers = writers_of(view, {name: facts.writers for name, facts in inner.items()})
+        times = moments(view, writers)
+        scope.canon = Canon().run(view.graph, view.region, fences, view.trains, times)
+        scope.facts = Facts(view, scope.canon, options.exact_masks, inner, writers)
 
 
 def match(top: Scope, rules: list[Rule]) -> None:

@@ -65,6 +65,34 @@ def layout(t: torch.Tensor) -> tuple:
     return *t.shape, *t.stride(), t.storage_offset()
 
 
+def writers_of(view: View, inner: dict[str, dict]) -> dict[int, list[fx.Node]]:
+    """Storage -> the nodes that may write to it. `inner` has the same of the bodies inside."""
+    writers: dict[int, list[fx.Node]] = {}
+    for n in view.graph.nodes:
+        for storage in written_by(n, view, inner):
+            writers.setdefault(storage, []).append(n)
+    return writers
+
+
+def moments(view: View, writers: dict[int, list[fx.Node]]) -> dict[fx.Node, tuple]:
+    """For each node that is, or reads, memory that is written to: this memory, and how often it has
+    been written to before. Two values that are computed alike may differ if these do.
+    """
+    found: dict[fx.Node, tuple] = {}
+    count = dict.fromkeys(writers, 0)
+    of_writer: dict[fx.Node, list[int]] = {}
+    for storage, nodes in writers.items():
+        for n in nodes:
+            of_writer.setdefault(n, []).append(storage)
+    for n in view.graph.nodes if writers else ():
+        near = storages(n).union(*map(storages, n.all_input_nodes))
+        if touched := sorted(near & count.keys()):
+            found[n] = tuple((s, count[s]) for s in touched)
+        for storage in of_writer.get(n, ()):
+            count[storage] += 1
+    return found
+
+
 def written_by(n: fx.Node, view: View, writers: dict[str, dict]) -> set[int]:
     """The storages that a node may write to.
 

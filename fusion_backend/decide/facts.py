@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fusion_backend.capture.aliases import written_by
+from fusion_backend.capture.aliases import writers_of
 from fusion_backend.capture.subgraphs import outside
 from fusion_backend.capture.view import View
 from fusion_backend.ir.canonicalize import Canon
@@ -17,17 +17,23 @@ from fusion_backend.match.matcher import Match
 class Facts:
     """The facts of one view: order, aliases, writers, masks, and where gradients are wanted.
 
-    `inner` are the facts of the bodies inside it, by name.
+    `inner` are the facts of the bodies inside it, by name. `writers`: storage -> nodes that may
+    write to it, if the caller knows them.
     """
 
-    def __init__(self, view: View, canon: Canon, exact_masks: bool, inner: dict[str, Facts]):
+    def __init__(
+        self,
+        view: View,
+        canon: Canon,
+        exact_masks: bool,
+        inner: dict[str, Facts],
+        writers: dict[int, list[fx.Node]] | None = None,
+    ):
         self.view, self.canon = view, canon
         self.order = {n: i for i, n in enumerate(view.graph.nodes)}
-        self.writers: dict[int, list[fx.Node]] = {}  # storage -> nodes that may write to it
-        written_inside = {name: facts.writers for name, facts in inner.items()}
-        for n in view.graph.nodes:
-            for storage in written_by(n, view, written_inside):
-                self.writers.setdefault(storage, []).append(n)
+        if writers is None:
+            writers = writers_of(view, {name: facts.writers for name, facts in inner.items()})
+        self.writers: dict[int, list[fx.Node]] = writers
         self.masks = Masks(view, canon, self.writers, exact_masks)
         for name, facts in inner.items():
             facts.masks.connect(self.masks, outside(view, name))

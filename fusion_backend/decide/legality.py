@@ -150,11 +150,6 @@ class Legality:
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
         """Does something write to a value that the match reads, keeps or computes?"""
         inside = {*match.interior, *match.roots}
-        for n in (*arguments, *match.interior):
-            if (m := self.equal_is_written(n)) is not None:
-                return (
-                    f"{n.name} is computed twice, and one of both is written to, at {location(m)}"
-                )
         for m in (m for m in match.interior if is_mutation(m)):
             if told := self.overwritten_for_others(m, inside):
                 return told
@@ -186,15 +181,6 @@ class Legality:
                     where = location(m)
                     return f"{what} that the backward reads is written to afterwards, at {where}"
         return ""
-
-    def equal_is_written(self, n: fx.Node) -> fx.Node | None:
-        """What writes to a value that is computed like this one, but lies elsewhere: expressions do
-        not tell the two apart, and one is no longer what the other is.
-        """
-        own = storages(n)
-        elsewhere = [s for m in self.canon.of[n].nodes if own.isdisjoint(s := storages(m))]
-        both = own.union(*elsewhere) if elsewhere else set()
-        return next((m for s in both for m in self.facts.writers.get(s, ())), None)
 
     def overwritten_for_others(self, m: fx.Node, inside: set[fx.Node]) -> str:
         """Would a reader miss the write of this node if the site were replaced? The node may

@@ -60,8 +60,11 @@ class Canon(Builder):
         """Let a pattern's placeholder stand for anything."""
         self.of[n] = self.make("var", (), name, shape_of(n))
 
-    def run(self, graph: fx.Graph, region=None, fences=frozenset(), trains=None) -> Canon:
-        self.trains = trains or self.trains
+    def run(
+        self, graph: fx.Graph, region=None, fences=frozenset(), trains=None, moments=None
+    ) -> Canon:
+        """`moments`: of nodes that are, or read, memory that is written to, when they do so."""
+        self.trains, moments = trains or self.trains, moments or {}
         for n in graph.nodes:
             if n.op == "output":
                 continue
@@ -70,6 +73,9 @@ class Canon(Builder):
             # 3 * i in integers and 3.0 * i are two values
             if e.nodes and kind_of(e.nodes[0]) != kind_of(n):
                 e = self.make(f"as {kind_of(n)}", (e,), None, e.shape)
+            # computed alike, but before and after memory was written to
+            if e.nodes and moments.get(e.nodes[0]) != moments.get(n):
+                e = self.make("at", (e,), moments.get(n), e.shape)
             self.of[n] = e
             e.nodes.append(n)
         return self
