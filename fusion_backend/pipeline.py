@@ -16,7 +16,7 @@ from torch import fx
 
 from fusion_backend import dump
 from fusion_backend.capture import autocast
-from fusion_backend.capture.aliases import moments, writers_of
+from fusion_backend.capture.aliases import versions, writers_of
 from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.tracer import capture
@@ -81,8 +81,8 @@ def analyse(top: Scope, options: Options) -> None:
         brought_to_form(view, fences, scope.chains)
         inner = {name: body.facts for name, body in scope.bodies.items()}
         writers = writers_of(view, {name: facts.writers for name, facts in inner.items()})
-        times = moments(view, writers)
-        scope.canon = Canon().run(view.graph, view.region, fences, view.trains, times)
+        known = versions(view, writers)
+        scope.canon = Canon().run(view.graph, view.region, fences, view.trains, known)
         scope.facts = Facts(view, scope.canon, options.exact_masks, inner, writers)
 
 

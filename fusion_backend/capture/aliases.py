@@ -8,6 +8,7 @@ values and may do anything to its arguments.
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -16,6 +17,18 @@ from fusion_backend.capture.sizes import same
 from fusion_backend.capture.subgraphs import arguments_of_body, is_body
 from fusion_backend.capture.view import View, is_lowered, is_mutation
 from fusion_backend.compat.torch import FakeTensor, pytree, schema_of, storage_id
+
+
+@dataclass
+class Versions:
+    """What lies in memory that is written to has several values. A version says which: the storages
+    that it lies in, and how often each has been written to.
+    """
+
+    # the version of a node when it is computed, if it is written to later
+    unsettled: dict[fx.Node, tuple] = field(default_factory=dict)
+    # what writes -> the nodes it changes -> their version from then on, and whether it is the last
+    changed: dict[fx.Node, dict[fx.Node, tuple[tuple, bool]]] = field(default_factory=dict)
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -74,22 +87,29 @@ def writers_of(view: View, inner: dict[str, dict]) -> dict[int, list[fx.Node]]:
     return writers
 
 
-def moments(view: View, writers: dict[int, list[fx.Node]]) -> dict[fx.Node, tuple]:
-    """For each node that is, or reads, memory that is written to: this memory, and how often it has
-    been written to before. Two values that are computed alike may differ if these do.
-    """
-    found: dict[fx.Node, tuple] = {}
-    count = dict.fromkeys(writers, 0)
-    of_writer: dict[fx.Node, list[int]] = {}
+def versions(view: View, writers: dict[int, list[fx.Node]]) -> Versions:
+    """Of the values of a view. `writers`: storage -> the nodes that may write to it."""
+    found, there, count = Versions(), {s: [] for s in writers}, dict.fromkeys(writers, 0)
+    written: dict[fx.Node, list[int]] = {}
     for storage, nodes in writers.items():
         for n in nodes:
-            of_writer.setdefault(n, []).append(storage)
+            written.setdefault(n, []).append(storage)
+
+    def version(n: fx.Node) -> tuple[tuple, bool]:
+        lies = sorted(storages(n) & count.keys())
+        return tuple((s, count[s]) for s in lies), all(count[s] == len(writers[s]) for s in lies)
+
     for n in view.graph.nodes if writers else ():
-        near = storages(n).union(*map(storages, n.all_input_nodes))
-        if touched := sorted(near & count.keys()):
-            found[n] = tuple((s, count[s]) for s in touched)
-        for storage in of_writer.get(n, ()):
+        for storage in written.get(n, ()):
             count[storage] += 1
+        if n in written:
+            changed = (m for storage in written[n] for m in there[storage])
+            found.changed[n] = {m: version(m) for m in changed}
+        own, settled = version(n)
+        if not settled:
+            found.unsettled[n] = own
+        for storage, _ in own:
+            there[storage].append(n)
     return found
 
 

@@ -14,6 +14,7 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import Versions
 from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir import (
@@ -61,10 +62,14 @@ class Canon(Builder):
         self.of[n] = self.make("var", (), name, shape_of(n))
 
     def run(
-        self, graph: fx.Graph, region=None, fences=frozenset(), trains=None, moments=None
+        self, graph: fx.Graph, region=None, fences=frozenset(), trains=None, versions=None
     ) -> Canon:
-        """`moments`: of nodes that are, or read, memory that is written to, when they do so."""
-        self.trains, moments = trains or self.trains, moments or {}
+        """`versions`: of memory that the graph writes to. What lies there is another expression
+        for those that read it after a write.
+        """
+        self.trains, versions = trains or self.trains, versions or Versions()
+        before: dict[fx.Node, Expr] = {}  # of the nodes whose memory was written to
+        unsettled: dict[Expr, tuple] = {}
         for n in graph.nodes:
             if n.op == "output":
                 continue
@@ -73,12 +78,24 @@ class Canon(Builder):
             # 3 * i in integers and 3.0 * i are two values
             if e.nodes and kind_of(e.nodes[0]) != kind_of(n):
                 e = self.make(f"as {kind_of(n)}", (e,), None, e.shape)
-            # computed alike, but before and after memory was written to
-            if e.nodes and moments.get(e.nodes[0]) != moments.get(n):
-                e = self.make("at", (e,), moments.get(n), e.shape)
-            self.of[n] = e
-            e.nodes.append(n)
+            # computed alike, but one of both is written to later
+            version = versions.unsettled.get(n)
+            if e.nodes and unsettled.get(e) != version:
+                e = self.make("at", (e,), version, e.shape)
+            self.hold(e, n, version, unsettled)
+            for m, (version, settled) in versions.changed.get(n, {}).items():
+                e = before.setdefault(m, self.of[m])
+                e = self.make("at", (e,), version, e.shape)
+                self.hold(e, m, None if settled else version, unsettled)
+        self.of.update(before)
         return self
+
+    def hold(self, e: Expr, n: fx.Node, version: tuple | None, unsettled: dict) -> None:
+        """From here on `n` holds `e`, until its memory is written to if `version` is not None."""
+        self.of[n] = e
+        e.nodes.append(n)
+        if version is not None:
+            unsettled[e] = version
 
     def read(self, n: fx.Node, fences) -> Expr:
         if (
