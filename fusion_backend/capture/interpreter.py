@@ -140,7 +140,9 @@ class CaptureInterpreter(fx.Interpreter):
                 self.single_ops.remember(n, args, kwargs, list(nodes_after(last)), out)
             return out
         except Exception as error:  # best effort: a node that cannot be lowered is a fence
-            for new in reversed(list(nodes_after(last))):
+            gone = [*nodes_after(last)]
+            kept = sizes_of_others(gone)
+            for new in reversed([m for m in gone if m not in kept]):
                 tracer.graph.erase_node(new)
             # a tensor that the node wrote to stands for its old value again
             for a, proxy in zip(tensors, proxies, strict=True):
@@ -261,6 +263,18 @@ class CaptureInterpreter(fx.Interpreter):
             self.region[new] = region
             if "stack_trace" in n.meta:
                 new.meta["stack_trace"] = n.meta["stack_trace"]
+
+
+def sizes_of_others(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Those of the nodes that compute numbers from the sizes of tensors that are not among them.
+    The tracer makes these nodes when a number is first read, and goes on to use them.
+    """
+    found: set[fx.Node] = set()
+    for n in nodes:
+        number = isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if number and not (set(nodes) - found).intersection(n.all_input_nodes):
+            found.add(n)
+    return found
 
 
 def check_agreement(n: fx.Node, out, last: fx.Node) -> None:
