@@ -157,3 +157,47 @@ def test_values_that_are_computed_alike_but_before_and_after_a_write(grad, parts
     fused = torch.compile(every, backend="fusion", options={"fusion.gate": "always"})
     for got, want in zip(fused(x, w), every(x, w), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_a_view_of_what_reads_written_memory_is_the_value_itself():
+    def fn(x, w, residual):
+        y = x @ w
+        y[:, 0] = 0
+        h = residual + y
+        return h * torch.rsqrt(h.view(h.shape).pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    inputs = [torch.randn(8, 16), torch.randn(16, 16), torch.randn(8, 16)]
+    report = collect(fn, *inputs).report
+    assert [s.pattern for s in report.fused] == ["rms_norm"]
+
+
+def into_an_operand(x, w, residual, g, h):
+    y = x @ w
+    torch.add(y, residual, out=y)
+    z = y * 3
+    return F.layer_norm(y, (16,), g, h), z
+
+
+def into_new_memory(x, w, residual, g, h):
+    y = torch.empty_like(residual)
+    torch.add(x @ w, residual, out=y)
+    z = y * 3
+    return F.layer_norm(y, (16,), g, h), z
+
+
+def into_an_argument(x, w, residual, g, h):
+    torch.add(x @ w, residual, out=residual)
+    z = residual * 3
+    return F.layer_norm(residual, (16,), g, h), z
+
+
+@pytest.mark.parametrize("fn", [into_an_operand, into_new_memory, into_an_argument])
+def test_a_result_that_is_written_to_memory_which_others_read(fn):
+    x, w, residual, g, h = map(torch.randn, [(8, 16), (16, 16), (8, 16), (16,), (16,)])
+    fused = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
+    ours, theirs = residual.clone(), residual.clone()
+    for got, want in zip(fused(x, w, ours, g, h), fn(x, w, theirs, g, h), strict=True):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(ours, theirs)
+    report = fusion_backend.report()
+    assert not [g.error for g in report.graphs if g.error]

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import fx
 
 from fusion_backend.compat.torch import storage_id
 from fusion_backend.decide.call import (
@@ -30,6 +29,7 @@ from fusion_backend.decide.call import (
     values_of,
     written,
 )
+from fusion_backend.decide.claims import Claims
 from fusion_backend.decide.evidence import Evidence, Measured
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.inductor_asks import asked
@@ -99,7 +99,7 @@ class Gate:
         self.facts, self.canon, self.options = facts, facts.canon, options
         self.legality = Legality(facts)
         self.trials = Trials()
-        self.claimed: dict[fx.Node, Match] = {}
+        self.claims = Claims(self.legality)
         self.fused = 0  # sites, in this graph and before
         self.tried: dict[tuple, list[tuple]] = {}  # an op on arguments -> what its results are like
         self.provided: dict[int, tuple] = {}  # a match -> the evidence, and what was decided by it
@@ -110,7 +110,7 @@ class Gate:
         `decide` returns None is left out.
         """
         for number, _ in enumerate(self.trials.rounds()):
-            self.claimed, self.fused = {}, fused
+            self.claims, self.fused = Claims(self.legality), fused
             if number:  # a kernel on which a decision relied has failed
                 self.tried, self.provided = {}, {}
             self.found = [d for d in map(self.decide, matches) if d is not None]
@@ -126,14 +126,14 @@ class Gate:
             return Decision(match, False, reason, cause=cause, failure=fault)
 
     def decided(self, match: Match) -> Decision | None:
-        if any(r in self.claimed and self.claimed[r].pattern is match.pattern for r in match.roots):
+        claimed = self.claims.computed
+        if any(r in claimed and claimed[r].pattern is match.pattern for r in match.roots):
             return None
-        covered = self.overlap(match)
-        if covered:
+        if covered := self.claims.overlap(match):
             return Decision(match, False, covered, cause=COVERED)
         if reason := self.unwanted(match):
             return Decision(match, False, reason, cause=SWITCHED_OFF)
-        if reason := self.legality.refusal(match):
+        if reason := self.illegal(match):
             if (other := self.legal_reading(match)) is None:
                 return Decision(match, False, reason, cause=ILLEGAL)
             match = other
@@ -143,10 +143,7 @@ class Gate:
         decision.bytes_saved = match.bytes_inside(self.canon)
         if decision.fused:
             self.fused += 1
-            results = {self.canon.of[r] for r in match.roots}
-            again = [n for n in match.interior if self.canon.of[n] in results]
-            computed = self.legality.computed(match)
-            self.claimed |= dict.fromkeys((*match.roots, *again, *computed), match)
+            self.claims.add(match)
         return decision
 
     def legal_reading(self, match: Match) -> Match | None:
@@ -157,8 +154,11 @@ class Gate:
         kernel = not isinstance(rule, Op) or rule.kernel_fn or rule.replacement_fn
         if not kernel or match.template.size <= 2:
             return None
-        others = (o for o in self.other_readings(match) if not self.overlap(o))
-        return next((other for other in others if not self.legality.refusal(other)), None)
+        others = (o for o in self.other_readings(match) if not self.claims.overlap(o))
+        return next((other for other in others if not self.illegal(other)), None)
+
+    def illegal(self, match: Match) -> str:
+        return self.legality.refusal(match) or self.claims.parted(match)
 
     def as_measured(self, decision: Decision, answer: Measured) -> Decision:
         """The decision that follows from a measured answer."""
@@ -187,15 +187,6 @@ class Gate:
         return other if other.fused else None
 
     # Does the user want it?
-
-    def overlap(self, match: Match) -> str:
-        costly = self.legality.costly(match)
-        other = next((self.claimed[n] for n in costly if n in self.claimed), None)
-        if other is None:
-            return ""
-        larger = other.template.size > match.template.size
-        how = "larger" if larger else "as large and was registered first"
-        return f"overlaps {other.pattern.name}, which is {how}"
 
     def unwanted(self, match: Match) -> str:
         name, o = match.pattern.name, self.options

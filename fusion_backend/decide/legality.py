@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -68,9 +69,7 @@ class Legality:
         any.
         """
         of = self.canon.of
-        given = {
-            id(peel(of[v if isinstance(v, fx.Node) else v.node])) for v in match.tensors.values()
-        }
+        given = {id(peel(of[n])) for n in match.read}
         again = {id(of[r]) for r in match.roots}
         return [
             n
@@ -117,7 +116,7 @@ class Legality:
 
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
-        arguments = [v if isinstance(v, fx.Node) else v.node for v in match.tensors.values()]
+        arguments = match.read
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
         stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
         if self.crosses_state(stateful):  # a mask may come from any region: it has no gradient
@@ -125,12 +124,8 @@ class Legality:
         for n in self.computed(match):
             if self.canon.of[n].op in FREE:
                 continue
-            for u in n.users:
-                if (
-                    u not in inside
-                    and (u.users or u.target is not operator.getitem)
-                    and not reads_only_kind(u, n)
-                ):
+            for u in self.readers(n, inside, match.roots):
+                if (u.users or u.target is not operator.getitem) and not reads_only_kind(u, n):
                     return f"{result(n)} inside it is used elsewhere too, at {location(u)}"
             for m in self.canon.of[n].nodes:
                 if m not in inside and m.users and not inside.issuperset(m.users):
@@ -147,10 +142,18 @@ class Legality:
                     return f"{result(n)} inside it is read before {first.name}, at {location(u)}"
         return self.changed(match, arguments) if self.facts.writers else ""
 
+    def readers(self, n: fx.Node, inside: set[fx.Node], roots: list) -> Iterator[fx.Node]:
+        """What reads a value outside, itself or through views and casts that stay for it."""
+        for u in n.users:
+            if u not in inside:
+                yield u
+            elif self.canon.of[u].op in FREE and u not in roots:
+                yield from self.readers(u, inside, roots)
+
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
         """Does something write to a value that the match reads, keeps or computes?"""
         inside = {*match.interior, *match.roots}
-        for m in (m for m in match.interior if is_mutation(m)):
+        for m in (m for m in sorted(inside) if is_mutation(m)):
             if told := self.overwritten_for_others(m, inside):
                 return told
         held = set().union(*map(storages, arguments))
@@ -187,7 +190,7 @@ class Legality:
         overwrite a value that this graph has made and that nobody outside the site reads
         afterwards.
         """
-        written = storages(m.args[0])
+        written = storages(m)  # the result of such an operator is what it has written to
         alike = [n for n in self.order if not written.isdisjoint(storages(n))]
         made = alike[0]
         fresh = made.target is LINEAR or (is_lowered(made) and not may_alias(made))

@@ -95,7 +95,7 @@ def near_misses(matcher: Matcher, gate: Gate, decisions: list[Decision]) -> list
     best: dict[tuple[str, str], Mismatch] = {}
     for m in matcher.misses.values():
         key = (m.pattern.name, location(m.root))
-        if m.root in gate.claimed or matcher.covered(m):
+        if m.root in gate.claims.computed or matcher.covered(m):
             continue
         if key not in best or m.rank > best[key].rank:
             best[key] = m

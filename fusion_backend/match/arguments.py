@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -61,8 +63,32 @@ def dtype_of(e: Expr) -> torch.dtype | None:
     return e.nodes[0].meta["val"].dtype if e.nodes else None
 
 
-def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[str, object] | str:
-    """The arguments as nodes and numbers; a sentence where no node holds one."""
+def unwidened(e: Expr) -> Expr:
+    """The value before casts that do not change it."""
+    while e.op == "cast" and e.attr == torch.float32 and dtype_of(e.args[0]) in HALVES:
+        e = e.args[0]
+    return e
+
+
+def as_written(e: Expr) -> Expr:
+    return e
+
+
+def ways_to_read(env: dict) -> tuple[Callable[[Expr], Expr], ...]:
+    """How arguments may be read that need not be in the dtype in which the graph reads them: before
+    casts that do not change them, before all roundings, or as they are.
+    """
+    free = [b.expr for b in env.values() if isinstance(b, Bound) and not b.pinned]
+    rounded = any(unwidened(e) is not peel(e) for e in free)
+    return (unwidened, peel, as_written) if rounded else (peel, as_written)
+
+
+def arguments_of(
+    t: Template, env: dict, read: Callable[[Expr], Expr], through: bool
+) -> dict[str, object] | str:
+    """The arguments as nodes and numbers; a sentence where no node holds one. `read` is one of
+    `ways_to_read`.
+    """
     arguments: dict[str, object] = {}
     for p, kind in zip(t.pattern.params, t.kinds, strict=True):
         if kind == "text":
@@ -72,7 +98,7 @@ def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[st
             word = kind.removeprefix("=") if p.words else None
             arguments[p.name] = word if p.words or kind == "none" else p.scalar(env[p.name])
             continue
-        arguments[p.name] = argument_of(env[p.name], peeled, through)
+        arguments[p.name] = argument_of(env[p.name], read, through)
         if arguments[p.name] is None:
             return (
                 f"argument {p.name} is computed inside one operator: no node of the graph holds it"
@@ -80,13 +106,15 @@ def arguments_of(t: Template, env: dict, peeled: bool, through: bool) -> dict[st
     return arguments
 
 
-def argument_of(bound: Bound, peeled: bool, through: bool = False) -> fx.Node | Viewed | None:
-    """The first node with the bound value, taken before rounding casts if these do not matter.
+def argument_of(
+    bound: Bound, read: Callable[[Expr], Expr], through: bool = False
+) -> fx.Node | Viewed | None:
+    """The first node with the bound value.
 
     `through`: look through a permutation that the user wrote for another purpose, because a linear
     layer reads the weight itself.
     """
-    e = peel(bound.expr) if peeled and not bound.pinned else bound.expr
+    e = bound.expr if bound.pinned else read(bound.expr)
     through = through and e.op == "permute" and bool(e.args[0].nodes)
     if e.nodes and not through:
         return e.nodes[0]

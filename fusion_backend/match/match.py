@@ -29,6 +29,11 @@ class Match:
     def tensors(self) -> dict[str, fx.Node | Viewed]:
         return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
 
+    @property
+    def read(self) -> list[fx.Node]:
+        """The nodes that the arguments are, or are views of."""
+        return [v.node if isinstance(v, Viewed) else v for v in self.tensors.values()]
+
     def bytes_inside(self, canon: Canon) -> int | None:
         """The bytes that eager writes and reads again for values inside the match; None if a size
         is symbolic.

@@ -15,11 +15,18 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.attention import MARK
-from fusion_backend.ir.argument_views import Viewed
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ir.expr import LIKE, Expr, peel
-from fusion_backend.match.arguments import arguments_of, mixed, without_upcasts
+from fusion_backend.ir.expr import LIKE, LOOKED_THROUGH, Expr, peel
+from fusion_backend.match.arguments import (
+    arguments_of,
+    as_written,
+    mixed,
+    unwidened,
+    ways_to_read,
+    without_upcasts,
+)
 from fusion_backend.match.match import Match, Mismatch
 from fusion_backend.match.outcomes import Outcomes
 from fusion_backend.match.prefilter import Fitting, expected
@@ -50,8 +57,8 @@ class Matcher:
         self.alike: dict[str, dict[frozenset, list[fx.Node]]] = {}
         self.by_value: dict[Expr, list[fx.Node]] = {}
         for n, e in canon.of.items():
-            # the same value under another name
-            again = any(canon.of[a] is e for a in self.inputs[n]) or MARK in n.meta
+            again = MARK in n.meta or (e.nodes[0] is not n and self.named_again(n, e))
+            again = again or unwidened(e) is not e  # the narrow value is the one to write
             if (
                 n.op == "call_function"
                 and isinstance(n.meta.get("val"), torch.Tensor)
@@ -67,6 +74,18 @@ class Matcher:
         self.stands: dict[fx.Node, list[Template]] = {}  # the templates that were found there
         self.faults: dict[fx.Node, str] = {}  # a node where matching failed -> how
         self.counts: dict[str, RuleCount] = {}
+
+    def named_again(self, n: fx.Node, e: Expr) -> bool:
+        """Is the node a name, or a copy, of what it is computed from? Of views that undo each
+        other, as in y.t().t(), the last one may be a result: it is y, in the same memory.
+        """
+        above, memory = {*self.inputs[n]}, storages(n)
+        for distance in range(LOOKED_THROUGH):
+            equal = [a for a in above if self.canon.of[a] is e]
+            if any(distance == 0 or memory.isdisjoint(storages(a)) for a in equal):
+                return True
+            above = {b for a in above for b in self.inputs[a]}
+        return False
 
     def starts(self, t: Template) -> list[fx.Node]:
         """The nodes where a template can start, the last one first."""
@@ -228,13 +247,14 @@ class Matcher:
                 ], f"argument {name} is a value inside it, which would be computed again"
         why = (roots[0], "")
         forms = [env, uncast] if (uncast := without_upcasts(t, env)) else [env]
-        for form, peeled, through in itertools.product(forms, (True, False), (False, True)):
-            arguments = arguments_of(t, form, peeled, through)
+        ways = ((form, read) for form in forms for read in ways_to_read(form))
+        for (form, read), through in itertools.product(ways, (False, True)):
+            arguments = arguments_of(t, form, read, through)
             if isinstance(arguments, str):
                 why = why if why[1] else (roots[0], arguments)
                 continue
             found = Match(t.pattern, t, roots, arguments, [])
-            reason = mixed(form, arguments) if peeled else ""
+            reason = mixed(form, arguments) if read is not as_written else ""
             reason = reason or self.outcomes.disagreement(found)
             if reason:
                 why = (roots[0], reason)
@@ -251,7 +271,7 @@ class Matcher:
         """The nodes inside; a sentence when the match reads something that is not among its
         arguments.
         """
-        stops = {v.node if isinstance(v, Viewed) else v for v in match.tensors.values()}
+        stops = {*match.read}
         bound = {self.value[s] for s in stops}
         inside: set[fx.Node] = set()
         stack = list(match.roots)

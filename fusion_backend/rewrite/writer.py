@@ -247,8 +247,7 @@ class Writer:
         unneeded: set[fx.Node] = set()  # if nobody reads them
         dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
         atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
-        # Dynamo node -> earlier ones with its value that are gone
-        names: dict[fx.Node, list[fx.Node]] = {}
+        missing: list[fx.Node] = []  # Dynamo nodes whose value a later one computes
         for d in self.view.source.graph.nodes:
             # A call that returned its argument has no nodes of its own in the view, and ends where
             # its argument does.
@@ -279,7 +278,7 @@ class Writer:
             dynamo[d] = self.result(d, atens)
             if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
                 dynamo[d].meta["example_value"] = d.meta["example_value"]
-            self.rename(d, dynamo, names)
+            missing = self.computed_late([*missing, d], dynamo, atens)
             self.repoint(d, dynamo, atens)
             new = itertools.takewhile(lambda n: n not in self.origins, reversed(graph.nodes))
             self.origins |= {n: (d, False) for n in [*new]}
@@ -296,25 +295,19 @@ class Writer:
             is_leaf=lambda v: isinstance(v, fx.Node),
         )
 
-    def rename(self, d: fx.Node, dynamo: dict, names: dict) -> None:
-        """A call may return its argument (x.type_as(x)): later readers of the argument read the
-        call in the view.
+    def computed_late(self, missing: list[fx.Node], dynamo: dict, atens: dict) -> list[fx.Node]:
+        """A call may return its argument (x.type_as(x)), and views may undo each other (x.t().t()).
+        If they belong to a site, the first name of the value exists only from the last one on.
+        Returns what still has no value.
         """
-        value = (
-            self.canon.of.get(self.view.value[d])
-            if isinstance(self.view.value[d], fx.Node)
-            else None
-        )
-        for a in d.all_input_nodes:
-            held = self.view.value.get(a)
-            if (
-                dynamo[a] is None
-                and value is not None
-                and isinstance(held, fx.Node)
-                and self.canon.of[held] is value
-            ):
-                names[d] = [a, *names.get(a, ())]
-                dynamo |= dict.fromkeys(names[d], dynamo[d])
+        still = []
+        for d in missing:
+            held = self.view.value[d]
+            if isinstance(held, fx.Node) and dynamo[d] is None:
+                dynamo[d] = atens.get(self.now(held))
+                if dynamo[d] is None:
+                    still.append(d)
+        return still
 
     def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
         """After an in-place operator became functional, its older names mean the new value. The op

@@ -176,7 +176,7 @@ def report_on(
 
 
 def sites_in(pattern: Definition, collector: Collector) -> list:
-    return [s for s in collector.report.sites if s.pattern == pattern.name]
+    return [s for s in collector.report.sites if s.pattern == pattern.name and s.counted]
 
 
 def whole(pattern: Definition, collector: Collector, args: list) -> bool:

@@ -1,0 +1,51 @@
+"""Which nodes the fused sites of a graph compute and read: two sites may not both compute a node,
+and none may read what another computes inside.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fusion_backend.decide.legality import Legality
+from fusion_backend.match.matcher import Match
+
+
+class Claims:
+    """Of the sites that have been fused so far, in one graph."""
+
+    def __init__(self, legality: Legality):
+        self.legality = legality
+        self.computed: dict[fx.Node, Match] = {}
+        self.inside: dict[fx.Node, Match] = {}  # of these, those that are then gone
+        self.read: dict[fx.Node, Match] = {}
+
+    def add(self, match: Match) -> None:
+        of = self.legality.canon.of
+        results = {of[r] for r in match.roots}
+        stays = [*match.roots, *(n for n in match.interior if of[n] in results)]
+        computed = self.legality.computed(match)
+        self.computed |= dict.fromkeys((*stays, *computed), match)
+        self.inside |= dict.fromkeys((n for n in computed if n not in stays), match)
+        self.read |= dict.fromkeys(match.read, match)
+
+    def overlap(self, match: Match) -> str:
+        """Does another site compute a node of this one?"""
+        costly = self.legality.costly(match)
+        other = next((self.computed[n] for n in costly if n in self.computed), None)
+        if other is None:
+            return ""
+        larger = other.template.size > match.template.size
+        how = "larger" if larger else "as large and was registered first"
+        return f"overlaps {other.pattern.name}, which is {how}"
+
+    def parted(self, match: Match) -> str:
+        """Does this site read what another one computes inside, or the reverse? An argument may be
+        a value before its rounding, which the site that rounds it does not keep.
+        """
+        for n in match.read:
+            if n in self.inside:
+                return f"its argument {n.name} is inside {self.inside[n].pattern.name}"
+        for n in self.legality.computed(match):
+            if n in self.read and n not in match.roots:
+                return f"{n.name} inside it is read by {self.read[n].pattern.name}"
+        return ""

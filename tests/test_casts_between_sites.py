@@ -1,0 +1,71 @@
+"""Sites with casts between them: the narrow value is what one writes and the next one reads."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion_backend.frontends.explain import Collector
+
+BF16 = torch.bfloat16
+
+
+def norm(x):
+    return F.layer_norm(x, (16,))
+
+
+def rms(x):
+    return F.rms_norm(x, (16,))
+
+
+def in_fp32(function, x):
+    return function(x.float()).to(x.dtype)
+
+
+def softmax(x):
+    return torch.softmax(x, -1)
+
+
+# of fp32 values
+ROUNDED = {
+    "rounded in between": (lambda x: rms(norm(x).to(BF16)), 2),
+    "rounded and back": (lambda x: rms(norm(x).to(BF16).float()), 2),
+    "rounded twice": (lambda x: rms(norm(x).to(BF16).float().to(BF16).float()), 2),
+    "rounded around the first": (lambda x: rms(norm(x.to(BF16)).float()), 2),
+    "rounded around both": (lambda x: rms(norm(x.to(BF16)).float()).to(BF16), 2),
+    "three": (lambda x: norm(rms(norm(x.to(BF16)).float()).to(BF16).float()), 3),
+    "read at two roundings": (lambda x: [softmax(y := norm(x).to(BF16).float()), y, F.gelu(y)], 3),
+}
+# of bf16 values
+UPCAST = {
+    "softmax of softmax": (lambda x: in_fp32(softmax, in_fp32(softmax, x)), 2),
+    "softmax of a norm": (lambda x: in_fp32(softmax, y := in_fp32(norm, x)) + y, 2),
+    "norm of a norm": (lambda x: in_fp32(norm, in_fp32(norm, x)), 2),
+}
+CASES = [(name, torch.float32, *case) for name, case in ROUNDED.items()]
+CASES += [(name, BF16, *case) for name, case in UPCAST.items()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fn", "sites"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_each_is_fused_and_computed_once(dtype, fn, sites):
+    torch._dynamo.reset()
+    backend = Collector({"fusion.gate": "always"})
+    x = torch.randn(8, 16).to(dtype)
+    got, want = torch.compile(fn, backend=backend)(x), fn(x)
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+    counted = [s for s in backend.report.sites if s.counted]
+    assert len(backend.report.fused) == len(counted) == sites
+    (graph,) = backend.graphs
+    calls = [n for n in graph.graph.nodes if "fusion" in str(n.target)]
+    assert len(calls) == sites and all(n.users for n in calls)
+    left = {"softmax", "layer_norm", "rms_norm", "gelu"}
+    assert left.isdisjoint(getattr(n.target, "__name__", "") for n in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("fn", [c[2] for c in CASES[-3:]], ids=[c[0] for c in CASES[-3:]])
+def test_arguments_and_results_stay_narrow(fn):
+    backend = Collector({"fusion.gate": "always"})
+    torch.compile(fn, backend=backend)(torch.randn(8, 16).to(BF16))
+    (graph,) = backend.graphs
+    assert not any("fp32" in str(n.args) or n.target == "float" for n in graph.graph.nodes)
