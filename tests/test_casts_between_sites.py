@@ -69,3 +69,17 @@ def test_arguments_and_results_stay_narrow(fn):
     torch.compile(fn, backend=backend)(torch.randn(8, 16).to(BF16))
     (graph,) = backend.graphs
     assert not any("fp32" in str(n.args) or n.target == "float" for n in graph.graph.nodes)
+
+
+def test_an_argument_that_another_site_computes_inside():
+    """The second norm would write fp32 of a narrow argument, and the first has no wide result."""
+
+    def fn(x):
+        return rms(in_fp32(norm, x).float())
+
+    backend = Collector({"fusion.gate": "always"})
+    x = torch.randn(8, 16).to(BF16)
+    torch.testing.assert_close(torch.compile(fn, backend=backend)(x), fn(x), rtol=3e-2, atol=3e-2)
+    assert [s.pattern for s in backend.report.fused] == ["layer_norm"]
+    (refused,) = [s for s in backend.report.sites if s.counted and not s.fused]
+    assert refused.reason == "its argument layer_norm is inside layer_norm"

@@ -142,6 +142,7 @@ AT_TWO_TIMES = [
     (read_after_a_write, plain),
     (lambda x, w: torch.relu(x @ w), written),
     (written, lambda x, w: torch.relu(x @ w)),
+    (written, lambda x, w: torch.softmax(x @ w, -1)),
     (read_before_and_after,),
     (a_view_before_and_after,),
 ]

@@ -14,6 +14,7 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.sums_over_ranks import redistributes
 from fusion_backend.compat.torch import (
@@ -196,8 +197,9 @@ class Writer:
             root.replace_all_uses_with(result)
             self.touched.add(owner[root])
             for n in d.match.interior:
-                # permuted and permuted back: other sites may name either
-                if self.canon.of[n] is self.canon.of[root]:
+                # permuted and permuted back: other sites may name either. A copy stays one.
+                shared = not storages(n).isdisjoint(storages(root))
+                if self.canon.of[n] is self.canon.of[root] and shared:
                     self.replaced[n] = result
                     n.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
         for n in sorted(inside, reverse=True):
