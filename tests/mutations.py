@@ -282,6 +282,24 @@ MUTATIONS = {
         "            if False:\n",
         "tests/test_in_place_results.py",
     ),
+    "canonical: a copy without grad mode passes gradients on": Mutation(
+        "fusion_backend/ir/canonicalize.py",
+        "            if e.nodes and self.trains(e.nodes[0]) != self.trains(n):\n",
+        "            if False:\n",
+        "tests/test_values_without_gradient.py",
+    ),
+    "capture: a view without grad mode has the gradient of its base": Mutation(
+        "fusion_backend/capture/view.py",
+        "        if not self.region.get(n, (True,))[0] and not is_mutation(n):\n",
+        "        if False:\n",
+        "tests/test_values_without_gradient.py",
+    ),
+    "capture: a checkpoint returns new memory": Mutation(
+        "fusion_backend/capture/functionalize.py",
+        "any(u < last and any(map(is_body, u.all_input_nodes)) for u in n.users)",
+        "False",
+        "tests/test_in_place_results.py",
+    ),
     "capture: sizes are gone with the call that first read them": Mutation(
         "fusion_backend/capture/interpreter.py",
         "            kept = sizes_of_others(gone)\n",

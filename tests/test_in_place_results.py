@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from fusion_backend.capture.functionalize import functionalize_locals
@@ -202,3 +203,19 @@ def test_a_result_that_is_written_to_memory_which_others_read(fn):
     torch.testing.assert_close(ours, theirs)
     report = fusion_backend.report()
     assert not [g.error for g in report.graphs if g.error]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_checkpoint_that_returns_its_argument(grad):
+    """Its result is the memory that is then written to, though nothing in the graph says so."""
+
+    def fn(x, weight):
+        y = x * 2
+        z = checkpoint(lambda: y.float(), use_reentrant=False)
+        y.relu_()
+        return F.rms_norm(y, (16,), weight), z
+
+    x, weight = torch.randn(8, 16, requires_grad=grad), torch.randn(16)
+    fused = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
+    for got, want in zip(fused(x, weight), fn(x, weight), strict=True):
+        torch.testing.assert_close(got, want)

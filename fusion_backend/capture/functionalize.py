@@ -18,6 +18,7 @@ from torch import fx
 
 from fusion_backend.capture.aliases import aliases_whole, may_alias, storages
 from fusion_backend.capture.sizes import same
+from fusion_backend.capture.subgraphs import is_body
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of, value_of
 from fusion_backend.compat.torch import OpOverload, aten, overload_of, pytree, schema_of
 
@@ -107,7 +108,10 @@ class StorageGroup:
         several = isinstance(nodes[0].meta.get("val"), tuple | list) and not is_mutation(nodes[0])
         self.nodes = nodes = nodes[several:]
         last = max(i for i, n in enumerate(nodes) if is_mutation(n))
-        self.only_whole = all(part_of_chain(n, nodes[0], trained) for n in nodes[:last])
+        self.only_whole = all(
+            part_of_chain(n, nodes[0], trained) and not returned_by_body(n, nodes[last])
+            for n in nodes[:last]
+        )
         self.position = {n: i for i, n in enumerate(nodes)}
         self.start = 0
 
@@ -126,6 +130,13 @@ def part_of_chain(n: fx.Node, root: fx.Node, trained: bool) -> bool:
     if trained and name_of(n) == "aten::detach":
         return False
     return is_lowered(n) and not is_mutation(n) and aliases_whole(n, root)
+
+
+def returned_by_body(n: fx.Node, last: fx.Node) -> bool:
+    """May a checkpoint or its like that reads `n` before `last` have returned it, as x.float() in
+    its body does?
+    """
+    return any(u < last and any(map(is_body, u.all_input_nodes)) for u in n.users)
 
 
 def functional_result(

@@ -78,6 +78,9 @@ class Canon(Builder):
             # 3 * i in integers and 3.0 * i are two values
             if e.nodes and kind_of(e.nodes[0]) != kind_of(n):
                 e = self.make(f"as {kind_of(n)}", (e,), None, e.shape)
+            # equal, but a gradient of one of both stops there: a copy made without grad mode, say
+            if e.nodes and self.trains(e.nodes[0]) != self.trains(n):
+                e = self.make("trained" if self.trains(n) else "constant", (e,), None, e.shape)
             # computed alike, but one of both is written to later
             version = versions.unsettled.get(n)
             if e.nodes and unsettled.get(e) != version:
