@@ -370,3 +370,15 @@ def test_data_is_a_name_for_the_same_memory(eager_kernels, fn, fused):
     assert [s.pattern for s in fusion_backend.report().fused] == [fused]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_symbolic_sizes_that_a_call_reads_first_which_cannot_be_lowered():
+    """The write of a number is copied, after a trial that has made nodes of the sizes."""
+
+    def f(x, w):
+        y = x @ w
+        y[:, 0] = 0
+        return torch.softmax(y, -1)
+
+    report = collect(f, torch.randn(8, 16), torch.randn(16, 16), dynamic=True).report
+    assert [s.pattern for s in report.fused] == ["softmax"]

@@ -83,3 +83,58 @@ def test_an_argument_that_another_site_computes_inside():
     assert [s.pattern for s in backend.report.fused] == ["layer_norm"]
     (refused,) = [s for s in backend.report.sites if s.counted and not s.fused]
     assert refused.reason == "its argument layer_norm is inside layer_norm"
+
+
+def test_a_residual_sum_between_two_norms_of_gemma():
+    """The first norm is cast back to bf16; the sum reads it there, and not its fp32 product."""
+
+    def gemma(x, weight):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (h * (1.0 + weight.float())).type_as(x)
+
+    def fn(x, residual, weight, w):
+        h = residual + gemma(x @ w, weight)
+        return gemma(h, weight) @ w, h
+
+    backend = Collector({"fusion.gate": "always"})
+    inputs = [torch.randn(*s).to(BF16) for s in ((8, 16), (8, 16), (16,), (16, 16))]
+    got, want = torch.compile(fn, backend=backend)(*inputs), fn(*inputs)
+    torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
+    assert sorted(s.pattern for s in backend.report.fused) == ["add_rms_norm", "rms_norm"]
+
+
+def half_is_read_outside(h):
+    a, b = h.chunk(2, -1)
+    return F.silu(a) * b, norm(a)
+
+
+def transposed_key_is_read_outside(h):
+    key = h.sin().transpose(-2, -1)
+    return softmax(h @ key * 0.25) @ h.cos(), softmax(key)
+
+
+@pytest.mark.parametrize(
+    ("fn", "patterns"),
+    [
+        (half_is_read_outside, ["gated_act", "layer_norm"]),
+        (transposed_key_is_read_outside, ["attention", "softmax"]),
+    ],
+)
+def test_views_of_an_argument_may_be_read_by_others(fn, patterns):
+    backend = Collector({"fusion.gate": "always"})
+    x = torch.randn(1, 2, 8, 32)
+    torch.testing.assert_close(torch.compile(fn, backend=backend)(x), fn(x))
+    assert sorted(s.pattern for s in backend.report.fused) == patterns
+
+
+@pytest.mark.parametrize("kind", [lambda v, z: v * 2, lambda v, z: v.type_as(z) * 2])
+def test_a_cast_inside_that_is_read_outside(kind):
+    def fn(x, w, b, z):
+        v = F.linear(x, w, b).float()
+        return F.gelu(v).to(BF16), kind(v, z)
+
+    backend = Collector({"fusion.gate": "always"})
+    inputs = [torch.randn(*s).to(BF16) for s in ((8, 16), (16, 16), (16,))]
+    torch.compile(fn, backend=backend)(*inputs, torch.randn(8, 16))
+    assert "linear_act" not in {s.pattern for s in backend.report.fused}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import fusion_backend
 from fusion_backend.compat.torch import GuardOnDataDependentSymNode
 from fusion_backend.decide import gate
+from fusion_backend.decide.claims import Claims
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.legality import Legality
 from fusion_backend.frontends.loading import patterns, usable
@@ -95,7 +96,8 @@ def fits_norm(holder, p, g):
 
 NORM = RULES, "aten::layer_norm"
 QUESTIONS = {
-    gate.Gate: ("unwanted", "overlap", "provide", "refused", "op_call"),
+    gate.Gate: ("unwanted", "provide", "refused", "op_call"),
+    Claims: ("overlap", "conflict"),
     Legality: ("refusal", "not_movable"),
     Facts: ("training",),
 }

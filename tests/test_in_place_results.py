@@ -205,17 +205,39 @@ def test_a_result_that_is_written_to_memory_which_others_read(fn):
     assert not [g.error for g in report.graphs if g.error]
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_checkpoint_that_returns_its_argument(grad):
-    """Its result is the memory that is then written to, though nothing in the graph says so."""
+def written_behind(x, weight, body):
+    y = x * 2
+    z = checkpoint(lambda: body(y), use_reentrant=False)
+    y.relu_()
+    return F.rms_norm(y, (16,), weight), z
 
-    def fn(x, weight):
-        y = x * 2
-        z = checkpoint(lambda: y.float(), use_reentrant=False)
-        y.relu_()
-        return F.rms_norm(y, (16,), weight), z
 
-    x, weight = torch.randn(8, 16, requires_grad=grad), torch.randn(16)
+def read_before_and_behind(x, weight, body):
+    y = x * 2
+    z = checkpoint(lambda: body(y), use_reentrant=False).view(8, 16)
+    squares = z.pow(2).mean(-1, keepdim=True)
+    y.relu_()
+    return z * torch.rsqrt(squares + 1e-6) * weight
+
+
+@pytest.mark.parametrize("body", [torch.Tensor.float, lambda y: y.view(4, 32)])
+@pytest.mark.parametrize("fn", [written_behind, read_before_and_behind])
+def test_a_checkpoint_that_returns_its_argument(fn, body):
+    """Its result is the memory that is then written to, though it has a storage of its own."""
+    x, weight = torch.randn(8, 16), torch.randn(16)
     fused = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
-    for got, want in zip(fused(x, weight), fn(x, weight), strict=True):
+    for got, want in zip(fused(x, weight, body), fn(x, weight, body), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_a_checkpoint_that_returns_new_memory():
+    """What it has read may be written to in a site behind it."""
+
+    def fn(x, w, b):
+        y = x @ w
+        z = checkpoint(torch.sin, y, use_reentrant=False)
+        y += b
+        return F.gelu(y), z
+
+    report = collect(fn, torch.randn(8, 16), torch.randn(16, 16), torch.randn(16)).report
+    assert [s.pattern for s in report.fused] == ["bias_act"]

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from fusion_backend.frontends.explain import Collector
 
+from .random_programs import memory
+
 
 def norm(x):
     return F.layer_norm(x, (16,))
@@ -49,6 +51,11 @@ def copied_in_another_order(x):
     return y, y.t().clone().t(), y.t().contiguous().t().contiguous()
 
 
+def cast(x):
+    y = norm(x.double().float()).to(torch.bfloat16)
+    return y, y.t().t()
+
+
 def copied_inside_a_site(x):
     weight, bias = x[0], x[1]
     h = x.t().contiguous().t() * 2 + bias
@@ -57,6 +64,7 @@ def copied_inside_a_site(x):
 
 
 CASES = [
+    cast,
     copied_inside_a_site,
     transposed_twice,
     indexed,
@@ -66,12 +74,6 @@ CASES = [
     copied,
     copied_in_another_order,
 ]
-
-
-def memory(values) -> list[tuple]:
-    """Which of the values share it, and how they lie in it."""
-    first = [v.untyped_storage().data_ptr() for v in values]
-    return [(first.index(at), v.stride()) for at, v in zip(first, values, strict=True)]
 
 
 @pytest.mark.parametrize("grad", [False, True])

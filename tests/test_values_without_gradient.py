@@ -4,6 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fusion_backend
+from fusion_backend.testing import collect
+
 CONSTANT = {
     "copy": lambda y: y.clone(),
     "copy in another order": lambda y: y.t().contiguous().t(),
@@ -22,6 +25,9 @@ SITES = {
     "softmax": lambda z, weight: torch.softmax(z, -1) * weight,
     "gelu": lambda z, weight: F.gelu(z) * weight,
 }
+
+
+PATTERNS = {"norm": "rms_norm", "softmax": "softmax", "gelu": "gelu"}
 
 
 @pytest.mark.parametrize("site", SITES)
@@ -45,3 +51,26 @@ def test_gradients_stop_where_they_do_in_eager(site, constant, first):
         assert all(r.requires_grad for r in results)
         found.append(torch.autograd.grad(sum(r.sin().sum() for r in results), inputs))
     torch.testing.assert_close(*found)
+    sites = fusion_backend.report().graphs[-1].sites
+    assert any(s.fused and s.pattern == PATTERNS[site] for s in sites)
+
+
+def frozen_and_trained(x, frozen, trained):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.silu(F.linear(x, frozen)) * F.linear(x, trained)
+
+
+def a_zero_of_each(x, frozen, trained):
+    zero = torch.zeros_like(x)
+    h = F.linear(x, trained, trained[0])
+    return torch.maximum(h, torch.zeros_like(h)), zero
+
+
+@pytest.mark.parametrize(
+    ("fn", "pattern"), [(frozen_and_trained, "gated_linear"), (a_zero_of_each, "linear_act")]
+)
+def test_equal_values_of_one_grad_mode_are_one(fn, pattern):
+    """Though the flags of what they are computed from, and for, differ."""
+    x, frozen = torch.randn(16, 16), torch.randn(16, 16)
+    report = collect(fn, x, frozen, torch.randn(16, 16, requires_grad=True)).report
+    assert [s.pattern for s in report.fused] == [pattern]

@@ -21,14 +21,15 @@ from fusion_backend.compat.torch import FakeTensor, pytree, schema_of, storage_i
 
 @dataclass
 class Versions:
-    """What lies in memory that is written to has several values. A version says which: the storages
-    that it lies in, and how often each has been written to.
+    """Memory that is written to holds several values, one after another. A version names one: the
+    storages, and how often each has been written to.
     """
 
     # the version of a node when it is computed, if it is written to later
-    unsettled: dict[fx.Node, tuple] = field(default_factory=dict)
-    # what writes -> the nodes it changes -> their version from then on, and whether it is the last
-    changed: dict[fx.Node, dict[fx.Node, tuple[tuple, bool]]] = field(default_factory=dict)
+    written_later: dict[fx.Node, tuple] = field(default_factory=dict)
+    # a node -> those that it reads and that were written to since they were computed -> the version
+    # now, and again if they are written to later
+    read: dict[fx.Node, dict[fx.Node, tuple]] = field(default_factory=dict)
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -84,32 +85,56 @@ def writers_of(view: View, inner: dict[str, dict]) -> dict[int, list[fx.Node]]:
     for n in view.graph.nodes:
         for storage in written_by(n, view, inner):
             writers.setdefault(storage, []).append(n)
+    for call in view.graph.nodes if writers else ():
+        same = set().union(*map(storages, returned(call, view)))
+        results = storages(call) if same else set()
+        for group in (same & writers.keys(), results & writers.keys()):
+            for w in [w for s in group for w in writers[s] if w > call]:
+                for s in (same | results) - group:
+                    writers.setdefault(s, []).append(w)
     return writers
+
+
+def returned(call: fx.Node, view: View) -> list[fx.Node]:
+    """The operands of a higher-order operator that a body may return, itself or as a view, though
+    the results have storages of their own in the view.
+    """
+    found: list[fx.Node] = []
+    for body in (view.bodies.get(a.target) for a in call.all_input_nodes if is_body(a)):
+        pairs = arguments_of_body(call, body) if body is not None else []
+        if not pairs:
+            return [a for a in call.all_input_nodes if not is_body(a)]
+        (output,) = [m for m in body.graph.nodes if m.op == "output"]
+        results = set().union(*map(storages, output.all_input_nodes))
+        found += [o for p, o in pairs if storages(p) & results]
+    return found
 
 
 def versions(view: View, writers: dict[int, list[fx.Node]]) -> Versions:
     """Of the values of a view. `writers`: storage -> the nodes that may write to it."""
-    found, there, count = Versions(), {s: [] for s in writers}, dict.fromkeys(writers, 0)
-    written: dict[fx.Node, list[int]] = {}
+    found, count = Versions(), dict.fromkeys(writers, 0)
+    first: dict[fx.Node, tuple] = {}
+    by_writer: dict[fx.Node, list[int]] = {}
     for storage, nodes in writers.items():
         for n in nodes:
-            written.setdefault(n, []).append(storage)
+            by_writer.setdefault(n, []).append(storage)
 
-    def version(n: fx.Node) -> tuple[tuple, bool]:
-        lies = sorted(storages(n) & count.keys())
-        return tuple((s, count[s]) for s in lies), all(count[s] == len(writers[s]) for s in lies)
+    def version(n: fx.Node) -> tuple:
+        return tuple((s, count[s]) for s in sorted(storages(n) & count.keys()))
+
+    def if_later(version: tuple) -> tuple | None:
+        return version if any(times < len(writers[s]) for s, times in version) else None
 
     for n in view.graph.nodes if writers else ():
-        for storage in written.get(n, ()):
+        now = {a: version(a) for a in n.all_input_nodes if a in first}
+        if changed := {a: (v, if_later(v)) for a, v in now.items() if v != first[a]}:
+            found.read[n] = changed
+        for storage in by_writer.get(n, ()):
             count[storage] += 1
-        if n in written:
-            changed = (m for storage in written[n] for m in there[storage])
-            found.changed[n] = {m: version(m) for m in changed}
-        own, settled = version(n)
-        if not settled:
-            found.unsettled[n] = own
-        for storage, _ in own:
-            there[storage].append(n)
+        if own := version(n):
+            first[n] = own
+            if if_later(own):
+                found.written_later[n] = own
     return found
 
 

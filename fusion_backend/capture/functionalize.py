@@ -16,9 +16,8 @@ import functools
 import torch
 from torch import fx
 
-from fusion_backend.capture.aliases import aliases_whole, may_alias, storages
+from fusion_backend.capture.aliases import aliases_whole, may_alias, returned, storages
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.subgraphs import is_body
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of, value_of
 from fusion_backend.compat.torch import OpOverload, aten, overload_of, pytree, schema_of
 
@@ -91,7 +90,7 @@ def mutated_groups(view: View, nodes) -> dict[int, StorageGroup]:
         for s in storages(n):
             by_storage.setdefault(s, []).append(n)
     return {
-        s: StorageGroup(group, trained)
+        s: StorageGroup(group, trained, view)
         for s, group in by_storage.items()
         if any(map(is_mutation, group))
     }
@@ -103,13 +102,13 @@ class StorageGroup:
     write, every value covers the whole storage, and has its gradient.
     """
 
-    def __init__(self, nodes: list[fx.Node], trained: bool):
+    def __init__(self, nodes: list[fx.Node], trained: bool, view: View):
         self.maker = nodes[0]
         several = isinstance(nodes[0].meta.get("val"), tuple | list) and not is_mutation(nodes[0])
         self.nodes = nodes = nodes[several:]
         last = max(i for i, n in enumerate(nodes) if is_mutation(n))
         self.only_whole = all(
-            part_of_chain(n, nodes[0], trained) and not returned_by_body(n, nodes[last])
+            part_of_chain(n, nodes[0], trained) and not returned_by_body(n, nodes[last], view)
             for n in nodes[:last]
         )
         self.position = {n: i for i, n in enumerate(nodes)}
@@ -132,11 +131,11 @@ def part_of_chain(n: fx.Node, root: fx.Node, trained: bool) -> bool:
     return is_lowered(n) and not is_mutation(n) and aliases_whole(n, root)
 
 
-def returned_by_body(n: fx.Node, last: fx.Node) -> bool:
+def returned_by_body(n: fx.Node, last: fx.Node, view: View) -> bool:
     """May a checkpoint or its like that reads `n` before `last` have returned it, as x.float() in
     its body does?
     """
-    return any(u < last and any(map(is_body, u.all_input_nodes)) for u in n.users)
+    return any(u < last and n in returned(u, view) for u in n.users)
 
 
 def functional_result(

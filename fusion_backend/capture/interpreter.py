@@ -269,12 +269,13 @@ def sizes_of_others(nodes: list[fx.Node]) -> set[fx.Node]:
     """Those of the nodes that compute numbers from the sizes of tensors that are not among them.
     The tracer makes these nodes when a number is first read, and goes on to use them.
     """
-    found: set[fx.Node] = set()
+    others, gone = set(), {*nodes}
     for n in nodes:
         number = isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-        if number and not (set(nodes) - found).intersection(n.all_input_nodes):
-            found.add(n)
-    return found
+        if number and gone.isdisjoint(n.all_input_nodes):
+            others.add(n)
+            gone.discard(n)
+    return others
 
 
 def check_agreement(n: fx.Node, out, last: fx.Node) -> None:

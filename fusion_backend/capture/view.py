@@ -28,8 +28,8 @@ class View:
     def trains(self, n: fx.Node) -> bool:
         """May a gradient of the node be wanted? A node between Dynamo nodes has no flag of its own;
         the flags of its Dynamo node and of that node's inputs decide. Without grad mode a view has
-        the flag of its base, and yet passes no gradient on; what is written to remains the tensor
-        that it was.
+        the flag of its base, and yet passes no gradient on; an in-place operator keeps the flag of
+        its argument.
         """
         if not self.region.get(n, (True,))[0] and not is_mutation(n):
             return False

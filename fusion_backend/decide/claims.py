@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from fusion_backend.decide.legality import Legality
+from fusion_backend.decide.legality import COST_NOTHING, Legality
 from fusion_backend.match.matcher import Match
 
 
@@ -16,17 +16,16 @@ class Claims:
     def __init__(self, legality: Legality):
         self.legality = legality
         self.computed: dict[fx.Node, Match] = {}
-        self.inside: dict[fx.Node, Match] = {}  # of these, those that are then gone
+        self.inside: dict[fx.Node, Match] = {}  # of these, those that nobody else may read
         self.read: dict[fx.Node, Match] = {}
 
     def add(self, match: Match) -> None:
         of = self.legality.canon.of
         results = {of[r] for r in match.roots}
         stays = [*match.roots, *(n for n in match.interior if of[n] in results)]
-        computed = self.legality.computed(match)
-        self.computed |= dict.fromkeys((*stays, *computed), match)
-        self.inside |= dict.fromkeys((n for n in computed if n not in stays), match)
-        self.read |= dict.fromkeys(match.read, match)
+        self.computed |= dict.fromkeys((*stays, *self.legality.computed(match)), match)
+        self.inside |= dict.fromkeys((n for n in self.hidden(match) if n not in stays), match)
+        self.read |= dict.fromkeys(match.nodes_read, match)
 
     def overlap(self, match: Match) -> str:
         """Does another site compute a node of this one?"""
@@ -38,14 +37,25 @@ class Claims:
         how = "larger" if larger else "as large and was registered first"
         return f"overlaps {other.pattern.name}, which is {how}"
 
-    def parted(self, match: Match) -> str:
+    def hidden(self, match: Match) -> list[fx.Node]:
+        """The nodes inside that compute something, and what is made of them. Views of arguments
+        stay in the graph if anybody reads them.
+        """
+        found: dict[fx.Node, None] = {}
+        for n in self.legality.computed(match):
+            costs = self.legality.canon.of[n].op not in COST_NOTHING
+            if costs or not found.keys().isdisjoint(n.all_input_nodes):
+                found[n] = None
+        return [*found]
+
+    def conflict(self, match: Match) -> str:
         """Does this site read what another one computes inside, or the reverse? An argument may be
         a value before its rounding, which the site that rounds it does not keep.
         """
-        for n in match.read:
+        for n in match.nodes_read:
             if n in self.inside:
                 return f"its argument {n.name} is inside {self.inside[n].pattern.name}"
-        for n in self.legality.computed(match):
+        for n in self.hidden(match):
             if n in self.read and n not in match.roots:
                 return f"{n.name} inside it is read by {self.read[n].pattern.name}"
         return ""

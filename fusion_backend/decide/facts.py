@@ -42,4 +42,4 @@ class Facts:
         """Will a gradient of the site be asked for?"""
         grad = all(self.view.region.get(r, (True,))[0] for r in match.roots)
         grad = grad and any(r.meta["val"].is_floating_point() for r in match.roots)
-        return grad and any(map(self.view.trains, (*match.read, *match.roots)))
+        return grad and any(map(self.view.trains, (*match.nodes_read, *match.roots)))

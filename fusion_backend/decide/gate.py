@@ -158,7 +158,7 @@ class Gate:
         return next((other for other in others if not self.illegal(other)), None)
 
     def illegal(self, match: Match) -> str:
-        return self.legality.refusal(match) or self.claims.parted(match)
+        return self.legality.refusal(match) or self.claims.conflict(match)
 
     def as_measured(self, decision: Decision, answer: Measured) -> Decision:
         """The decision that follows from a measured answer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -26,6 +25,8 @@ from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
 
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+# What chunk returns is several views of its argument.
+COST_NOTHING = {*FREE, "tuple"}
 # Views with another size or dtype than their base.
 OF_PART = ("half", "slice", *OF_COMPLEX)
 
@@ -69,7 +70,7 @@ class Legality:
         any.
         """
         of = self.canon.of
-        given = {id(peel(of[n])) for n in match.read}
+        given = {id(peel(of[n])) for n in match.nodes_read}
         again = {id(of[r]) for r in match.roots}
         return [
             n
@@ -116,16 +117,17 @@ class Legality:
 
     def not_movable(self, match: Match) -> str:
         inside = {*match.interior, *match.roots}
-        arguments = match.read
+        arguments = match.nodes_read
         names = {self.canon.of[a] for a in arguments if not a.meta["val"].is_floating_point()}
         stateful = [n for n in inside if n.op == "call_function" and self.canon.of[n] not in names]
         if self.crosses_state(stateful):  # a mask may come from any region: it has no gradient
             return "it crosses a change of grad mode, autocast or other state"
+        results = {self.canon.of[r] for r in match.roots}
         for n in self.computed(match):
-            if self.canon.of[n].op in FREE:
+            if self.canon.of[n].op in COST_NOTHING:
                 continue
-            for u in self.readers(n, inside, match.roots):
-                if (u.users or u.target is not operator.getitem) and not reads_only_kind(u, n):
+            for u, v in self.readers(n, inside, results):
+                if (u.users or u.target is not operator.getitem) and not reads_only_kind(u, v):
                     return f"{result(n)} inside it is used elsewhere too, at {location(u)}"
             for m in self.canon.of[n].nodes:
                 if m not in inside and m.users and not inside.issuperset(m.users):
@@ -135,20 +137,24 @@ class Legality:
         for a in arguments:
             if self.order[a] > first_root:
                 return f"its argument {a.name} is computed after its first result"
-        results = {self.canon.of[r] for r in match.roots}
         for n in (n for n in match.interior if self.canon.of[n] in results):
             for u in n.users:
                 if u not in inside and self.order[u] < first_root:
                     return f"{result(n)} inside it is read before {first.name}, at {location(u)}"
         return self.changed(match, arguments) if self.facts.writers else ""
 
-    def readers(self, n: fx.Node, inside: set[fx.Node], roots: list) -> Iterator[fx.Node]:
-        """What reads a value outside, itself or through views and casts that stay for it."""
-        for u in n.users:
-            if u not in inside:
-                yield u
-            elif self.canon.of[u].op in FREE and u not in roots:
-                yield from self.readers(u, inside, roots)
+    def readers(self, n: fx.Node, inside: set[fx.Node], results: set) -> list[tuple]:
+        """What reads a value outside, itself or through views and casts that stay for it: pairs of
+        the reader and what it reads.
+        """
+        found, pending = [], [n]
+        for v in pending:
+            for u in v.users:
+                if u not in inside:
+                    found.append((u, v))
+                elif self.canon.of[u].op in FREE and self.canon.of[u] not in results:
+                    pending.append(u)
+        return found
 
     def changed(self, match: Match, arguments: list[fx.Node]) -> str:
         """Does something write to a value that the match reads, keeps or computes?"""
@@ -190,7 +196,7 @@ class Legality:
         overwrite a value that this graph has made and that nobody outside the site reads
         afterwards.
         """
-        written = storages(m)  # the result of such an operator is what it has written to
+        written = storages(m)  # in place or out=: the result is what was written to
         alike = [n for n in self.order if not written.isdisjoint(storages(n))]
         made = alike[0]
         fresh = made.target is LINEAR or (is_lowered(made) and not may_alias(made))

@@ -68,37 +68,38 @@ class Canon(Builder):
         for those that read it after a write.
         """
         self.trains, versions = trains or self.trains, versions or Versions()
-        before: dict[fx.Node, Expr] = {}  # of the nodes whose memory was written to
-        unsettled: dict[Expr, tuple] = {}
+        region, later = region or {}, {}  # later: an expression -> its version, if written to later
         for n in graph.nodes:
             if n.op == "output":
                 continue
-            self.state = (region or {}).get(n)
+            self.state = region.get(n)
+            before = {a: self.of[a] for a in versions.read.get(n, ())}
+            for a, (version, again) in versions.read.get(n, {}).items():
+                self.of[a] = self.make("at", (before[a],), version, before[a].shape)
+                later[self.of[a]] = again
+                if a not in self.of[a].nodes:
+                    self.of[a].nodes.append(a)
             e = self.of.get(n) or self.read(n, fences)
+            self.of |= before
             # 3 * i in integers and 3.0 * i are two values
             if e.nodes and kind_of(e.nodes[0]) != kind_of(n):
                 e = self.make(f"as {kind_of(n)}", (e,), None, e.shape)
-            # equal, but a gradient of one of both stops there: a copy made without grad mode, say
-            if e.nodes and self.trains(e.nodes[0]) != self.trains(n):
-                e = self.make("trained" if self.trains(n) else "constant", (e,), None, e.shape)
-            # computed alike, but one of both is written to later
-            version = versions.unsettled.get(n)
-            if e.nodes and unsettled.get(e) != version:
+            # equal, but no gradient passes through one of the two
+            if e.nodes and self.stops_gradient(e.nodes[0], n, region):
+                passes = "with gradient" if self.trains(n) else "without gradient"
+                e = self.make(passes, (e,), None, e.shape)
+            # computed alike, but one of the two is written to later
+            version = versions.written_later.get(n)
+            if e.nodes and version != later.get(e):
                 e = self.make("at", (e,), version, e.shape)
-            self.hold(e, n, version, unsettled)
-            for m, (version, settled) in versions.changed.get(n, {}).items():
-                e = before.setdefault(m, self.of[m])
-                e = self.make("at", (e,), version, e.shape)
-                self.hold(e, m, None if settled else version, unsettled)
-        self.of.update(before)
+            self.of[n], later[e] = e, version
+            e.nodes.append(n)
         return self
 
-    def hold(self, e: Expr, n: fx.Node, version: tuple | None, unsettled: dict) -> None:
-        """From here on `n` holds `e`, until its memory is written to if `version` is not None."""
-        self.of[n] = e
-        e.nodes.append(n)
-        if version is not None:
-            unsettled[e] = version
+    def stops_gradient(self, a: fx.Node, b: fx.Node, region: dict) -> bool:
+        """Are the two computed in different grad modes, and does only one have a gradient?"""
+        modes = [region.get(n, (True,))[0] for n in (a, b)]
+        return modes[0] != modes[1] and self.trains(a) != self.trains(b)
 
     def read(self, n: fx.Node, fences) -> Expr:
         if (

@@ -70,7 +70,7 @@ def unwidened(e: Expr) -> Expr:
     return e
 
 
-def as_written(e: Expr) -> Expr:
+def unchanged(e: Expr) -> Expr:
     return e
 
 
@@ -80,7 +80,7 @@ def ways_to_read(env: dict) -> tuple[Callable[[Expr], Expr], ...]:
     """
     free = [b.expr for b in env.values() if isinstance(b, Bound) and not b.pinned]
     rounded = any(unwidened(e) is not peel(e) for e in free)
-    return (unwidened, peel, as_written) if rounded else (peel, as_written)
+    return (unwidened, peel, unchanged) if rounded else (peel, unchanged)
 
 
 def arguments_of(

@@ -30,7 +30,7 @@ class Match:
         return {k: v for k, v in self.arguments.items() if isinstance(v, (fx.Node, Viewed))}
 
     @property
-    def read(self) -> list[fx.Node]:
+    def nodes_read(self) -> list[fx.Node]:
         """The nodes that the arguments are, or are views of."""
         return [v.node if isinstance(v, Viewed) else v for v in self.tensors.values()]
 

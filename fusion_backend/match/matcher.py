@@ -21,8 +21,8 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import LIKE, LOOKED_THROUGH, Expr, peel
 from fusion_backend.match.arguments import (
     arguments_of,
-    as_written,
     mixed,
+    unchanged,
     unwidened,
     ways_to_read,
     without_upcasts,
@@ -254,7 +254,7 @@ class Matcher:
                 why = why if why[1] else (roots[0], arguments)
                 continue
             found = Match(t.pattern, t, roots, arguments, [])
-            reason = mixed(form, arguments) if read is not as_written else ""
+            reason = mixed(form, arguments) if read is not unchanged else ""
             reason = reason or self.outcomes.disagreement(found)
             if reason:
                 why = (roots[0], reason)
@@ -271,7 +271,7 @@ class Matcher:
         """The nodes inside; a sentence when the match reads something that is not among its
         arguments.
         """
-        stops = {*match.read}
+        stops = {*match.nodes_read}
         bound = {self.value[s] for s in stops}
         inside: set[fx.Node] = set()
         stack = list(match.roots)

@@ -249,7 +249,8 @@ class Writer:
         unneeded: set[fx.Node] = set()  # if nobody reads them
         dynamo: dict[fx.Node, object] = {}  # Dynamo node -> new node or constant
         atens: dict[fx.Node, fx.Node] = {}  # view node -> new node
-        missing: list[fx.Node] = []  # Dynamo nodes whose value a later one computes
+        # view node that is still to come -> Dynamo nodes before it with its value
+        missing: dict[fx.Node, list[fx.Node]] = {}
         for d in self.view.source.graph.nodes:
             # A call that returned its argument has no nodes of its own in the view, and ends where
             # its argument does.
@@ -280,7 +281,7 @@ class Writer:
             dynamo[d] = self.result(d, atens)
             if isinstance(dynamo[d], fx.Node) and "example_value" in d.meta:
                 dynamo[d].meta["example_value"] = d.meta["example_value"]
-            missing = self.computed_late([*missing, d], dynamo, atens)
+            self.computed_late(d, dynamo, atens, missing)
             self.repoint(d, dynamo, atens)
             new = itertools.takewhile(lambda n: n not in self.origins, reversed(graph.nodes))
             self.origins |= {n: (d, False) for n in [*new]}
@@ -297,19 +298,15 @@ class Writer:
             is_leaf=lambda v: isinstance(v, fx.Node),
         )
 
-    def computed_late(self, missing: list[fx.Node], dynamo: dict, atens: dict) -> list[fx.Node]:
+    def computed_late(self, d: fx.Node, dynamo: dict, atens: dict, missing: dict) -> None:
         """A call may return its argument (x.type_as(x)), and views may undo each other (x.t().t()).
         If they belong to a site, the first name of the value exists only from the last one on.
-        Returns what still has no value.
         """
-        still = []
-        for d in missing:
-            held = self.view.value[d]
-            if isinstance(held, fx.Node) and dynamo[d] is None:
-                dynamo[d] = atens.get(self.now(held))
-                if dynamo[d] is None:
-                    still.append(d)
-        return still
+        for n in self.groups.get(d, ()):
+            dynamo |= dict.fromkeys(missing.pop(n, ()), atens[n])
+        held = self.view.value[d]
+        if isinstance(held, fx.Node) and dynamo[d] is None:
+            missing.setdefault(self.now(held), []).append(d)
 
     def repoint(self, d: fx.Node, dynamo: dict, atens: dict) -> None:
         """After an in-place operator became functional, its older names mean the new value. The op
