@@ -152,7 +152,7 @@ class Legality:
             for u in v.users:
                 if u not in inside:
                     found.append((u, v))
-                elif self.canon.of[u].op in FREE and self.canon.of[u] not in results:
+                elif self.canon.of[u].op in COST_NOTHING and self.canon.of[u] not in results:
                     pending.append(u)
         return found
 
