@@ -27,9 +27,9 @@ class Versions:
 
     # the version of a node when it is computed, if it is written to later
     written_later: dict[fx.Node, tuple] = field(default_factory=dict)
-    # a node -> those that it reads and that were written to since they were computed -> the version
-    # now, and again if they are written to later
-    read: dict[fx.Node, dict[fx.Node, tuple]] = field(default_factory=dict)
+    # a node -> what it reads and what was written to since it was computed -> its version now, and
+    # the same version where it will be written to once more, else None
+    read: dict[fx.Node, dict[fx.Node, tuple[tuple, tuple | None]]] = field(default_factory=dict)
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -111,7 +111,7 @@ def returned(call: fx.Node, view: View) -> list[fx.Node]:
 
 
 def versions(view: View, writers: dict[int, list[fx.Node]]) -> Versions:
-    """Of the values of a view. `writers`: storage -> the nodes that may write to it."""
+    """The versions of the values of a view. `writers`: those of `writers_of`."""
     found, count = Versions(), dict.fromkeys(writers, 0)
     first: dict[fx.Node, tuple] = {}
     by_writer: dict[fx.Node, list[int]] = {}

@@ -50,7 +50,8 @@ def without_upcasts(t: Template, env: dict) -> dict:
 
 def without_upcast(e: Expr) -> Expr | None:
     if e.op == "cast":
-        return e.args[0] if e.attr == torch.float32 and dtype_of(e.args[0]) in HALVES else None
+        inner = unwidened(e)
+        return None if inner is e else inner
     if e.op == "permute" and not e.nodes:
         inner = without_upcast(e.args[0])
         return None if inner is None else permuted(inner, e.attr)
@@ -64,7 +65,7 @@ def dtype_of(e: Expr) -> torch.dtype | None:
 
 
 def unwidened(e: Expr) -> Expr:
-    """The value before casts that do not change it."""
+    """The value before its casts from 16 bits to fp32, which do not change it."""
     while e.op == "cast" and e.attr == torch.float32 and dtype_of(e.args[0]) in HALVES:
         e = e.args[0]
     return e
