@@ -152,13 +152,15 @@ def test_beside_a_product_that_lost_other_sites_are_timed_without_it(alone, monk
 
     def ratio(chosen):
         seen.append(sorted(d.match.pattern.name for d in chosen))
-        return alone if seen.count(["layer_norm"]) > 1 else 1.0  # the first time in their region
+        return alone if seen[-1] == ["layer_norm"] else 1.0
 
     weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     x, r = torch.randn(2048, 256).bfloat16(), torch.randn(2048, 1024).bfloat16()
     with as_on_a_gpu(monkeypatch, tmp_path, ratio):
         record = decided(fn, x, r, *weights, measure_s=20, only=("layer_norm", "gated_linear"))
-    assert seen[0] == ["gated_linear", "layer_norm"] and seen.count(["layer_norm"]) > 1
+    # by itself the norm is timed in a region without the product only
+    assert seen[:3] == [["gated_linear", "layer_norm"], ["gated_linear"], ["layer_norm"]]
+    assert seen[3:] == [["layer_norm"]] * (alone < 1)  # the other half of it
     ((_, fused, reason),) = told(record, "layer_norm")
     assert fused == (alone > 1) and "measured today" in reason
     ((_, fused, reason),) = told(record, "gated_linear")
@@ -323,10 +325,11 @@ def test_no_code_is_generated_ahead_for_a_part_like_the_one_that_is_measured(
         return contextlib.nullcontext(stub)
 
     x, w = torch.randn(256, 4096), torch.randn(4096, 4096)
-    with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub:
-        monkeypatch.setattr(measuring, "contest", contest)
-        monkeypatch.setattr(
-            measuring, "Contest", lambda cut, sites, *more, **named: begun.append(sites)
-        )
+    with (
+        as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: 1.5) as stub,
+        monkeypatch.context() as m,  # undone before what as_on_a_gpu has patched
+    ):
+        m.setattr(measuring, "contest", contest)
+        m.setattr(measuring, "Contest", lambda cut, sites, *more, **named: begun.append(sites))
         decided(layers, x, LASTS[last][0], w, measure_s=20, only=(*BOTH,))
     assert [d.match.pattern.name for sites in begun for d in sites] == ahead

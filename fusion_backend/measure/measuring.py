@@ -20,7 +20,7 @@ import torch
 
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure import store as stored
-from fusion_backend.measure.bound import bound
+from fusion_backend.measure.bound import bound, has_product
 from fusion_backend.measure.contest import Contest, NotMeasurable, ResultsDiffer, contest
 from fusion_backend.measure.cut import summary
 from fusion_backend.measure.key import gpu_name, machine
@@ -163,9 +163,10 @@ class Choice:
     def run(self) -> None:
         """Race all sites together. If they are faster, also race those without kernels alone:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
-        are not faster, race each alone, and then those that are faster together; for a single site,
-        race the other half (the backward alone, or both). A faster choice also races against the
-        smaller sites that it covers. What follows the first race has less time.
+        are not faster, race each alone, and then those that are faster together; beside sites with
+        a matrix product only these, because the judge asks for the others again without it. For a
+        single site, race the other half (the backward alone, or both). A faster choice also races
+        against the smaller sites that it covers. What follows the first race has less time.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
@@ -173,7 +174,8 @@ class Choice:
             if 0 < len(without) < len(sites) and self.in_time(self.refining):
                 self.faster(without)
         elif len(sites) > 1:
-            alone = [d for d in sites if self.in_time(self.searching) and self.faster([d])]
+            tried = [d for d in sites if has_product(d)] or sites
+            alone = [d for d in tried if self.in_time(self.searching) and self.faster([d])]
             if 1 < len(alone) < len(sites):
                 self.faster(alone)
         elif self.in_time(self.searching) and (other := gate.other_half(sites[0])):
