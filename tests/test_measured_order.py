@@ -241,6 +241,28 @@ def test_a_softmax_inside_of_attention_that_lost_is_not_tried(monkeypatch, tmp_p
     assert told(record, "cross_entropy")[0][1]
 
 
+def gate_half(x, w1, w2):
+    return F.silu(x @ w1) * (x @ w2)
+
+
+def first_layer(x, w1, w2):
+    return F.linear(F.silu(x @ w1), w2)
+
+
+@pytest.mark.parametrize("fn, tried", [(gate_half, False), (first_layer, True)])
+def test_half_of_a_gate_that_lost_is_not_tried(fn, tried, monkeypatch, tmp_path):
+    """Inductor multiplies the products and computes the activation in one kernel. In front of
+    another linear layer it writes the activated values to memory.
+    """
+    weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    x = torch.randn(2048, 256, dtype=torch.bfloat16)
+    ratios = Answers(gated_linear=0.9, mlp=0.9, linear_act=1.2)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub:
+        decided(fn, x, *weights, gate="measure")
+    assert stub.asked[0] == (["mlp"] if tried else ["gated_linear"])
+    assert (["linear_act"] in stub.asked) == tried
+
+
 def layers(x, last, w):
     for _ in range(4):
         x = (norm(x) * torch.softmax(x @ w, -1)) @ w

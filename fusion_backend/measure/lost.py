@@ -5,13 +5,16 @@ from __future__ import annotations
 from fusion_backend.capture.view import name_of
 from fusion_backend.decide.evidence import Measured
 from fusion_backend.decide.gate import Gate
-from fusion_backend.decide.neighbours import library_call
+from fusion_backend.decide.neighbours import elementwise, library_call
+from fusion_backend.measure.bound import has_product
 
 
 def inside_of_lost(gate: Gate) -> bool:
     """Answer for proposals inside a larger match that was measured and lost. If both are of one
     pattern, Inductor would still compute the rest; if the proposal is a softmax between library
-    calls, as in attention, Inductor may replace all of it. Returns whether anything was answered.
+    calls, as in attention, Inductor may replace all of it. If it is a product whose result only
+    elementwise code of the larger match reads, as half of a gate, Inductor computes its activation
+    there and moves no byte more. Returns whether anything was answered.
     """
     order = gate.facts.order.__getitem__
     lost = [(d, {*d.match.interior, *d.match.roots}) for d in gate.found if not d.fused]
@@ -28,7 +31,10 @@ def inside_of_lost(gate: Gate) -> bool:
             weighs = any("softmax" in name_of(n) for n in own)
             calls = [order(n) for n in inside - own if weighs and library_call(name_of(n))]
             first, last = min(map(order, own)), max(map(order, own))
-            if same or (calls and min(calls) < first and last < max(calls)):
+            between = calls and min(calls) < first and last < max(calls)
+            readers = {u for r in d.match.roots for u in r.users}
+            joined = has_product(d) and readers <= inside and all(map(elementwise, readers))
+            if same or between or joined:
                 gate.evidence.record(d.match, Measured("", larger.reason, certain=True))
                 found = True
     return found
