@@ -11,6 +11,8 @@ from fusion_backend.capture.tracer import trace_view
 from fusion_backend.capture.view import is_mutation
 from fusion_backend.testing import collect
 
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
 
 def values_of_max(x):
     top = x.abs().max(-1, keepdim=True).values.clamp_(min=1e-5)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import fusion_backend
 from fusion_backend.testing import collect
 
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
 CONSTANT = {
     "copy": lambda y: y.clone(),
     "copy in another order": lambda y: y.t().contiguous().t(),
