@@ -476,6 +476,42 @@ MUTATIONS = {
         "answer.take",
         "tests/test_measured_order.py",
     ),
+    "in memory: a wider value than that of the cast": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        "not views(at) and at.meta[",
+        "False and at.meta[",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: views are computed": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        "if views(n) or elements(n) <= own:",
+        "if elements(n) <= own:",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: sums of it count": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        "if n in seen or not elementwise(n):",
+        "if n in seen:",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: nobody reads it there": Mutation(
+        "fusion_backend/compat/torch.py",
+        "    n.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)\n",
+        "",
+        "tests/test_in_memory.py",
+    ),
+    "judge: beside a product that lost all sites are tried": Mutation(
+        "fusion_backend/measure/measuring.py",
+        "[d for d in sites if has_product(d)] or sites",
+        "sites",
+        "tests/test_measured_order.py",
+    ),
+    "judge: half of a gate that lost is tried": Mutation(
+        "fusion_backend/measure/lost.py",
+        "if same or between or joined:",
+        "if same or between:",
+        "tests/test_measured_order.py",
+    ),
     "store: an answer may be read while it is written": Mutation(
         "fusion_backend/measure/store.py",
         'os.replace(scratch, self.folder / f"{answer.key}.json")',

@@ -45,9 +45,13 @@ CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
 def inductor_of_ours(
-    mode: str | None, options: dict | None, backward_failed: Callable[[Exception], None]
+    mode: str | None,
+    options: dict | None,
+    backward_failed: Callable[[Exception], None],
+    prepare: Callable[[fx.GraphModule], None],
 ):
-    """As `inductor`, for graphs with operators of ours.
+    """As `inductor`, for graphs with operators of ours. Each graph of AOTAutograd, forward or
+    backward, goes to `prepare` first, which may change it.
 
     If the forward cannot be compiled, it raises and leaves Dynamo's tracing context unchanged. If
     the backward cannot be compiled, which may show only after the forward has run,
@@ -58,7 +62,7 @@ def inductor_of_ours(
     def compile(gm: fx.GraphModule, example_inputs):
         with our_kernels(), undone_on_failure():
             inner = functools.wraps(compile_fx_inner)(
-                functools.partial(compile_graph, backward_failed)
+                functools.partial(compile_graph, backward_failed, prepare)
             )
             return compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=options)
 
@@ -66,13 +70,18 @@ def inductor_of_ours(
 
 
 def compile_graph(
-    backward_failed: Callable[[Exception], None], gm: fx.GraphModule, example_inputs, **options
+    backward_failed: Callable[[Exception], None],
+    prepare: Callable[[fx.GraphModule], None],
+    gm: fx.GraphModule,
+    example_inputs,
+    **options,
 ):
     """compile_fx_inner for one graph of AOTAutograd, with a copy of a backward graph to fall back
     on: Inductor changes the graph that it compiles.
     """
     before = copy_of(gm.graph) if options.get("is_backward") else None
     try:
+        prepare(gm)
         with our_kernels(), hastened():
             return compile_fx_inner(gm, example_inputs, **options)
     except Exception as error:

@@ -237,6 +237,20 @@ def remove_op(call) -> None:
     call._lib._destroy()
 
 
+def forced_into_memory(n: fx.Node) -> None:
+    """Have Inductor write this value of an ATen graph to memory, for all that read it. Its sizes
+    are numbers.
+    """
+    from torch._inductor import inductor_prims  # takes long to load
+
+    force = inductor_prims.force_stride_order
+    value = n.meta["val"]
+    with n.graph.inserting_after(n):
+        kept = n.graph.call_function(force, (n, list(value.stride())))
+    kept.meta = {**n.meta}
+    n.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+
+
 def assert_all(condition: torch.Tensor, message: str) -> None:
     """An assertion where the tensor lives: a device-side one on CUDA, so that nothing
     waits for it.

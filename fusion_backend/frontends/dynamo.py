@@ -25,6 +25,7 @@ from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
+from fusion_backend.rewrite.in_memory import keep_in_memory
 
 
 class FusionBackend:
@@ -74,7 +75,9 @@ class FusionBackend:
 
                 def compilers(options: dict) -> Pair:
                     keyed, failed = with_identity(options, key), partial(backward_failed, record)
-                    return Pair(inductor_of_ours(mode, keyed, failed), inductor(mode, options))
+                    prepared = partial(prepare, record)
+                    fused = inductor_of_ours(mode, keyed, failed, prepared)
+                    return Pair(fused, inductor(mode, options))
 
                 if not ours.verify:
                     return compilers(theirs).ours(new, example_inputs)
@@ -120,6 +123,16 @@ def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callab
         record.faults.append(fault)
         reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
     return lambda compiled: compiled
+
+
+def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
+    """Choose values that Inductor writes to memory. A failure costs nothing else."""
+    try:
+        record.in_memory += keep_in_memory(gm)
+    except Exception as error:
+        fault = f"cosines and sines are computed wherever they are read: {summary(error)}"
+        record.faults.append(fault)
+        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
 
 
 def give_up(record: GraphRecord, error: Exception) -> None:

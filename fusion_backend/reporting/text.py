@@ -87,6 +87,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
         parts += section("needs a GPU", needs_gpu, layout, reasons=False)
         parts += section("no kernel yet", without_kernel, layout, reasons=False)
     parts += near_misses(report.misses, width, verbose)
+    parts += kept_in_memory(report.graphs, width)
     parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
     parts += verified(report.graphs, width, verbose)
@@ -218,6 +219,17 @@ def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[
     more = len(told) - len(shown)
     lines += [f"  and {numbered(more, 'graph')} more"] if more else []
     return [["", "verified against plain Inductor", *lines]] if lines else []
+
+
+def kept_in_memory(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    told = Counter(text for g in graphs for text in g.in_memory)
+    lines = [
+        row
+        for text, n in told.items()
+        for row in hanging(short(f"{text}{f' (×{n})' if n > 1 else ''}"), width)
+    ]
+    title = "written to memory once, instead of computed in each kernel that reads it"
+    return [["", title, *lines]] if lines else []
 
 
 def failures(report: Report, width: int) -> list[list[str]]:

@@ -1,0 +1,106 @@
+"""Cosines and sines of positions, written to memory once instead of computed wherever they are
+read.
+
+Inductor computes an elementwise function again in every kernel that reads it, and for every element
+that the kernel writes. Models of transformers compute the cosines and sines of rotary position
+embedding in each call; Inductor then computes them again for each head of each layer, forward and
+backward. Of one function, 2^24 such elements took 19 µs on an H100.
+
+The graphs are those that AOTAutograd hands to Inductor, forward or backward: they write to nothing,
+and nothing here depends on autograd.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.view import is_lowered
+from fusion_backend.compat.torch import forced_into_memory, hinted
+from fusion_backend.reporting.places import location
+
+aten = torch.ops.aten
+FUNCTIONS = {aten.cos.default: "cos", aten.sin.default: "sin"}
+MANY = 1 << 24  # elements of other results; fewer take less time than a launch and the reading
+TIMES = 8  # as often each element is computed again, at least
+LARGEST = 1 << 22  # elements that are kept in memory
+
+
+def keep_in_memory(gm: fx.GraphModule) -> list[str]:
+    """Have Inductor write such values to memory. Returns a sentence for each, with its place in the
+    user's code.
+    """
+    told: dict[fx.Node, str] = {}
+    for n in gm.graph.nodes:
+        if n.target in FUNCTIONS and on_gpu(n):
+            value = narrowest(n)
+            own, again = elements(value), computed_from(value)
+            result = any(user.op == "output" for user in value.users)  # in memory in any case
+            if own <= LARGEST and again >= max(MANY, TIMES * own) and not result:
+                told[value] = (
+                    f"{FUNCTIONS[n.target]} at {location(n)}: {again:,} elements of other results "
+                    f"are computed from its {own:,}"
+                )
+    for value in told:
+        forced_into_memory(value)
+    if told:
+        gm.recompile()
+    return [*told.values()]
+
+
+def narrowest(n: fx.Node) -> fx.Node:
+    """The last value of as many elements that is computed from this one alone, such as a cast of
+    it; not one in a wider dtype.
+    """
+    found, at = n, n
+    while len(at.users) == 1:
+        (at,) = at.users
+        if not elementwise(at) or elements(at) != elements(n):
+            break
+        if not views(at) and at.meta["val"].itemsize <= found.meta["val"].itemsize:
+            found = at
+    return found
+
+
+def computed_from(value: fx.Node) -> int:
+    """How many elements elementwise results have that are computed from this value and are larger
+    than it. Inductor computes it for each of them. Values of its own size are looked through, and
+    so are views.
+    """
+    total, own = 0, elements(value)
+    pending, seen = [*value.users], set()
+    while pending:
+        n = pending.pop()
+        if n in seen or not elementwise(n):
+            continue
+        seen.add(n)
+        if views(n) or elements(n) <= own:
+            pending += n.users
+        else:
+            total += elements(n)
+    return total
+
+
+def elements(n: fx.Node) -> int:
+    """The number of elements of a result; 0 where it depends on data, or there is no tensor."""
+    value = n.meta.get("val")
+    sizes = hinted(value.shape) if isinstance(value, torch.Tensor) else None
+    return math.prod(sizes) if sizes is not None else 0
+
+
+def views(n: fx.Node) -> bool:
+    return is_lowered(n) and n.target.is_view
+
+
+def elementwise(n: fx.Node) -> bool:
+    """Does each element of the result need one element of each argument? Views too."""
+    return is_lowered(n) and (n.target.is_view or torch.Tag.pointwise in n.target.tags)
+
+
+def on_gpu(n: fx.Node) -> bool:
+    """A value of known sizes on a GPU. On a CPU Inductor writes such values to memory itself."""
+    value = n.meta.get("val")
+    known = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
+    return known and value.device.type == "cuda"
