@@ -502,14 +502,32 @@ MUTATIONS = {
     ),
     "judge: beside a product that lost all sites are tried": Mutation(
         "fusion_backend/measure/measuring.py",
-        "[d for d in sites if has_product(d)] or sites",
-        "sites",
+        "if not (products and self.lost):",
+        "if True:",
+        "tests/test_measured_order.py",
+    ),
+    "judge: beside a product that won no others are tried": Mutation(
+        "fusion_backend/measure/measuring.py",
+        "if not (products and self.lost):",
+        "if not products:",
         "tests/test_measured_order.py",
     ),
     "judge: half of a gate that lost is tried": Mutation(
         "fusion_backend/measure/lost.py",
-        "if same or between or joined:",
+        "if same or between or half:",
         "if same or between:",
+        "tests/test_measured_order.py",
+    ),
+    "judge: half of a gate that failed is not tried": Mutation(
+        "fusion_backend/measure/lost.py",
+        "gate.evidence.beaten(larger.match)",
+        "True",
+        "tests/test_measured_order.py",
+    ),
+    "judge: what a view of it is read by does not count": Mutation(
+        "fusion_backend/measure/lost.py",
+        "pending += [u for u in n.users if u in inside]",
+        "pass",
         "tests/test_measured_order.py",
     ),
     "store: an answer may be read while it is written": Mutation(

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 
 import pytest
 import torch
@@ -241,26 +242,72 @@ def test_a_softmax_inside_of_attention_that_lost_is_not_tried(monkeypatch, tmp_p
     assert told(record, "cross_entropy")[0][1]
 
 
-def gate_half(x, w1, w2):
+def gated(x, w1, w2):
     return F.silu(x @ w1) * (x @ w2)
 
 
-def first_layer(x, w1, w2):
+def feed_forward(x, w1, w2):
     return F.linear(F.silu(x @ w1), w2)
 
 
-@pytest.mark.parametrize("fn, tried", [(gate_half, False), (first_layer, True)])
-def test_half_of_a_gate_that_lost_is_not_tried(fn, tried, monkeypatch, tmp_path):
+def with_dropout(x, w1, w2):
+    return F.linear(F.dropout(F.silu(x @ w1), 0.1, False), w2)
+
+
+def with_a_view(x, w1, w2):
+    return F.linear(F.silu(x @ w1).reshape(-1, 1024), w2)
+
+
+def products():
+    weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    return torch.randn(2048, 256, dtype=torch.bfloat16), *weights
+
+
+LARGER = {gated: "gated_linear", feed_forward: "mlp", with_dropout: "mlp", with_a_view: "mlp"}
+
+
+@pytest.mark.parametrize("fn", LARGER)
+def test_half_of_a_gate_that_lost_is_not_tried(fn, monkeypatch, tmp_path):
     """Inductor multiplies the products and computes the activation in one kernel. In front of
     another linear layer it writes the activated values to memory.
     """
-    weights = (torch.randn(256, 1024, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    x = torch.randn(2048, 256, dtype=torch.bfloat16)
     ratios = Answers(gated_linear=0.9, mlp=0.9, linear_act=1.2)
     with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub:
-        decided(fn, x, *weights, gate="measure")
-    assert stub.asked[0] == (["mlp"] if tried else ["gated_linear"])
-    assert (["linear_act"] in stub.asked) == tried
+        decided(fn, *products(), gate="measure")
+    assert stub.asked[0] == [LARGER[fn]]
+    assert (["linear_act"] in stub.asked) == (fn is not gated)
+
+
+@pytest.mark.parametrize("whole", [1.1, RuntimeError("out of registers")])
+def test_half_of_a_gate_is_taken_where_it_is_faster_or_the_whole_fails(
+    whole, monkeypatch, tmp_path
+):
+    ratios = Answers(gated_linear=whole, linear_act=1.3)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        record = decided(gated, *products(), gate="measure")
+    assert [s.pattern for s in record.sites if s.fused] == ["linear_act"]
+
+
+@pytest.mark.parametrize(
+    "together, product", [(0.97, 1.1), ((0.45, 1.02), (0.45, 1.02)), (0.97, (0.45, 1.02))]
+)
+def test_unless_the_product_certainly_lost_the_others_are_tried_beside_it(
+    together, product, monkeypatch, tmp_path
+):
+    """Otherwise the judge would not ask for them again."""
+
+    def fn(x, r, w1, w2):
+        return F.layer_norm(F.silu(x @ w1) * (x @ w2) + r, (1024,)) @ w2.T
+
+    ratios = Answers(gated_linear_layer_norm=together, gated_linear=product, layer_norm=1.3)
+    x, *weights = products()
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub:
+        names = ("layer_norm", "gated_linear")
+        record = decided(fn, x, torch.randn(2048, 1024).bfloat16(), *weights, only=names)
+    assert ["layer_norm"] in stub.asked[1:3]
+    ((_, fused, _),) = told(record, "layer_norm")
+    assert fused
 
 
 def layers(x, last, w):

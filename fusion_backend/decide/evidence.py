@@ -13,12 +13,13 @@ from fusion_backend.match.matcher import Match
 class Measured:
     """The providers of a site, "kernel/vjp" for forward and backward or "" for Inductor, and the
     reason as a sentence. certain: the answer comes from a measurement, not from a bound or the
-    tables.
+    tables. beaten: it was timed, and Inductor is as fast or faster.
     """
 
     take: str
     reason: str
     certain: bool = False
+    beaten: bool = False
 
 
 class Evidence:
@@ -44,6 +45,11 @@ class Evidence:
         """Was it measured, and is it left to Inductor?"""
         answer = self.of(match)
         return answer is not None and answer.certain and answer.take == ""
+
+    def beaten(self, match: Match) -> bool:
+        """Was it timed, and is Inductor as fast or faster?"""
+        answer = self.of(match)
+        return answer is not None and answer.beaten
 
     def runs(self, match: Match) -> bool:
         """Has a measurement compiled and run its kernels, or will one do so before they are

@@ -320,7 +320,8 @@ class Judge:
         """The answer about one site."""
         together = len(answer.sites) > 1
         if answer.verdict:
-            return Measured(take, answer_text.reason(answer, take, together), certain=True)
+            beaten = answer.verdict in ("slower", "same")
+            return Measured(take, answer_text.reason(answer, take, together), True, beaten)
         if d.doubt is not None:
             return Measured("", f"{d.doubt.reason}; {answer.why}".removesuffix("; "))
         if not answer.why:  # nobody asked

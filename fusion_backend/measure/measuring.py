@@ -14,6 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 import torch
@@ -163,10 +164,11 @@ class Choice:
     def run(self) -> None:
         """Race all sites together. If they are faster, also race those without kernels alone:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
-        are not faster, race each alone, and then those that are faster together; beside sites with
-        a matrix product only these, because the judge asks for the others again without it. For a
-        single site, race the other half (the backward alone, or both). A faster choice also races
-        against the smaller sites that it covers. What follows the first race has less time.
+        are not faster, race each alone, and then those that are faster together. If those with a
+        matrix product lose alone, too, the others are not raced: the judge asks for them again
+        without the product. For a single site, race the other half (the backward alone, or both). A
+        faster choice also races against the smaller sites that it covers. What follows the first
+        race has less time.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):
@@ -174,8 +176,10 @@ class Choice:
             if 0 < len(without) < len(sites) and self.in_time(self.refining):
                 self.faster(without)
         elif len(sites) > 1:
-            tried = [d for d in sites if has_product(d)] or sites
-            alone = [d for d in tried if self.in_time(self.searching) and self.faster([d])]
+            products, others = [*filter(has_product, sites)], [*filterfalse(has_product, sites)]
+            alone = self.faster_alone(products)
+            if not (products and self.lost):
+                alone += self.faster_alone(others)
             if 1 < len(alone) < len(sites):
                 self.faster(alone)
         elif self.in_time(self.searching) and (other := gate.other_half(sites[0])):
@@ -186,6 +190,15 @@ class Choice:
                 if self.in_time(self.refining):
                     self.faster(rival)
             self.rivals, self.races = self.races, own
+
+    def faster_alone(self, sites: list[Decision]) -> list[Decision]:
+        return [d for d in sites if self.in_time(self.searching) and self.faster([d])]
+
+    @property
+    def lost(self) -> bool:
+        """Was every choice timed, and is certainly not faster?"""
+        untold = self.failed or self.wrong or self.broken or not self.races
+        return not untold and all(told(r) in ("slower", "same") for _, r, _ in self.races)
 
     def in_time(self, until: float) -> bool:
         """Can the region be compiled once more until then? As long is expected as plain Inductor
@@ -233,7 +246,7 @@ class Choice:
         chosen, race, more = max(won or self.races, key=lambda r: r[1].ratio)
         taken = {d.match.roots[0]: d.providers for d in chosen} if won else {}
         low, high = race.interval
-        verdict = race.verdict or ("same" if race.no_faster or race.close else "")
+        verdict = told(race)
         why = "" if verdict else f"its times vary too much, {low:.2f} to {high:.2f} times as fast"
         if math.isinf(high):
             rounds = f"{len(race.plain)} of at least {ROUNDS[0]} rounds"
@@ -255,6 +268,11 @@ class Choice:
             verdict=verdict,
             more_bytes=more,
         )
+
+
+def told(race: Race) -> str:
+    """The verdict of an answer; "" if the race is uncertain."""
+    return race.verdict or ("same" if race.no_faster or race.close else "")
 
 
 def has_kernels(d: Decision) -> bool:
