@@ -494,6 +494,30 @@ MUTATIONS = {
         "if n in seen:",
         "tests/test_in_memory.py",
     ),
+    "in memory: of one kernel each reader counts": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        "last.add(end(n))",
+        "last.add(n)",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: a sum under it does not matter": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        " and not reduced(value):",
+        ":",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: a value with another argument is kept": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        " and len(at.all_input_nodes) == 1",
+        "",
+        "tests/test_in_memory.py",
+    ),
+    "in memory: a result is written twice": Mutation(
+        "fusion_backend/rewrite/in_memory.py",
+        "large and not result and",
+        "large and",
+        "tests/test_in_memory.py",
+    ),
     "in memory: nobody reads it there": Mutation(
         "fusion_backend/compat/torch.py",
         "    n.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)\n",

@@ -99,6 +99,11 @@ def with_cosines(x, y):
     return cosines, cosines * y
 
 
+def in_one_kernel(x, y):
+    cosines = x.cos()
+    return cosines * y[:8] + cosines * y[8:]
+
+
 NEAR_MISSES = {
     "a result, which is in memory": (with_cosines, x, y),
     "another function": (lambda x, y: x.tan() * y, x, y),
@@ -106,6 +111,9 @@ NEAR_MISSES = {
     "not so often": (lambda x, y: x.cos() * y, torch.randn(64, S, D), torch.randn(7, 64, S, D)),
     "as many elements": (lambda x, y: x.cos() * y + y.sin(), torch.randn(HEADS, S, D), y),
     "a sum of it": (lambda x, y: x.cos().sum(-1, keepdim=True) * y, x, y),
+    "nothing, by an operator with two results": (lambda x: torch.frexp(x.cos())[0], x[:0]),
+    "one kernel": (in_one_kernel, x, y),
+    "a sum under it": (lambda y: y.sum(-1, keepdim=True).cos() * y, torch.randn(64, 64)),
     "a sum of a view": (lambda x, y: x.cos().expand(HEADS, S, D).sum((0, 1)), x, y),
     "a product of it": (lambda x, y: (x.cos() @ x.t()).repeat(1, 2)[None] * y, x, y),
 }
@@ -114,6 +122,31 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("case", NEAR_MISSES)
 def test_near_misses(case):
     assert not kept(*NEAR_MISSES[case])
+
+
+def test_of_what_is_computed_from_two_values_the_first_is_kept():
+    ((value, _),) = kept(lambda x, y: (x.cos() + x.tan()) * y, x, y)
+    assert value.target == torch.ops.aten.cos.default
+
+
+def test_a_sum_of_as_many_elements_does_not_matter():
+    assert len(kept(lambda x, y: x.cumsum(0).cos() * y, x, y)) == 1
+
+
+def test_in_front_of_a_view_whose_size_may_vary():
+    def fn(q, angles, w):
+        return F.rms_norm(angles.cos().view(q.shape[1], -1) * q, (4,), w)
+
+    seen = []
+    q = torch.randn(16, 8, 4)
+    torch._dynamo.mark_dynamic(q, 1)
+    inputs = q, torch.arange(32.0), torch.randn(4)
+    fused = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
+    with eager_kernels(lambda gm, options: seen.append(gm)):
+        torch.testing.assert_close(fused(*inputs), fn(*inputs))
+    force = torch.ops.prims.inductor_force_stride_order.default
+    (value,) = seen[0].graph.find_nodes(op="call_function", target=force)
+    assert value.args[0].target == torch.ops.aten.cos.default and value.args[1] == [1]
 
 
 def test_of_a_size_that_may_vary_nothing_is_kept():

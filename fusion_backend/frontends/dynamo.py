@@ -138,6 +138,7 @@ def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
 def give_up(record: GraphRecord, error: Exception) -> None:
     """Nothing of the graph is fused, because of this error."""
     record.error = summary(error)
+    record.in_memory.clear()
     for s in record.sites:
         s.fused, s.forward, s.backward = False, None, None
         s.reason, s.cause = f"the whole graph fell back: {record.error}", FAILED
@@ -148,6 +149,7 @@ def backward_failed(record: GraphRecord, error: Exception) -> None:
     by then, so the graph cannot fall back to plain Inductor.
     """
     record.backward_error = summary(error)
+    record.in_memory.clear()  # some of it was about the backward
     reporting.warn_once(
         f"backward {record.backward_error}",
         "fusion: Inductor cannot compile the backward of a graph with fused sites; it runs "

@@ -4,7 +4,7 @@ read.
 Inductor computes an elementwise function again in every kernel that reads it, and for every element
 that the kernel writes. Models of transformers compute the cosines and sines of rotary position
 embedding in each call; Inductor then computes them again for each head of each layer, forward and
-backward. Of one function, 2^24 such elements took 19 µs on an H100.
+backward.
 
 The graphs are those that AOTAutograd hands to Inductor, forward or backward: they write to nothing,
 and nothing here depends on autograd.
@@ -17,15 +17,16 @@ import math
 import torch
 from torch import fx
 
-from fusion_backend.capture.view import is_lowered
+from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import forced_into_memory, hinted
+from fusion_backend.decide.neighbours import reduces
 from fusion_backend.reporting.places import location
 
 aten = torch.ops.aten
 FUNCTIONS = {aten.cos.default: "cos", aten.sin.default: "sin"}
-MANY = 1 << 24  # elements of other results; fewer take less time than a launch and the reading
-TIMES = 8  # as often each element is computed again, at least
-LARGEST = 1 << 22  # elements that are kept in memory
+MANY = 1 << 24  # at least so many elements of other results are computed from a value
+TIMES = 8  # and at least so many for each of its own
+LARGEST = 1 << 22  # elements of a value that is kept
 
 
 def keep_in_memory(gm: fx.GraphModule) -> list[str]:
@@ -38,7 +39,8 @@ def keep_in_memory(gm: fx.GraphModule) -> list[str]:
             value = narrowest(n)
             own, again = elements(value), computed_from(value)
             result = any(user.op == "output" for user in value.users)  # in memory in any case
-            if own <= LARGEST and again >= max(MANY, TIMES * own) and not result:
+            large = own <= LARGEST and again >= max(MANY, TIMES * own)
+            if large and not result and not reduced(value):
                 told[value] = (
                     f"{FUNCTIONS[n.target]} at {location(n)}: {again:,} elements of other results "
                     f"are computed from its {own:,}"
@@ -51,13 +53,14 @@ def keep_in_memory(gm: fx.GraphModule) -> list[str]:
 
 
 def narrowest(n: fx.Node) -> fx.Node:
-    """The last value of as many elements that is computed from this one alone, such as a cast of
-    it; not one in a wider dtype.
+    """The last value of as many elements that is computed from this one and no other, such as a
+    cast of it; not one in a wider dtype.
     """
     found, at = n, n
     while len(at.users) == 1:
         (at,) = at.users
-        if not elementwise(at) or elements(at) != elements(n):
+        alone = elementwise(at) and len(at.all_input_nodes) == 1 and on_gpu(at)
+        if not alone or elements(at) != elements(n):
             break
         if not views(at) and at.meta["val"].itemsize <= found.meta["val"].itemsize:
             found = at
@@ -66,10 +69,11 @@ def narrowest(n: fx.Node) -> fx.Node:
 
 def computed_from(value: fx.Node) -> int:
     """How many elements elementwise results have that are computed from this value and are larger
-    than it. Inductor computes it for each of them. Values of its own size are looked through, and
-    so are views.
+    than it. Inductor computes it for each of them, but only once where several are computed in one
+    kernel, because the same result is computed from all. Values of its own size are looked through,
+    and so are views.
     """
-    total, own = 0, elements(value)
+    own, last = elements(value), set()
     pending, seen = [*value.users], set()
     while pending:
         n = pending.pop()
@@ -79,8 +83,37 @@ def computed_from(value: fx.Node) -> int:
         if views(n) or elements(n) <= own:
             pending += n.users
         else:
-            total += elements(n)
-    return total
+            last.add(end(n))
+    return sum(map(elements, last))
+
+
+def end(n: fx.Node) -> fx.Node:
+    """The last of a chain of elementwise results of one size, each of which only the next reads."""
+    while len(n.users) == 1:
+        (user,) = n.users
+        if views(user) or not elementwise(user) or elements(user) != elements(n):
+            break
+        n = user
+    return n
+
+
+def reduced(value: fx.Node) -> bool:
+    """Is it computed from a reduction of a larger value? Inductor may compute all three in one
+    kernel, which reads the larger one once.
+    """
+    pending, seen = [value], set()
+    while pending:
+        n = pending.pop()
+        for a in n.all_input_nodes:
+            if a.op != "call_function" or a in seen:
+                continue
+            seen.add(a)
+            larger = any(elements(b) > elements(value) for b in a.all_input_nodes)
+            if reduces(name_of(a)) and larger:
+                return True
+            if elementwise(a):
+                pending.append(a)
+    return False
 
 
 def elements(n: fx.Node) -> int:
