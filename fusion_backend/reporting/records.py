@@ -140,10 +140,10 @@ class GraphRecord:
     copies verbatim, and why. faults: exceptions in our rules and in patterns, each of which costs
     one site. operators: the names of its operators, with how many there are of each. broken: the
     user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
-    verified: the result of `fusion.verify`, in words. in_memory: the functions that Inductor writes
-    to memory instead of computing them wherever they are read, each with its place; empty where the
-    code comes from Inductor's cache. remembered: an earlier process has decided
-    the graph, and its passes did not run.
+    verified: the result of `fusion.verify`, in words. in_memory: the values that Inductor writes to
+    memory instead of computing them wherever they are read, each with its place; none where the
+    code comes from AOTAutograd's cache. remembered: an earlier process has decided the graph, and
+    its passes did not run.
     """
 
     nodes: int

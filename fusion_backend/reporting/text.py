@@ -222,6 +222,7 @@ def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[
 
 
 def kept_in_memory(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    """The values that are written to memory for the kernels that read them."""
     told = Counter(text for g in graphs for text in g.in_memory)
     lines = [
         row

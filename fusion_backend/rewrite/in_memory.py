@@ -6,8 +6,8 @@ that the kernel writes. Models of transformers compute the cosines and sines of 
 embedding in each call; Inductor then computes them again for each head of each layer, forward and
 backward.
 
-The graphs are those that AOTAutograd hands to Inductor, forward or backward: they write to nothing,
-and nothing here depends on autograd.
+The graphs are those that AOTAutograd hands to Inductor, forward or backward: nothing is written to
+in between, and nothing here depends on autograd.
 """
 
 from __future__ import annotations
