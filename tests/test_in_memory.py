@@ -1,10 +1,6 @@
 """Cosines and sines that many elements are computed from are written to memory once."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,10 +9,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_backend
+from fusion_backend.compat import inductor as compat
 from fusion_backend.frontends import dynamo
 from fusion_backend.rewrite import in_memory
 from fusion_backend.rewrite.in_memory import keep_in_memory
 from tests.eager_kernels import eager_kernels
+from tests.without_interpreter import printed_by
 
 S, D, HEADS = 4, 8, 16
 x, y = torch.randn(S, D), torch.randn(HEADS, S, D)
@@ -24,15 +22,16 @@ x, y = torch.randn(S, D), torch.randn(HEADS, S, D)
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    """CPU tensors of known sizes pass for those of a GPU, and 512 elements are many."""
-
-    def known(n):
-        value = n.meta.get("val")
-        sized = isinstance(value, torch.Tensor)
-        return sized and all(type(size) is int for size in value.shape)
-
-    monkeypatch.setattr(in_memory, "on_gpu", known)
+    """CPU tensors pass for those of a GPU, and 512 elements are many."""
+    monkeypatch.setattr(in_memory, "on_gpu", lambda n: True)
     monkeypatch.setattr(in_memory, "MANY", S * D * HEADS)
+
+
+def test_on_a_cpu_nothing_is_kept(monkeypatch):
+    assert kept(rotary, *queries())
+    monkeypatch.undo()
+    monkeypatch.setattr(in_memory, "MANY", S * D * HEADS)
+    assert not kept(rotary, *queries())
 
 
 def half(x):
@@ -204,6 +203,20 @@ def test_a_failure_costs_nothing_else(monkeypatch):
     assert "planted" in graph.faults[0] and any(s.fused for s in graph.sites)
 
 
+def test_of_a_graph_that_fell_back_nothing_is_told(monkeypatch):
+    def refused(*given, **options):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(compat, "compile_fx_inner", refused)
+    q, freqs = queries(torch.float32)
+    inputs = q, freqs, torch.randn(D)
+    fused = torch.compile(model, backend="fusion", options={"fusion.gate": "always"})
+    with eager_kernels(), pytest.warns(RuntimeWarning, match="RuntimeError: planted"):
+        torch.testing.assert_close(fused(*inputs), model(*inputs))
+    (graph,) = fusion_backend.report().graphs
+    assert "planted" in graph.error and not graph.in_memory
+
+
 SCRIPT = """
 import json, torch
 from torch._inductor.decomposition import select_decomp_table
@@ -214,7 +227,7 @@ from fusion_backend.compat.pretended_cuda import code_for_cuda
 from fusion_backend.rewrite import in_memory
 from tests.test_in_memory import rotary
 
-in_memory.on_gpu = lambda n: isinstance(n.meta.get("val"), torch.Tensor)
+in_memory.on_gpu = lambda n: True
 inputs = torch.randn(64, 8, 4096, 8).bfloat16(), torch.randn(1, 4096, 4)
 with cpu_tensors_pass(), code_for_cuda() as codes, torch.no_grad():
     for keep in (False, True):
@@ -226,11 +239,7 @@ print(json.dumps(codes))
 
 
 def test_in_the_code_for_a_gpu_one_small_kernel_computes_them():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    plain, ours = json.loads(done.stdout.splitlines()[-1])
+    plain, ours = printed_by(SCRIPT)
     assert sizes_of_sines(plain) == [64 * 8 * 4096 * 8]
     assert sizes_of_sines(ours) == [4096 * 8]
 

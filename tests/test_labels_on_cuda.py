@@ -1,11 +1,8 @@
 """Labels that the graph computes, as in CLIP's loss, where they are an arange."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.without_interpreter import printed_by
 
 SCRIPT = """
 import json, torch, torch.nn.functional as F
@@ -25,11 +22,7 @@ print(json.dumps(codes))
 
 @pytest.fixture(scope="module")
 def code():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = json.loads(done.stdout.splitlines()[-1])
+    (found,) = printed_by(SCRIPT)
     return found
 
 

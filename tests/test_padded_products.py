@@ -1,10 +1,8 @@
 """A kernel that writes to a matrix product whose rows Inductor pads, in the code for a GPU."""
 
-import json
-import os
 import re
-import subprocess
-import sys
+
+from tests.without_interpreter import printed_by
 
 SCRIPT = """
 import json, torch
@@ -33,11 +31,7 @@ print(json.dumps(codes))
 
 
 def test_it_gets_one_copy_without_the_padding():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (code,) = json.loads(done.stdout.splitlines()[-1])
+    (code,) = printed_by(SCRIPT)
     code = code[code.index("def call") :]
     (product,) = re.findall(r"mm\(.*out=(buf\d+)\)", code)
     assert f"{product} = empty_strided_cuda((8, 24), (24, 1)" in code

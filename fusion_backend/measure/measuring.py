@@ -196,7 +196,7 @@ class Choice:
 
     @property
     def lost(self) -> bool:
-        """Was every choice timed, and is certainly not faster?"""
+        """Was every choice timed, and found to be no faster?"""
         untold = self.failed or self.wrong or self.broken or not self.races
         return not untold and all(told(r) in ("slower", "same") for _, r, _ in self.races)
 

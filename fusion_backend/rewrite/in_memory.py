@@ -19,7 +19,7 @@ from torch import fx
 
 from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import forced_into_memory, hinted
-from fusion_backend.decide.neighbours import reduces
+from fusion_backend.decide.neighbours import elementwise, reduces
 from fusion_backend.reporting.places import location
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def keep_in_memory(gm: fx.GraphModule) -> list[str]:
     """
     told: dict[fx.Node, str] = {}
     for n in gm.graph.nodes:
-        if n.target in FUNCTIONS and on_gpu(n):
+        if n.target in FUNCTIONS and fixed(n) and on_gpu(n):
             value = narrowest(n)
             own, again = elements(value), computed_from(value)
             result = any(user.op == "output" for user in value.users)  # in memory in any case
@@ -59,7 +59,7 @@ def narrowest(n: fx.Node) -> fx.Node:
     found, at = n, n
     while len(at.users) == 1:
         (at,) = at.users
-        alone = elementwise(at) and len(at.all_input_nodes) == 1 and on_gpu(at)
+        alone = elementwise(at) and len(at.all_input_nodes) == 1 and fixed(at)
         if not alone or elements(at) != elements(n):
             break
         if not views(at) and at.meta["val"].itemsize <= found.meta["val"].itemsize:
@@ -69,9 +69,8 @@ def narrowest(n: fx.Node) -> fx.Node:
 
 def computed_from(value: fx.Node) -> int:
     """How many elements elementwise results have that are computed from this value and are larger
-    than it. Inductor computes it for each of them, but only once where several are computed in one
-    kernel, because the same result is computed from all. Values of its own size are looked through,
-    and so are views.
+    than it. Inductor computes it for each of them. Of a chain of such results, which one kernel
+    computes, only the last counts. Values of its own size are looked through, and so are views.
     """
     own, last = elements(value), set()
     pending, seen = [*value.users], set()
@@ -127,13 +126,12 @@ def views(n: fx.Node) -> bool:
     return is_lowered(n) and n.target.is_view
 
 
-def elementwise(n: fx.Node) -> bool:
-    """Does each element of the result need one element of each argument? Views too."""
-    return is_lowered(n) and (n.target.is_view or torch.Tag.pointwise in n.target.tags)
+def fixed(n: fx.Node) -> bool:
+    """Is it a tensor whose sizes are numbers?"""
+    value = n.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
 
 
 def on_gpu(n: fx.Node) -> bool:
-    """A value of known sizes on a GPU. On a CPU Inductor writes such values to memory itself."""
-    value = n.meta.get("val")
-    known = isinstance(value, torch.Tensor) and all(type(size) is int for size in value.shape)
-    return known and value.device.type == "cuda"
+    """On a CPU Inductor writes such values to memory itself."""
+    return n.meta["val"].device.type == "cuda"
