@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks import distributed
 from benchmarks.pages.rank_figures import table, wrong
+from benchmarks.pages.sum_figures import cells
 from benchmarks.rank_runs import training
 from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 from tests import selection
@@ -47,8 +48,24 @@ def test_the_share_of_the_gain_that_one_gpu_has():
     assert "| 1.000 | 1.0% | 0% |" in table([alone, none]).splitlines()[-1]
     another = row(ms=(12.0, 10.0), how="alone") | {"name": "llama"}
     slower = row(ms=(9.0, 10.0), how="alone")
-    for other in (another, slower):
+    more = row(ms=(12.0, 10.0), how="alone") | {"world": 4}
+    for other in (another, slower, more):
         assert "| 1.050 | 1.0% |  |" in table([other, spread]).splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "world, size, ratio, hosts",
+    [
+        (2, 1 << 20, "2.00", "300 → 200"),
+        (4, 1 << 18, "2.00", "300 → 200"),
+        (4, 1 << 20, "4.00", "300 → 100"),
+    ],
+)
+def test_the_ratio_of_a_sum_is_that_of_the_kernel_that_is_taken(world, size, ratio, hosts):
+    times = [(0.04, 0.3), (0.02, 0.2), (0.01, 0.1), (0.04, 0.3)]
+    contenders = [{"graph": {"median": a}, "call": {"median": b}} for a, b in times]
+    row = {"world": world, "bytes": size, "rows": 1, "n": 1, "contenders": contenders}
+    assert cells(row)[3:] == ["40.0", "20.0", "10.0", ratio, "1.00", hosts]
 
 
 @pytest.mark.parametrize("last", [4.9, float("nan")])

@@ -40,10 +40,11 @@ def astray(row: dict) -> bool:
 
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
-    measured and gains.
+    measured and gains: beside the row, with as many ranks.
     """
-    ones = (one for one in rows if one["wrapping"] == ALONE and one["name"] == row["name"])
-    alone = next(ones, None)
+    same = ("name", "world")
+    ones = (one for one in rows if one["wrapping"] == ALONE)
+    alone = next((one for one in ones if all(one[key] == row[key] for key in same)), None)
     if row["wrapping"] == ALONE or alone is None or ratio(alone) <= 1:
         return None
     return (ratio(row) - 1) / (ratio(alone) - 1)

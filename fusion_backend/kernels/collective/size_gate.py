@@ -30,12 +30,14 @@ class Timed(NamedTuple):
 
 
 # Ranks -> what was timed. Source: benchmarks/results/h100-all-reduce.json
-TIMED: dict[int, Timed] = {2: Timed("NVIDIA H100 80GB HBM3", 4096, 1 << 14, 1 << 26)}
-# Ranks -> bytes of x from which two shots are taken to be faster than one. Over two ranks they are
-# not, at any size that was timed: as many bytes move either way, and one shot waits once less. Of
-# more ranks, which were not timed, each reads world - 1 times x in one shot, and
-# 2 (world - 1) / world times in two.
-TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 19, 8: 1 << 18}
+TIMED: dict[int, Timed] = {
+    ranks: Timed("NVIDIA H100 80GB HBM3", 4096, 1 << 14, 1 << 26) for ranks in (2, 4)
+}
+# Ranks -> bytes of x from which two shots are taken to be faster than one: each rank reads
+# world - 1 times x in one shot, and 2 (world - 1) / world times in two. Over two ranks they are not
+# faster, at any size that was timed: as many bytes move either way, and one shot waits once less.
+# Over four they were from 1 MB, and not up to 256 KB. Eight were not timed.
+TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 20, 8: 1 << 18}
 LARGEST = 64 << 20  # bytes of x: twice as much is allocated on each rank
 
 
