@@ -50,6 +50,32 @@ def test_of_equals_the_first_registered_wins_and_both_are_shown(scratch):
     )
 
 
+def test_an_argument_that_comes_too_late_is_named_with_its_line(scratch):
+    @Pattern
+    def both_results(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        a = torch.cos(x)
+        return a, a.sin() * y
+
+    def in_time(x, w):
+        y = w.tan()
+        a = x.cos()
+        return a, a.sin() * y
+
+    def late(x, w):
+        a = x.cos()
+        y = w.tan()
+        return a, a.sin() * y
+
+    given = torch.randn(4), torch.randn(4)
+    assert told(in_time, *given)["both_results"][0]
+    line = late.__code__.co_firstlineno + 2
+    assert told(late, *given)["both_results"] == (
+        False,
+        "its argument, the result of tan, is computed after its first result, at "
+        f"{__file__}:{line}",
+    )
+
+
 def test_an_overlap_in_the_middle(scratch):
     @Pattern
     def upper(x: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from fusion_backend.decide.legality import COST_NOTHING, Legality
+from fusion_backend.decide.legality import COST_NOTHING, Legality, result
 from fusion_backend.match.matcher import Match
+from fusion_backend.reporting.places import location
 
 
 class Claims:
@@ -54,8 +55,10 @@ class Claims:
         """
         for n in match.nodes_read:
             if n in self.inside:
-                return f"its argument {n.name} is inside {self.inside[n].pattern.name}"
+                other = self.inside[n].pattern.name
+                return f"its argument, {result(n)}, is inside {other}, at {location(n)}"
         for n in self.hidden(match):
             if n in self.read and n not in match.roots:
-                return f"{n.name} inside it is read by {self.read[n].pattern.name}"
+                other = self.read[n].pattern.name
+                return f"{result(n)} inside it is read by {other}, at {location(n)}"
         return ""

@@ -136,11 +136,15 @@ class Legality:
         first_root = self.order[first]
         for a in arguments:
             if self.order[a] > first_root:
-                return f"its argument {a.name} is computed after its first result"
+                told = f"its argument, {result(a)}, is computed after its first result"
+                return f"{told}, at {location(a)}"
         for n in (n for n in match.interior if self.canon.of[n] in results):
             for u in n.users:
                 if u not in inside and self.order[u] < first_root:
-                    return f"{result(n)} inside it is read before {first.name}, at {location(u)}"
+                    return (
+                        f"{result(n)} inside it is read before {result(first)} is computed, at "
+                        f"{location(u)}"
+                    )
         return self.changed(match, arguments) if self.facts.writers else ""
 
     def readers(self, n: fx.Node, inside: set[fx.Node], results: set) -> list[tuple]:
