@@ -54,11 +54,12 @@ gpu:
 	  *) echo "PARTS has tests, figures, foreign and host, not $$part"; false ;; \
 	esac || status=1; done; exit $$status
 
-# Several GPUs: training spread over them, under plain Inductor and under fusion.
+# Several GPUs: training spread over them and decoding divided over them, under plain Inductor and under fusion.
 gpus:
 	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
 	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
 	$(GPU_PYTHON) -m benchmarks.distributed $(RANKS) --out $(OUT)/ranks.json
+	$(GPU_PYTHON) -m benchmarks.tensor_parallel --out $(OUT)/tensor-parallel.json
 
 # Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
 check: $(VENV)/.check

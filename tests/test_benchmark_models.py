@@ -396,8 +396,8 @@ def test_what_the_gate_measured_is_told_where_it_measured():
 def test_reasons_are_one_line_and_counted_together():
     assert said(ValueError("")) == "ValueError: "
     assert (
-        shortened("mul_2 inside it is used elsewhere too, at /x/y.py:7")
-        == "a value inside it is used elsewhere too"
+        shortened("the result of mul inside it is used elsewhere too, at /x/y.py:7")
+        == "the result of mul inside it is used elsewhere too"
     )
 
 

@@ -82,8 +82,25 @@ def test_an_argument_that_another_site_computes_inside():
     torch.testing.assert_close(torch.compile(fn, backend=backend)(x), fn(x), rtol=3e-2, atol=3e-2)
     assert [s.pattern for s in backend.report.fused] == ["layer_norm"]
     (refused,) = [s for s in backend.report.sites if s.counted and not s.fused]
-    told = "its argument, the result of layer_norm, is inside layer_norm, at "
-    assert refused.reason.startswith(told + __file__)
+    line = norm.__code__.co_firstlineno + 1
+    told = f"its argument, the result of layer_norm at {__file__}:{line}, is inside layer_norm"
+    assert refused.reason == told
+
+
+def test_a_value_inside_that_a_larger_site_reads():
+    """The larger one is taken first, and reads the product of the norm before its cast."""
+
+    def fn(x):
+        y = rms(in_fp32(norm, x).float())
+        scale = y.abs().amax(-1, keepdim=True) / 127
+        return torch.clamp(torch.round(y / scale), -127, 127).to(torch.int8), scale
+
+    backend = Collector({"fusion.gate": "always"})
+    torch.compile(fn, backend=backend)(torch.randn(8, 16).to(BF16))
+    assert "rms_norm_quantize" in [s.pattern for s in backend.report.fused]
+    line = norm.__code__.co_firstlineno + 1
+    told = f"the result of layer_norm inside it, at {__file__}:{line}, is read by rms_norm_quantize"
+    assert told in [s.reason for s in backend.report.sites if s.pattern == "layer_norm"]
 
 
 def test_a_residual_sum_between_two_norms_of_gemma():

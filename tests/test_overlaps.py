@@ -71,8 +71,7 @@ def test_an_argument_that_comes_too_late_is_named_with_its_line(scratch):
     line = late.__code__.co_firstlineno + 2
     assert told(late, *given)["both_results"] == (
         False,
-        "its argument, the result of tan, is computed after its first result, at "
-        f"{__file__}:{line}",
+        f"its argument, the result of tan at {__file__}:{line}, is computed after its first result",
     )
 
 

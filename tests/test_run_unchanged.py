@@ -4,9 +4,13 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fusion_backend import explain
@@ -189,6 +193,21 @@ def test_a_models_own_keywords_reach_it():
     explain(refuses, x, kwargs={"options": 2.0})
     with pytest.raises(TypeError, match="options"):
         explain(refuses, x, options=OPTIONS)
+
+
+def test_a_model_that_is_divided_over_ranks():
+    """Its weights are DTensors, which hold a mesh beside the tensor."""
+    if dist.is_initialized():
+        pytest.skip("a job is running")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+        model[1] = nn.LayerNorm(4)  # of this rank's columns
+        (site,) = explain(model, torch.randn(3, 8), options=OPTIONS).sites
+        assert site.pattern == "layer_norm" and site.fused
+    finally:
+        dist.destroy_process_group()
 
 
 def test_writes_in_regions_are_put_back():

@@ -151,5 +151,5 @@ def note_sites(one: ModelContender) -> None:
 
 
 def shortened(reason: str) -> str:
-    """Without names of nodes and places in the source: equal reasons count together."""
-    return re.sub(r"^\w+ inside it", "a value inside it", re.sub(r",? at \S+:\d+", "", reason))
+    """Without places in the source: equal reasons count together."""
+    return re.sub(r",? at \S+:\d+", "", reason)

@@ -95,7 +95,7 @@ def measured(
     row.dtype = next(word for word, known in DTYPES.items() if known == dtype)
     gate = args.gate or ("auto" if device.type == "cuda" else "always")
     row.about = subject.about | dict(
-        attention=args.attention if job.kind == "model" else None,
+        attention=subject.about.get("attention"),
         optimizer=args.optimizer if job.mode == TRAIN else None,
         dropout="on" if args.dropout else None,
         gate=gate,

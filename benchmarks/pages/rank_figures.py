@@ -40,7 +40,7 @@ def astray(row: dict) -> bool:
 
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
-    measured and gains: beside the row, with as many ranks.
+    measured and gains: in the row "alone" of the same model and number of ranks.
     """
     same = ("name", "world")
     ones = (one for one in rows if one["wrapping"] == ALONE)

@@ -11,6 +11,7 @@ HEADS = (
     "again", "by the host µs",
 )  # fmt: skip
 KB = 1 << 10
+HOW = ("graph", "call")  # in a CUDA graph, and by the host
 
 
 def sums(run: Run, _: list[str]) -> str:
@@ -21,16 +22,16 @@ def sums(run: Run, _: list[str]) -> str:
 
 
 def cells(row: dict) -> list[str]:
-    nccl, one, two, again = (c["graph"]["median"] * 1e3 for c in row["contenders"])
-    taken = 2 if takes_two_shots(row["world"], row["bytes"]) else 1
-    hosts = [row["contenders"][i]["call"]["median"] * 1e3 for i in (0, taken)]
+    graphs, calls = ([c[how]["median"] * 1e3 for c in row["contenders"]] for how in HOW)
+    nccl, *shots, again = graphs
+    taken = int(takes_two_shots(row["world"], row["bytes"]))
     size = row["bytes"] // KB
     return [
         str(row["world"]),
         f"{size} KB" if size < KB else f"{size // KB} MB",
         f"{row['rows']} × {row['n']}",
-        *(f"{us:.1f}" for us in (nccl, one, two)),
-        f"{nccl / (one, two)[taken - 1]:.2f}",
+        *(f"{us:.1f}" for us in (nccl, *shots)),
+        f"{nccl / shots[taken]:.2f}",
         f"{nccl / again:.2f}",
-        " → ".join(f"{us:.0f}" for us in hosts),
+        f"{calls[0]:.0f} → {calls[1 + taken]:.0f}",
     ]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure.wall_time import milliseconds, synchronize
 from benchmarks.rank_runs.running import started
+from benchmarks.rank_runs.timing import CAPTURED, captured, in_turn, longest
 from benchmarks.records.rows import Spread
 from benchmarks.records.runs import Run
 from fusion_backend.compat.sums_over_ranks import summed
@@ -33,7 +33,6 @@ from fusion_backend.kernels.collective.reach import out_of_reach, unsupported
 EPS = 1e-6
 PLAIN, AGAIN = "nccl", "nccl-again"
 SHOTS = {"one-shot": False, "two-shot": True}
-CAPTURED = 10  # calls in a CUDA graph
 # A result of ours may be as far from fp64 as twice what NCCL's and Inductor's is.
 TOLERATED = 2.0
 
@@ -152,13 +151,6 @@ def distance(have: Tensor, want: Tensor) -> float:
     return ((have.double() - want).abs().mean() / want.abs().mean()).item()
 
 
-def longest(values: list[float], device: torch.device) -> list[float]:
-    """Of each value the largest of all ranks."""
-    found = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
-
-
 def same_bits(results: tuple[Tensor, ...]) -> bool:
     """Has every rank the results of rank 0?"""
     differ = []
@@ -167,60 +159,6 @@ def same_bits(results: tuple[Tensor, ...]) -> bool:
         dist.broadcast(first, 0)
         differ.append(float(not torch.equal(first, mine)))
     return not any(longest(differ, results[0].device))
-
-
-def captured(call: Callable, device: torch.device) -> Callable | None:
-    """Several calls as a CUDA graph; None on any rank is None on all."""
-    if device.type != "cuda":
-        return None
-    call()
-    synchronize(device)
-    graph, failed = torch.cuda.CUDAGraph(), 0.0
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(CAPTURED):
-                call()
-    except RuntimeError as error:
-        print(f"rank {dist.get_rank()}: cannot be captured: {error}", flush=True)
-        failed = 1.0
-    (failed,) = longest([failed], device)
-    return None if failed else graph.replay
-
-
-def in_turn(
-    calls: dict[str, Callable], rounds: int, each: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Milliseconds of one of the `each` calls that a call makes, one sample a turn, the longest of
-    all ranks. The ranks begin a turn together, and make the same number of calls.
-    """
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        (ms,) = longest([milliseconds(call, 3, device)], device)
-        repeats[name] = max(3, min(50, round(5.0 / max(ms, 1e-3))))
-    names = [*calls]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            dist.barrier()
-            times[name].append(timed(calls[name], repeats[name], device) / each)
-    return {name: longest(samples, device) for name, samples in times.items()}
-
-
-def timed(call: Callable, repeats: int, device: torch.device) -> float:
-    """Milliseconds a call; on a GPU by its own clock."""
-    if device.type != "cuda":
-        return milliseconds(call, repeats, device)
-    synchronize(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    call()  # the ranks do not leave the barrier at once
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    synchronize(device)
-    return start.elapsed_time(end) / repeats
 
 
 # What the rows say.

@@ -39,11 +39,10 @@ def hugging_face(
 
     def build(size: Size, mode: str, attention: str, device, dtype) -> Subject:
         transformers = import_transformers()
-        settings = getattr(transformers, config)(
-            **{"attn_implementation": attention, **options(size)}
-        )
+        settings = {"attn_implementation": attention, **options(size)}
         with torch.device(device):
-            model = getattr(transformers, kind)(settings).to(dtype).eval()
+            model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+        model = model.to(dtype).eval()
         kwargs = inputs(size, mode, device, dtype)
         if mode == DECODE:
             kwargs = dict(
@@ -52,7 +51,8 @@ def hugging_face(
                 past_key_values=filled_cache(transformers, model, size, dtype),
             )
         result = (lambda out: out.loss) if mode == TRAIN else (lambda out: out.logits)
-        return Subject("", model, (), kwargs, result, cache_reset(kwargs))
+        about = {"attention": settings["attn_implementation"]}
+        return Subject("", model, (), kwargs, result, cache_reset(kwargs), about)
 
     return build
 

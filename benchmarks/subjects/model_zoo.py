@@ -163,4 +163,5 @@ def build(
         f: getattr(size, f)
         for f in ("batch", "seq", "layers", "width", "heads", "inner", "vocabulary")
     }
+    about["attention"] = subject.about.get("attention", attention)
     return dataclasses.replace(subject, name=name, about=about)

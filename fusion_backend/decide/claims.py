@@ -56,9 +56,9 @@ class Claims:
         for n in match.nodes_read:
             if n in self.inside:
                 other = self.inside[n].pattern.name
-                return f"its argument, {result(n)}, is inside {other}, at {location(n)}"
+                return f"its argument, {result(n)} at {location(n)}, is inside {other}"
         for n in self.hidden(match):
             if n in self.read and n not in match.roots:
                 other = self.read[n].pattern.name
-                return f"{result(n)} inside it is read by {other}, at {location(n)}"
+                return f"{result(n)} inside it, at {location(n)}, is read by {other}"
         return ""

@@ -136,8 +136,8 @@ class Legality:
         first_root = self.order[first]
         for a in arguments:
             if self.order[a] > first_root:
-                told = f"its argument, {result(a)}, is computed after its first result"
-                return f"{told}, at {location(a)}"
+                told = f"its argument, {result(a)} at {location(a)}"
+                return f"{told}, is computed after its first result"
         for n in (n for n in match.interior if self.canon.of[n] in results):
             for u in n.users:
                 if u not in inside and self.order[u] < first_root:

@@ -117,7 +117,9 @@ def plain(leaves) -> list[torch.Tensor]:
     while pending:
         t = pending.pop()
         if is_traceable_wrapper_subclass(t):
-            pending += [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+            inside = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+            # a DTensor may name its mesh as well
+            pending += [held for held in inside if isinstance(held, torch.Tensor)]
         else:
             found.append(t)
     return found

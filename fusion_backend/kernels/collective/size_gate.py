@@ -19,8 +19,9 @@ GROUPS = (2, 4, 8)
 
 
 class Timed(NamedTuple):
-    """What was timed, and the kernels won all of: bf16 rows of n, summed over the ranks, the
-    residual sum and the RMS norm, without gradients, of [smallest, largest] bytes of x.
+    """What was timed: bf16 rows of n, summed over the ranks, the residual sum and the RMS norm,
+    without gradients, at seven sizes of x from `smallest` to `largest` bytes, each four times the
+    one before. The kernels won at all of them.
     """
 
     gpu: str  # NVLink goes from each to all others
@@ -36,7 +37,7 @@ TIMED: dict[int, Timed] = {
 # Ranks -> bytes of x from which two shots are taken to be faster than one: each rank reads
 # world - 1 times x in one shot, and 2 (world - 1) / world times in two. Over two ranks they are not
 # faster, at any size that was timed: as many bytes move either way, and one shot waits once less.
-# Over four they were from 1 MB, and not up to 256 KB. Eight were not timed.
+# Over four they were from 1 MB, and not up to 256 KB. Eight were not timed: theirs is a guess.
 TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 20, 8: 1 << 18}
 LARGEST = 64 << 20  # bytes of x: twice as much is allocated on each rank
 
