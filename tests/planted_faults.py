@@ -566,4 +566,35 @@ MUTATIONS = {
         "return answer",
         "tests/test_measured_regions.py",
     ),
+    "explain: what a subclass holds beside tensors is taken for one": Mutation(
+        "fusion_backend/frontends/run_unchanged.py",
+        "pending += [held for held in inside if isinstance(held, torch.Tensor)]",
+        "pending += inside",
+        "tests/test_run_unchanged.py",
+    ),
+    "sums: two shots over four ranks from 256 KB": Mutation(
+        "fusion_backend/kernels/collective/size_gate.py",
+        "TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 20,",
+        "TWO_SHOTS_FROM: dict[int, int] = {4: 1 << 18,",
+        "tests/test_benchmark_distributed.py::"
+        "test_the_ratio_of_a_sum_is_that_of_the_kernel_that_is_taken",
+    ),
+    "legality: an argument may come too late": Mutation(
+        "fusion_backend/decide/legality.py",
+        "if self.order[a] > first_root:",
+        "if self.order[a] < 0:",
+        "tests/test_overlaps.py",
+    ),
+    "claims: the line of what a larger site reads is left out": Mutation(
+        "fusion_backend/decide/claims.py",
+        "inside it, at {location(n)}, is read by",
+        "inside it is read by",
+        "tests/test_casts_between_sites.py",
+    ),
+    "decoding: every rank has the first part of the cache": Mutation(
+        "benchmarks/rank_runs/decoding.py",
+        "kept.chunk(ranks, dim=1)[rank].contiguous()",
+        "kept.chunk(ranks, dim=1)[0].contiguous()",
+        "tests/test_benchmark_tensor_parallel.py",
+    ),
 }
