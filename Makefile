@@ -8,6 +8,7 @@
 #   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md), foreign, host
 #   FOREIGN="--minutes 8"    arguments of benchmarks.foreign
 #   RANKS="--how ddp fsdp"   arguments of benchmarks.distributed, which `make gpus` runs on all GPUs of a machine
+#   DECODING="--batch 8"     arguments of benchmarks.tensor_parallel, which it runs next
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are respected; a torch of RANGE already in VENV is kept.
 
 RANGE := torch>=2.11,<2.16
@@ -21,6 +22,7 @@ BENCH ?=
 PARTS ?= tests figures
 FOREIGN ?=
 RANKS ?=
+DECODING ?=
 PY := $(VENV)/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # many tests start processes of their own, each of which would compile PyTorch again
@@ -58,8 +60,10 @@ gpu:
 gpus:
 	@$(GPU_PYTHON) -c 'import fusion_backend.patterns' 2>/dev/null || \
 	  $(GPU_PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
-	$(GPU_PYTHON) -m benchmarks.distributed $(RANKS) --out $(OUT)/ranks.json
-	$(GPU_PYTHON) -m benchmarks.tensor_parallel --out $(OUT)/tensor-parallel.json
+	@status=0; \
+	$(GPU_PYTHON) -m benchmarks.distributed $(RANKS) --out $(OUT)/ranks.json || status=1; \
+	$(GPU_PYTHON) -m benchmarks.tensor_parallel $(DECODING) --out $(OUT)/tensor-parallel.json || status=1; \
+	exit $$status
 
 # Before every commit: form, lint, types, then the CPU tests. .pre-commit-config.yaml has the same commands.
 check: $(VENV)/.check

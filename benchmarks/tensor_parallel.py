@@ -4,9 +4,11 @@
     python -m benchmarks.tensor_parallel --ranks 2 --batch 1 16 --rounds 5
 
 One process a GPU, through NCCL; without GPUs two processes of a tiny model, through gloo. A step
-computes one token with seq - 1 tokens in the cache (benchmarks/rank_runs/decoding.py). All
-contenders take turns, and their logits are compared with those of the whole model in fp32. Exit
-status: 1 where fusion is further from these than twice what plain Inductor is.
+computes one token with seq - 1 tokens in the cache (benchmarks/rank_runs/decoding.py). The width
+and the batches are those at which the sum over ranks was timed alone. All contenders take turns,
+and their logits are compared with those of the whole model in fp32, on a CPU in fp64. Exit status:
+1 where fusion is further from these than twice what plain Inductor is, meets a fault, or computes
+no sum over ranks by a kernel although it is asked to.
 """
 
 from __future__ import annotations
@@ -30,23 +32,24 @@ from benchmarks.subjects.model_zoo import TINY
 from benchmarks.subjects.plain_models import Size
 
 # batch, seq, layers, width, heads, inner, vocabulary, kv heads
-LLAMA = Size(1, 2048, 8, 2048, 32, 8192, 32000, kv=8)
-BATCHES = [1, 4, 16, 64]
+LLAMA = Size(1, 2048, 4, 4096, 32, 14336, 32000, kv=8)
+BATCHES = [2, 8, 32, 128]
 
 
 def main(argv: list[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
+    ranks = next((n for n in (8, 4, 2) if n <= gpus), 2)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tensor_parallel",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--ranks", type=positive, default=gpus or 2, help="processes (default: all)"
+        "--ranks", type=positive, default=ranks, help="processes (default: 8, 4 or 2)"
     )
     parser.add_argument("--batch", type=positive, nargs="+", default=BATCHES if gpus else [2])
     parser.add_argument("--seq", type=positive, help="tokens with the new one (default: 2048)")
-    parser.add_argument("--layers", type=positive, help="of the model (default: 8)")
+    parser.add_argument("--layers", type=positive, help="of the model (default: 4)")
     parser.add_argument("--rounds", type=positive, default=9 if gpus else 2, help="turns of each")
     parser.add_argument("--out", type=output, metavar="FILE", help="write the results as JSON")
     args = parser.parse_args(argv)

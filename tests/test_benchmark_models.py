@@ -399,6 +399,10 @@ def test_reasons_are_one_line_and_counted_together():
         shortened("the result of mul inside it is used elsewhere too, at /x/y.py:7")
         == "the result of mul inside it is used elsewhere too"
     )
+    assert (
+        shortened("the result of mul inside it, at /x/y.py:7, is read by gelu")
+        == "the result of mul inside it is read by gelu"
+    )
 
 
 def test_the_answers_of_the_package_can_be_left_out(monkeypatch):

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import tensor_parallel
 from benchmarks.pages.decoding_figures import cells
 from benchmarks.rank_runs.decoding import divide, wrong
+from benchmarks.records.runs import Run
 from benchmarks.subjects.model_zoo import TINY, build
 from benchmarks.subjects.subject import DECODE
 
@@ -49,36 +50,57 @@ def test_heads_columns_and_the_cache_are_divided(mesh):
         assert subject().shape == (TINY.batch, 1, TINY.vocabulary)
 
 
-def row(far=(1e-3, 1e-3, 1e-3), graphs=True):
-    names, ms = ("inductor", "fusion", "fusion-always", "inductor-again"), (1.0, 0.8, 0.5, 1.01)
-    contenders = [{"name": n, "call": {"median": 2 * t}} for n, t in zip(names, ms, strict=True)]
+def row(far=(1e-3, 1e-3, 1e-3, 1e-3), graphs=5, device="cpu", sums=4, faults=()):
+    names = ("inductor", "fusion", "without-sums", "with-sums", "inductor-again")
+    contenders = [{"name": n} for n in names]
+    for one, ms in zip(contenders, (1.0, 0.8, 0.5, 0.4, 1.01), strict=True):
+        one |= {"call": {"median": 2 * ms}, "graph": {"median": ms}}
+    for one in contenders[graphs:]:
+        del one["graph"]
     for one, distance in zip(contenders, far, strict=False):
         one["far"] = distance
-    for one, time in zip(contenders, ms, strict=True):
-        if graphs:
-            one["graph"] = {"median": time}
-    contenders[1]["fused"], contenders[2]["fused"] = {"attention": 2}, {"attention": 2, "mlp": 1}
-    about = dict(name="plain_llama", world=2, batch=4, layers=2, width=64, seq=16)
+    for one in contenders[1:4]:
+        one |= {"fused": {"attention": 2}, "faults": [], "sums": 0}
+    contenders[3] |= {"sums": sums, "faults": [*faults]}
+    about = dict(name="plain_llama", world=2, batch=4, layers=2, width=64, seq=16, device=device)
     return about | {"contenders": contenders}
 
 
-def test_the_table_has_times_of_graphs_where_there_are_some():
-    rest = ["1.250, 2.000", "2, 3"]
-    assert cells(row())[3:] == ["1.000", "0.800", "1.250", "0.500", "2.000", "1.0%", *rest]
-    by_host = ["2.000", "1.600", "1.250", "1.000", "2.000", "1.0%", *rest]
-    assert cells(row(graphs=False))[3:] == by_host
+def saved(row: dict, folder) -> dict:
+    """As it is read from its file."""
+    Run("tensor_parallel", {}, [row]).save(folder / "rows.json")
+    return Run.load(folder / "rows.json").rows[0]
+
+
+def test_the_table_has_the_times_that_there_are():
+    by_host = ["1.250, 2.000, 2.500", "2, 2, 2", "4"]
+    times = ["1.000", "0.800", "0.500", "0.400"]
+    assert cells(row())[3:] == [*times, "1.250, 2.000, 2.500", "1.0%", *by_host]
+    some = [*times[:3], "–", "1.250, 2.000, –", "–", *by_host]
+    assert cells(row(graphs=3))[3:] == some
+    assert cells(row(graphs=0))[3:] == ["–"] * 4 + ["–, –, –", "–", *by_host]
 
 
 @pytest.mark.parametrize("far", [2.1e-3, math.nan])
-def test_a_result_that_is_too_far_is_told(far):
-    assert not wrong(row(far=(1e-3, 2e-3, 1e-3)))
-    (told,) = wrong(row(far=(1e-3, 1e-3, far)))
-    assert told.startswith("batch 4: fusion-always is ")
+def test_a_result_that_is_too_far_is_told(far, tmp_path):
+    assert not wrong(saved(row(far=(1e-3, 2e-3, 1e-3, 1e-3)), tmp_path))
+    (told,) = wrong(saved(row(far=(1e-3, 1e-3, far, 1e-3)), tmp_path))
+    assert told.startswith("batch 4: without-sums is ")
+    assert len(wrong(saved(row(far=(math.nan, 1e-3, 1e-3, 1e-3)), tmp_path))) == 3
+
+
+def test_sums_that_no_kernel_computes_are_told_and_so_are_faults():
+    assert not wrong(row(device="cuda"))
+    assert not wrong(row(sums=0))  # gloo computes them
+    (told,) = wrong(row(device="cuda", sums=0))
+    assert told == "batch 4: with-sums computes no sum over ranks by a kernel"
+    (told,) = wrong(row(faults=["it is broken"]))
+    assert told == "batch 4: with-sums: it is broken"
 
 
 @pytest.mark.full
 def test_two_processes_decode(tmp_path):
-    """Logits as far from fp32 as plain Inductor's, and sites are fused."""
+    """Logits as far from fp64 as plain Inductor's, and sites are fused."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("no gloo")
     out = tmp_path / "decoding.json"
@@ -86,7 +108,7 @@ def test_two_processes_decode(tmp_path):
     assert tensor_parallel.main(asked) == 0
     (found,) = json.loads(out.read_text())["rows"]
     assert found["world"] == 2 and found["batch"] == 2
-    everything = found["contenders"][2]
+    everything = found["contenders"][3]
     assert everything["far"] < 1e-5 and everything["fused"]["attention"] == 1
 
 

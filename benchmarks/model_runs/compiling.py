@@ -152,4 +152,4 @@ def note_sites(one: ModelContender) -> None:
 
 def shortened(reason: str) -> str:
     """Without places in the source: equal reasons count together."""
-    return re.sub(r",? at \S+:\d+", "", reason)
+    return re.sub(r", at \S+:\d+,|,? at \S+:\d+", "", reason)

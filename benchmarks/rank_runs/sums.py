@@ -177,8 +177,8 @@ def wrong(row: dict) -> list[str]:
         for what, far, allowed in zip(
             "yh", by_name[name]["far"], by_name[PLAIN]["far"], strict=True
         ):
-            if not far <= TOLERATED * allowed:
-                told.append(f"{title(row)}: {what} by {name} is {far:.1e} from fp64: {allowed:.1e}")
+            if far is None or not far <= TOLERATED * (allowed or 0.0):  # None: it was NaN
+                told.append(f"{title(row)}: {what} by {name} is {far} from fp64: {allowed}")
         if not by_name[name]["same"]:
             told.append(f"{title(row)}: ranks have other bits by {name}")
     return told

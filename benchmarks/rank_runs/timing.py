@@ -13,8 +13,10 @@ CAPTURED = 10  # calls in a CUDA graph
 
 
 def longest(values: list[float], device: torch.device) -> list[float]:
-    """Of each value the largest of all ranks."""
-    found = torch.tensor(values, dtype=torch.float64, device=device)
+    """Of each value the largest of all ranks; inf where one has NaN, which a maximum may leave
+    out.
+    """
+    found = torch.tensor(values, dtype=torch.float64, device=device).nan_to_num(nan=torch.inf)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.tolist()
 
@@ -25,7 +27,7 @@ def captured(call: Callable, device: torch.device) -> Callable | None:
         return None
     call()
     synchronize(device)
-    graph, failed = torch.cuda.CUDAGraph(), 0.0
+    graph, failed, stream = torch.cuda.CUDAGraph(), 0.0, torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(CAPTURED):
@@ -33,6 +35,7 @@ def captured(call: Callable, device: torch.device) -> Callable | None:
     except RuntimeError as error:
         print(f"rank {dist.get_rank()}: cannot be captured: {error}", flush=True)
         failed = 1.0
+        torch.cuda.set_stream(stream)  # a capture that ends in an error leaves its own
     (failed,) = longest([failed], device)
     return None if failed else graph.replay
 
@@ -43,7 +46,7 @@ def in_turn(
     """Milliseconds of one of the `each` calls that a call makes, one sample a turn, the longest of
     all ranks. The ranks begin a turn together, and make the same number of calls.
     """
-    repeats = {}
+    repeats: dict[str, int] = {}
     for name, call in calls.items():
         call()
         (ms,) = longest([milliseconds(call, 3, device)], device)

@@ -141,10 +141,8 @@ class Legality:
         for n in (n for n in match.interior if self.canon.of[n] in results):
             for u in n.users:
                 if u not in inside and self.order[u] < first_root:
-                    return (
-                        f"{result(n)} inside it is read before {result(first)} is computed, at "
-                        f"{location(u)}"
-                    )
+                    told = f"{result(n)} inside it is read at {location(u)}"
+                    return f"{told}, before {result(first)} is computed"
         return self.changed(match, arguments) if self.facts.writers else ""
 
     def readers(self, n: fx.Node, inside: set[fx.Node], results: set) -> list[tuple]:
