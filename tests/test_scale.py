@@ -19,9 +19,9 @@ from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.testing import fused_nodes
 
-# Milliseconds for reading and matching a node: about four times what an idle machine takes
-# (benchmarks.match_cost).
-LIMIT_MS = 0.2
+# Milliseconds for reading and matching a node (benchmarks.match_cost). An idle machine takes 0.05
+# to 0.15, and one whose cores are shared was seen to take 0.33.
+LIMIT_MS = 0.5
 STEPS = {
     "add": torch.add,
     "mul": torch.mul,
