@@ -1,6 +1,4 @@
-"""The command benchmarks.distributed: two gloo processes train a tiny model, and what its summary
-says.
-"""
+"""The command benchmarks.distributed: processes train a tiny model through gloo; its summary."""
 
 import json
 
@@ -107,24 +105,25 @@ def test_blocks_are_the_longest_list():
 
 
 def ways_to_run() -> list[str]:
-    test = "tests/test_benchmark_distributed.py::test_two_processes_train"
+    test = "tests/test_benchmark_distributed.py::test_contenders_train"
     return [how for how in WAYS if selection.FULL or not selection.left_out(f"{test}[{how}]")]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The rows of the ways that are run, by one start of two processes."""
+    """The rows of the ways that are run, with --full in two processes."""
     pytest.importorskip("transformers")
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("no gloo")
     out = tmp_path_factory.mktemp("ranks") / "ranks.json"
-    asked = ["--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
+    ranks = "2" if selection.FULL else "1"
+    asked = ["--ranks", ranks, "--model", "llama", "--layers", "1", "--steps", "6", "--rounds", "1"]
     assert distributed.main([*asked, "--how", *ways_to_run(), "--out", str(out)]) == 0
     return {row["wrapping"]: row for row in json.loads(out.read_text())["rows"]}
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_two_processes_train(how, trained):
+def test_contenders_train(how, trained):
     """The same losses, no more graphs, and sites are fused."""
     plain, ours, eager = trained[how]["contenders"]
     assert ours["graphs"] == plain["graphs"] > 0

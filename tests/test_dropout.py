@@ -3,10 +3,6 @@ again.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,6 +19,7 @@ from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import PatternError
 from fusion_backend.testing import collect, fused_nodes, in_fp64, value_and_gradients
 from tests.kernel_checks import DEVICE, randn, runs_kernels
+from tests.without_interpreter import output_of
 
 patterns()
 NAMES = ["dropout_add", "dropout_add_layer_norm"]
@@ -332,13 +329,8 @@ def test_backward_reads_a_seed_and_no_mask():
     """Of dropout_add nothing else, of the norm h, weight, mean and rstd, of attention q, k, the
     result, its mask and its rows' sums; and it draws nothing.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", KEPT], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    lines = output_of("-c", KEPT).splitlines()
+    found = dict(json.loads(line) for line in lines if line.startswith("["))
     assert [(f["forward"]["kernels"], f["forward"]["draws"]) for f in found.values()] == [
         (1, 1)
     ] * 3

@@ -5,11 +5,10 @@ Run in a process of its own, because kernels here must not be interpreted.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.without_interpreter import output_of
 
 PRELUDE = """
 import torch, torch.nn.functional as F, warnings
@@ -410,16 +409,7 @@ def outcomes_of(cases: dict[str, str]) -> dict[str, str]:
             "print(json.dumps(outcomes))",
         ]
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", loop],
-        input=json.dumps(cases),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of("-c", loop, given=json.dumps(cases)).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

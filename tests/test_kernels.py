@@ -2,9 +2,6 @@
 refuse what they cannot read.
 """
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +14,7 @@ from fusion_backend.kernels.common.launch import trial
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from tests.kernel_checks import randn, symbolic
+from tests.without_interpreter import output_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 
@@ -93,10 +91,7 @@ def test_as_rows_copies_only_what_it_must():
 
 
 def compile_kernels(*options: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.compile_kernels", *options]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("-m", "benchmarks.compile_kernels", *options)
 
 
 def test_every_kernel_compiles_without_a_gpu(tmp_path):

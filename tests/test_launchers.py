@@ -1,9 +1,6 @@
 """Which launcher Inductor gives our kernels, and what it keeps of them with a compiled graph."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +8,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from fusion_backend.compat import launchers
 from fusion_backend.compat.launchers import inductors_launcher
+from tests.without_interpreter import output_of
 
 
 class Compiled(launchers.TritonCompileResult):
@@ -98,14 +96,7 @@ def test_a_graph_in_the_cache_brings_our_kernels_along(tmp_path, ours):
     descriptors is launched with the memory for them, and never past the function that gets it.
     """
     folders = {name: str(tmp_path) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kept_kernels", ours],
-        env=os.environ | {"TRITON_INTERPRET": "0"} | folders,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    kept = json.loads(run.stdout)
+    kept = json.loads(output_of("-m", "tests.kept_kernels", ours, **folders))
     if ours == "other":
         assert not kept
         return

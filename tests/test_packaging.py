@@ -320,10 +320,11 @@ def test_another_package_adds_a_pattern_by_entry_point(installed, tmp_path):
 def test_import_costs_little_beyond_torch():
     code = """
         import time
-        import torch
         started = time.process_time()
+        import torch
+        with_torch = time.process_time()
         import fusion_backend
-        print(time.process_time() - started)
+        print((time.process_time() - with_torch) / (with_torch - started))
     """
     runs = [
         subprocess.run(
@@ -334,4 +335,4 @@ def test_import_costs_little_beyond_torch():
         )
         for _ in range(2)
     ]
-    assert min(float(run.stdout) for run in runs) <= 0.15
+    assert min(float(run.stdout) for run in runs) <= 0.1

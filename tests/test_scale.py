@@ -18,10 +18,11 @@ from fusion_backend.options import parse
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.testing import fused_nodes
+from tests.machine import slowness
 
-# Milliseconds for reading and matching a node (benchmarks.match_cost). An idle machine takes 0.05
-# to 0.15, and one whose cores are shared was seen to take 0.33.
-LIMIT_MS = 0.5
+# Milliseconds for reading and matching a node (benchmarks.match_cost) on an idle machine, which
+# takes 0.05 to 0.15.
+LIMIT_MS = 0.3
 STEPS = {
     "add": torch.add,
     "mul": torch.mul,
@@ -58,7 +59,7 @@ def test_matching_is_linear_and_fast():
     small, large = cost(decoder(14), 3), cost(decoder(56), 3)
     per_node = [(c["read"] + c["match"]) * 1e3 / c["nodes"] for c in (small, large)]
     assert large["sites"] == pytest.approx(4 * small["sites"], abs=8)
-    assert max(per_node) < LIMIT_MS, per_node
+    assert max(per_node) < LIMIT_MS * slowness(), per_node
     assert per_node[1] < 2 * per_node[0], per_node
 
 

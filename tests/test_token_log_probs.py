@@ -3,9 +3,6 @@ tests/test_token_log_probs_kernels.py has its kernels.
 """
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from fusion_backend.reporting.reject import Unmeasured
 from fusion_backend.testing import assert_fuses, collect, fused_nodes, rewritten, with_kernels
 from tests.kernel_checks import distance, randn, runs_kernels, symbolic
 from tests.test_token_log_probs_kernels import NAME, PATTERN, B, S, V, of, tokens
+from tests.without_interpreter import output_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 
@@ -72,14 +70,11 @@ def test_symbolic_sizes_add_no_guard():
 
 def test_every_kernel_compiles_without_a_gpu():
     """For sm_90, without spilling."""
-    command = [sys.executable, "-m", "benchmarks.compile_kernels", NAME]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = output_of("-m", "benchmarks.compile_kernels", NAME)
     for kernel, dtype in itertools.product(
         ("_kernel", "_backward_kernel"), ("bf16", "fp16", "fp32")
     ):
-        assert f"{NAME}{kernel}" in done.stdout and dtype in done.stdout
+        assert f"{NAME}{kernel}" in out and dtype in out
 
 
 # How it is written

@@ -3,12 +3,11 @@ is remembered.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.without_interpreter import output_of
 
 CASES = (
     "overlap",
@@ -29,14 +28,7 @@ def printed(folder, *command: str) -> str:
     """What a module prints in a process where kernels are not interpreted and none has been
     compiled.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(folder)
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return output_of("-m", *command, TRITON_CACHE_DIR=str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,117 @@
-"""Programs for a process of their own, in which kernels are compiled and not interpreted."""
+"""Programs for a process of their own, in which kernels are compiled and not interpreted.
 
+Each is forked from one process that has imported everything, and has had Inductor generate code
+once: that takes longer than most of the programs. `python -m tests.without_interpreter` is that
+process.
+"""
+
+import functools
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
+import types
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parent.parent
 
 
 def printed_by(script: str):
     """What the last line that the program prints says, as JSON."""
+    return json.loads(output_of("-c", script).splitlines()[-1])
+
+
+def output_of(*command: str, given: str = "", **environment: str) -> str:
+    """What a program prints, `python -c ...` or `python -m ...`, which has `given` as its standard
+    input. One that fails is a failure of the test.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "in").write_text(given)
+        asked = {"command": command, "environment": os.environ | environment, "folder": folder}
+        server = started(os.getpid())
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        status = server.stdout.readline()
+        assert status, "the process that programs are forked from has ended"
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+    assert status == "0\n", out[-3000:] + err[-3000:]
+    return out
+
+
+@functools.cache
+def started(pid: int) -> subprocess.Popen:
+    """The process that the programs of this one are forked from; it ends when this one does."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    # Where the tests before have left the patterns traced.
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def serve() -> None:
+    """Fork one process for each line of the standard input, and print its exit status."""
+    prepare()
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            become(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def prepare() -> None:
+    import torch
+
+    import fusion_backend
+    from benchmarks.host_runs.without_gpu import cpu_tensors_pass
+    from fusion_backend.compat.pretended_cuda import code_for_cuda
+
+    from . import traced
+
+    torch.set_num_threads(1)  # a pool of threads would be lost in a fork
+    traced.trace()
+    with cpu_tensors_pass(), code_for_cuda(), torch.no_grad():
+        torch.compile(torch.sin)(torch.ones(8, 8))
+    torch.compiler.reset()
+    fusion_backend.reset()
+
+
+def become(command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
+    """Run a program in place of this one."""
+    modes = {"in": os.O_RDONLY, "out": os.O_WRONLY | os.O_CREAT, "err": os.O_WRONLY | os.O_CREAT}
+    for descriptor, (name, mode) in enumerate(modes.items()):
+        os.dup2(os.open(f"{folder}/{name}", mode), descriptor)
+    sys.stdin = open(0)  # what the other has read ahead is not for this one
+    environment.pop("TRITON_INTERPRET", None)
+    os.environ.clear()
+    os.environ |= environment
+    how, what, *sys.argv[1:] = command
+    status = 1
+    try:
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(what, vars(sys.modules["__main__"]))
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()

@@ -189,8 +189,9 @@ JOBS: dict[str, Callable] = {
     **{name: of_function(fn) for name, fn in SITES.items()},
     **{name: of_function(fn, "gradient" in name) for name, fn in OTHERS.items()},
 }
-# Those that only `--full` runs. By default one plan and one model remain, one of them in training.
-DEAR = {"plan, inference", "plan with layer norms, training", "llama, training"}
+# Those that only `--full` runs. By default one plan remains; test_tp_plans.py has a model.
+DEAR = {"plan, inference", "plan with layer norms, training"}
+DEAR |= {"llama, inference", "llama, training"}
 
 
 def observe(run: Callable, folder: Path, backend: str) -> dict:

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from .. import selection
 from ..oracle.harness import TORCH
 from . import tp_plans
 from .starting import in_two_processes
-from .tp_plans import JOBS
+from .tp_plans import DEAR, JOBS
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +22,16 @@ def seen(tmp_path_factory) -> list[dict]:
         pytest.skip("this transformers has no DistributedConfig(tp_plan=...)")
     folder = tmp_path_factory.mktemp("plans")
     tp_plans.save(folder)
-    return in_two_processes(tp_plans.observe_all, folder, folder)
+    names = [name for name in JOBS if selection.FULL or name not in DEAR]
+    return in_two_processes(tp_plans.observe_all, folder, folder, names)
 
 
-@pytest.mark.parametrize("name", JOBS)
+every = pytest.mark.parametrize(
+    "name", [selection.only_full(name) if name in DEAR else name for name in JOBS]
+)
+
+
+@every
 def test_the_results_are_those_of_the_whole_model(seen, name):
     share = 1e-4 if JOBS[name].dtype == torch.float32 else 0.05
     for one in seen:
@@ -35,7 +42,7 @@ def test_the_results_are_those_of_the_whole_model(seen, name):
                 torch.testing.assert_close(a.float(), b, rtol=0, atol=share * b.abs().max().item())
 
 
-@pytest.mark.parametrize("name", JOBS)
+@every
 def test_the_collectives_are_those_of_plain_inductor_on_both_ranks(seen, name):
     plain, *others = (
         one[name, "divided", backend]["collectives"]
@@ -63,7 +70,7 @@ def expected(name: str, whole: dict[str, int]) -> dict[str, int]:
     return {pattern: n for pattern, n in fused.items() if n}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@every
 def test_sites_are_fused_on_both_ranks(seen, name):
     for one in seen:
         ours, whole = (one[name, kind, "fusion"] for kind in ("divided", "whole"))
