@@ -307,7 +307,7 @@ MUTATIONS = {
         "fusion_backend/decide/inductor_asks.py",
         'return pipelined(match) if pipelines_collectives() else ""',
         'return ""',
-        "tests/ranks/test_async_tensor_parallel.py",
+        "tests/ranks/test_async_tensor_parallel.py::test_the_reason_names_the_collective",
     ),
     "gate: an argument may be changed in between": Mutation(
         "fusion_backend/decide/legality.py",

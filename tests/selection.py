@@ -15,6 +15,8 @@ FULL = False  # set by conftest.py from the option
 # first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
 # against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
 SAMPLED = {
+    "tests/oracle/test_dynamic.py": 2,
+    "tests/ranks/test_async_tensor_parallel.py": 2,
     "tests/test_attention.py": 3,
     "tests/test_attention_forms.py": 4,
     "tests/test_attention_models.py": 9,
@@ -65,6 +67,7 @@ LEFT_OUT = {
     "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-checkpoint]": (
         "[alone], and tests/ranks"
     ),
+    "tests/test_docs.py::test_the_commands_of_a_page_run[debugging.md]": "[command-line.md]",
     "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
     "test_the_python_of_a_page_runs",
     "tests/test_edited_helpers.py::test_after_an_edit_nothing_is_taken_from_the_caches": "the key "
@@ -79,7 +82,10 @@ LEFT_OUT = {
     "tests/test_process_state.py::test_four_threads_that_compile_first_at_once": "the other tests "
     "of threads in the file",
     "tests/ranks/test_cut_graphs.py::test_masks_of_transformers_are_proven_in_each_part[gpt2]": (
-        "[llama] and [gemma2]"
+        "[gemma2]"
+    ),
+    "tests/ranks/test_cut_graphs.py::test_masks_of_transformers_are_proven_in_each_part[llama]": (
+        "[gemma2]"
     ),
     "tests/test_relative_bias.py::test_a_deep_chain": "test_scale.py and test_depth.py",
     "tests/test_relative_bias.py::test_compiled_by_inductor": "test_t5, and the pattern in "

@@ -17,6 +17,8 @@ import types
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -69,15 +71,13 @@ def serve() -> None:
 
 
 def prepare() -> None:
-    import torch
-
     import fusion_backend
     from benchmarks.host_runs.without_gpu import cpu_tensors_pass
     from fusion_backend.compat.pretended_cuda import code_for_cuda
 
     from . import traced
 
-    torch.set_num_threads(1)  # a pool of threads would be lost in a fork
+    torch.set_num_threads(1)
     traced.trace()
     with cpu_tensors_pass(), code_for_cuda(), torch.no_grad():
         torch.compile(torch.sin)(torch.ones(8, 8))
@@ -91,6 +91,7 @@ def become(command: list[str], environment: dict[str, str], folder: str) -> NoRe
     for descriptor, (name, mode) in enumerate(modes.items()):
         os.dup2(os.open(f"{folder}/{name}", mode), descriptor)
     sys.stdin = open(0)  # what the other has read ahead is not for this one
+    torch.set_num_threads(1)  # a pool of threads, which the fork has lost, is made anew
     environment.pop("TRITON_INTERPRET", None)
     os.environ.clear()
     os.environ |= environment
