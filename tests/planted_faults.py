@@ -158,6 +158,18 @@ MUTATIONS = {
         "    env._check_frozen, env.evaluate_expr = env._check_frozen, env.evaluate_expr\n",
         "tests/test_guards.py",
     ),
+    "fills: what is written to a part has changed meanwhile": Mutation(
+        "fusion_backend/capture/filled.py",
+        "    if any(written_by(n, view, {}) & alike for n in writers",
+        "    if any(False for n in writers",
+        "tests/test_filled.py",
+    ),
+    "fills: some elements are not written": Mutation(
+        "fusion_backend/capture/filled.py",
+        "    one_by_one = starts[0] == 0 and stops == (*starts[1:], size) and {*steps} == {1}\n",
+        "    one_by_one = {*steps} == {1}\n",
+        "tests/test_filled.py",
+    ),
     "views: two orders of a value are one": Mutation(
         "fusion_backend/ir/argument_views.py",
         "(a.op, a.attr, a.args) == (b.op, b.attr, b.args)",

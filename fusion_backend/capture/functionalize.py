@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.aliases import aliases_whole, may_alias, returned, storages
+from fusion_backend.capture.filled import functionalize_fills
 from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of, value_of
 from fusion_backend.compat.torch import OpOverload, aten, overload_of, pytree, schema_of
@@ -48,14 +49,14 @@ def functional_overload(op: OpOverload) -> OpOverload | None:
 
 
 def functionalize_locals(view: View) -> dict[fx.Node, list[fx.Node]]:
-    """Convert the in-place nodes that may be converted. Returns converted node -> its chain: the
-    nodes with a value in its storage, in order.
+    """Convert the in-place nodes that may be converted, and what filled.py converts. Returns
+    converted node -> its chain: the nodes with a value in its storage, in order.
     """
     if not any(is_mutation(n) for n in view.graph.nodes):
         return {}
+    chains = functionalize_fills(view)
     order = {n: i for i, n in enumerate(view.graph.nodes)}
     groups = mutated_groups(view, order)
-    chains: dict[fx.Node, list[fx.Node]] = {}
     for n in list(order):
         if not is_mutation(n) or not isinstance(n.args[0], fx.Node):
             continue
