@@ -160,8 +160,8 @@ MUTATIONS = {
     ),
     "fills: what is written to a part has changed meanwhile": Mutation(
         "fusion_backend/capture/filled.py",
-        "    if any(written_by(n, view, {}) & alike for n in writers",
-        "    if any(False for n in writers",
+        "            if n < last and (n not in fills or found & held):\n",
+        "            if False:\n",
         "tests/test_filled.py",
     ),
     "fills: some elements are not written": Mutation(

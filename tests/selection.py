@@ -15,8 +15,6 @@ FULL = False  # set by conftest.py from the option
 # first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
 # against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
 SAMPLED = {
-    "tests/oracle/test_dynamic.py": 2,
-    "tests/ranks/test_async_tensor_parallel.py": 2,
     "tests/test_attention.py": 3,
     "tests/test_attention_forms.py": 4,
     "tests/test_attention_models.py": 9,
@@ -30,7 +28,6 @@ SAMPLED = {
     "tests/test_depth.py": 5,
     "tests/test_dropout.py": 3,
     "tests/test_flash.py": 8,
-    "tests/test_foreign_code.py": 2,
     "tests/test_flash_dropout.py": 5,
     "tests/test_flash_shapes.py": 6,
     "tests/test_elementwise_kernels.py": 3,
@@ -50,6 +47,7 @@ SAMPLED = {
     "tests/test_token_log_probs_kernels.py": 5,
 }
 
+IN_TWO_PROCESSES = "[alone] runs the command in one process; of two, tests/ranks has the trainings"
 # Dear tests that are left to --full, each with what runs by default instead. A name without
 # brackets is all cases of a function.
 LEFT_OUT = {
@@ -59,15 +57,12 @@ LEFT_OUT = {
     "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
     "the key in test_fingerprint.py",
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
-    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp]": "[alone], and tests/ranks",
-    "tests/test_benchmark_distributed.py::test_contenders_train[ddp]": "[alone], and [ddp] of "
-    "oracle/test_distributed.py",
-    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-blocks]": "[alone], and "
-    "tests/ranks",
-    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-checkpoint]": (
-        "[alone], and tests/ranks"
-    ),
-    "tests/test_docs.py::test_the_commands_of_a_page_run[debugging.md]": "[command-line.md]",
+    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp]": IN_TWO_PROCESSES,
+    "tests/test_benchmark_distributed.py::test_contenders_train[ddp]": IN_TWO_PROCESSES,
+    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-blocks]": IN_TWO_PROCESSES,
+    "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-checkpoint]": IN_TWO_PROCESSES,
+    "tests/test_docs.py::test_the_commands_of_a_page_run[debugging.md]": "[command-line.md], and "
+    "test_command_line.py",
     "tests/test_docs.py::test_the_commands_of_a_page_run[write-a-pattern.md]": "the same file in "
     "test_the_python_of_a_page_runs",
     "tests/test_edited_helpers.py::test_after_an_edit_nothing_is_taken_from_the_caches": "the key "

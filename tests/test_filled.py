@@ -9,6 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from fusion_backend import explain
+from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.tracer import capture
+from fusion_backend.compat.torch import FakeTensorMode
 
 D = 16
 
@@ -177,6 +180,34 @@ def an_argument_changes_in_between(x, cos, sin):
     return out, x * 2
 
 
+def another_name_of_older_memory(x, cos, sin):
+    held = x.detach() * 2.0
+    y, out = torch.einsum("abcd->abcd", held), held * 3.0
+    y[..., 0::2] = out[..., : D // 2]
+    y[..., 1::2] = out[..., D // 2 :]
+    return y, held + x
+
+
+def a_checkpoint_returns_a_part(x, cos, sin):
+    a, b = parts(x)
+    low, high = a * cos - b * sin, a * sin + b * cos
+    out = torch.zeros_like(x)
+    out[..., 0::2] = checkpoint(torch.Tensor.float, low, use_reentrant=False)
+    low.add_(1.0)
+    out[..., 1::2] = high
+    return out
+
+
+def a_part_is_filled_later(x, cos, sin):
+    a, b = parts(x)
+    part, out = torch.zeros_like(x), x.new_empty((*x.shape[:-1], 2 * D))
+    out[..., :D] = part
+    out[..., D:] = x
+    part[..., 0::2] = a * cos - b * sin
+    part[..., 1::2] = a * sin + b * cos
+    return out, part
+
+
 def a_number(x, cos, sin):
     out = torch.zeros_like(x)
     out[..., 0::2] = parts(x)[0] * cos
@@ -239,6 +270,9 @@ OTHERS = [
     a_name_of_a_part,
     a_part_changes_in_between,
     an_argument_changes_in_between,
+    another_name_of_older_memory,
+    a_checkpoint_returns_a_part,
+    a_part_is_filled_later,
     a_number,
     a_row,
     an_argument,
@@ -274,7 +308,8 @@ def normed(fn):
 
 def value_and_gradient(fn, args):
     out = [t.clone() for t in fn(*args)]
-    x, found = args[0], [t.detach() for t in out]
+    x = args[0]
+    found = [x.detach(), *(t.detach() for t in out)]
     if x.requires_grad:
         weights = [torch.linspace(-1, 1, t.numel()).view(t.shape) for t in out]
         total = sum((t.float() * w).sum() for t, w in zip(out, weights, strict=True))
@@ -296,8 +331,9 @@ def test_the_results_are_those_of_eager(fn, grad, eager_kernels):
                 assert g.stride() == w.stride()
     (graph,) = fusion_backend.report().graphs
     assert not graph.error and not graph.faults, graph
-    sites = sum(site.pattern == "rotary" and site.fused for site in graph.sites)
-    assert sites == sites_of(fn, grad), graph
+    fused = [site.pattern for site in graph.sites if site.fused]
+    assert fused.count("rotary") == sites_of(fn, grad), graph
+    assert fused.count("layer_norm") == (fn in OTHERS and fn is not other_strides), graph
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -307,6 +343,8 @@ def test_what_is_written_is_rounded_to_the_memory(fn, grad, eager_kernels):
     around = normed(fn)
     compiled = torch.compile(around, backend="fusion", options={"fusion.gate": "always"})
     got, want = (value_and_gradient(f, given(torch.bfloat16, grad)) for f in (compiled, around))
+    (graph,) = fusion_backend.report().graphs
+    assert not graph.error and "rotary" in [s.pattern for s in graph.sites if s.fused], graph
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)
@@ -318,6 +356,60 @@ def test_lengths_may_vary():
         torch._dynamo.mark_dynamic(t, t.dim() - 3)
     report = explain(rotated, x, cos, sin, options={"fusion.gate": "always"})
     assert [s.pattern for s in report.fused] == ["rotary"], report
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_under_autocast(half, eager_kernels):
+    """Which joins no tensors of the other half precision."""
+
+    def fn(*args):
+        with torch.autocast("cpu", half):
+            return normed(rotated)(*args)
+
+    compiled = torch.compile(fn, backend="fusion", options={"fusion.gate": "always"})
+    got, want = (value_and_gradient(f, given(torch.bfloat16, True)) for f in (compiled, fn))
+    (graph,) = fusion_backend.report().graphs
+    fused = [s.pattern for s in graph.sites if s.fused]
+    assert not graph.error and fused.count("rotary") == (half == torch.bfloat16), graph
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)
+
+
+def explicit_ends(x):
+    out = torch.empty_like(x)
+    out[..., : D // 2] = x[..., : D // 2].sin()
+    out[..., D // 2 : D] = x[..., D // 2 : D].cos()
+    return F.layer_norm(out, (out.shape[-1],))
+
+
+def test_no_size_is_assumed():
+    """That the parts are the whole is known of one number of columns alone."""
+    x = torch.randn(2, 8, D)
+    torch._dynamo.mark_dynamic(x, 2)
+    (graph,) = explain(explicit_ends, x, options={"fusion.gate": "always"}).graphs
+    assert not graph.error
+
+
+@pytest.mark.parametrize("devices", [("cpu", "cpu"), ("meta", "cpu"), ("cpu", "meta")])
+def test_memory_of_another_device(devices):
+    def fn(x, a):
+        out = torch.empty_like(x)
+        out[..., 0::2].copy_(a)
+        out[..., 1::2].copy_(a)
+        return out
+
+    with FakeTensorMode():
+        inputs = [torch.empty(2, n, device=d) for n, d in zip((D, D // 2), devices, strict=True)]
+        gm = torch.fx.symbolic_trace(fn)
+        Examples(gm).run(*inputs)
+    view = capture(gm)
+    assert bool(functionalize_locals(view)) == (devices == ("cpu", "cpu"))
+
+
+class Examples(torch.fx.Interpreter):
+    def run_node(self, n):
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
 
 
 def test_the_report_names_the_last_write():

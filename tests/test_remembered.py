@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,9 +25,9 @@ from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.recompute import MARK
 
+from . import traced
 from .eager_kernels import eager_kernels
 from .measured_cases import Block, as_on_a_gpu
-from .without_interpreter import output_of
 
 X = torch.randn(4, 16)
 
@@ -467,11 +469,15 @@ print(graph.remembered, result.sum().item(), [str(site) for site in graph.sites]
 
 
 def test_a_second_process_remembers(tmp_path):
-    (tmp_path / "second.py").write_text(SECOND)
-    run = f"import runpy; runpy.run_path({str(tmp_path / 'second.py')!r})"
+    script = tmp_path / "second.py"
+    script.write_text(SECOND)
+    cache = traced.give(tmp_path / "cache")
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     told = []
     for _ in range(2):
-        printed = output_of("-c", run, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
-        told.append(printed.splitlines()[-1].partition(" "))
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append(done.stdout.splitlines()[-1].partition(" "))
     assert [first for first, _, _ in told] == ["False", "True"]
     assert told[0][2] == told[1][2]

@@ -48,7 +48,7 @@ def output_of(*command: str, given: str = "", **environment: str) -> str:
 def started(pid: int) -> subprocess.Popen:
     """The process that the programs of this one are forked from; it ends when this one does."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    # Where the tests before have left the patterns traced.
+    # The default cache directory: the tests before have left the traced patterns there.
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     return subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -109,9 +109,11 @@ def become(command: list[str], environment: dict[str, str], folder: str) -> NoRe
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
 
 if __name__ == "__main__":

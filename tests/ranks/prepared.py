@@ -11,7 +11,7 @@ torch.set_num_threads(1)  # nor is there a pool of threads that a fork would los
 interpreter.hasten()
 quick_pytorch.hasten()
 traced.trace()
-with torch.no_grad(), eager_kernels():  # Inductor makes up its mind about patterns of its own
+with torch.no_grad(), eager_kernels():  # Inductor traces patterns of its own
     torch.compile(torch.sin)(torch.ones(8))
 torch.compiler.reset()
 

@@ -40,7 +40,8 @@ JOBS = {
     "llama, decoding": Job("Llama", "decoding"),
     "qwen3, training": Job("Qwen3", "training"),
 }
-# Those that only `--full` runs. test_all_reduce.py trains a model that torch divides.
+# Those that only `--full` runs. test_all_reduce.py trains a model that torch divides, and
+# test_async_tensor_parallel.py has models in bf16.
 DEAR = {"llama, inference in bf16", "qwen3, training"}
 
 
