@@ -6,8 +6,7 @@ import timeit
 
 import torch
 
-# CPU seconds of the work below on the machine that the limits were set on. Where others share the
-# cores it was seen to take three times as long, and a minute later it did not.
+# CPU seconds of the work below on an idle machine, about; and the most that a limit is loosened.
 IDLE_S, MOST = 0.045, 4.0
 
 
