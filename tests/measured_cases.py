@@ -19,6 +19,7 @@ from fusion_backend.decide import gate as gating
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import measuring, store
+from fusion_backend.measure.allowance import Allowance
 from fusion_backend.measure.judge import Judge, cut_of
 from fusion_backend.measure.region import regions
 from fusion_backend.measure.timing import Race
@@ -120,7 +121,7 @@ def as_on_a_gpu(monkeypatch, tmp_path, ratio_of=None, gpu: str = "NVIDIA H200"):
             m.setattr(module, "gpu_name", lambda device: gpu)
         m.setattr(judging, "on_gpu", lambda d: True)
         m.setattr(gating, "on_gpu", lambda t: True)  # its kernels then run as their references
-        m.setattr(measuring, "ALLOWANCE", measuring.Allowance())
+        m.setattr(measuring, "ALLOWANCE", Allowance())
         m.setattr(store, "cache_folder", lambda: str(tmp_path))
         m.setattr(store, "seed", dict)
         store.store_in.cache_clear()

@@ -22,7 +22,7 @@ from benchmarks.records.runs import Run
 from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.selection import selected, spread
 from benchmarks.workloads.work import F32, Work
-from fusion_backend.measure.measuring import ALLOWANCE
+from fusion_backend.measure.allowance import ALLOWANCE
 from fusion_backend.options import Options
 from tests.test_benchmarks import EAGER, row
 

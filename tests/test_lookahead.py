@@ -32,7 +32,7 @@ def tensors():
 def certain(monkeypatch):
     """Every race is won, however busy the machine is."""
 
-    def race(plain, ours, clock, seconds, worth):
+    def race(plain, ours, clock, seconds, worth, decided):
         found = Race(worth)
         for _ in range(20):
             found.add(2.0, 1.0)
@@ -144,6 +144,12 @@ def test_time_is_counted_for_the_class_that_it_is_spent_on(timed, monkeypatch, t
     assert norms_measured(timed, [1, 8], monkeypatch, tmp_path / "a") == [8192] * 2 + [4096] * 2
     timed[1].clear()
     assert norms_measured(timed, [1, 11], monkeypatch, tmp_path / "b") == [8192] * 2 + [4096]
+
+
+def test_after_the_time_of_the_graph_nothing_is_generated_ahead(timed, monkeypatch, tmp_path):
+    """In training the first class has used up half of the 20 seconds."""
+    assert norms_measured(timed, [11, 1], monkeypatch, tmp_path) == [8192]
+    assert timed[0] == [1]
 
 
 def test_two_classes_must_fit_together(monkeypatch, tmp_path):

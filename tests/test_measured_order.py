@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import types
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from fusion_backend.measure import agree, likeness, measuring
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import store as stored
+from fusion_backend.measure.allowance import Allowance, seconds_for
 from fusion_backend.options import Options
 from tests.measured_cases import (
     Answers,
@@ -32,20 +34,23 @@ def test_when_the_time_is_used_up_only_a_bound_decides(monkeypatch, tmp_path):
     assert not fused and "the 20 s of fusion.measure_s are used up" in reason
 
 
-@pytest.mark.parametrize("scale, taken", [(1.0, True), (0.125, False)])
+@pytest.mark.parametrize(
+    "scale, cap, taken", [(1.0, None, True), (0.125, None, False), (0.125, 50.0, True)]
+)
 def test_a_bound_is_not_enough_where_inductor_replaces_the_site(
-    scale, taken, monkeypatch, tmp_path
+    scale, cap, taken, monkeypatch, tmp_path
 ):
     """Attention by hand with a mask of which nothing is known: of scaled scores Inductor makes one
-    call, too, of T5's it does not.
+    call, too, but not of T5's, which are not scaled, and not of Gemma 2's, which are capped.
     """
 
     def attention(q, mask):
         scores = q @ q.mT
-        scores = (scores if scale == 1.0 else scores * scale) + mask
+        scores = scores if scale == 1.0 else scores * scale
+        scores = (torch.tanh(scores / cap) * cap if cap else scores) + mask
         return torch.softmax(scores, -1) @ q
 
-    q, mask = torch.randn(32, 16, 256, 64).bfloat16(), torch.randn(32, 1, 1, 256).bfloat16()
+    q, mask = torch.randn(8, 16, 512, 128).bfloat16(), torch.randn(8, 1, 1, 512).bfloat16()
     with as_on_a_gpu(monkeypatch, tmp_path, lambda chosen: pytest.fail("measured")):
         measuring.ALLOWANCE.spend(20)
         ((_, fused, reason),) = told(decided(attention, q, mask, measure_s=20), "attention")
@@ -53,12 +58,53 @@ def test_a_bound_is_not_enough_where_inductor_replaces_the_site(
 
 
 def test_what_is_left_must_do_for_a_class_like_those_before(monkeypatch, tmp_path):
-    allowance = measuring.Allowance()
+    allowance = Allowance()
     options = Options(measure_s=20)
     assert allowance.left(options) == 20
     allowance.spend(12)
     assert allowance.left(options) == 0.0
     assert allowance.left(Options(gate="measure")) == math.inf
+
+
+@pytest.mark.parametrize(
+    "trains, each, classes", [(False, 6, 3), (False, 8, 2), (True, 8, 3), (True, 11, 2)]
+)
+def test_a_graph_may_take_a_part_of_the_time(trains, each, classes, monkeypatch, tmp_path):
+    """Of 40 seconds 14, or 20 in training, and the rest of the class with which it exceeds them.
+    The next graph has its own.
+    """
+    now = [0.0]
+
+    def takes_long(chosen):
+        now[0] += each
+        return 2.0
+
+    def norms(*lengths):
+        xs = [torch.randn(n, 65536, requires_grad=trains) for n in lengths]
+        return decided(lambda *xs: [norm(x) for x in xs], *xs, measure_s=40)
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    with as_on_a_gpu(monkeypatch, tmp_path, takes_long):
+        first, second = norms(64, 56, 48), norms(40)
+    assert first.measured == classes and second.measured == 1
+    left = [why for _, fused, why in told(first, "layer_norm") if not fused]
+    part = f"the {20 if trains else 14} s of fusion.measure_s for a graph of this size are used up"
+    assert len(left) == 3 - classes and all(part in why for why in left)
+
+
+@pytest.mark.parametrize(
+    "nodes, trains, seconds",
+    [(10, False, 7), (10, True, 10), (1360, True, 16), (4000, False, 16), (9000, True, 20)],
+)
+def test_a_larger_graph_may_take_more_of_the_time(nodes, trains, seconds):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(nodes):
+        x = graph.call_function(torch.sin, (x,))
+    view = types.SimpleNamespace(graph=graph, trains=lambda n: trains)
+    gate = types.SimpleNamespace(facts=types.SimpleNamespace(view=view))
+    assert seconds_for([gate], Options(measure_s=20)) == pytest.approx(seconds)
+    assert seconds_for([gate], Options(measure_s=5)) == pytest.approx(seconds / 4)
 
 
 def test_layers_that_are_alike_are_measured_once(monkeypatch, tmp_path):

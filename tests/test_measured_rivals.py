@@ -172,3 +172,19 @@ def test_after_half_of_the_time_the_other_half_is_not_tried(spent, tried, monkey
         decided(norm, *tensors((4096, 4096), grad=True), measure_s=20)
     forwards = [chosen[0].forward for chosen in stub.replaced]
     assert len(forwards) == 1 + tried and len(set(forwards)) == 1 + tried
+
+
+@pytest.mark.parametrize("together, tried", [(0.3, False), (0.6, True)])
+def test_norms_that_take_twice_as_long_are_not_tried_one_by_one(
+    together, tried, monkeypatch, tmp_path
+):
+    """Of queries and of keys, which Inductor computes in one kernel."""
+
+    def fn(q, k):
+        return (F.rms_norm(q, (128,)) + F.rms_norm(k, (128,))).relu()
+
+    q, k = (torch.randn(65536, 128, dtype=torch.bfloat16) for _ in range(2))
+    for gate in ("auto", "measure"):
+        with as_on_a_gpu(monkeypatch, tmp_path / gate, lambda chosen: together) as stub:
+            decided(fn, q, k, gate=gate, measure_s=20)
+        assert stub.asked == [["rms_norm"] * 2] + [["rms_norm"]] * 2 * tried

@@ -1,11 +1,13 @@
 """Races: when a difference between two times is certain, and when it is not."""
 
+import itertools
 import math
 import random
 
 import pytest
 
 from fusion_backend.measure import timing
+from fusion_backend.measure.contest import decided
 from fusion_backend.measure.timing import ROUNDS, Race, race
 
 
@@ -73,3 +75,19 @@ def test_a_race_ends_when_its_time_is_up_and_alternates(monkeypatch):
     turns.clear()
     race(lambda: "plain", lambda: "ours", clock, seconds=1.0)
     assert turns[2:4] == ["ours", "plain"] and turns[4:6] == ["plain", "ours"]
+
+
+def test_by_how_much_a_race_is_lost_is_not_looked_for():
+    """A loss of about 1 % is neither certain nor excluded; that nothing is gained is certain."""
+    ratios = itertools.cycle([0.985, 0.995])
+
+    def raced(**more):
+        return race(lambda: next(ratios), lambda: 1.0, lambda call: call(), seconds=60.0, **more)
+
+    until_certain, found = raced(), raced(decided=decided)
+    assert not until_certain.verdict and len(until_certain.plain) == ROUNDS[1]
+    assert not found.verdict and len(found.plain) == ROUNDS[0]
+    ratios = itertools.cycle([1.5, 1.6])
+    assert raced(decided=decided).verdict == "faster"
+    ratios = itertools.cycle([0.985, 1.05])
+    assert len(raced(decided=decided).plain) == ROUNDS[1]

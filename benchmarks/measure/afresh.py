@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fusion_backend
-from fusion_backend.measure.measuring import ALLOWANCE
+from fusion_backend.measure.allowance import ALLOWANCE
 
 
 def as_a_program_of_its_own() -> None:

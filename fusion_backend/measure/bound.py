@@ -39,6 +39,7 @@ GATHERS = ("aten::embedding", "aten::index")
 FEW_CHANNELS, SLOWER = 16, 10.0
 ATTENTION = "aten::scaled_dot_product_attention"
 SOFTMAX, SCALING = {"aten::softmax", "aten::_softmax"}, {"aten::mul", "aten::div"}
+CAP = "aten::tanh"  # of scores: Inductor has no pattern with one
 # Matrix products, and the place of the argument whose rows have the length that is summed over.
 INNER = {f"aten::{name}": 0 for name in ("linear", "matmul", "mm", "bmm")} | {
     f"aten::{name}": 1 for name in ("addmm", "baddbmm")
@@ -93,12 +94,13 @@ def bound(d: Decision) -> Bound:
 def promises(d: Decision) -> bool:
     """Is the site taken if nothing was measured? Not if Inductor may need less than is counted: it
     replaces attention by hand with one call if the scores are scaled (BERT's, timed at 0.95 and
-    0.99 of it on an H100 and an H200). It does not replace T5's, whose scores are not scaled. Nor
-    is a site taken that has a matrix product, whose speed depends on its shape: with one for which
-    the bound promised a gain of 15 %, `star_relu_mixer` took 1.05 times as long on an H100.
+    0.99 of it on an H100 and an H200). It does not replace T5's, whose scores are not scaled, nor
+    Gemma 2's, whose scores are capped. Nor is a site taken that has a matrix product, whose speed
+    depends on its shape: with one for which the bound promised a gain of 15 %, `star_relu_mixer`
+    took 1.05 times as long on an H100.
     """
     names = {name_of(n) for n in d.match.interior}
-    replaced = d.op is not None and bool(names & SOFTMAX and names & SCALING)
+    replaced = d.op is not None and bool(names & SOFTMAX and names & SCALING and CAP not in names)
     multiplies = has_product(d) and ATTENTION not in names | {name_of(r) for r in d.match.roots}
     return not replaced and not multiplies and bound(d).gain >= ENOUGH
 

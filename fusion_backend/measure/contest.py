@@ -195,7 +195,7 @@ class Contest:
         until = time.perf_counter() + seconds
         with alone(self.device, seconds):
             left = min(until - time.perf_counter(), longest)
-            found = race(self.plain.call, ours.call, self.clock, left, self.worth)
+            found = race(self.plain.call, ours.call, self.clock, left, self.worth, decided)
         return found, ours.saved - self.plain.saved
 
 
@@ -235,6 +235,11 @@ def contest(
             held.__dict__.clear()  # no reference to the contest keeps its tensors
         if on_gpu:
             torch.cuda.empty_cache()
+
+
+def decided(race: Race) -> bool:
+    """Is it certain whether ours is faster? By how much it is slower makes no difference."""
+    return bool(race.verdict) or race.no_faster
 
 
 def check_memory(device: torch.device, *cuts: Cut) -> None:

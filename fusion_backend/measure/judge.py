@@ -24,6 +24,7 @@ from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure import answer_text
 from fusion_backend.measure import store as stored
 from fusion_backend.measure.agree import Ranks
+from fusion_backend.measure.allowance import seconds_for
 from fusion_backend.measure.bound import bound, has_product, least, promises
 from fusion_backend.measure.cut import Cut, cut
 from fusion_backend.measure.key import digest, gpu_name
@@ -92,6 +93,7 @@ class Judge:
         self.compiles = compiles
         self.open = True
         self.least = 0.0  # the least that the graph needs, in bytes moved
+        self.graph_s = 0.0  # seconds for measuring this graph
         self.thread_s = 0.0  # of measuring, in CPU time of this thread
         self.won: dict[Group, Answer] = {}  # for the sites of regions that were faster
         self.asked: dict[str, Answer | None] = {}  # the store's answers, by key
@@ -148,6 +150,7 @@ class Judge:
             for gate in gates:
                 self.least += least(n for n in gate.facts.view.graph.nodes if n not in inside)
             self.least += sum(c.value for c in classes)
+            self.graph_s = seconds_for(gates, self.options)
         told = [*zip(classes, self.answers(classes), strict=True)]
         for c, answer in told:
             self.note(c, answer)
@@ -270,7 +273,7 @@ class Judge:
                 found = unanswered(c, SMALL_PART)
             else:
                 started = time.thread_time()
-                found = measured(c, self.options, self.record, ahead)
+                found = measured(c, self.options, self.record, ahead, self.graph_s)
                 self.thread_s += time.thread_time() - started
             self.settled &= found.kept or final(c, found)
         if c.key:

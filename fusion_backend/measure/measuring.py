@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from itertools import filterfalse
@@ -21,6 +20,7 @@ import torch
 
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure import store as stored
+from fusion_backend.measure.allowance import ALLOWANCE
 from fusion_backend.measure.bound import bound, has_product
 from fusion_backend.measure.contest import Contest, NotMeasurable, ResultsDiffer, contest
 from fusion_backend.measure.cut import summary
@@ -42,36 +42,9 @@ ONE_SHORT_LAUNCH = "it is one short launch, too little to gain from"
 # the sites of a region that has lost are tried one by one. The rest is for regions of which nothing
 # is known.
 REFINING, SEARCHING = 0.2, 0.5
-
-
-class Allowance:
-    """The seconds that this process has spent on measuring, for all graphs together."""
-
-    def __init__(self) -> None:
-        self.took: list[float] = []
-        self.lock = threading.Lock()
-
-    def left(self, options: Options) -> float:
-        """The seconds that are left to measure; 0 if they are too few for a class like the earlier
-        ones.
-        """
-        if options.gate == "measure":
-            return float("inf")
-        left = options.measure_s - sum(self.took)
-        return left if left > statistics.median(self.took or [0.0]) else 0.0
-
-    def part_left(self, options: Options, part: float) -> float:
-        """The seconds that are left of this part of the time."""
-        if options.gate == "measure":
-            return float("inf")
-        return part * options.measure_s - sum(self.took)
-
-    def spend(self, seconds: float) -> None:
-        with self.lock:
-            self.took.append(seconds)
-
-
-ALLOWANCE = Allowance()
+# Sites of one pattern that take twice as long together, such as the norms of queries and of keys,
+# are not tried one by one.
+HOPELESS = 0.5
 
 
 class Lookahead:
@@ -88,10 +61,12 @@ class Lookahead:
         self.took = 0.0  # seconds that were spent on the next class
 
     def generate(self, now: Class, until: float) -> None:
-        """Generate the code of the class after this one. Should that fail, it will be generated
-        when the class is measured.
+        """Generate the code of the class after this one, unless it is too late for that. Should it
+        fail, it will be generated when the class is measured.
         """
         started = time.perf_counter()
+        if started >= until:
+            return
         after = itertools.dropwhile(lambda c: c is not now, self.classes)
         for c in filter(lambda c: self.wanted(c, now), itertools.islice(after, 1, None)):
             if not hindrance(c, self.options) and c.cut.device == now.cut.device:
@@ -117,18 +92,24 @@ def hindrance(c: Class, options: Options) -> str:
     return ONE_SHORT_LAUNCH if hopeless and options.gate != "measure" else ""
 
 
-def measured(c: Class, options: Options, record: GraphRecord, ahead: Lookahead) -> Answer:
-    """The answer for a class; kept in the store where it is certain."""
+def measured(
+    c: Class, options: Options, record: GraphRecord, ahead: Lookahead, graph_s: float
+) -> Answer:
+    """The answer for a class; kept in the store where it is certain. graph_s: the seconds for its
+    graph.
+    """
     if why := hindrance(c, options):
         return unanswered(c, why)
-    left, (begun, before) = ALLOWANCE.left(options), ahead.taken(c)
+    of_graph = graph_s - record.measure_s
+    left = ALLOWANCE.left(options, of_graph)
+    begun, before = ahead.taken(c)
     if left <= 0:
-        seconds = f"{options.measure_s:g} s"
-        return unanswered(c, f"not measured, the {seconds} of fusion.measure_s are used up")
+        return unanswered(c, f"not measured, {used_up(options, graph_s)}")
     started = time.perf_counter() - before
     until = started + left
     try:
-        meanwhile = functools.partial(ahead.generate, c, until)
+        another = until if options.gate == "measure" else min(until, started + of_graph)
+        meanwhile = functools.partial(ahead.generate, c, another)
         with contest(c.cut, c.sites, until, begun, meanwhile) as held:
             parts = (ALLOWANCE.part_left(options, part) for part in (SEARCHING, REFINING))
             searching, refining = (started + ahead.took + part for part in parts)
@@ -145,6 +126,13 @@ def measured(c: Class, options: Options, record: GraphRecord, ahead: Lookahead) 
         told = f"fusion: what was measured is forgotten when this process ends: {why}"
         warn_once("measured answers", told)
     return found
+
+
+def used_up(options: Options, graph_s: float) -> str:
+    """Which time is used up: that of the process, or else that of this graph."""
+    if ALLOWANCE.left(options) <= 0:
+        return f"the {options.measure_s:g} s of fusion.measure_s are used up"
+    return f"the {graph_s:.3g} s of fusion.measure_s for a graph of this size are used up"
 
 
 class Choice:
@@ -164,7 +152,8 @@ class Choice:
     def run(self) -> None:
         """Race all sites together. If they are faster, also race those without kernels alone:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
-        are not faster, race each alone, and then those that are faster together. If those with a
+        are not faster, race each alone, and then those that are faster together, unless all are of
+        one pattern and take more than twice as long. If those with a
         matrix product lose alone, too, the others are not raced: the judge asks for them again
         without the product. For a single site, race the other half (the backward alone, or both). A
         faster choice also races against the smaller sites that it covers. What follows the first
@@ -175,15 +164,16 @@ class Choice:
             without = [d for d in sites if not has_kernels(d)]
             if 0 < len(without) < len(sites) and self.in_time(self.refining):
                 self.faster(without)
-        elif len(sites) > 1:
+        elif len(sites) > 1 and not self.hopeless:
             products, others = [*filter(has_product, sites)], [*filterfalse(has_product, sites)]
             alone = self.faster_alone(products)
             if not (products and self.lost):
                 alone += self.faster_alone(others)
             if 1 < len(alone) < len(sites):
                 self.faster(alone)
-        elif self.in_time(self.searching) and (other := gate.other_half(sites[0])):
-            self.faster([other])
+        elif len(sites) == 1 and self.in_time(self.searching):
+            if other := gate.other_half(sites[0]):
+                self.faster([other])
         if any(race.verdict == "faster" for _, race, _ in self.races):
             own, self.races = self.races, []
             for rival in rivals(gate, sites):
@@ -193,6 +183,12 @@ class Choice:
 
     def faster_alone(self, sites: list[Decision]) -> list[Decision]:
         return [d for d in sites if self.in_time(self.searching) and self.faster([d])]
+
+    @property
+    def hopeless(self) -> bool:
+        """Are all sites of one pattern, and far slower together than plain Inductor?"""
+        one = len({d.match.pattern.name for d in self.c.sites}) == 1
+        return one and self.lost and self.races[0][1].interval[1] < HOPELESS
 
     @property
     def lost(self) -> bool:

@@ -131,9 +131,10 @@ def race(
     clock: Callable[[Callable[[], object]], float],
     seconds: float,
     worth: float = WORTH,
+    decided: Callable[[Race], object] = lambda race: race.verdict,
 ) -> Race:
-    """Time two calls, which have both run before, until the verdict is certain or the time is up,
-    but for LEAST_S at least.
+    """Time two calls, which have both run before, until it is decided or the time is up, but for
+    LEAST_S at least. By default it is decided once the verdict is certain.
 
     Clock frequency and other load drift slowly, so only times of the same round are comparable: in
     each round both calls have a turn, and the first turn alternates.
@@ -141,7 +142,7 @@ def race(
     found, until = Race(worth), time.perf_counter() + max(seconds, LEAST_S)
     took = max(clock(plain), clock(ours), 1e-3)
     calls = max(CALLS[0], min(CALLS[1], round(TURN_MS / took)))
-    while len(found.plain) < ROUNDS[1] and not found.verdict:
+    while len(found.plain) < ROUNDS[1] and not decided(found):
         turns = [plain, ours] if len(found.plain) % 2 else [ours, plain]
         ms = [statistics.median(clock(call) for _ in range(calls)) for call in turns]
         found.add(*(ms if turns[0] is plain else reversed(ms)))

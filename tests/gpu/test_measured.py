@@ -22,6 +22,7 @@ from fusion_backend import Pattern
 from fusion_backend.kernels import launch
 from fusion_backend.measure import contest as contests
 from fusion_backend.measure import measuring, store
+from fusion_backend.measure.allowance import Allowance
 from fusion_backend.measure.timing import Clock, race
 from fusion_backend.ops.registry import unregister
 
@@ -34,7 +35,7 @@ def answers(monkeypatch, tmp_path):
     """The store of the test."""
     monkeypatch.setattr(store, "cache_folder", lambda: str(tmp_path))
     monkeypatch.setattr(store, "seed", dict)
-    monkeypatch.setattr(measuring, "ALLOWANCE", measuring.Allowance())
+    monkeypatch.setattr(measuring, "ALLOWANCE", Allowance())
     store.store_in.cache_clear()
     torch._dynamo.reset()
     yield store.store()
