@@ -67,10 +67,10 @@ def test_what_is_left_must_do_for_a_class_like_those_before(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "trains, each, classes", [(False, 6, 3), (False, 8, 2), (True, 8, 3), (True, 11, 2)]
+    "trains, each, classes", [(False, 4, 3), (False, 6, 2), (True, 8, 3), (True, 11, 2)]
 )
 def test_a_graph_may_take_a_part_of_the_time(trains, each, classes, monkeypatch, tmp_path):
-    """Of 40 seconds 14, or 20 in training, and the rest of the class with which it exceeds them.
+    """Of 40 seconds 10, or 20 in training, and the rest of the class with which it exceeds them.
     The next graph has its own.
     """
     now = [0.0]
@@ -88,13 +88,13 @@ def test_a_graph_may_take_a_part_of_the_time(trains, each, classes, monkeypatch,
         first, second = norms(64, 56, 48), norms(40)
     assert first.measured == classes and second.measured == 1
     left = [why for _, fused, why in told(first, "layer_norm") if not fused]
-    part = f"the {20 if trains else 14} s of fusion.measure_s for a graph of this size are used up"
+    part = f"the {20 if trains else 10} s of fusion.measure_s for a graph of this size are used up"
     assert len(left) == 3 - classes and all(part in why for why in left)
 
 
 @pytest.mark.parametrize(
     "nodes, trains, seconds",
-    [(10, False, 7), (10, True, 10), (1360, True, 16), (4000, False, 16), (9000, True, 20)],
+    [(10, False, 5), (10, True, 10), (1360, True, 16), (5600, False, 16), (9000, True, 20)],
 )
 def test_a_larger_graph_may_take_more_of_the_time(nodes, trains, seconds):
     graph = torch.fx.Graph()
