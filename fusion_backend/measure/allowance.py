@@ -50,6 +50,6 @@ ALLOWANCE = Allowance()
 
 def seconds_for(gates: Sequence[Gate], options: Options) -> float:
     """The seconds of fusion.measure_s for one graph, which several gates share."""
-    nodes = [n for g in gates for n in g.facts.view.graph.nodes if n.op == "call_function"]
-    trains = any(g.facts.view.trains(n) for g in gates for n in g.facts.view.graph.nodes)
-    return options.measure_s * min(1.0, max(PART[trains], len(nodes) / ALL_OF_IT[trains]))
+    nodes = sum(n.op == "call_function" for g in gates for n in g.facts.view.graph.nodes)
+    trains = any(g.facts.training(d.match) for g in gates for d in g.found)
+    return options.measure_s * min(1.0, max(PART[trains], nodes / ALL_OF_IT[trains]))
