@@ -30,6 +30,7 @@ are meant:
     compiled FILE           a table of a run of benchmarks.compile_kernels
     ranks FILE              a table of a run of benchmarks.distributed
     sums FILE               a table of a run of benchmarks.all_reduce
+    decoding FILE           a table of a run of benchmarks.tensor_parallel
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 import torch.multiprocessing as mp
 
 from benchmarks.command_line.options import output, positive
-from benchmarks.pages.decoding_figures import table
+from benchmarks.pages.decoding_figures import decoding
 from benchmarks.rank_runs.decoding import Decoding, work, wrong
 from benchmarks.rank_runs.running import free_port
 from benchmarks.records.runs import Run, machine
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         mp.spawn(work, (each,), nprocs=args.ranks)
         run = Run.load(out)
     print(about["gpu"] or "no GPU: processes through gloo, times mean nothing")
-    print(table(run.rows), end="")
+    print(decoding(run, []), end="")
     told = [words for row in run.rows for words in wrong(row)]
     for words in told:
         print(words)

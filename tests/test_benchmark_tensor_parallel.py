@@ -73,7 +73,7 @@ def saved(row: dict, folder) -> dict:
 
 
 def test_the_table_has_the_times_that_there_are():
-    by_host = ["1.250, 2.000, 2.500", "2, 2, 2", "4"]
+    by_host = ["1.250, 2.000, 2.500", "1.0%", "2, 2, 2", "4"]
     times = ["1.000", "0.800", "0.500", "0.400"]
     assert cells(row())[3:] == [*times, "1.250, 2.000, 2.500", "1.0%", *by_host]
     some = [*times[:3], "–", "1.250, 2.000, –", "–", *by_host]

@@ -159,6 +159,26 @@ def test_after_half_of_the_time_sites_are_not_tried_one_by_one(
         assert fused(record) == (["gelu"] if tried else [])
 
 
+@pytest.mark.parametrize(
+    "gate, seconds, tried", [("auto", 4, 2), ("auto", 6, 0), ("measure", 6, 2)]
+)
+def test_after_the_time_of_a_graph_sites_are_not_tried_one_by_one(
+    gate, seconds, tried, monkeypatch, tmp_path
+):
+    """A quarter of the 20 seconds, in inference."""
+    norm, now = torch.nn.BatchNorm1d(1024).eval().bfloat16(), [0.0]
+
+    def takes_long(chosen):
+        now[0] += seconds if len(chosen) == 2 else 0.1
+        return 0.9
+
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
+    x = torch.randn(4096, 1024, dtype=torch.bfloat16)
+    with as_on_a_gpu(monkeypatch, tmp_path, takes_long) as stub, torch.no_grad():
+        decided(lambda x: F.gelu(norm(x)).relu(), x, gate=gate, measure_s=20)
+    assert stub.asked == [["batch_norm", "gelu"], ["batch_norm"], ["gelu"]][: 1 + tried]
+
+
 @pytest.mark.parametrize("spent, tried", [(9, True), (11, False)])
 def test_after_half_of_the_time_the_other_half_is_not_tried(spent, tried, monkeypatch, tmp_path):
     """The forward by Inductor and the backward by the kernel, or both by kernels."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from benchmarks.pages.decoding_figures import decoding
 from benchmarks.pages.foreign_figures import foreign
 from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept
 from benchmarks.pages.markdown import where, wrapped
@@ -47,4 +48,5 @@ FIGURES = {
     "compiled": Figure(("compile_kernels",), compiled),
     "ranks": Figure(("distributed",), ranks),
     "sums": Figure(("all_reduce",), sums),
+    "decoding": Figure(("tensor_parallel",), decoding),
 }

@@ -93,7 +93,7 @@ class Judge:
         self.compiles = compiles
         self.open = True
         self.least = 0.0  # the least that the graph needs, in bytes moved
-        self.graph_s = 0.0  # seconds for measuring this graph
+        self.graph_s = math.inf  # seconds for measuring this graph
         self.thread_s = 0.0  # of measuring, in CPU time of this thread
         self.won: dict[Group, Answer] = {}  # for the sites of regions that were faster
         self.asked: dict[str, Answer | None] = {}  # the store's answers, by key

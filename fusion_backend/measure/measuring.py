@@ -108,11 +108,10 @@ def measured(
     started = time.perf_counter() - before
     until = started + left
     try:
-        another = until if options.gate == "measure" else min(until, started + of_graph)
-        meanwhile = functools.partial(ahead.generate, c, another)
+        meanwhile = functools.partial(ahead.generate, c, started + min(left, of_graph))
         with contest(c.cut, c.sites, until, begun, meanwhile) as held:
             parts = (ALLOWANCE.part_left(options, part) for part in (SEARCHING, REFINING))
-            searching, refining = (started + ahead.took + part for part in parts)
+            searching, refining = (started + ahead.took + min(part, of_graph) for part in parts)
             found = Choice(c, held, until, searching, refining).answer()
     except Exception as error:
         why = str(error) if isinstance(error, NotMeasurable) else of_kernel(error)
