@@ -35,7 +35,7 @@ from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.operands import Norm
 
 
-@Op
+@Op(group="group")
 def all_reduce_norm(
     x: Tensor,
     residual: Tensor | None,

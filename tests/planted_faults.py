@@ -609,4 +609,16 @@ MUTATIONS = {
         "kept.chunk(ranks, dim=1)[0].contiguous()",
         "tests/test_benchmark_tensor_parallel.py",
     ),
+    "allowance: one graph takes all of the time": Mutation(
+        "fusion_backend/measure/allowance.py",
+        "enough = of_graph > 0 and left",
+        "enough = left",
+        "tests/test_measured_order.py::test_a_graph_may_take_a_part_of_the_time",
+    ),
+    "together: a rank outside of the group counts": Mutation(
+        "fusion_backend/frontends/together.py",
+        "failures = [r for r in found.ranks if",
+        "failures = [r for r in range(8) if",
+        "tests/test_together.py",
+    ),
 }

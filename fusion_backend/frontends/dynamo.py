@@ -21,7 +21,8 @@ from fusion_backend.compat.torch import (
     reset_cudagraphs,
 )
 from fusion_backend.frontends.loading import patterns, usable
-from fusion_backend.frontends.verify import Pair, compile_both
+from fusion_backend.frontends.together import Apart, Expected, tell_failure, together
+from fusion_backend.frontends.verify import Pair, compile_both, not_verified
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
@@ -79,15 +80,20 @@ class FusionBackend:
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
                     return Pair(fused, inductor(mode, options))
 
-                if not ours.verify:
-                    return compilers(theirs).ours(new, example_inputs)
-                return compile_both(gm, new, example_inputs, record, compilers, theirs)
+                with together(new, record) as waits:
+                    if waits and ours.verify:
+                        not_verified(record, "its kernels wait for other ranks")
+                    if waits or not ours.verify:
+                        return compilers(theirs).ours(new, example_inputs)
+                    return compile_both(gm, new, example_inputs, record, compilers, theirs)
             failure = None
-        except RestartAnalysis:
+        except (RestartAnalysis, Expected):
             raise
         except Exception as error:
             failure = error
             give_up(record, error)
+            if not isinstance(error, Apart):
+                tell_failure(record.error)
             if record.remembered:
                 with contextlib.suppress(Exception), inductor_config.patch(plain.config):
                     remembered.forget(gm, ours, patterns())

@@ -29,6 +29,9 @@ class Op(Definition):
     Inductor), "recomputed" (next to such neighbours the op is not used, because Inductor's
     backward, which computes the result again, is faster too), or None (library calls).
 
+    `group` names the argument that is the name of a process group, if the kernel waits for the
+    other ranks of it: then a graph with the kernel runs only where all of them have compiled it.
+
     Raises PatternError, naming file and line, where the annotations are not understood or the name
     is taken.
     """
@@ -40,11 +43,15 @@ class Op(Definition):
         reference: Callable,
         *,
         inductor: Literal["pointwise", "reduction", "recomputed"] | None = None,
+        group: str | None = None,
     ) -> None:
         super().__init__(reference)
         checks.is_one_of(inductor, checks.INDUCTOR, "inductor", self.where)
+        texts = [p.name for p in self.params if p.text]
+        checks.is_one_of(group, (None, *texts), "group", self.where)
         self.inductor = inductor
         self.has_no_functions()
+        self.group = group
         register(self, OPS)
 
     def has_no_functions(self) -> None:
@@ -59,6 +66,7 @@ class Op(Definition):
         self.backward_missing = [False] * self.outputs  # which gradients may be None for it
         self.backward_plain = self.backward_result = False
         self.backward_same: dict[str, str | int] = {}
+        self.group: str | None = None
         self.skips = False  # does the kernel leave out results that nobody reads?
 
     def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:

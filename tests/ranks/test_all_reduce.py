@@ -18,7 +18,7 @@ from fusion_backend.kernels.collective import reach, size_gate, workspace
 
 from .. import selection
 from ..selection import only_full
-from . import all_reduces, tp_plans
+from . import all_reduces, failing, tp_plans
 from .all_reduces import DEAR, OTHERS, SITES
 from .shared_memory import CALLS, FEW
 from .starting import in_two_processes
@@ -45,6 +45,10 @@ def jobs(names) -> list:
     return [only_full(name) if name in DEAR else name for name in names]
 
 
+def observe_all(*given) -> dict:
+    return all_reduces.observe_all(*given) | {"failing": failing.observe()}
+
+
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory) -> list[dict]:
     """What both processes have observed. To start them takes as long as much of what they do."""
@@ -55,7 +59,7 @@ def observed(tmp_path_factory) -> list[dict]:
     else:
         names = [name for name in names if "llama" not in name]
     calls = [call for call in CALLS if selection.FULL or call in FEW]
-    return in_two_processes(all_reduces.observe_all, folder, folder, names, calls)
+    return in_two_processes(observe_all, folder, folder, names, calls)
 
 
 def has_plans() -> bool:
@@ -150,6 +154,30 @@ def test_the_kernels_agree_with_fp64_and_ranks_have_the_same_bits(observed, call
     assert all(map(torch.equal, first["results"], second["results"]))
 
 
+def test_a_rank_that_cannot_compile_makes_no_other_wait(observed):
+    """All of them run the graph as plain Inductor would, and later graphs, too."""
+    for rank, one in enumerate(found["failing"] for found in observed):
+        for name in ("at first", "later"):
+            torch.testing.assert_close(one[name]["result"], one[name]["eager"])
+            assert not one[name]["fused"]
+        errors = [one[name]["error"] for name in ("at first", "later")]
+        failed = "rank 1 has failed to compile a graph: RuntimeError: no compiler here"
+        assert errors[1] == f"Apart: {failed}"
+        assert errors[0] == ("RuntimeError: no compiler here" if rank else f"Apart: {failed}")
+
+
+def test_where_all_have_compiled_it_the_kernels_run(observed):
+    for one in (found["failing"] for found in observed):
+        for name in ("both", "other rows"):
+            torch.testing.assert_close(one[name]["result"], one[name]["eager"])
+            assert one[name]["fused"] == ["all_reduce_add_rms_norm"] and not one[name]["error"]
+
+
+def test_what_the_others_run_must_compile_again(observed):
+    """Or they would wait for ever."""
+    assert "the other ranks run kernels that wait for this one" in observed[1]["failing"]["again"]
+
+
 # One process of a job that is not there.
 
 
@@ -206,7 +234,7 @@ def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
 def test_nothing_is_taken_that_nobody_asked_for(job, reached, monkeypatch):
     monkeypatch.setattr(size_gate, "BY_DEFAULT", False)
     (site,) = sites({})
-    assert not site.fused and "would leave the others waiting" in site.reason
+    assert not site.fused and "but not where the host takes longer" in site.reason
     assert sites({"fusion.gate": "always"})[0].fused
 
 
