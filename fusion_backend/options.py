@@ -23,8 +23,9 @@ class Options:
     everything that can be measured is, for as long as it takes; "table", only by what ships with
     the package, so that builds are the same everywhere; "always", wherever it is possible; "never",
     report only.
-    measure_s: the seconds that a process may spend on measuring under "auto", and about half of
-        them on one graph. With 0, sites that were not measured before are decided by tables alone.
+    measure_s: the seconds that a process may spend on measuring under "auto": a quarter of them on
+        one graph, half in training, and more on a large one. With 0, sites that were not measured
+        before are decided by tables alone.
     exact_masks: no finite fill of a mask, such as -1e9, is taken for -inf.
     verify: a graph with fused sites stays only where, on its first inputs, it computes what plain
     Inductor's does and is not slower.

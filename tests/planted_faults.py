@@ -621,4 +621,10 @@ MUTATIONS = {
         "failures = [r for r in range(8) if",
         "tests/test_together.py",
     ),
+    "together: a rank falls back though others may wait for it": Mutation(
+        "fusion_backend/frontends/together.py",
+        "if any(of is store for of in PROMISED.values()) and communication(gm):",
+        "if False:",
+        "tests/test_together.py",
+    ),
 }

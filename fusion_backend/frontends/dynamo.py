@@ -12,7 +12,7 @@ from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.capture.cut_graphs import Parts
 from fusion_backend.compat.compile_time import hastened
-from fusion_backend.compat.inductor import inductor_of_ours
+from fusion_backend.compat.inductor import inductor_of_ours, undone_on_failure
 from fusion_backend.compat.torch import (
     RestartAnalysis,
     graph_break,
@@ -21,8 +21,8 @@ from fusion_backend.compat.torch import (
     reset_cudagraphs,
 )
 from fusion_backend.frontends.loading import patterns, usable
-from fusion_backend.frontends.together import Apart, Expected, tell_failure, together
-from fusion_backend.frontends.verify import Pair, compile_both, not_verified
+from fusion_backend.frontends.together import NotCompiledByAllRanks, tell_failure, together
+from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
@@ -80,20 +80,17 @@ class FusionBackend:
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
                     return Pair(fused, inductor(mode, options))
 
-                with together(new, record) as waits:
-                    if waits and ours.verify:
-                        not_verified(record, "its kernels wait for other ranks")
-                    if waits or not ours.verify:
+                with undone_on_failure(), together(new, record):
+                    if not ours.verify:
                         return compilers(theirs).ours(new, example_inputs)
                     return compile_both(gm, new, example_inputs, record, compilers, theirs)
             failure = None
-        except (RestartAnalysis, Expected):
+        except RestartAnalysis:
             raise
         except Exception as error:
             failure = error
             give_up(record, error)
-            if not isinstance(error, Apart):
-                tell_failure(record.error)
+            tell_failure(gm, error, record.error)
             if record.remembered:
                 with contextlib.suppress(Exception), inductor_config.patch(plain.config):
                     remembered.forget(gm, ours, patterns())
@@ -107,7 +104,9 @@ class FusionBackend:
                 record.error += f"; plain Inductor refuses the graph as well: {summary(error)}"
             raise
         if failure is not None:
-            told = f"fusion: a graph went to Inductor as it was, please report this: {record.error}"
+            ours_to_mend = not isinstance(failure, NotCompiledByAllRanks)
+            please = ", please report this" if ours_to_mend else ""
+            told = f"fusion: a graph went to Inductor as it was{please}: {record.error}"
             reporting.warn_once(f"graph {record.error}", told)
         return compiled
 

@@ -96,6 +96,11 @@ def unsuitable(gm: fx.GraphModule) -> str:
         return "Dynamo divides the graph for DistributedDataParallel"
     if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
         return "it holds tensors of its own"
+    return communication(gm)
+
+
+def communication(gm: fx.GraphModule) -> str:
+    """Why a graph may wait for other processes; "" if it does not."""
     bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
     for n in (n for body in bodies for n in body.graph.nodes):
         if any(map(is_traceable_wrapper_subclass, pytree.tree_leaves(n.meta.get("example_value")))):

@@ -22,9 +22,13 @@ class Ranks:
         self.me = f"rank {rank}"
 
     def claim(self, key: str) -> bool:
-        """Does this rank answer for the class? True for the first rank that asks."""
+        """Does this rank answer for the class? True for the first rank that asks, until there is an
+        answer.
+        """
         if self.store is None:
             return True
+        if self.store.check([f"fusion/answer/{key}"]):
+            return False
         return self.first(f"fusion/claim/{key}", self.me) == self.me
 
     def publish(self, key: str, answer: str) -> str:

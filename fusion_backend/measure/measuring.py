@@ -152,11 +152,10 @@ class Choice:
         """Race all sites together. If they are faster, also race those without kernels alone:
         Inductor computes them together with their neighbours, while a kernel stands apart. If they
         are not faster, race each alone, and then those that are faster together, unless all are of
-        one pattern and take more than twice as long. If those with a
-        matrix product lose alone, too, the others are not raced: the judge asks for them again
-        without the product. For a single site, race the other half (the backward alone, or both). A
-        faster choice also races against the smaller sites that it covers. What follows the first
-        race has less time.
+        one pattern and take more than twice as long. If those with a matrix product lose alone,
+        too, the others are not raced: the judge asks for them again without the product. For a
+        single site, race the other half (the backward alone, or both). A faster choice also races
+        against the smaller sites that it covers. What follows the first race has less time.
         """
         sites, gate = self.c.sites, self.c.members[0][0]
         if self.faster(sites):

@@ -30,7 +30,8 @@ class Op(Definition):
     backward, which computes the result again, is faster too), or None (library calls).
 
     `group` names the argument that is the name of a process group, if the kernel waits for the
-    other ranks of it: then a graph with the kernel runs only where all of them have compiled it.
+    other ranks of it: then torch.compile runs a graph with the kernel only where all of them have
+    compiled it.
 
     Raises PatternError, naming file and line, where the annotations are not understood or the name
     is taken.

@@ -58,8 +58,8 @@ def reject_size(x: Tensor) -> Reject | None:
 
 ALWAYS = "fusion.gate=always takes it"
 # Is the kernel used without being asked for, where it was timed? It was faster in CUDA graphs. By
-# the host, small sums took as long as NCCL's, and a step of a model over two ranks once took 37 %
-# longer (docs/distributed.md). NCCL, too, was timed without NVLS.
+# the host, small sums took as long as NCCL's, and a step of a model over two ranks once took 1.36
+# times as long (docs/distributed.md). NCCL, too, was timed without NVLS.
 BY_DEFAULT = False
 
 
