@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from fusion_backend.patterns.all_reduce_norm import all_reduce_norm
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_backend import Op
 from fusion_backend.frontends import together
@@ -139,6 +141,16 @@ def test_a_rank_waits_after_it_has_compiled(two_ranks):
     with pytest.raises(NotCompiledByAllRanks, match="rank 1 has not compiled"):
         with together.together(*sums("0")):
             pass
+
+
+def test_a_refusal_leaves_no_trace_of_the_compilation(two_ranks):
+    """Plain Inductor compiles the graph next."""
+    context = TracingContext(FakeTensorMode())
+    modules = context.module_context.nn_modules
+    with tracing(context), pytest.raises(NotCompiledByAllRanks):
+        with together.together(*sums("0")):
+            modules["norm"] = torch.nn.Identity()
+    assert not modules
 
 
 @pytest.mark.parametrize("promised", [False, True])

@@ -12,7 +12,7 @@ from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.capture.cut_graphs import Parts
 from fusion_backend.compat.compile_time import hastened
-from fusion_backend.compat.inductor import inductor_of_ours, undone_on_failure
+from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
     graph_break,
@@ -80,7 +80,7 @@ class FusionBackend:
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
                     return Pair(fused, inductor(mode, options))
 
-                with undone_on_failure(), together(new, record):
+                with together(new, record):
                     if not ours.verify:
                         return compilers(theirs).ours(new, example_inputs)
                     return compile_both(gm, new, example_inputs, record, compilers, theirs)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import fx
 
 from fusion_backend.compat.distributed import default_store
+from fusion_backend.compat.inductor import undone_on_failure
 from fusion_backend.compat.symmetric_memory import process_group
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.frontends.verify import communication
@@ -55,12 +56,14 @@ def together(gm: fx.GraphModule, record: GraphRecord) -> Iterator[None]:
     """
     store, rank = default_store()
     found = waiting(gm, record) if store is not None else None
-    yield
     if found is None:
+        yield
         return
-    told = answer(store, rank, found)
-    if told != ALL:
-        raise NotCompiledByAllRanks(told)
+    with undone_on_failure():  # plain Inductor compiles the graph after a refusal
+        yield
+        told = answer(store, rank, found)
+        if told != ALL:
+            raise NotCompiledByAllRanks(told)
     PROMISED[found.name] = store
 
 
