@@ -9,6 +9,7 @@ with that of the first that runs: a fast wrong kernel is none.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from benchmarks.configurations.attention import checked
 from benchmarks.configurations.running import Call
 from fusion_backend.compat.torch import int8_product
+from fusion_backend.kernels.gemm import gemv
 from fusion_backend.kernels.gemm.decode import decode, sizes
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
@@ -27,7 +29,9 @@ from fusion_backend.kernels.gemm.tiles import Tile, candidates, seconds
 # m, k, n: of GPT-2 and BERT and ViT, of the models of the table, of Llama
 LINEAR = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
 GATED = [(16384, 512, 2048), *LINEAR]
-FEW = [(16, 4096, 14336), (1, 4096, 14336), (16, 4096, 4096), (1, 768, 3072)]
+FEW = [(m, 4096, 14336) for m in (1, 2, 4, 16, 64)]
+FEW += [(m, *size) for size in ((4096, 4096), (768, 3072)) for m in (1, 16)]
+FEW_BY_INPUTS = [(16, 768, 3072), (16, 4096, 4096), (16, 4096, 14336)]
 # beside those that the launcher chooses from
 MORE = {
     1: [
@@ -149,32 +153,58 @@ def int8(device) -> Iterator[Call]:
         yield Call(work, "product alone", functools.partial(int8_product, q, w.t()))
 
 
-def few_rows(device) -> Iterator[Call]:
-    for m, k, n in sized(FEW):
+def few_rows(device, sized_as: list = FEW, by_inputs: bool = False) -> Iterator[Call]:
+    for m, k, n in sized(sized_as):
         x, (w, w2), (b, b2) = operands(m, k, n, device, 2)
-        for act, second in (("gelu", None), ("silu", w2)):
-            weights = 1 if second is None else 2
+        if by_inputs:
+            w, w2 = w.contiguous(), w2.contiguous()
+        for act, more in (("gelu", (None, None)), ("silu", (w2, b2))):
+            weights = 1 if more[0] is None else 2
             own = sizes(m, k, n, weights, 2, 132)
-            kind = "linear" if second is None else "gated"
+            kind = ("linear" if weights == 1 else "gated") + (" by inputs" if by_inputs else "")
             work, want = f"few rows {kind} m={m} k={k} n={n}", {}
-            for constants in others(own, k):
+            for constants in others(own, k, by_inputs):
                 text = " ".join(f"{key}={value}" for key, value in constants.items())
 
-                def call(constants=constants, act=act, second=second, x=x, w=w, b=b, b2=b2):
-                    return decode(x, w, b, act, second, None if second is None else b2, constants)
+                def call(constants=constants, act=act, more=more, x=x, w=w, b=b):
+                    return decode(x, w, b, act, *more, constants)
+
+                yield Call(work, text, same(call, text, want))
+            for constants in [] if by_inputs else vectors(m, k, weights):
+                text = "gemv " + " ".join(f"{key}={value}" for key, value in constants.items())
+
+                def call(constants=constants, act=act, more=more, x=x, w=w, b=b):
+                    return gemv.gemv(x, w, b, act, *more, constants)
 
                 yield Call(work, text, same(call, text, want))
             yield Call(work, "product alone", functools.partial(F.linear, x, w.t(), b))
 
 
-def others(own: dict[str, int], k: int) -> Iterator[dict[str, int]]:
-    """The launcher's own choice, and others: columns, stages, warps, and shares."""
+def few_rows_by_inputs(device) -> Iterator[Call]:
+    """Weights as of GPT-2, a row of memory for each input."""
+    yield from few_rows(device, FEW_BY_INPUTS, True)
+
+
+def others(own: dict[str, int], k: int, by_inputs: bool) -> Iterator[dict[str, int]]:
+    """The launcher's own choice, and others: columns, depth, stages, warps, and shares."""
     yield own
-    for change in (dict(BN=own["BN"] * 2), dict(BN=own["BN"] // 2), dict(num_stages=6)):
-        if change.get("BN", 16) >= 16:
-            yield own | change
-    if own["SHARES"] == 1:
-        yield own | dict(BK=own["BK"] * 2, SHARE=-(-k // (2 * own["BK"])) * 2 * own["BK"])
-    if own["SHARES"] == 1 and k >= 1024:
-        half = -(-k // (2 * own["BK"])) * own["BK"]
-        yield own | dict(SHARE=half, SHARES=-(-k // half))
+    columns = (32, 64, 128) if by_inputs else (16, 32, 64)
+    for bn, bk, stages, warps in itertools.product(
+        columns, (32, 64, 128) if by_inputs else (128, 256, 512), (2, 4), (2, 4, 8)
+    ):
+        if 2 * bn * bk * 2 * stages <= 200 << 10 and bn * bk // warps <= 8192:
+            for shares in (1, 4, 8) if by_inputs and stages == 4 else (1,):
+                share = -(-k // (bk * shares)) * bk
+                yield own | dict(
+                    BN=bn, BK=bk, SHARE=share, SHARES=-(-k // share),
+                    num_warps=warps, num_stages=stages,
+                )  # fmt: skip
+
+
+def vectors(m: int, k: int, weights: int) -> Iterator[dict[str, int]]:
+    """Of the kernel without tensor cores."""
+    if m > gemv.ROWS:
+        return
+    for bn, bk, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
+        if 4 <= m * weights * bn * bk // (32 * warps) <= 128 and bk < 2 * k:
+            yield dict(BN=bn, BK=bk, num_warps=warps, num_stages=1)

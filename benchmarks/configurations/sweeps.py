@@ -8,7 +8,13 @@ from benchmarks.configurations.elementwise import elementwise, integers
 from benchmarks.configurations.modulated import modulated_norms
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
-from benchmarks.configurations.products import gates, hidden_gradients, int8, linears
+from benchmarks.configurations.products import (
+    few_rows_by_inputs,
+    gates,
+    hidden_gradients,
+    int8,
+    linears,
+)
 from benchmarks.configurations.rotary import norm_rotaries
 from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
 
@@ -22,6 +28,7 @@ SWEEPS = {
     "linear_act": linears,
     "hidden_gradient": hidden_gradients,
     "decode": few_rows_of_products,
+    "decode_by_inputs": few_rows_by_inputs,
     "dequantize_linear": int8,
     "softmax": softmaxes,
     "quantize_per_token": quantisations,
