@@ -18,7 +18,7 @@ from fusion_backend import Pattern
 from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate, activation_gradient
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.decode import decode, is_few
+from fusion_backend.kernels.gemm.decode import FEW, FEWER, decode, is_few
 from fusion_backend.kernels.gemm.gradients import linear_gradients
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
@@ -62,10 +62,12 @@ def _(x, w, b, act, training):
 @linear_act.kernel(saves=("pre",))
 def _(x, w, b, act, save):
     save = save and act not in BY_RESULT
-    if not save and library_takes(x, w, b, act):
-        return library_linear(x, w, b, act), x.new_empty(0)
-    if not save and is_few(math.prod(x.shape[:-1])):
-        return decode(x, w, b, act), x.new_empty(0)
+    if not save:
+        library = library_takes(x, w, b, act)
+        if is_few(math.prod(x.shape[:-1]), FEWER if library else FEW):
+            return decode(x, w, b, act), x.new_empty(0)
+        if library:
+            return library_linear(x, w, b, act), x.new_empty(0)
     out, pre, _ = linear(x, w, b, act, save=(save, False))
     return out, pre
 

@@ -161,26 +161,36 @@ def test_small_results_keep_their_digits(act):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("m", [1, 5, 33, 64])
-@pytest.mark.parametrize("k, n", [(40, 72), (1048, 24)])
-def test_few_rows(m, k, n, dtype):
-    """The second shape has few columns, whose sums are shared by programs."""
-    assert (sizes(m, k, n, 1, 2, 132)["SHARES"] > 1) == (k > 1000)
+@pytest.mark.parametrize("m", [0, 1, 5, 33, 64])
+@pytest.mark.parametrize("k, n, processors", [(40, 72, 132), (1048, 24, 132), (136, 200, 1)])
+def test_few_rows(m, k, n, processors, dtype):
+    """The third shape has many columns for each multiprocessor."""
     x, b = randn(m, k, dtype=dtype), randn(n, dtype=dtype)
-    for mine, its in ((True, False), (False, True)):
+    for mine, its in ((True, True), (True, False), (False, True), (False, False)):
         w, w2 = weight(k, n, dtype, mine), weight(k, n, dtype, its)
         want = activate(product(x, w, b), "silu")
-        assert_close(decode(x, w, b, "silu"), want, dtype)
+        size = m, k, n
+        for weights, laid in ((1, mine), (2, mine and its)):
+            constants = sizes(*size, weights, dtype.itemsize, processors, laid)
+            more, second = ((), 1) if weights == 1 else ((w2, b), product(x, w2, b))
+            y = decode(x, w, b, "silu", *more, constants=constants)
+            assert_close(y, want * second, dtype)
         assert_close(decode(x, w, b, "silu", w2, b), want * product(x, w2, b), dtype)
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 64])
+@pytest.mark.parametrize("m", [0, 1, 16, 17, 64])
 @pytest.mark.parametrize("k, n", [(4096, 14336), (4096, 4096), (768, 3072), (16, 8), (14336, 4096)])
-def test_the_shares_of_few_rows_cover_the_weights(m, k, n):
-    for weights in (1, 2):
-        c = sizes(m, k, n, weights, 2, 132)
-        assert c["BM"] >= m and c["SHARE"] % c["BK"] == 0
-        assert (c["SHARES"] - 1) * c["SHARE"] < k <= c["SHARES"] * c["SHARE"]
+def test_the_sizes_of_few_rows(m, k, n):
+    """All rows are covered, and the stages fit into the memory of a multiprocessor."""
+    for weights, itemsize, laid in itertools.product((1, 2), (2, 4), (True, False)):
+        c = sizes(m, k, n, weights, itemsize, 132, laid)
+        assert ("BM" in c) == (not laid or m > 1)
+        if "BM" in c:
+            assert c["BM"] >= m
+            tiles = c["BK"] * (c["BM"] + weights * c["BN"]) * itemsize
+            assert tiles * c["num_stages"] <= 227 << 10
+        else:  # a row of registers for each thread
+            assert weights * c["BK"] * c["BN"] // (32 * c["num_warps"]) <= 64
 
 
 # The gradient of a hidden layer.

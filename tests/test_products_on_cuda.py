@@ -96,6 +96,25 @@ with mode, mock.patch.object(room, "library_takes", lambda x, w, b, act: act in 
         (out,) = [n for n in traced.graph.nodes if n.op == "output"]
         assert out.args[0].meta["val"].shape == (2, 64, 128)
 """,
+    "few rows are read with the weights, and the library has the most of the few": """
+from unittest import mock
+import fusion_backend.patterns.linear_act as room
+patterns()
+mode, called = FakeTensorMode(), []
+def by(name):
+    return mock.patch.object(room, name, lambda x, *_: called.append(name) or x)
+def takes(library):
+    return mock.patch.object(room, "library_takes", lambda *_: library)
+ours, library = "decode", "library_linear"
+for rows, can, want in (
+    (1, True, ours), (16, True, ours), (17, True, library), (64, True, library),
+    (65, True, library), (1, False, ours), (17, False, ours), (64, False, ours),
+):
+    with mode, by(ours), by(library), takes(can):
+        x, w, b = (torch.empty(s, dtype=torch.bfloat16) for s in ((rows, 64), (64, 128), (128,)))
+        room.linear_act.kernel_fn(x, w, b, "relu", False)
+    assert called.pop() == want and not called, (rows, can)
+""",
     "int8 products are scaled back where they are made, and rounded to what follows": """
 def scaled(q, s, w, ws, b):
     return (torch._int_mm(q, w.t()).float() * s * ws + b).to(torch.bfloat16)

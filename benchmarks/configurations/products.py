@@ -19,7 +19,6 @@ from torch import Tensor
 from benchmarks.configurations.attention import checked
 from benchmarks.configurations.running import Call
 from fusion_backend.compat.torch import int8_product
-from fusion_backend.kernels.gemm import gemv
 from fusion_backend.kernels.gemm.decode import decode, sizes
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
@@ -153,28 +152,21 @@ def int8(device) -> Iterator[Call]:
         yield Call(work, "product alone", functools.partial(int8_product, q, w.t()))
 
 
-def few_rows(device, sized_as: list = FEW, by_inputs: bool = False) -> Iterator[Call]:
-    for m, k, n in sized(sized_as):
+def few_rows(device, sizes_asked: list = FEW, by_inputs: bool = False) -> Iterator[Call]:
+    for m, k, n in sized(sizes_asked):
         x, (w, w2), (b, b2) = operands(m, k, n, device, 2)
         if by_inputs:
             w, w2 = w.contiguous(), w2.contiguous()
         for act, more in (("gelu", (None, None)), ("silu", (w2, b2))):
             weights = 1 if more[0] is None else 2
-            own = sizes(m, k, n, weights, 2, 132)
+            own = sizes(m, k, n, weights, 2, 132, not by_inputs)
             kind = ("linear" if weights == 1 else "gated") + (" by inputs" if by_inputs else "")
             work, want = f"few rows {kind} m={m} k={k} n={n}", {}
-            for constants in others(own, k, by_inputs):
+            for constants in (own, *blocks(m, by_inputs), *vectors(m, k, weights, by_inputs)):
                 text = " ".join(f"{key}={value}" for key, value in constants.items())
 
                 def call(constants=constants, act=act, more=more, x=x, w=w, b=b):
                     return decode(x, w, b, act, *more, constants)
-
-                yield Call(work, text, same(call, text, want))
-            for constants in [] if by_inputs else vectors(m, k, weights):
-                text = "gemv " + " ".join(f"{key}={value}" for key, value in constants.items())
-
-                def call(constants=constants, act=act, more=more, x=x, w=w, b=b):
-                    return gemv.gemv(x, w, b, act, *more, constants)
 
                 yield Call(work, text, same(call, text, want))
             yield Call(work, "product alone", functools.partial(F.linear, x, w.t(), b))
@@ -185,26 +177,20 @@ def few_rows_by_inputs(device) -> Iterator[Call]:
     yield from few_rows(device, FEW_BY_INPUTS, True)
 
 
-def others(own: dict[str, int], k: int, by_inputs: bool) -> Iterator[dict[str, int]]:
-    """The launcher's own choice, and others: columns, depth, stages, warps, and shares."""
-    yield own
+def blocks(m: int, by_inputs: bool) -> Iterator[dict[str, int]]:
+    """Columns, depth, stages and warps of the kernel with tensor cores."""
     columns = (32, 64, 128) if by_inputs else (16, 32, 64)
-    for bn, bk, stages, warps in itertools.product(
-        columns, (32, 64, 128) if by_inputs else (128, 256, 512), (2, 4), (2, 4, 8)
-    ):
+    depths = (32, 64, 128) if by_inputs else (128, 256, 512)
+    rows = next(r for r in (16, 32, 64) if m <= r)
+    for bn, bk, stages, warps in itertools.product(columns, depths, (2, 4), (2, 4, 8)):
         if 2 * bn * bk * 2 * stages <= 200 << 10 and bn * bk // warps <= 8192:
-            for shares in (1, 4, 8) if by_inputs and stages == 4 else (1,):
-                share = -(-k // (bk * shares)) * bk
-                yield own | dict(
-                    BN=bn, BK=bk, SHARE=share, SHARES=-(-k // share),
-                    num_warps=warps, num_stages=stages,
-                )  # fmt: skip
+            yield dict(BM=rows, BN=bn, BK=bk, num_warps=warps, num_stages=stages)
 
 
-def vectors(m: int, k: int, weights: int) -> Iterator[dict[str, int]]:
-    """Of the kernel without tensor cores."""
-    if m > gemv.ROWS:
+def vectors(m: int, k: int, weights: int, by_inputs: bool) -> Iterator[dict[str, int]]:
+    """Of the kernel without, for one row."""
+    if m > 1 or by_inputs:
         return
     for bn, bk, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
-        if 4 <= m * weights * bn * bk // (32 * warps) <= 128 and bk < 2 * k:
-            yield dict(BN=bn, BK=bk, num_warps=warps, num_stages=1)
+        if 4 <= weights * bn * bk // (32 * warps) <= 128 and bk < 2 * k:
+            yield dict(BN=bn, BK=bk, num_warps=warps)

@@ -66,7 +66,7 @@ def quoted(page: Path, kind: str) -> dict[str, list[str]]:
 
 
 def quoted_names(page: Path, kind: str) -> list[str]:
-    return [name for names in quoted(page, kind).values() for name in names]
+    return list(dict.fromkeys(name for names in quoted(page, kind).values() for name in names))
 
 
 def written(text: str, root: Path = ROOT) -> str:

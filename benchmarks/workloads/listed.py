@@ -171,6 +171,12 @@ WORK = [
         Work("gated_linear", dict(m=m, k=k, n=n), BF16, linear=True)
         for m, k, n in (LAYERS[0], LAYERS[2], (1, 4096, 14336))
     ),
+    Work("gated_linear", dict(m=64, k=4096, n=14336, silu=1), BF16, linear=True),
+    *(
+        Work("linear_act", dict(m=m, k=k, n=n, tanh=1), BF16, linear=True)
+        for k, n in ((768, 3072), (4096, 14336))
+        for m in (1, 16)
+    ),
     Work("gated_linear", dict(m=16384, k=1024, n=4096, silu=1), BF16, train=True, linear=True),
     *(
         Work("mlp", dict(m=m, k=k, n=n, o=k), BF16, train=True, linear=True)
