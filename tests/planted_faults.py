@@ -598,15 +598,9 @@ MUTATIONS = {
         "test_the_ratio_of_a_sum_is_that_of_the_kernel_that_is_taken",
     ),
     "legality: an argument may come too late": Mutation(
-        "fusion_backend/match/match.py",
-        "        if last is None or last < first:\n",
-        "        if True:\n",
-        "tests/test_overlaps.py",
-    ),
-    "legality: a result is read before the op": Mutation(
         "fusion_backend/decide/legality.py",
-        "if of[n] in results and order[u] < order[place]:",
-        "if False:",
+        "if self.order[a] > first_root:",
+        "if self.order[a] < 0:",
         "tests/test_overlaps.py",
     ),
     "claims: the line of what a larger site reads is left out": Mutation(

@@ -38,7 +38,7 @@ COPIED = Unmeasured("its result would be copied, for the strides that the graph 
 
 @dataclasses.dataclass
 class Call:
-    """`target(*args, **kwargs)`, to be written at the place of a site (`Match.place`).
+    """`target(*args, **kwargs)`, to be written in front of the first root of a site.
 
     args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results;
     the first `outputs` of them stand for the roots. `copied`: the places of the results that are

@@ -132,32 +132,18 @@ class Legality:
             for m in self.canon.of[n].nodes:
                 if m not in inside and m.users and not inside.issuperset(m.users):
                     return f"{result(n)} inside it is used elsewhere too, at {location(m)}"
-        return self.not_placed(match) or (
-            self.changed(match, arguments) if self.facts.writers else ""
-        )
-
-    def not_placed(self, match: Match) -> str:
-        """Is there no place behind all arguments and before whatever reads a result?"""
-        order, of = self.order, self.canon.of
-        inside, results = {*match.interior, *match.roots}, {of[r] for r in match.roots}
-        first, place = min(match.roots), match.place(match.nodes_read)
-        last = max(match.nodes_read, default=first)
-        late = (
-            f"its argument, {result(last)} at {location(last)}, is computed after its first result"
-        )
-        if place is None:
-            return late
-        for n in inside:
-            for u in n.users.keys() - inside:
-                at = f"read at {location(u)}"
-                if of[n] in results and order[u] < order[first]:
-                    return f"{result(n)} inside it is {at}, before {result(first)} is computed"
-                if of[n] in results and order[u] < order[place]:
-                    return f"{late}; {result(n)} is {at}, before the rest of it"
-                # computed from a result, and stays in the graph
-                if of[n] not in results and order[first] < order[n] < order[place]:
-                    return f"{late}; {result(n)} inside it is {at} too"
-        return ""
+        first = min(match.roots)
+        first_root = self.order[first]
+        for a in arguments:
+            if self.order[a] > first_root:
+                told = f"its argument, {result(a)} at {location(a)}"
+                return f"{told}, is computed after its first result"
+        for n in (n for n in match.interior if self.canon.of[n] in results):
+            for u in n.users:
+                if u not in inside and self.order[u] < first_root:
+                    told = f"{result(n)} inside it is read at {location(u)}"
+                    return f"{told}, before {result(first)} is computed"
+        return self.changed(match, arguments) if self.facts.writers else ""
 
     def readers(self, n: fx.Node, inside: set[fx.Node], results: set) -> list[tuple]:
         """What reads a value outside, itself or through views and casts that stay for it: pairs of

@@ -31,11 +31,6 @@ class Viewed:
     node: fx.Node
     steps: tuple[tuple[str, tuple], ...]
 
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The node, and those of the numbers by which it is multiplied or divided."""
-        return [self.node, *(a for _, rest in self.steps for a in rest if isinstance(a, fx.Node))]
-
     @functools.cached_property
     def value(self) -> torch.Tensor:
         """The fake value."""

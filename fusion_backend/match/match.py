@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -34,16 +33,6 @@ class Match:
     def nodes_read(self) -> list[fx.Node]:
         """The nodes that the arguments are, or are views of."""
         return [v.node if isinstance(v, Viewed) else v for v in self.tensors.values()]
-
-    def place(self, arguments: Iterable[fx.Node]) -> fx.Node | None:
-        """The node before which a call in place of the match is inserted: the first root, or, where
-        an argument is computed later, the first node of the match behind all arguments. None if
-        there is none.
-        """
-        first, last = min(self.roots), max(arguments, default=None)
-        if last is None or last < first:
-            return first
-        return next((n for n in sorted({*self.interior, *self.roots}) if n > last), None)
 
     def bytes_inside(self, canon: Canon) -> int | None:
         """The bytes that eager writes and reads again for values inside the match; None if a size

@@ -85,11 +85,11 @@ class Cut:
             if copied not in results:  # nobody reads it
                 continue
             result = results[copied]
-            take_over(copied, result)
+            copied.replace_all_uses_with(result)
             for n in d.match.interior:  # permuted and permuted back: the same value again
                 if of[n] is of[root] and n in inside:
                     replaced[now[n]] = result
-                    take_over(now[n], result)
+                    now[n].replace_all_uses_with(result)
 
     def text(self) -> str:
         """The region as text that is the same for all equal layers and in every process. A symbolic
@@ -188,13 +188,6 @@ def last(n: fx.Node, replaced: dict) -> fx.Node:
     while n in replaced:
         n = replaced[n]
     return n
-
-
-def take_over(n: fx.Node, result: fx.Node) -> None:
-    """Let `result` be read in place of n. What stands in front of it, and was to compute another
-    result of the site, is dead.
-    """
-    n.replace_all_uses_with(result, delete_user_cb=lambda user: user > result)
 
 
 def moved(d: Decision, now: dict) -> Decision:

@@ -62,7 +62,7 @@ def rewrite(
 
 
 def put(graph: fx.Graph, d: Decision, now) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Insert the call of a decision at its place (`Match.place`). Returns the new nodes and root ->
+    """Insert the call of a decision before its first root. Returns the new nodes and root ->
     result, without the roots that nobody reads.
 
     `now` maps an argument that was the result of an earlier site to the node that has it now.
@@ -80,11 +80,7 @@ class Insertion:
 
     def write(self) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
         call, roots = self.call, self.match.roots
-        read = [n for a in call.args for n in (a.nodes if isinstance(a, Viewed) else [a])]
-        place = self.match.place(self.now(n) for n in read if isinstance(n, fx.Node))
-        if place is None:
-            raise RuntimeError(f"no place in the graph for {self.match.pattern.name}")
-        with self.graph.inserting_before(place):
+        with self.graph.inserting_before(self.first):
             args = tuple(map(self.argument, call.args))
             several = len(call.values) > 1
             value = call.values if several else call.values[0]
@@ -183,19 +179,19 @@ class Writer:
     def apply(self, d: Decision) -> None:
         """Insert the op into the view and remove the nodes that it replaces."""
         owner = self.view.owner
+        first_owner = owner[min(d.match.roots)]
         arguments = [a for a in d.match.tensors.values() if isinstance(a, fx.Node)]
         for n in (*d.match.roots, *d.match.interior, *arguments):
             self.touched |= {owner[m] for m in self.chain_of.get(n, ())}
         read = [a for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
         self.drop([a for a in d.match.tensors.values() if a not in read])
         new, replaced = put(self.view.graph, d, self.now)
-        own = owner[new[-1].next]  # the node in front of which they are
         # an elementwise operator, and now a call that computes the same
         if self.again.issuperset(d.match.roots):
             self.again |= set(new)
-        owner |= dict.fromkeys(new, own)
+        owner |= dict.fromkeys(new, first_owner)
         self.replaced |= replaced
-        self.touched.add(own)
+        self.touched.add(first_owner)
         inside = {*d.match.roots, *d.match.interior}
         for root, result in replaced.items():
             root.replace_all_uses_with(result)
