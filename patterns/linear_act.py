@@ -4,7 +4,8 @@ quick), silu, sigmoid and tanh.
 x is `[..., k]`, W `[k, n]` with dense rows or columns (nn.Linear holds its transpose), b `[n]` may
 be missing. bf16, fp16, or fp32 with TF32; sums in fp32, rounded once. Rows begin at multiples of 16
 bytes. relu and the tanh form of gelu are an epilogue of the library's product, too, which is taken
-where b is given. The gradient reads the result, or the sum before the activation, which is kept.
+where b is given and x has more than 16 rows. The gradient reads the result, or the sum before the
+activation, which is kept.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ edge, few rows, and the gradient of a hidden layer.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,17 @@ def test_few_rows(m, k, n, processors, dtype):
         assert_close(decode(x, w, b, "silu", w2, b), want * product(x, w2, b), dtype)
 
 
+@runs_kernels
+def test_few_rows_that_are_far_apart():
+    """As of the last token of each text: the fifth row begins behind 2³¹ elements."""
+    apart = 2**29 + 8
+    memory = np.empty(4 * apart + 16, dtype=np.int16)  # of which hardly any page is ever touched
+    x = torch.from_numpy(memory).view(torch.bfloat16).as_strided((5, 16), (apart, 1))
+    x.copy_(randn(5, 16, dtype=torch.bfloat16))
+    w = weight(16, 24, torch.bfloat16)
+    assert_close(decode(x, w, None, "relu"), activate(product(x, w), "relu"), torch.bfloat16)
+
+
 @pytest.mark.parametrize("m", [0, 1, 16, 17, 64])
 @pytest.mark.parametrize("k, n", [(4096, 14336), (4096, 4096), (768, 3072), (16, 8), (14336, 4096)])
 def test_the_sizes_of_few_rows(m, k, n):
@@ -189,7 +201,7 @@ def test_the_sizes_of_few_rows(m, k, n):
             assert c["BM"] >= m
             tiles = c["BK"] * (c["BM"] + weights * c["BN"]) * itemsize
             assert tiles * c["num_stages"] <= 227 << 10
-        else:  # a row of registers for each thread
+        else:  # as many fp32 sums as a thread has registers for
             assert weights * c["BK"] * c["BN"] // (32 * c["num_warps"]) <= 64
 
 

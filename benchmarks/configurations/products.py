@@ -162,7 +162,8 @@ def few_rows(device, sizes_asked: list = FEW, by_inputs: bool = False) -> Iterat
             own = sizes(m, k, n, weights, 2, 132, not by_inputs)
             kind = ("linear" if weights == 1 else "gated") + (" by inputs" if by_inputs else "")
             work, want = f"few rows {kind} m={m} k={k} n={n}", {}
-            for constants in (own, *blocks(m, by_inputs), *vectors(m, k, weights, by_inputs)):
+            others = [*blocks(m, by_inputs), *vectors(m, k, weights, by_inputs)]
+            for constants in (own, *(c for c in others if c != own)):
                 text = " ".join(f"{key}={value}" for key, value in constants.items())
 
                 def call(constants=constants, act=act, more=more, x=x, w=w, b=b):
@@ -188,7 +189,7 @@ def blocks(m: int, by_inputs: bool) -> Iterator[dict[str, int]]:
 
 
 def vectors(m: int, k: int, weights: int, by_inputs: bool) -> Iterator[dict[str, int]]:
-    """Of the kernel without, for one row."""
+    """Columns, depth and warps of the kernel without tensor cores, which has one row."""
     if m > 1 or by_inputs:
         return
     for bn, bk, warps in itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):

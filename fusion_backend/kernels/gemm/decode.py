@@ -2,9 +2,9 @@
 (x W2 + b2).
 
 Such a step waits for the weights, which are read once. A program has BN columns of the result and
-reads their weights from the first to the last. A second kernel, to add shares of them up, took more
-time than it saved at every size that was timed, also where there were fewer programs than
-multiprocessors. One row is multiplied without tensor cores. Sums in fp32, rounded once.
+reads all of their weights. Split-K was slower at every size that was timed, even where there were
+fewer programs than multiprocessors. One row is multiplied without tensor cores. Sums are in fp32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusion_backend.kernels.gemm.main_loop import multiply
 from fusion_backend.kernels.gemm.operands import by_output, distance_of, precision
 
 FEW = 64  # rows up to which a step only streams the weights
-FEWER = 16  # rows up to which this is faster than the library's product with an epilogue
+FEWER = 16  # rows up to which this is faster than the library's product, even without an epilogue
 
 
 def is_few(rows, most: int = FEW) -> bool:
@@ -34,7 +34,7 @@ def is_few(rows, most: int = FEW) -> bool:
 def sizes(
     m, k: int, n: int, weights: int, itemsize: int, processors: int, laid_by_output: bool
 ) -> dict[str, int]:
-    """The constants of the kernel: its blocks, warps and stages. Without BM: of `vector_kernel`."""
+    """The blocks, warps and stages of `decode_kernel`, or, without BM, those of `vector_kernel`."""
     if laid_by_output and statically_known_true(m <= 1):
         bk = min(triton.next_power_of_2(k), 8192 // itemsize)
         bn = max(1, 4096 // itemsize // bk)
@@ -95,7 +95,7 @@ def decode_kernel(
     for start in tl.range(0, K, BK):
         step = start + tl.arange(0, BK)
         keep = (row[:, None] < m) & (step[None, :] < K)
-        x = tl.load(X + row[:, None] * X_ROW + step[None, :], keep, 0.0)
+        x = tl.load(X + row.to(tl.int64)[:, None] * X_ROW + step[None, :], keep, 0.0)
         part = few_columns(W, step, column, N, K, W_STRIDE, BY_OUTPUT)
         y = multiply(x, part, y, PRECISION, INTERPRETED)
         if W2 is not None:
