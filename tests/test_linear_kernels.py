@@ -3,6 +3,9 @@ edge, few rows, and the gradient of a hidden layer.
 """
 
 import itertools
+import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empties")
 ACTS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid tanh".split()
 BETWEEN = "relu relu_squared gelu gelu_tanh quick_gelu silu".split()  # of hidden layers
 HALF = [torch.bfloat16, torch.float16]
+SWEEP = Path(__file__).parent.parent / "benchmarks" / "results" / "h100-sweep-decode.json"
 SMALL, IN_HALVES = Tile(64, 32, 32, 4, 2, 1, 1), Tile(64, 64, 16, 4, 2, 1, 2, group=2)
 
 
@@ -203,6 +207,25 @@ def test_the_sizes_of_few_rows(m, k, n):
             assert tiles * c["num_stages"] <= 227 << 10
         else:  # as many fp32 sums as a thread has registers for
             assert weights * c["BK"] * c["BN"] // (32 * c["num_warps"]) <= 64
+
+
+def test_the_sizes_of_few_rows_are_within_5_percent_of_the_fastest_that_was_timed():
+    """The file was written with split-K among the choices, and names the vector kernel gemv."""
+    times: dict[str, dict[str, float]] = {}
+    for row in json.loads(SWEEP.read_text())["rows"]:
+        times.setdefault(row["work"], {})[row["config"]] = row["ms"]
+    for work, timed in times.items():
+        m, k, n = (int(re.search(rf"\b{name}=(\d+)", work)[1]) for name in "mkn")
+        weights = 2 if "gated" in work else 1
+        c = sizes(m, k, n, weights, 2, 132, "by inputs" not in work)
+        words = " ".join(f"{name}={number}" for name, number in c.items())
+        if "BM" in c:
+            whole = -(-k // c["BK"]) * c["BK"]
+            words = words.replace(" num_warps", f" SHARE={whole} SHARES=1 num_warps")
+        else:
+            words = f"gemv {words} num_stages=1"
+        fastest = min(ms for config, ms in timed.items() if config != "product alone")
+        assert timed[words] <= 1.05 * fastest, (work, words)
 
 
 # The gradient of a hidden layer.

@@ -96,7 +96,7 @@ with mode, mock.patch.object(room, "library_takes", lambda x, w, b, act: act in 
         (out,) = [n for n in traced.graph.nodes if n.op == "output"]
         assert out.args[0].meta["val"].shape == (2, 64, 128)
 """,
-    "few rows are read with the weights, and the library has the most of the few": """
+    "up to 16 rows the kernel of few rows is taken, beyond them the library's epilogue": """
 from unittest import mock
 import fusion_backend.patterns.linear_act as room
 patterns()
