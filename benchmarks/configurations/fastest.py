@@ -14,7 +14,8 @@ from fusion_backend.kernels.norm.backward import MAX_HELD_BACKWARD
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "fusion_backend" / "kernels" / "common" / "tuned.py"
-SWEEPS = [ROOT / "benchmarks" / "results" / f for f in ("sweeps.json", "sweep-products.json")]
+FILES = ("sweeps.json", "sweep-products.json", "h100-sweep-specialised.json")
+SWEEPS = [ROOT / "benchmarks" / "results" / f for f in FILES]
 # layer_norm backward 16384x4096: rows of 4096
 WORK = re.compile(r"(?P<kernel>\w[\w ]*) (?P<rows>\d+)x(?P<n>\d+)")
 # linear gelu m=16384 k=1024 n=4096 (137.4 GFLOP): a product and its epilogue
@@ -64,15 +65,18 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
 
 def fastest_tiles(runs: list[Run]) -> dict[str, tuple[int, ...]]:
     """Product, its epilogue and the size of its weight -> tile, or () for the library. Of several
-    numbers of rows the largest counts.
+    numbers of rows the largest counts, and of several runs the last, whose GPU may be another.
     """
     best: dict[str, tuple[int, float, str]] = {}  # -> -rows, milliseconds, configuration
-    for row in (row for run in runs for row in run.rows):
-        work = PRODUCT.fullmatch(row["work"])
-        if work and row["config"] != "product alone":
-            key = "{what} {k}x{n}".format(**work.groupdict())
-            found = -int(work["m"]), row["ms"], row["config"]
-            best[key] = min(best.get(key, found), found)
+    for run in runs:
+        of_run: dict[str, tuple[int, float, str]] = {}
+        for row in run.rows:
+            work = PRODUCT.fullmatch(row["work"])
+            if work and row["config"] != "product alone":
+                key = "{what} {k}x{n}".format(**work.groupdict())
+                found = -int(work["m"]), row["ms"], row["config"]
+                of_run[key] = min(of_run.get(key, found), found)
+        best |= of_run
     return {
         key: ()
         if config == "library"

@@ -23,11 +23,13 @@ from fusion_backend.kernels.gemm.decode import decode, sizes
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.tiles import Tile, candidates, seconds
+from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, candidates, seconds, tile_for
 
 # m, k, n: of GPT-2 and BERT and ViT, of the models of the table, of Llama
 LINEAR = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
 GATED = [(16384, 512, 2048), *LINEAR]
+# of a batch of one text, and of four
+FEWER_ROWS = [(m, *size) for m in (512, 2048, 4096) for size in ((768, 3072), (1024, 4096))]
 FEW = [(m, 4096, 14336) for m in (1, 2, 4, 16, 64)]
 FEW += [(m, *size) for size in ((4096, 4096), (768, 3072)) for m in (1, 16)]
 FEW_BY_INPUTS = [(16, 768, 3072), (16, 4096, 4096), (16, 4096, 14336)]
@@ -116,6 +118,40 @@ def gates(device, acts=("sigmoid", "silu")) -> Iterator[Call]:
                 yield Call(work, words(tile), same(call, words(tile), want))
             both = torch.cat([w, w2], 1).t().contiguous().t()
             yield Call(work, "product alone", functools.partial(torch.mm, x, both))
+
+
+def specialised(device) -> Iterator[Call]:
+    """Warps of their own for the epilogue, beside what was fastest without them. Works of fewer
+    rows are named differently: the table has none.
+    """
+    for weights, sizes_asked in ((1, LINEAR), (2, GATED)):
+        for act in ("gelu", "gelu_tanh", "relu") if weights == 1 else ("sigmoid", "silu"):
+            for size in sized(sizes_asked):
+                yield from beside_the_fastest(device, "", weights, act, *size)
+    for m, k, n in sized(FEWER_ROWS):
+        yield from beside_the_fastest(device, "fewer rows ", 1, "gelu", m, k, n)
+        yield from beside_the_fastest(device, "fewer rows ", 2, "silu", m, k, n)
+
+
+def beside_the_fastest(
+    device, kind: str, weights: int, act: str, m: int, k: int, n: int
+) -> Iterator[Call]:
+    x, ws, bs = operands(m, k, n, device, weights)
+    more = {} if weights == 1 else dict(w2=ws[1], b2=bs[1])
+    what = f"{kind}{'linear' if weights == 1 else 'gated'} {act}"
+    work, want = f"{what} m={m} k={k} n={n} ({2e-9 * weights * m * n * k:.1f} GFLOP)", {}
+    if act in ACTIVATIONS and torch.cuda.is_available():
+        call = functools.partial(library_linear, x, ws[0], bs[0], act)
+        yield Call(work, "library", same(call, "library", want))
+    groups = (8,) if kind else (8, 16)
+    tried = [SPECIALISED[weights]._replace(group=group) for group in groups]
+    for tile in [tile_for(x, m, k, n, weights, act), *tried * torch.cuda.is_available()]:
+
+        def call(tile=tile):
+            return linear(x, ws[0], bs[0], act, tile=tile, **more)[0]
+
+        yield Call(work, words(tile), same(call, words(tile), want))
+    yield Call(work, "product alone", functools.partial(torch.mm, x, torch.cat(ws, 1)))
 
 
 def hidden_gradients(device) -> Iterator[Call]:

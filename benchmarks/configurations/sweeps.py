@@ -14,6 +14,7 @@ from benchmarks.configurations.products import (
     hidden_gradients,
     int8,
     linears,
+    specialised,
 )
 from benchmarks.configurations.rotary import norm_rotaries
 from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
@@ -26,6 +27,7 @@ SWEEPS = {
     "dropout_add_layer_norm": dropouts,
     "gates": gates,
     "linear_act": linears,
+    "specialised": specialised,
     "hidden_gradient": hidden_gradients,
     "decode": few_rows_of_products,
     "decode_by_inputs": few_rows_by_inputs,

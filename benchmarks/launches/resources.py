@@ -14,7 +14,8 @@ import triton
 
 from benchmarks.launches.launches import Found, Launch
 from benchmarks.records.runs import Run
-from fusion_backend.compat.triton import SM_90, ASTSource, JITFunction
+from fusion_backend.compat.gluon import source_class
+from fusion_backend.compat.triton import SM_90, JITFunction
 
 SHARED_LIMIT = 227 * 1024  # bytes a block on sm_90
 
@@ -29,7 +30,7 @@ class Usage(NamedTuple):
 def usage(launch: Launch) -> Usage:
     """Compile for sm_90, and read what the machine code needs."""
     names = [name for name, _ in launch.signature]
-    source = ASTSource(
+    source = source_class(launch.kernel)(
         launch.kernel,
         dict(launch.signature),
         constexprs={(names.index(name),): value for name, value in launch.constants},

@@ -3,6 +3,7 @@ fp64.
 """
 
 import copy
+import functools
 
 import fusion_backend.patterns  # noqa: F401 (the rules by name)
 import pytest
@@ -17,7 +18,8 @@ from fusion_backend.kernels.gemm.decode import decode
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.tiles import candidates
+from fusion_backend.kernels.gemm.specialised import ACTIVATIONS as SPECIALISED_ACTS
+from fusion_backend.kernels.gemm.tiles import SPECIALISED, candidates
 from fusion_backend.ops.operator import call
 from fusion_backend.ops.registry import FUSION_RULES
 from tests.gpu.test_on_gpu import ALWAYS, as_close_as_eager, fused, profiled, ran
@@ -77,6 +79,49 @@ def test_every_tile(weights):
                     torch.set_float32_matmul_precision("highest")
                 want = activate(product(x, w), "silu")
                 close(y, want if w2 is None else want * product(x, w2))
+
+
+# Its products are rounded before the epilogue, and the result again.
+TWICE = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
+
+
+def close_twice(got, want):
+    assert got.shape == want.shape and not got.isnan().any()
+    assert distance(got, want) <= TWICE[got.dtype], distance(got, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("act", SPECIALISED_ACTS)
+def test_warps_of_their_own_for_the_epilogue(act, by_output, dtype):
+    """Every epilogue, kept products, biases of one weight alone, ragged edges on all sides, fewer
+    tiles than programs and many more.
+    """
+    for m, k, n in ((20000, 200, 776), (1000, 1032, 520), (1, 8, 8), (129, 64, 264)):
+        x, w, w2 = tensor(m, k, dtype=dtype), *(weight(k, n, dtype, by_output) for _ in range(2))
+        b, b2 = tensor(n, dtype=dtype), tensor(n, dtype=dtype)
+        for first, keep in ((b, True), (None, False)):
+            y, kept, none = linear(x, w, first, act, save=(keep, False), tile=SPECIALISED[1])
+            close_twice(y, activate(product(x, w, first), act))
+            assert not none.numel() and bool(kept.numel()) == keep
+            if keep:
+                close(kept, product(x, w, first))
+        for first, second, keep in ((b, b2, True), (None, b2, False), (b, None, False)):
+            y, gate, up = linear(
+                x, w, first, act, w2=w2, b2=second, save=(keep, keep), tile=SPECIALISED[2]
+            )
+            close_twice(y, activate(product(x, w, first), act) * product(x, w2, second))
+            if keep:
+                close(gate, product(x, w, first))
+                close(up, product(x, w2, second))
+
+
+def test_the_result_is_the_same_each_time():
+    """A program whose warps met too early or too late would now and then store another tile."""
+    x, w, b = tensor(16384, 768), weight(768, 3072), tensor(3072)
+    first = linear(x, w, b, "gelu", tile=SPECIALISED[1])[0]
+    for _ in range(200):
+        assert torch.equal(linear(x, w, b, "gelu", tile=SPECIALISED[1])[0], first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +207,8 @@ def test_a_feed_forward_block_trains(gated, bias, dtype):
     kernels, host = profiled(lambda: compiled(x).sum().backward())
     assert ran("linear_kernel", kernels), kernels
     assert gated or ran("hidden_gradient_kernel", kernels), kernels
-    assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
+    opaque = {name for name in host if name.startswith("fusion::")}
+    assert opaque <= {"fusion::specialised_linear"}, opaque
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -187,6 +233,28 @@ def test_cuda_graphs(rows):
         for _ in range(4):
             x = tensor(rows, 512)
             assert distance(compiled(x), wide(x.double())) <= 6e-3
+    assert fused()["gated_linear"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_many_rows_have_warps_of_their_own_for_the_epilogue(train):
+    """Through Inductor, in CUDA graphs, with a number of rows that changes."""
+    m = FeedForward(True, True, 512, 2048).to("cuda", torch.bfloat16)
+    wide = copy.deepcopy(m).double()
+    for options in ({}, {"triton.cudagraphs": True}, {"fusion.dynamic": True}):
+        torch.compiler.reset()
+        changes = bool(options.pop("fusion.dynamic", False))
+        compiled = torch.compile(m, backend="fusion", options=ALWAYS | options, dynamic=changes)
+        for rows in (16384, 16000, 16384, 9000) if changes else (16384,) * 3:
+            x = tensor(rows, 512)
+            with torch.set_grad_enabled(train):
+                y = compiled(x)
+                assert distance(y, wide(x.double())) <= 6e-3
+                if train:
+                    y.sum().backward()
+        with torch.set_grad_enabled(train):
+            kernels, _ = profiled(functools.partial(compiled, tensor(16384, 512)))
+        assert ran("specialised_linear_kernel", kernels), kernels
     assert fused()["gated_linear"]
 
 

@@ -10,23 +10,24 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What decisions ask of a GPU: its name, the number of its multiprocessors, and the bytes of
-    shared memory that a program may have.
+    """What decisions ask of a GPU: its name, the number of its multiprocessors, the bytes of
+    shared memory that a program may have, and the first number of its compute capability.
     """
 
     name: str
     multiprocessors: int
     shared: int
+    capability: int
 
 
 # Of the SXM modules where there are several forms. Source: NVIDIA's architecture papers.
 GPUS = {
-    "H200": GPU("NVIDIA H200", 132, 227 << 10),
-    "H100": GPU("NVIDIA H100", 132, 227 << 10),
-    "A100": GPU("NVIDIA A100", 108, 163 << 10),
-    "L40S": GPU("NVIDIA L40S", 142, 99 << 10),
-    "B200": GPU("NVIDIA B200", 148, 227 << 10),
-    "RTX 4090": GPU("NVIDIA GeForce RTX 4090", 128, 99 << 10),
+    "H200": GPU("NVIDIA H200", 132, 227 << 10, 9),
+    "H100": GPU("NVIDIA H100", 132, 227 << 10, 9),
+    "A100": GPU("NVIDIA A100", 108, 163 << 10, 8),
+    "L40S": GPU("NVIDIA L40S", 142, 99 << 10, 8),
+    "B200": GPU("NVIDIA B200", 148, 227 << 10, 10),
+    "RTX 4090": GPU("NVIDIA GeForce RTX 4090", 128, 99 << 10, 8),
 }
 TARGET: contextvars.ContextVar[GPU | None] = contextvars.ContextVar("fusion_target", default=None)
 

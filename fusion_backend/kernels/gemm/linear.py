@@ -2,10 +2,13 @@
 residual added, int8 scaled back.
 
 A program walks through tiles of the result, with one accumulator for each weight. Sums in fp32
-(int32 of int8), rounded once.
+(int32 of int8), rounded once. Where the tile has finishers, the kernel of specialised.py runs. It
+rounds the products before the epilogue as well, as a library's product is rounded.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -22,6 +25,7 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_tile,
 )
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
+from fusion_backend.kernels.gemm.specialised import specialises
 from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 
@@ -41,11 +45,16 @@ def linear(
     """
     (k, n), shape = w.shape, (*x.shape[:-1], w.shape[1])
     dtype = x.dtype if dtype is None else dtype
+    if tile is None:
+        plain = dtype == x.dtype and residual is row_scale is column_scale is None
+        rows, weights = math.prod(x.shape[:-1]), 1 if w2 is None else 2
+        tile = tile_for(x, rows, k, n, weights, act, plain and specialises(x, w, w2, act))
+    if tile.finishers:
+        return torch.ops.fusion.specialised_linear(x, w, b, w2, b2, act, *save, list(tile))
     out = torch.empty(shape, dtype=dtype, device=x.device)
     kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]
     x, m, x_row = aligned_rows(x)
     residual, _, residual_row = (None, 0, 0) if residual is None else aligned_rows(residual)
-    tile = tile_for(x, m, k, n, 1 if w2 is None else 2, act) if tile is None else tile
     launch(
         linear_kernel, (programs(tile, m, n, x.device),), x, w, w2, b, b2, residual,
         row_scale, column_scale, out, *(t if s else None for t, s in zip(kept, save, strict=True)),

@@ -41,10 +41,11 @@ class Tile(NamedTuple):
     programs: int  # on a multiprocessor
     pieces: int  # in which the result is stored
     group: int = 8  # tiles down before one to the right
+    finishers: int = 0  # warps of their own for the epilogue (specialised_kernel.py)
 
     @property
     def constants(self) -> dict[str, int]:
-        """As a kernel takes them."""
+        """As the kernels without finishers take them."""
         return dict(
             BM=self.bm, BN=self.bn, BK=self.bk, GROUP=self.group, PIECES=self.pieces,
             num_warps=self.warps, num_stages=self.stages,
@@ -53,7 +54,8 @@ class Tile(NamedTuple):
     def shared(self, weights: int, itemsize: int) -> int:
         """Bytes of shared memory: the operands of all stages, and what is stored at a time."""
         stage = (self.bm + weights * self.bn) * self.bk * itemsize
-        return self.stages * stage + self.bm * self.bn // self.pieces * itemsize
+        sums = weights * self.bm * self.bn if self.finishers else self.bm * self.bn // self.pieces
+        return self.stages * stage + sums * itemsize
 
 
 # For 16-bit elements, with one weight and with two.
@@ -73,6 +75,11 @@ DOUBLE = [
     Tile(64, 64, 64, 4, 4, 2, 1),
     Tile(64, 32, 64, 4, 4, 3, 1),
 ]
+# With finishers, by the number of weights.
+SPECIALISED = {
+    1: Tile(128, 256, 64, 8, 3, 1, 1, finishers=4),
+    2: Tile(128, 128, 64, 8, 3, 1, 1, finishers=4),
+}
 # Of int8, whose elements are half as large, and whose weights are never two.
 NARROW = [
     Tile(128, 256, 128, 8, 3, 1, 2),
@@ -85,11 +92,12 @@ NARROW = [
 WIDE = [Tile(128, 64, 32, 8, 3, 1, 1), Tile(64, 64, 32, 4, 3, 2, 1), Tile(64, 32, 32, 4, 3, 2, 1)]
 
 
-def candidates(weights: int, itemsize: int) -> list[Tile]:
-    """The tiles worth timing."""
+def candidates(weights: int, itemsize: int, specialised: bool = False) -> list[Tile]:
+    """The tiles worth timing. specialised: may one have finishers?"""
     if itemsize != 2:
         return WIDE if itemsize == 4 else NARROW
-    return SINGLE if weights == 1 else DOUBLE
+    usual = SINGLE if weights == 1 else DOUBLE
+    return [SPECIALISED[weights], *usual] if specialised else usual
 
 
 def seconds(
@@ -102,22 +110,29 @@ def seconds(
     speed *= 2 / itemsize
     multiplying = 2 * tile.bm * tile.bn * weights * steps * tile.bk / speed
     around = LATENCY + tile.bm * tile.bn * itemsize / (BYTES_A_SECOND / 132)
-    each = max(tile.programs * multiplying, multiplying + around)
     waves = -(-down * across // (processors * tile.programs))
     moved = (m * k + weights * k * n + m * n) * itemsize
+    if tile.finishers:  # only the last tile is finished while nothing is multiplied
+        return max(waves * max(multiplying, around) + around, moved / BYTES_A_SECOND)
+    each = max(tile.programs * multiplying, multiplying + around)
     return max(waves * each, moved / BYTES_A_SECOND)
 
 
-def tile_for(x: Tensor, m, k: int, n: int, weights: int = 1, act: str = "gelu") -> Tile:
-    """The tile to take for `[m, k]`, in the dtype of x, times `weights` weights `[k, n]`."""
+def tile_for(
+    x: Tensor, m, k: int, n: int, weights: int = 1, act: str = "gelu", specialised: bool = False
+) -> Tile:
+    """The tile to take for `[m, k]`, in the dtype of x, times `weights` weights `[k, n]`.
+    specialised: may it have finishers?
+    """
     rows = MANY if dynamic(m) else max(int(m), 1)
     size = x.element_size()
     known = measured(weights, k, n, act) or measured(weights, k, n, USUAL[weights])
-    if rows >= FEWEST and size == 2 and known:
+    if rows >= FEWEST and size == 2 and known and (specialised or not Tile(*known).finishers):
         return Tile(*known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
     # where all of them are too large, Triton says so, and the site is left to Inductor
-    fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
+    usable = candidates(weights, size, specialised)
+    fits = [t for t in usable if t.shared(weights, size) <= room]
     fits = fits or candidates(weights, size)[-1:]
     return min(fits, key=lambda t: seconds(t, rows, k, n, weights, size, processors))
 

@@ -1,0 +1,108 @@
+"""`fusion::specialised_linear`, which runs the kernel of specialised_kernel.py: which products it
+takes, and how it is launched.
+
+Inductor writes the kernels that it launches into its own code as Triton's, and cannot do so with
+one in Gluon: the operator is opaque to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from fusion_backend.compat.triton import lend_scratch
+from fusion_backend.kernels.common.launch import TRIAL, launch
+from fusion_backend.kernels.common.target import TARGET
+from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
+from fusion_backend.kernels.gemm.specialised_kernel import specialised_linear_kernel
+from fusion_backend.kernels.gemm.tiles import Tile, programs
+
+HOPPER = 9  # compute capability
+# without tanh, which needs more registers than the warps have that finish
+ACTIVATIONS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid".split()
+PART = 64  # columns that are stored at a time: a row of them is the 128 bytes of a swizzle
+REGISTERS = 152  # of a thread that finishes
+
+LIBRARY = Library("fusion", "FRAGMENT")
+LIBRARY.define(
+    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
+    "bool save, bool save2, int[] tile) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Is the kernel written for this GPU? Tensors without data stand for those of an H200."""
+    target = TARGET.get()
+    if target is not None:
+        return target.capability == HOPPER
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] == HOPPER
+    return device.type == "meta"
+
+
+def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
+    """Can the kernel compute act(x W + b), or act(x W + b) · (x W2 + b2)?"""
+    spills = act == "gelu" and x.dtype == torch.float16 and w2 is None
+    return (
+        x.element_size() == 2
+        and act in ACTIVATIONS
+        and not spills
+        and (w2 is None or by_output(w2) == by_output(w))
+        and on_hopper(x.device)
+    )
+
+
+def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the products, empty unless they are kept."""
+    shape = (*x.shape[:-1], w.shape[1])
+    return (
+        torch.empty(shape, dtype=x.dtype, device=x.device),
+        *(torch.empty(shape if s else (0,), dtype=x.dtype, device=x.device) for s in (save, save2)),
+    )
+
+
+def start(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+) -> None:  # fmt: skip
+    """Launch the kernel that fills what `fresh` has made. Grid: programs that walk through the
+    tiles of the result.
+    """
+    (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
+    # Nobody compiles this launch; in a trial the kernel is compiled as it will be launched.
+    run = launch if TRIAL.get() is not None or TARGET.get() is not None else directly
+    run(
+        specialised_linear_kernel, (programs(tile, m, n, x.device),), rows, w, w2, b, b2,
+        filled[0], *(t if keep else None for t, keep in zip(filled[1:], kept, strict=True)),
+        m, N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
+        W2_STRIDE=0 if w2 is None else distance_of(w2), BY_OUTPUT=by_output(w), ACT=act,
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages, PART=PART,
+        FINISHERS=tile.finishers, REGISTERS=REGISTERS, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def directly(kernel, grid: tuple, *args, **options) -> None:
+    lend_scratch()
+    kernel[grid](*args, **options)
+
+
+def specialised_linear(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    save: bool, save2: bool, tile: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `linear.linear` gives them, for what `specialises`."""
+    filled = fresh(x, w, save, save2)
+    start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    return filled
+
+
+LIBRARY.impl("specialised_linear", specialised_linear, "CUDA")
+
+
+@register_fake("fusion::specialised_linear")
+def _(x, w, b, w2, b2, act, save, save2, tile):
+    filled = fresh(x, w, save, save2)
+    if TRIAL.get() is not None:
+        start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    return filled
