@@ -98,7 +98,7 @@ def written(runs: list[Run], files: list[Path]) -> str:
         name: ", ".join(sorted({str(run.about[name]) for run in runs}))
         for name in ("gpu", "torch", "triton")
     }
-    lines = [HEAD.format(files=" and ".join(map(named, files)), **about)]
+    lines = [HEAD.format(files=",\n".join(map(named, files)), **about)]
     for kernel, configs in table.items():
         lines.append(f'    "{kernel}": {{\n')
         lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]

@@ -1,8 +1,10 @@
 """The fastest configurations for 16-bit elements, by kernel and row length.
 
 Written by `python -m benchmarks.tune` from
-benchmarks/results/sweeps.json and benchmarks/results/sweep-products.json.
-Measured on NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
+benchmarks/results/sweeps.json,
+benchmarks/results/sweep-products.json,
+benchmarks/results/h100-sweep-specialised.json.
+Measured on NVIDIA H100 80GB HBM3, NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.
 A row length stands for all up to it, from the next smaller power of two on. What is not here
 follows the rule in the kernel's own file.
 """
@@ -79,26 +81,26 @@ TABLE: dict[str, dict[int, dict[str, int]]] = {
 # Of matrix products, by their epilogue and the size of the weight: the numbers of a tile
 # (kernels/gemm/tiles.py), or nothing where the library is the fastest.
 PRODUCTS: dict[str, tuple[int, ...]] = {
-    "gated sigmoid 1024x4096": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated sigmoid 2048x8192": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated sigmoid 4096x14336": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated sigmoid 512x2048": (128, 64, 64, 4, 3, 2, 1, 8),
-    "gated sigmoid 768x3072": (128, 64, 64, 4, 3, 2, 1, 8),
-    "gated silu 1024x4096": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated silu 2048x8192": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated silu 4096x14336": (128, 128, 64, 8, 3, 1, 1, 8),
-    "gated silu 512x2048": (128, 64, 64, 4, 3, 2, 1, 16),
-    "gated silu 768x3072": (128, 64, 64, 4, 3, 2, 1, 8),
-    "linear gelu 1024x4096": (128, 128, 64, 4, 3, 2, 2, 16),
-    "linear gelu 2048x8192": (128, 128, 64, 4, 3, 2, 2, 8),
-    "linear gelu 4096x14336": (128, 256, 64, 8, 3, 1, 1, 8),
-    "linear gelu 768x3072": (128, 128, 64, 4, 3, 2, 2, 8),
-    "linear gelu_tanh 1024x4096": (),
-    "linear gelu_tanh 2048x8192": (),
-    "linear gelu_tanh 4096x14336": (),
-    "linear gelu_tanh 768x3072": (),
+    "gated sigmoid 1024x4096": (128, 128, 64, 8, 3, 1, 1, 8, 4),
+    "gated sigmoid 2048x8192": (128, 128, 64, 8, 3, 1, 1, 16, 4),
+    "gated sigmoid 4096x14336": (128, 128, 64, 8, 3, 1, 1, 16, 4),
+    "gated sigmoid 512x2048": (128, 128, 64, 8, 3, 1, 1, 8, 4),
+    "gated sigmoid 768x3072": (128, 128, 64, 8, 3, 1, 1, 8, 4),
+    "gated silu 1024x4096": (128, 128, 64, 8, 3, 1, 1, 16, 4),
+    "gated silu 2048x8192": (128, 128, 64, 8, 3, 1, 1, 16, 4),
+    "gated silu 4096x14336": (128, 128, 64, 8, 3, 1, 1, 16, 4),
+    "gated silu 512x2048": (128, 128, 64, 8, 3, 1, 1, 8, 4),
+    "gated silu 768x3072": (128, 128, 64, 8, 3, 1, 1, 8, 4),
+    "linear gelu 1024x4096": (128, 256, 64, 8, 3, 1, 1, 8, 4),
+    "linear gelu 2048x8192": (128, 256, 64, 8, 3, 1, 1, 16, 4),
+    "linear gelu 4096x14336": (128, 256, 64, 8, 3, 1, 1, 16, 4),
+    "linear gelu 768x3072": (128, 256, 64, 8, 3, 1, 1, 8, 4),
+    "linear gelu_tanh 1024x4096": (128, 256, 64, 8, 3, 1, 1, 8, 4),
+    "linear gelu_tanh 2048x8192": (128, 256, 64, 8, 3, 1, 1, 16, 4),
+    "linear gelu_tanh 4096x14336": (128, 256, 64, 8, 3, 1, 1, 8, 4),
+    "linear gelu_tanh 768x3072": (128, 256, 64, 8, 3, 1, 1, 8, 4),
     "linear relu 1024x4096": (),
-    "linear relu 2048x8192": (),
-    "linear relu 4096x14336": (),
-    "linear relu 768x3072": (),
+    "linear relu 2048x8192": (128, 256, 64, 8, 3, 1, 1, 16, 4),
+    "linear relu 4096x14336": (128, 256, 64, 8, 3, 1, 1, 16, 4),
+    "linear relu 768x3072": (128, 256, 64, 8, 3, 1, 1, 8, 4),
 }

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from fusion_backend.compat.triton import lend_scratch
-from fusion_backend.kernels.common.launch import TRIAL, launch
+from fusion_backend.kernels.common.launch import TRIAL, interpreted, launch
 from fusion_backend.kernels.common.target import TARGET
+from fusion_backend.kernels.gemm.epilogue import epilogue
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
 from fusion_backend.kernels.gemm.specialised_kernel import specialised_linear_kernel
 from fusion_backend.kernels.gemm.tiles import Tile, programs
@@ -48,6 +49,7 @@ def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
         x.element_size() == 2
         and act in ACTIVATIONS
         and not spills
+        and not interpreted(epilogue)  # a part of the kernel
         and (w2 is None or by_output(w2) == by_output(w))
         and on_hopper(x.device)
     )

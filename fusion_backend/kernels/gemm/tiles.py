@@ -27,6 +27,7 @@ LATENCY = 1e-6  # seconds from the first request of a tile to its first product
 MANY = 1 << 14  # rows that are assumed where their number is not known
 USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the number of weights
 FEWEST = 2048  # rows from which on the table counts
+DEEP = 512  # the smallest K that was timed with finishers
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
 
@@ -54,8 +55,11 @@ class Tile(NamedTuple):
     def shared(self, weights: int, itemsize: int) -> int:
         """Bytes of shared memory: the operands of all stages, and what is stored at a time."""
         stage = (self.bm + weights * self.bn) * self.bk * itemsize
-        sums = weights * self.bm * self.bn if self.finishers else self.bm * self.bn // self.pieces
-        return self.stages * stage + sums * itemsize
+        return self.stages * stage + self.bm * self.bn // self.pieces * itemsize
+
+    def count(self, m, n: int):
+        """Of the tiles of a result `[m, n]`."""
+        return (m + self.bm - 1) // self.bm * -(-n // self.bn)
 
 
 # For 16-bit elements, with one weight and with two.
@@ -75,7 +79,8 @@ DOUBLE = [
     Tile(64, 64, 64, 4, 4, 2, 1),
     Tile(64, 32, 64, 4, 4, 3, 1),
 ]
-# With finishers, by the number of weights.
+# With finishers, by the number of weights. Faster than the others at every size that was timed with
+# a tile for each multiprocessor (benchmarks/results/h100-sweep-specialised.json), from K = 512 on.
 SPECIALISED = {
     1: Tile(128, 256, 64, 8, 3, 1, 1, finishers=4),
     2: Tile(128, 128, 64, 8, 3, 1, 1, finishers=4),
@@ -92,12 +97,11 @@ NARROW = [
 WIDE = [Tile(128, 64, 32, 8, 3, 1, 1), Tile(64, 64, 32, 4, 3, 2, 1), Tile(64, 32, 32, 4, 3, 2, 1)]
 
 
-def candidates(weights: int, itemsize: int, specialised: bool = False) -> list[Tile]:
-    """The tiles worth timing. specialised: may one have finishers?"""
+def candidates(weights: int, itemsize: int) -> list[Tile]:
+    """The tiles worth timing."""
     if itemsize != 2:
         return WIDE if itemsize == 4 else NARROW
-    usual = SINGLE if weights == 1 else DOUBLE
-    return [SPECIALISED[weights], *usual] if specialised else usual
+    return SINGLE if weights == 1 else DOUBLE
 
 
 def seconds(
@@ -110,11 +114,9 @@ def seconds(
     speed *= 2 / itemsize
     multiplying = 2 * tile.bm * tile.bn * weights * steps * tile.bk / speed
     around = LATENCY + tile.bm * tile.bn * itemsize / (BYTES_A_SECOND / 132)
+    each = max(tile.programs * multiplying, multiplying + around)
     waves = -(-down * across // (processors * tile.programs))
     moved = (m * k + weights * k * n + m * n) * itemsize
-    if tile.finishers:  # only the last tile is finished while nothing is multiplied
-        return max(waves * max(multiplying, around) + around, moved / BYTES_A_SECOND)
-    each = max(tile.programs * multiplying, multiplying + around)
     return max(waves * each, moved / BYTES_A_SECOND)
 
 
@@ -130,9 +132,10 @@ def tile_for(
     if rows >= FEWEST and size == 2 and known and (specialised or not Tile(*known).finishers):
         return Tile(*known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
+    if specialised and k >= DEEP and SPECIALISED[weights].count(rows, n) >= processors:
+        return SPECIALISED[weights]
     # where all of them are too large, Triton says so, and the site is left to Inductor
-    usable = candidates(weights, size, specialised)
-    fits = [t for t in usable if t.shared(weights, size) <= room]
+    fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
     fits = fits or candidates(weights, size)[-1:]
     return min(fits, key=lambda t: seconds(t, rows, k, n, weights, size, processors))
 
@@ -161,5 +164,4 @@ def shared_memory(device: torch.device) -> int:
 def programs(tile: Tile, m, n: int, device: torch.device):
     """How many programs are launched: they walk through the tiles."""
     most = tile.programs * multiprocessors(device)
-    every = ((m + tile.bm - 1) // tile.bm) * -(-n // tile.bn)
-    return most if dynamic(m) else min(most, every)
+    return most if dynamic(m) else min(most, tile.count(m, n))

@@ -1,0 +1,149 @@
+"""Products whose epilogue has warps of its own: compiled for Hopper, which products it takes, and
+how it is called. Gluon has no interpreter; tests/gpu/test_products.py runs the kernel.
+"""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.common.target import as_on, gpu
+from fusion_backend.kernels.gemm import specialised
+from fusion_backend.kernels.gemm.library import library_takes
+from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.specialised import ACTIVATIONS, fresh, specialises, start
+from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, tile_for
+from tests.without_interpreter import output_of
+
+
+def operands(m=4096, k=1024, n=4096, by_output=True, dtype=torch.bfloat16, weights=2):
+    """x, weights and biases without data."""
+
+    def weight():
+        if by_output:
+            return torch.empty(n, k, dtype=dtype, device="meta").t()
+        return torch.empty(k, n, dtype=dtype, device="meta")
+
+    x = torch.empty(m, k, dtype=dtype, device="meta")
+    biases = [torch.empty(n, dtype=dtype, device="meta") for _ in range(2)]
+    return x, *(weight() for _ in range(weights)), *biases[:weights]
+
+
+def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), **changes):
+    """The launch of a tile with finishers."""
+    found = []
+    tile = SPECIALISED[1 if w2 is None else 2]._replace(**changes)
+    with trial(lambda *launch: found.append(launch)):
+        start(x, w, b, w2, b2, act, fresh(x, w, *keep), keep, tile)
+    (launch,) = found
+    return launch
+
+
+COMPILED = """
+import torch
+from benchmarks.launches.launches import describe
+from benchmarks.launches.resources import SHARED_LIMIT, usage
+from fusion_backend.kernels.gemm.specialised import specialises
+from tests.test_specialised import launched, operands
+for dtype, by_output in ((torch.bfloat16, True), (torch.float16, False)):
+    x, w, w2, b, b2 = operands(by_output=by_output, dtype=dtype)
+    more = dict(b=b, w2=w2, b2=b2, keep=(True, True)), dict(b=None, w2=w2), dict(b=b)
+    for way in more:
+        if "w2" in way or specialises(x, w, None, ACT):
+            use = usage(describe(*launched(x, w, act=ACT, **way), set()))
+            assert use.tensor_core == "wgmma.mma_async", use
+            assert use.spilled == 0 and use.shared <= SHARED_LIMIT, (dtype, way, use)
+"""
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """Here Triton's functions are interpreted, of which the kernel has some."""
+    monkeypatch.setattr(specialised, "interpreted", lambda kernel: False)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_it_compiles_for_hopper_without_spills(act):
+    """Weights by outputs and by inputs, with everything that may be missing and without."""
+    output_of("-c", f"ACT = {act!r}\n{COMPILED}")
+
+
+def test_what_is_interpreted_cannot_be_compiled(monkeypatch):
+    monkeypatch.undo()
+    assert not specialises(*operands()[:3], "silu")
+
+
+def test_what_it_takes():
+    x, w, w2, *_ = operands()
+    assert all(specialises(x, w, w2, act) for act in ACTIVATIONS)
+    assert not specialises(x, w, None, "tanh")
+    assert not specialises(x, w, w2.contiguous(), "silu"), "weights that lie differently"
+    half = operands(dtype=torch.float16)
+    assert specialises(*half[:3], "gelu") and not specialises(*half[:2], None, "gelu")
+    assert not specialises(*operands(dtype=torch.float32)[:3], "silu")
+    for name, takes in (("H100", True), ("H200", True), ("A100", False), ("B200", False)):
+        with as_on(gpu(name)):
+            assert specialises(x, w, w2, "silu") == takes, name
+    cpu = torch.empty(4096, 1024, dtype=torch.bfloat16)
+    assert not specialises(cpu, w, w2, "silu")
+
+
+def test_tiles_with_finishers_are_for_many_rows_and_long_sums():
+    def finishers(m, k, n, weights=1, able=True):
+        x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+        return tile_for(x, m, k, n, weights, "silu", able).finishers
+
+    assert finishers(16384, 1024, 4096) and finishers(2048, 1152, 4304)
+    assert finishers(512, 1024, 4352, weights=2)
+    assert not finishers(16384, 1024, 4096, able=False)
+    assert not finishers(16384, 256, 4096)  # short sums
+    assert not finishers(512, 1024, 4352)  # fewer tiles than multiprocessors
+
+
+def test_the_library_is_taken_where_it_was_faster(monkeypatch):
+    """cuBLASLt has relu and the tanh form of GELU, and other GPUs than Hopper have it alone."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.is_meta))
+    x, w, b = operands(16384, 1024, 4096, weights=1)
+    assert library_takes(x, w, b, "relu")  # timed
+    assert not library_takes(x, w, b, "gelu_tanh")
+    other = operands(16384, 1024, 5120, weights=1)
+    assert not library_takes(*other, "relu"), "not timed"
+    assert library_takes(x[:1000], w, b, "gelu_tanh"), "few rows"
+    with as_on(gpu("A100")):
+        assert library_takes(x, w, b, "gelu_tanh") and library_takes(*other, "relu")
+    assert not library_takes(x, w, None, "relu") and not library_takes(x, w, b, "gelu")
+
+
+@pytest.mark.parametrize("keep", [(True, False), (False, False), (True, True)])
+def test_a_compiled_graph_has_the_operator(keep):
+    with FakeTensorMode():
+        x, w, w2, b, b2 = operands()
+        x = x.view(4, 1024, 1024)
+
+        def run(x, w, b, w2, b2):
+            return linear(x, w, b, "silu", w2=w2, b2=b2, save=keep)
+
+        traced = make_fx(run)(x, w, b, w2, b2)
+    (call,) = [n for n in traced.graph.nodes if "specialised_linear" in str(n.target)]
+    out, *kept = call.meta["val"]
+    assert out.shape == (4, 1024, 4096) and out.is_contiguous() and out.dtype == x.dtype
+    assert [math.prod(t.shape) > 0 for t in kept] == list(keep)
+    assert Tile(*call.args[-1]).finishers
+
+
+def test_a_scaled_or_added_product_has_the_plain_kernel():
+    """What else the plain kernel does, the other does not."""
+    x, w, *_ = operands(weights=1)
+    for more in (
+        dict(residual=torch.empty(4096, 4096, dtype=x.dtype, device="meta")),
+        dict(row_scale=torch.empty(4096, device="meta")),
+        dict(column_scale=torch.empty(4096, device="meta")),
+        dict(dtype=torch.float32),
+    ):
+        names = []
+        with trial(lambda kernel, *_, names=names: names.append(kernel.fn.__name__)):
+            linear(x, w, None, "relu", **more)
+        assert names == ["linear_kernel"], more
