@@ -2,7 +2,8 @@
 
 x is `[..., k]`, W1 and W2 `[k, n]` with dense rows or columns (nn.Linear holds their transposes),
 b1 and b2 `[n]` may be missing; the weights may be columns of one packed weight. bf16, fp16, or fp32
-with TF32; sums in fp32, rounded once. Rows begin at multiples of 16 bytes.
+with TF32; sums in fp32, rounded once. With many rows on Hopper the products are rounded as well,
+before their biases are added. Rows begin at multiples of 16 bytes.
 The gradient reads both sums, of sigmoid the gate's alone. Source: Dauphin et al. 2017,
 Shazeer 2020.
 """
@@ -28,6 +29,7 @@ from fusion_backend.kernels.gemm.gradients import (
 )
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
+from fusion_backend.kernels.gemm.specialised import specialises
 from fusion_backend.kernels.gemm.tiles import are_many
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
@@ -70,6 +72,8 @@ def _(x, w1, b1, w2, b2, act):
 def _(x, w1, b1, w2, b2, act, training):
     if act not in ("sigmoid", "silu") or not are_many(x):
         return UNMEASURED
+    if specialises(x, w1, w2, act):
+        return UNMEASURED if training else None
     if training:
         return Reject(f"Inductor's training step is as fast ({RESULTS})")
     if len(w1) > 1024:

@@ -81,8 +81,8 @@ def test_every_tile(weights):
                 close(y, want if w2 is None else want * product(x, w2))
 
 
-# Its products are rounded before the epilogue, and the result again.
-TWICE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+# The products are rounded, and the result again; the squared relu doubles the error of the first.
+TWICE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def close_twice(got, want):
@@ -90,30 +90,34 @@ def close_twice(got, want):
     assert distance(got, want) <= TWICE[got.dtype], distance(got, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("by_output", [True, False])
+def with_finishers(m, k, n, act, dtype=torch.bfloat16, by_output=True, bias=True, keep=True):
+    """One weight and two, against fp64, and what is kept for the backward."""
+    x, b = tensor(m, k, dtype=dtype), tensor(n, dtype=dtype) if bias else None
+    w, w2 = weight(k, n, dtype, by_output), weight(k, n, dtype, by_output)
+    y, kept, none = linear(x, w, b, act, save=(keep, False), tile=SPECIALISED[1])
+    close_twice(y, activate(product(x, w, b), act))
+    assert not none.numel() and bool(kept.numel()) == keep
+    second = tensor(n, dtype=dtype)  # there may be one bias alone
+    more = dict(w2=w2, b2=second, save=(keep, keep), tile=SPECIALISED[2])
+    both, gate, up = linear(x, w, b, act, **more)
+    close_twice(both, activate(product(x, w, b), act) * product(x, w2, second))
+    if keep:
+        for got, want in ((kept, product(x, w, b)), (gate, product(x, w, b))):
+            close_twice(got, want)
+        close_twice(up, product(x, w2, second))
+
+
 @pytest.mark.parametrize("act", SPECIALISED_ACTS)
-def test_warps_of_their_own_for_the_epilogue(act, by_output, dtype):
-    """Every epilogue, kept products, biases of one weight alone, ragged edges on all sides, fewer
-    tiles than programs and many more.
-    """
-    for m, k, n in ((20000, 200, 776), (1000, 1032, 520), (1, 8, 8), (129, 64, 264)):
-        x, w, w2 = tensor(m, k, dtype=dtype), *(weight(k, n, dtype, by_output) for _ in range(2))
-        b, b2 = tensor(n, dtype=dtype), tensor(n, dtype=dtype)
-        for first, keep in ((b, True), (None, False)):
-            y, kept, none = linear(x, w, first, act, save=(keep, False), tile=SPECIALISED[1])
-            close_twice(y, activate(product(x, w, first), act))
-            assert not none.numel() and bool(kept.numel()) == keep
-            if keep:
-                close(kept, product(x, w, first))
-        for first, second, keep in ((b, b2, True), (None, b2, False), (b, None, False)):
-            y, gate, up = linear(
-                x, w, first, act, w2=w2, b2=second, save=(keep, keep), tile=SPECIALISED[2]
-            )
-            close_twice(y, activate(product(x, w, first), act) * product(x, w2, second))
-            if keep:
-                close(gate, product(x, w, first))
-                close(up, product(x, w2, second))
+def test_warps_of_their_own_for_the_epilogue(act):
+    even = SPECIALISED_ACTS.index(act) % 2 == 0
+    with_finishers(5000, 200, 776, act, DTYPES[even], by_output=True, bias=even, keep=True)
+    with_finishers(5000, 200, 776, act, DTYPES[not even], by_output=False, bias=True, keep=False)
+
+
+@pytest.mark.parametrize("m, k, n", [(1, 8, 8), (129, 64, 264), (40000, 72, 520), (300, 1032, 136)])
+def test_edges_of_tiles_with_finishers(m, k, n):
+    """Ragged on all sides, one step and many, fewer tiles than programs and many more."""
+    with_finishers(m, k, n, "silu")
 
 
 def test_the_result_is_the_same_each_time():

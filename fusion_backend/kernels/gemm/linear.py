@@ -3,7 +3,7 @@ residual added, int8 scaled back.
 
 A program walks through tiles of the result, with one accumulator for each weight. Sums in fp32
 (int32 of int8), rounded once. Where the tile has finishers, the kernel of specialised.py runs. It
-rounds the products before the epilogue as well, as a library's product is rounded.
+rounds the products before their bias is added as well, as Inductor rounds them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A product with its epilogue for Hopper, in which some warps multiply and others finish.
 
 Eight warps multiply tiles of 128 rows, as two groups of four with 64 rows each, and round the sums
-to 16 bits into shared memory. Four other warps read them there, apply the epilogue and store the
-result, while the eight multiply the next tile. In kernels/gemm/linear.py a second program on the
-same multiprocessor does that, whose tiles have to be half as wide, so that both read more.
+to 16 bits into shared memory. Four other warps read them there, add the bias, apply the epilogue
+and store the result, while the eight multiply the next tile. In kernels/gemm/linear.py a second
+program on the same multiprocessor does that, whose tiles have to be half as wide, so that both read
+more.
 
 The eight also ask for their operands, three steps ahead, across tiles: a warp of its own for that
 would leave 128 registers a thread, and the sums alone take 128. Written in Gluon, because Triton
@@ -52,9 +53,6 @@ def specialised_linear_kernel(
     # So are the parts of a result.
     parts = gl.allocate_shared_memory(KIND, [WIDTH // PART, BM, PART], out_layout)
     sums = parts.reinterpret(KIND, [BM, WIDTH], out_layout)
-    biases = gl.allocate_shared_memory(
-        gl.float32, [2, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     summed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -62,26 +60,20 @@ def specialised_linear_kernel(
         mbarrier.init(loaded.index(i), count=1)
     mbarrier.init(summed.index(0), count=1)
     mbarrier.init(stored.index(0), count=1)
-    if B is not None or B2 is not None:
-        line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for i in gl.static_range(2):
-            tile = gl.program_id(0) + i * gl.num_programs(0)
-            _, left = corner(last_of(tile, m, N, BM, BN), m, N, BM, BN, GROUP)
-            biases.index(i).store(biases_of(B, B2, left, N, BN, WEIGHTS, line))
     fence_async_shared()
     thread_barrier()
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (X, W, W2, B, B2, x_tiles, w_tiles, factors, sums, biases, loaded, summed, stored,
-                 m, N, K, X_ROW, W_STRIDE, W2_STRIDE, BY_OUTPUT, KEPT is not None, BM, BN, BK,
-                 GROUP, STAGES),
+                (X, W, W2, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m, N, K,
+                 X_ROW, W_STRIDE, W2_STRIDE, BY_OUTPUT, KEPT is not None, BM, BN, BK, GROUP,
+                 STAGES),
             ),
             (
                 finish_tiles,
-                (B, B2, OUT, KEPT, KEPT2, parts, biases, summed, stored, m, N, ACT, WEIGHTS, BM,
-                 BN, GROUP, PART),
+                (B, B2, OUT, KEPT, KEPT2, parts, summed, stored, m, N, ACT, WEIGHTS, BM, BN,
+                 GROUP, PART),
             ),
         ],
         [FINISHERS],
@@ -98,21 +90,6 @@ def count_of_tiles(m, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
 def last_of(tile, m, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
     """The tile, or the last that there is: programs look further ahead than there are tiles."""
     return gl.minimum(tile, count_of_tiles(m, N, BM, BN) - 1)
-
-
-@jit
-def biases_of(
-    B, B2, left, N: gl.constexpr, BN: gl.constexpr, WEIGHTS: gl.constexpr, layout: gl.constexpr
-):
-    """Of the columns of a tile, in fp32; of both weights side by side."""
-    place = gl.arange(0, BN * WEIGHTS, layout=layout)
-    column = left + place % BN
-    values = gl.zeros([BN * WEIGHTS], gl.float32, layout)
-    if B is not None:
-        values += gl.load(B + column, (place < BN) & (column < N), 0.0).to(gl.float32)
-    if B2 is not None:
-        values += gl.load(B2 + column, (place >= BN) & (column < N), 0.0).to(gl.float32)
-    return values
 
 
 @jit
@@ -176,7 +153,7 @@ def multiply_step(x_tiles, factors, stage, total, BY_OUTPUT: gl.constexpr):
 
 @jit
 def multiply_tiles(
-    X, W, W2, B, B2, x_tiles, w_tiles, factors, sums, biases, loaded, summed, stored, m,
+    X, W, W2, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
     W2_STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr, KEEP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -209,9 +186,6 @@ def multiply_tiles(
     stage, phase, turn = 0, 0, 0
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
         total = gl.zeros([BM, WIDTH], gl.float32, layout)
-        if B is not None or B2 is not None:
-            bias = biases.index(turn).load(gl.SliceLayout(0, layout))
-            total += gl.expand_dims(bias, 0)
         mbarrier.wait(loaded.index(stage), phase)
         total = multiply_step(x_tiles, factors, stage, total, BY_OUTPUT)
         done = stage
@@ -244,7 +218,7 @@ def multiply_tiles(
 
 @jit
 def finish_tiles(
-    B, B2, OUT, KEPT, KEPT2, parts, biases, summed, stored, m,
+    B, B2, OUT, KEPT, KEPT2, parts, summed, stored, m,
     N: gl.constexpr, ACT: gl.constexpr, WEIGHTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     GROUP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
@@ -254,7 +228,6 @@ def finish_tiles(
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [256 // PART, PART // 8], [gl.num_warps(), 1], [1, 0]
     )
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [gl.num_warps()], [0])
     out_layout: gl.constexpr = parts.layout
     out = tma.make_tensor_descriptor(OUT, [m, N], [N, 1], [BM, PART], out_layout)
     kept = out
@@ -263,33 +236,50 @@ def finish_tiles(
         kept = tma.make_tensor_descriptor(KEPT, [m, N], [N, 1], [BM, PART], out_layout)
     if KEPT2 is not None:
         kept2 = tma.make_tensor_descriptor(KEPT2, [m, N], [N, 1], [BM, PART], out_layout)
-    tiles = count_of_tiles(m, N, BM, BN)
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), count_of_tiles(m, N, BM, BN), gl.num_programs(0)):
         top, left = corner(tile, m, N, BM, BN, GROUP)
-        if B is not None or B2 is not None:
-            coming = last_of(tile + 2 * gl.num_programs(0), m, N, BM, BN)
-            _, coming = corner(coming, m, N, BM, BN, GROUP)
-            following = biases_of(B, B2, coming, N, BN, WEIGHTS, line)
         mbarrier.wait(summed.index(0), turn)
-        if B is not None or B2 is not None:
-            # The biases of this tile have been read; the tile after the next has the same place.
-            biases.index(turn).store(following)
         if KEPT is not None:
             for i in gl.static_range(PARTS):
-                store_tile(kept, [top, left + i * PART], parts.index(i))
+                keep(kept, parts.index(i), B, top, left + i * PART, N, PART, layout)
                 if KEPT2 is not None:
-                    store_tile(kept2, [top, left + i * PART], parts.index(PARTS + i))
-            tma.store_wait(0)  # they have been read
+                    keep(kept2, parts.index(PARTS + i), B2, top, left + i * PART, N, PART, layout)
+            tma.store_wait(0)  # they have been read, and may be written to again
             thread_barrier()
         for i in gl.static_range(PARTS):
-            place = parts.index(i)
-            y = epilogue(place.load(layout).to(gl.float32), ACT, KIND, False)
+            place, column = parts.index(i), left + i * PART
+            y = with_bias(place, B if KEPT is None else None, column, N, PART, layout)
+            y = epilogue(y, ACT, KIND, False)
             if WEIGHTS == 2:
-                y *= parts.index(PARTS + i).load(layout).to(gl.float32)
+                factor = parts.index(PARTS + i)
+                y *= with_bias(factor, B2 if KEPT2 is None else None, column, N, PART, layout)
             place.store(y.to(KIND))
             fence_async_shared()
-            store_tile(out, [top, left + i * PART], place)
+            store_tile(out, [top, column], place)
         tma.store_wait(0)
         mbarrier.arrive(stored.index(0))
         turn = turn ^ 1
+
+
+@jit
+def with_bias(part, B, left, N: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr):
+    """The sums of a part and its bias, in fp32."""
+    y = part.load(layout).to(gl.float32)
+    if B is not None:
+        column = left + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
+        bias = gl.load(B + column, column < N, 0.0).to(gl.float32)
+        y += gl.expand_dims(bias, 0)
+    return y
+
+
+@jit
+def keep(
+    kept, part, B, top, left, N: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Store a part for the backward, with its bias; so it stays in shared memory, too."""
+    if B is not None:
+        y = with_bias(part, B, left, N, PART, layout)
+        part.store(y.to(kept.dtype))
+        fence_async_shared()
+    store_tile(kept, [top, left], part)

@@ -57,7 +57,7 @@ class Tile(NamedTuple):
         stage = (self.bm + weights * self.bn) * self.bk * itemsize
         return self.stages * stage + self.bm * self.bn // self.pieces * itemsize
 
-    def count(self, m, n: int):
+    def number(self, m, n: int):
         """Of the tiles of a result `[m, n]`."""
         return (m + self.bm - 1) // self.bm * -(-n // self.bn)
 
@@ -132,7 +132,7 @@ def tile_for(
     if rows >= FEWEST and size == 2 and known and (specialised or not Tile(*known).finishers):
         return Tile(*known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
-    if specialised and k >= DEEP and SPECIALISED[weights].count(rows, n) >= processors:
+    if specialised and k >= DEEP and SPECIALISED[weights].number(rows, n) >= processors:
         return SPECIALISED[weights]
     # where all of them are too large, Triton says so, and the site is left to Inductor
     fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
@@ -164,4 +164,4 @@ def shared_memory(device: torch.device) -> int:
 def programs(tile: Tile, m, n: int, device: torch.device):
     """How many programs are launched: they walk through the tiles."""
     most = tile.programs * multiprocessors(device)
-    return most if dynamic(m) else min(most, tile.count(m, n))
+    return most if dynamic(m) else min(most, tile.number(m, n))
