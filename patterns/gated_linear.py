@@ -2,8 +2,9 @@
 
 x is `[..., k]`, W1 and W2 `[k, n]` with dense rows or columns (nn.Linear holds their transposes),
 b1 and b2 `[n]` may be missing; the weights may be columns of one packed weight. bf16, fp16, or fp32
-with TF32; sums in fp32, rounded once. With many rows on Hopper the products are rounded as well,
-before their biases are added. Rows begin at multiples of 16 bytes.
+with TF32; sums in fp32, rounded once. Where tiles have finishers (kernels/gemm/tiles.py), which is
+on Hopper, the products are rounded as well, before their biases are added. Rows begin at multiples
+of 16 bytes.
 The gradient reads both sums, of sigmoid the gate's alone. Source: Dauphin et al. 2017,
 Shazeer 2020.
 """
@@ -29,7 +30,7 @@ from fusion_backend.kernels.gemm.gradients import (
 )
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
-from fusion_backend.kernels.gemm.specialised import specialises
+from fusion_backend.kernels.gemm.specialised import tile_of
 from fusion_backend.kernels.gemm.tiles import are_many
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]
@@ -72,7 +73,7 @@ def _(x, w1, b1, w2, b2, act):
 def _(x, w1, b1, w2, b2, act, training):
     if act not in ("sigmoid", "silu") or not are_many(x):
         return UNMEASURED
-    if specialises(x, w1, w2, act):
+    if tile_of(x, w1, act, w2).finishers:
         return UNMEASURED if training else None
     if training:
         return Reject(f"Inductor's training step is as fast ({RESULTS})")

@@ -2,11 +2,11 @@
 quick), silu, sigmoid and tanh.
 
 x is `[..., k]`, W `[k, n]` with dense rows or columns (nn.Linear holds its transpose), b `[n]` may
-be missing. bf16, fp16, or fp32 with TF32; sums in fp32, rounded once. With many rows on Hopper the
-products are rounded as well, before b is added. Rows begin at multiples of 16 bytes. relu and the
-tanh form of gelu are an epilogue of the library's product, too, which is taken where b is given, x
-has more than 16 rows, and no tile of ours is known to be faster. The gradient reads the result, or
-the sum before the activation, which is kept.
+be missing. bf16, fp16, or fp32 with TF32; sums in fp32, rounded once. Where tiles have finishers
+(kernels/gemm/tiles.py), which is on Hopper, the products are rounded as well, before b is added.
+Rows begin at multiples of 16 bytes. relu and the tanh form of gelu are an epilogue of the library's
+product, too, which is taken where b is given, x has more than 16 rows, and no tile of ours is known
+to be faster. The gradient reads the result, or the sum before the activation, which is kept.
 """
 
 from __future__ import annotations

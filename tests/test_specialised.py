@@ -4,6 +4,7 @@ how it is called. Gluon has no interpreter; tests/gpu/test_products.py runs the 
 
 import math
 
+import fusion_backend.patterns  # noqa: F401 (the rules by name)
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,8 +15,9 @@ from fusion_backend.kernels.common.target import as_on, gpu
 from fusion_backend.kernels.gemm import specialised
 from fusion_backend.kernels.gemm.library import library_takes
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.specialised import ACTIVATIONS, fresh, specialises, start
+from fusion_backend.kernels.gemm.specialised import ACTIVATIONS, fresh, specialises, start, tile_of
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, tile_for
+from fusion_backend.ops.registry import FUSION_RULES
 from tests.without_interpreter import output_of
 
 
@@ -96,11 +98,12 @@ def test_tiles_with_finishers_are_for_many_rows_and_long_sums():
         x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
         return tile_for(x, m, k, n, weights, "silu", able).finishers
 
-    assert finishers(16384, 1024, 4096) and finishers(2048, 1152, 4304)
-    assert finishers(512, 1024, 4352, weights=2)
+    assert finishers(16384, 1024, 4096) and finishers(2048, 1152, 4096)
+    assert finishers(512, 1024, 4096 + 128 * 64, weights=2)
     assert not finishers(16384, 1024, 4096, able=False)
     assert not finishers(16384, 256, 4096)  # short sums
     assert not finishers(512, 1024, 4352)  # fewer tiles than multiprocessors
+    assert not finishers(1152, 1024, 4096)  # 144 tiles, two waves
 
 
 def test_the_library_is_taken_where_it_was_faster(monkeypatch):
@@ -109,8 +112,11 @@ def test_the_library_is_taken_where_it_was_faster(monkeypatch):
     x, w, b = operands(16384, 1024, 4096, weights=1)
     assert library_takes(x, w, b, "relu")  # timed
     assert not library_takes(x, w, b, "gelu_tanh")
-    other = operands(16384, 1024, 5120, weights=1)
-    assert not library_takes(*other, "relu"), "not timed"
+    other = operands(16384, 1024, 5120, weights=1)  # not timed
+    assert library_takes(*other, "relu") and not library_takes(*other, "gelu_tanh")
+    for size in ((16384, 256, 1024), (2048, 768, 768), (2048, 4096, 1024), (4096, 2048, 256)):
+        x1, w1, b1 = operands(*size, weights=1)
+        assert not tile_of(x1, w1, "gelu_tanh").finishers and library_takes(x1, w1, b1, "gelu_tanh")
     assert library_takes(x[:1000], w, b, "gelu_tanh"), "few rows"
     with as_on(gpu("A100")):
         assert library_takes(x, w, b, "gelu_tanh") and library_takes(*other, "relu")
@@ -147,3 +153,22 @@ def test_a_scaled_or_added_product_has_the_plain_kernel():
         with trial(lambda kernel, *_, names=names: names.append(kernel.fn.__name__)):
             linear(x, w, None, "relu", **more)
         assert names == ["linear_kernel"], more
+
+
+def test_a_tile_with_finishers_is_for_nothing_else():
+    x, w, *_ = operands(weights=1)
+    for more in (dict(row_scale=torch.empty(4096, device="meta")), dict(save=(False, True))):
+        with pytest.raises(AssertionError, match="does not do"):
+            linear(x, w, None, "relu", tile=SPECIALISED[1], **more)
+
+
+def test_gates_of_tiles_without_finishers_keep_their_rule():
+    worthwhile = FUSION_RULES["gated_linear"].worthwhile_fn
+    for size, training, takes in (
+        ((16384, 2048, 8192), False, True),
+        ((2048, 4096, 1024), False, False),  # the library's product wins
+        ((16384, 512, 2048), True, False),
+    ):
+        x, w, w2, *_ = operands(*size)
+        answer = worthwhile(x, w, None, w2, None, "silu", training)
+        assert (answer is None) == takes, (size, training, answer)

@@ -37,6 +37,9 @@ TILES_HEAD = """
 # Of matrix products, by their epilogue and the size of the weight: the numbers of a tile
 # (kernels/gemm/tiles.py), or nothing where the library is the fastest.
 PRODUCTS: dict[str, tuple[int, ...]] = {"""
+PLAIN_HEAD = """
+# The same for kernels without finishers.
+WITHOUT_FINISHERS: dict[str, tuple[int, ...]] = {"""
 
 
 def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
@@ -63,16 +66,18 @@ def fastest(runs: list[Run]) -> dict[str, dict[int, dict[str, int]]]:
     return table
 
 
-def fastest_tiles(runs: list[Run]) -> dict[str, tuple[int, ...]]:
+def fastest_tiles(runs: list[Run], finishers: bool = True) -> dict[str, tuple[int, ...]]:
     """Product, its epilogue and the size of its weight -> tile, or () for the library. Of several
     numbers of rows the largest counts, and of several runs the last, whose GPU may be another.
+    finishers: also tiles that have them.
     """
     best: dict[str, tuple[int, float, str]] = {}  # -> -rows, milliseconds, configuration
     for run in runs:
         of_run: dict[str, tuple[int, float, str]] = {}
         for row in run.rows:
             work = PRODUCT.fullmatch(row["work"])
-            if work and row["config"] != "product alone":
+            apart = re.search(r"finishers=[1-9]", row["config"])
+            if work and row["config"] != "product alone" and (finishers or not apart):
                 key = "{what} {k}x{n}".format(**work.groupdict())
                 found = -int(work["m"]), row["ms"], row["config"]
                 of_run[key] = min(of_run.get(key, found), found)
@@ -93,7 +98,7 @@ def named(file: Path) -> str:
 
 def written(runs: list[Run], files: list[Path]) -> str:
     """The text of the file."""
-    table, tiles = fastest(runs), fastest_tiles(runs)
+    table = fastest(runs)
     about = {
         name: ", ".join(sorted({str(run.about[name]) for run in runs}))
         for name in ("gpu", "torch", "triton")
@@ -103,6 +108,10 @@ def written(runs: list[Run], files: list[Path]) -> str:
         lines.append(f'    "{kernel}": {{\n')
         lines += [f"        {n}: {json.dumps(config)},\n" for n, config in configs.items()]
         lines.append("    },\n")
-    lines += ["}\n", TILES_HEAD, "\n" if tiles else ""]
-    lines += [f'    "{key}": {tile},\n' for key, tile in tiles.items()]
-    return "".join([*lines, "}\n"])
+    lines.append("}\n")
+    for head, finishers in ((TILES_HEAD, True), (PLAIN_HEAD, False)):
+        tiles = fastest_tiles(runs, finishers)
+        lines += [head, "\n" if tiles else ""]
+        lines += [f'    "{key}": {tile},\n' for key, tile in tiles.items()]
+        lines.append("}\n")
+    return "".join(lines)

@@ -27,10 +27,11 @@ else:
 # of the warps of one partition; from 3.8 on as `barrier`
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-if not hasattr(gl.shared_memory_descriptor, "reinterpret"):  # before 3.9
-    gl.shared_memory_descriptor.reinterpret = gl.shared_memory_descriptor._reinterpret
+# of a piece of shared memory, as another shape; public from 3.9 on
+memory = gl.shared_memory_descriptor
+reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
 
 
 def source_class(kernel) -> type:
-    """Of what triton.compile takes for this kernel."""
+    """The class of the source that triton.compile takes for this kernel."""
     return GluonASTSource if kernel.is_gluon() else ASTSource

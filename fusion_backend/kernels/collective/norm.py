@@ -26,7 +26,7 @@ from fusion_backend.kernels.collective.workspace import (
     workspace_of,
 )
 from fusion_backend.kernels.common.inputs import as_rows, maybe_rows
-from fusion_backend.kernels.common.launch import TRIAL, interpreted, launch
+from fusion_backend.kernels.common.launch import TRIAL, directly, launch
 from fusion_backend.kernels.norm.operands import Norm
 
 MAX_ROW = 16384  # elements, which stay in the registers of one program
@@ -232,10 +232,3 @@ def start(
         STRIDE=stride, RESIDUAL_STRIDE=residual_stride, N=n, CENTRED=norm.centred, BLOCK=block,
         RANK=place.rank, WORLD=place.world, num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
-
-
-def directly(kernel, grid: tuple, *args, **options) -> None:
-    """Inside of an operator that no compiler opens up, there is nobody to hand the launch to."""
-    if interpreted(kernel):
-        options.pop("num_warps")
-    kernel[grid](*args, **options)

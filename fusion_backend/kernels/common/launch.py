@@ -59,6 +59,17 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> No
         wrap_triton(kernel)[grid](*args, **options)
 
 
+def directly(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> None:
+    """Launch from inside an operator that no compiler opens up: there is nobody to hand the launch
+    to.
+    """
+    if interpreted(kernel):
+        options.pop("num_warps")
+    else:
+        lend_scratch()
+    kernel[grid](*args, **options)
+
+
 @contextlib.contextmanager
 def trial(record: Record) -> Iterator[None]:
     """Inside, launches go to `record(kernel, grid, args, options)` and run nothing."""

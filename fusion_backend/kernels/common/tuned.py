@@ -104,3 +104,29 @@ PRODUCTS: dict[str, tuple[int, ...]] = {
     "linear relu 4096x14336": (128, 256, 64, 8, 3, 1, 1, 16, 4),
     "linear relu 768x3072": (128, 256, 64, 8, 3, 1, 1, 8, 4),
 }
+
+# The same for kernels without finishers.
+WITHOUT_FINISHERS: dict[str, tuple[int, ...]] = {
+    "gated sigmoid 1024x4096": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated sigmoid 2048x8192": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated sigmoid 4096x14336": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated sigmoid 512x2048": (128, 64, 64, 4, 3, 2, 1, 8, 0),
+    "gated sigmoid 768x3072": (128, 64, 64, 4, 3, 2, 1, 8, 0),
+    "gated silu 1024x4096": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated silu 2048x8192": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated silu 4096x14336": (128, 128, 64, 8, 3, 1, 1, 8, 0),
+    "gated silu 512x2048": (128, 64, 64, 4, 3, 2, 1, 16, 0),
+    "gated silu 768x3072": (128, 64, 64, 4, 3, 2, 1, 8, 0),
+    "linear gelu 1024x4096": (128, 128, 64, 4, 3, 2, 2, 16, 0),
+    "linear gelu 2048x8192": (128, 128, 64, 4, 3, 2, 2, 8, 0),
+    "linear gelu 4096x14336": (128, 256, 64, 8, 3, 1, 1, 8, 0),
+    "linear gelu 768x3072": (128, 128, 64, 4, 3, 2, 2, 8, 0),
+    "linear gelu_tanh 1024x4096": (),
+    "linear gelu_tanh 2048x8192": (),
+    "linear gelu_tanh 4096x14336": (),
+    "linear gelu_tanh 768x3072": (),
+    "linear relu 1024x4096": (),
+    "linear relu 2048x8192": (),
+    "linear relu 4096x14336": (),
+    "linear relu 768x3072": (),
+}

@@ -8,8 +8,6 @@ rounds the products before their bias is added as well, as Inductor rounds them.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +23,8 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_tile,
 )
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
-from fusion_backend.kernels.gemm.specialised import specialises
-from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
+from fusion_backend.kernels.gemm.specialised import tile_of
+from fusion_backend.kernels.gemm.tiles import Tile, programs
 
 
 def linear(
@@ -45,11 +43,10 @@ def linear(
     """
     (k, n), shape = w.shape, (*x.shape[:-1], w.shape[1])
     dtype = x.dtype if dtype is None else dtype
-    if tile is None:
-        plain = dtype == x.dtype and residual is row_scale is column_scale is None
-        rows, weights = math.prod(x.shape[:-1]), 1 if w2 is None else 2
-        tile = tile_for(x, rows, k, n, weights, act, plain and specialises(x, w, w2, act))
+    able = dtype == x.dtype and residual is row_scale is column_scale is None
+    tile = tile_of(x, w, act, w2, able) if tile is None else tile
     if tile.finishers:
+        assert able and save[0] >= save[1], "what the kernel does not do"
         return torch.ops.fusion.specialised_linear(x, w, b, w2, b2, act, *save, list(tile))
     out = torch.empty(shape, dtype=dtype, device=x.device)
     kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]

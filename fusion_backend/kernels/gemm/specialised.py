@@ -7,20 +7,21 @@ one in Gluon: the operator is opaque to it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from fusion_backend.compat.triton import lend_scratch
-from fusion_backend.kernels.common.launch import TRIAL, interpreted, launch
+from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.gemm.epilogue import epilogue
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
 from fusion_backend.kernels.gemm.specialised_kernel import specialised_linear_kernel
-from fusion_backend.kernels.gemm.tiles import Tile, programs
+from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 HOPPER = 9  # compute capability
-# without tanh, which needs more registers than the warps have that finish
+# without tanh, which takes more registers than the warps have that finish
 ACTIVATIONS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid".split()
 PART = 64  # columns that are stored at a time: a row of them is the 128 bytes of a swizzle
 REGISTERS = 152  # of a thread that finishes
@@ -28,7 +29,8 @@ REGISTERS = 152  # of a thread that finishes
 LIBRARY = Library("fusion", "FRAGMENT")
 LIBRARY.define(
     "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
-    "bool save, bool save2, int[] tile) -> (Tensor, Tensor, Tensor)"
+    "bool save, bool save2, int[] tile) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
 )
 
 
@@ -44,6 +46,7 @@ def on_hopper(device: torch.device) -> bool:
 
 def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
     """Can the kernel compute act(x W + b), or act(x W + b) · (x W2 + b2)?"""
+    # the exact GELU of fp16 takes more registers than the warps have that finish
     spills = act == "gelu" and x.dtype == torch.float16 and w2 is None
     return (
         x.element_size() == 2
@@ -53,6 +56,14 @@ def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
         and (w2 is None or by_output(w2) == by_output(w))
         and on_hopper(x.device)
     )
+
+
+def tile_of(x: Tensor, w: Tensor, act: str, w2: Tensor | None = None, able: bool = True) -> Tile:
+    """The tile that `linear` takes for act(x W + b), or act(x W + b) · (x W2 + b2). able: is there
+    nothing else to do, which the kernel cannot?
+    """
+    (k, n), rows, weights = w.shape, math.prod(x.shape[:-1]), 1 if w2 is None else 2
+    return tile_for(x, rows, k, n, weights, act, able and specialises(x, w, w2, act))
 
 
 def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,8 +83,8 @@ def start(
     tiles of the result.
     """
     (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
-    # Nobody compiles this launch; in a trial the kernel is compiled as it will be launched.
-    run = launch if TRIAL.get() is not None or TARGET.get() is not None else directly
+    # In a trial the kernel is compiled as it will be launched.
+    run = launch if TRIAL.get() is not None else directly
     run(
         specialised_linear_kernel, (programs(tile, m, n, x.device),), rows, w, w2, b, b2,
         filled[0], *(t if keep else None for t, keep in zip(filled[1:], kept, strict=True)),
@@ -82,11 +93,6 @@ def start(
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages, PART=PART,
         FINISHERS=tile.finishers, REGISTERS=REGISTERS, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def directly(kernel, grid: tuple, *args, **options) -> None:
-    lend_scratch()
-    kernel[grid](*args, **options)
 
 
 def specialised_linear(

@@ -6,9 +6,12 @@ and store the result, while the eight multiply the next tile. In kernels/gemm/li
 program on the same multiprocessor does that, whose tiles have to be half as wide, so that both read
 more.
 
-The eight also ask for their operands, three steps ahead, across tiles: a warp of its own for that
-would leave 128 registers a thread, and the sums alone take 128. Written in Gluon, because Triton
-divides the work of a program among its warps by itself.
+The eight also ask for their operands, across tiles; three steps are loaded or multiplied at a time.
+A warp of its own for that would leave 128 registers a thread, and the sums alone take 128. The
+kernel is written in Gluon, because Triton divides the work of a program among its warps by itself.
+
+Inductor, too, rounds a product before it adds the bias, if an elementwise operation follows. In
+fp16 a product beyond 65504 is infinite then, whatever its bias.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from fusion_backend.compat.gluon import (
     jit,
     load_tile,
     mbarrier,
+    reinterpret,
     store_tile,
     thread_barrier,
     tma,
@@ -30,7 +34,7 @@ from fusion_backend.kernels.gemm.main_loop import corner
 
 
 # Operations: 2 m n k a weight. Bytes: x, the weights and the results, once.
-@jit
+@jit(do_not_specialize=["m"])
 def specialised_linear_kernel(
     X, W, W2, B, B2, OUT, KEPT, KEPT2, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
@@ -49,10 +53,10 @@ def specialised_linear_kernel(
     x_tiles = gl.allocate_shared_memory(KIND, [STAGES, BM, BK], x_layout)
     # The tiles of the two weights are requested one by one and multiplied as one, side by side.
     w_tiles = gl.allocate_shared_memory(KIND, [STAGES * WEIGHTS] + TILE, w_layout)
-    factors = w_tiles.reinterpret(KIND, [STAGES] + BOTH, w_layout)
+    factors = reinterpret(w_tiles, KIND, [STAGES] + BOTH, w_layout)
     # So are the parts of a result.
     parts = gl.allocate_shared_memory(KIND, [WIDTH // PART, BM, PART], out_layout)
-    sums = parts.reinterpret(KIND, [BM, WIDTH], out_layout)
+    sums = reinterpret(parts, KIND, [BM, WIDTH], out_layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     summed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -158,7 +162,7 @@ def multiply_tiles(
     W2_STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr, KEEP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the eight warps do."""
+    """The warps that multiply: from the operands to the rounded sums."""
     KIND: gl.constexpr = X.dtype.element_ty
     WEIGHTS: gl.constexpr = 1 if W2 is None else 2
     WIDTH: gl.constexpr = BN * WEIGHTS
@@ -175,7 +179,7 @@ def multiply_tiles(
         w2 = weight_matrix(W2, N, K, W2_STRIDE, BY_OUTPUT, BN, BK, w_layout)
     tiles = count_of_tiles(m, N, BM, BN)
     ahead = gl.program_id(0)
-    top, left = corner(ahead, m, N, BM, BN, GROUP)
+    top, left = corner(last_of(ahead, m, N, BM, BN), m, N, BM, BN, GROUP)
     start = 0
     for stage in gl.static_range(STAGES):
         request(
@@ -212,6 +216,7 @@ def multiply_tiles(
         sums.store(total.to(KIND))
         if KEEP:
             fence_async_shared()
+        thread_barrier()
         mbarrier.arrive(summed.index(0))
         turn = turn ^ 1
 
@@ -222,7 +227,7 @@ def finish_tiles(
     N: gl.constexpr, ACT: gl.constexpr, WEIGHTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     GROUP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """What the other warps do."""
+    """The warps that finish: from the rounded sums to what is stored."""
     KIND: gl.constexpr = OUT.dtype.element_ty
     PARTS: gl.constexpr = BN // PART
     layout: gl.constexpr = gl.BlockedLayout(
@@ -258,6 +263,7 @@ def finish_tiles(
             fence_async_shared()
             store_tile(out, [top, column], place)
         tma.store_wait(0)
+        thread_barrier()
         mbarrier.arrive(stored.index(0))
         turn = turn ^ 1
 

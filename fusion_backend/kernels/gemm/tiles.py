@@ -1,9 +1,10 @@
 """The tiles in which a matrix product is computed: which there are, and which to take.
 
-The table in kernels/common/tuned.py has the fastest of the sizes that were measured. For others a
-model of the cost chooses: the tiles of a multiprocessor, one after the other, their products at the
-speed of the tensor cores, and what comes before and after the products, unless another program on
-the same multiprocessor multiplies meanwhile.
+The tables in kernels/common/tuned.py have the fastest of the sizes that were measured. For others
+tiles with finishers are taken where they have always been faster, or else a model of the cost
+chooses: the tiles of a multiprocessor, one after the other, their products at the speed of the
+tensor cores, and what comes before and after the products, unless another program on the same
+multiprocessor multiplies meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.inputs import dynamic
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
-from fusion_backend.kernels.common.tuned import PRODUCTS
+from fusion_backend.kernels.common.tuned import PRODUCTS, WITHOUT_FINISHERS
 
 # Of an H200. Measured: bf16 products of 8192 x 8192 x 8192, and a copy.
 PRODUCTS_A_SECOND = 700e12
@@ -27,7 +28,7 @@ LATENCY = 1e-6  # seconds from the first request of a tile to its first product
 MANY = 1 << 14  # rows that are assumed where their number is not known
 USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the number of weights
 FEWEST = 2048  # rows from which on the table counts
-DEEP = 512  # the smallest K that was timed with finishers
+DEEP, FULL = 512, 0.7
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
 
@@ -58,7 +59,7 @@ class Tile(NamedTuple):
         return self.stages * stage + self.bm * self.bn // self.pieces * itemsize
 
     def number(self, m, n: int):
-        """Of the tiles of a result `[m, n]`."""
+        """How many tiles a result `[m, n]` has."""
         return (m + self.bm - 1) // self.bm * -(-n // self.bn)
 
 
@@ -79,8 +80,9 @@ DOUBLE = [
     Tile(64, 64, 64, 4, 4, 2, 1),
     Tile(64, 32, 64, 4, 4, 3, 1),
 ]
-# With finishers, by the number of weights. Faster than the others at every size that was timed with
-# a tile for each multiprocessor (benchmarks/results/h100-sweep-specialised.json), from K = 512 on.
+# With finishers, by the number of weights. They were faster than the others wherever K was at least
+# DEEP, each multiprocessor had a tile, and the waves of tiles were FULL
+# (benchmarks/results/h100-sweep-specialised.json).
 SPECIALISED = {
     1: Tile(128, 256, 64, 8, 3, 1, 1, finishers=4),
     2: Tile(128, 128, 64, 8, 3, 1, 1, finishers=4),
@@ -128,16 +130,22 @@ def tile_for(
     """
     rows = MANY if dynamic(m) else max(int(m), 1)
     size = x.element_size()
-    known = measured(weights, k, n, act) or measured(weights, k, n, USUAL[weights])
-    if rows >= FEWEST and size == 2 and known and (specialised or not Tile(*known).finishers):
+    known = measured(weights, k, n, act, specialised)
+    known = known or measured(weights, k, n, USUAL[weights], specialised)
+    if rows >= FEWEST and size == 2 and known:
         return Tile(*known)
     room, processors = shared_memory(x.device), multiprocessors(x.device)
-    if specialised and k >= DEEP and SPECIALISED[weights].number(rows, n) >= processors:
+    if specialised and k >= DEEP and fills(SPECIALISED[weights].number(rows, n), processors):
         return SPECIALISED[weights]
     # where all of them are too large, Triton says so, and the site is left to Inductor
     fits = [t for t in candidates(weights, size) if t.shared(weights, size) <= room]
     fits = fits or candidates(weights, size)[-1:]
     return min(fits, key=lambda t: seconds(t, rows, k, n, weights, size, processors))
+
+
+def fills(tiles: int, processors: int) -> bool:
+    """Has each multiprocessor a tile, and are not too many idle in the last wave?"""
+    return tiles >= processors and tiles >= FULL * processors * -(-tiles // processors)
 
 
 def are_many(x: Tensor) -> bool:
@@ -146,9 +154,14 @@ def are_many(x: Tensor) -> bool:
     return x.element_size() == 2 and statically_known_true(rows >= FEWEST)
 
 
-def measured(weights: int, k: int, n: int, act: str) -> tuple[int, ...] | None:
-    """What was fastest for many rows: the fields of a tile, () for the library, None if unknown."""
-    return PRODUCTS.get(f"{'linear' if weights == 1 else 'gated'} {act} {k}x{n}")
+def measured(
+    weights: int, k: int, n: int, act: str, specialised: bool = False
+) -> tuple[int, ...] | None:
+    """What was fastest for many rows, with finishers or without: the fields of a tile, () for the
+    library, None if unknown.
+    """
+    key = f"{'linear' if weights == 1 else 'gated'} {act} {k}x{n}"
+    return (PRODUCTS if specialised else WITHOUT_FINISHERS).get(key)
 
 
 def shared_memory(device: torch.device) -> int:
