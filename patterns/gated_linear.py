@@ -4,9 +4,8 @@ x is `[..., k]`, W1 and W2 `[k, n]` with dense rows or columns (nn.Linear holds 
 b1 and b2 `[n]` may be missing; the weights may be columns of one packed weight. bf16, fp16, or fp32
 with TF32; sums in fp32, rounded once. Where tiles have finishers (kernels/gemm/tiles.py), which is
 on Hopper, the products are rounded as well, before their biases are added. Rows begin at multiples
-of 16 bytes.
-The gradient reads both sums, of sigmoid the gate's alone. Source: Dauphin et al. 2017,
-Shazeer 2020.
+of 16 bytes. The gradient reads both products, of sigmoid the gate's alone. Source: Dauphin et al.
+2017, Shazeer 2020.
 """
 
 from __future__ import annotations
@@ -91,17 +90,17 @@ def _(x, w1, b1, w2, b2, act, save):
 
 @gated_linear.saved
 def _(x, w1, b1, w2, b2, act):
-    gate = x @ w1
-    up = x.new_empty(0) if act == "sigmoid" else x @ w2
-    if b2 is not None and act != "sigmoid":
-        up = up + b2
-    return gate if b1 is None else gate + b1, up
+    return x @ w1, x.new_empty(0) if act == "sigmoid" else x @ w2
+
+
+def with_bias(product: Tensor, b: Tensor | None) -> Tensor:
+    return product.float() if b is None else product.float() + b.float()
 
 
 @gated_linear.backward(plain=True, result=True)
 def _(saved, dy):
     x, w1, w2 = saved.x, saved.w1, saved.w2
-    dy, gate = dy.float(), saved.gate.float()
+    dy, gate = dy.float(), with_bias(saved.gate, saved.b1)
     d_up = dy * activate(gate, saved.act)
     # sigmoid' = sigmoid · (1 - sigmoid): the result has the first factor, and 1 - sigmoid(gate) is
     # sigmoid(-gate), without cancellation
@@ -109,7 +108,8 @@ def _(saved, dy):
         d_gate = dy * saved.result.float() * torch.sigmoid(-gate)
     else:
         rounded = x.element_size() == 2
-        d_gate = activation_gradient(dy * saved.up.float(), gate, saved.act, rounded)
+        up = with_bias(saved.up, saved.b2)
+        d_gate = activation_gradient(dy * up, gate, saved.act, rounded)
     # The gradients of the biases are sums in fp32, the operands of the products rounded.
     grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     for b, d in dict(b1=d_gate, b2=d_up).items():

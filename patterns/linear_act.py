@@ -6,7 +6,7 @@ be missing. bf16, fp16, or fp32 with TF32; sums in fp32, rounded once. Where til
 (kernels/gemm/tiles.py), which is on Hopper, the products are rounded as well, before b is added.
 Rows begin at multiples of 16 bytes. relu and the tanh form of gelu are an epilogue of the library's
 product, too, which is taken where b is given, x has more than 16 rows, and no tile of ours is known
-to be faster. The gradient reads the result, or the sum before the activation, which is kept.
+to be faster. The gradient reads the result, or x W, which is kept.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def _(x, w, b, act, save):
 
 @linear_act.saved
 def _(x, w, b, act):
-    y = x @ w
-    return x.new_empty(0) if act in BY_RESULT else y if b is None else y + b
+    return x.new_empty(0) if act in BY_RESULT else x @ w
 
 
 @linear_act.backward(plain=True, result=True)
@@ -90,7 +89,8 @@ def _(saved, dy):
     elif act == "tanh":
         d = dy * (1 - y * y)
     else:
-        d = activation_gradient(dy, saved.pre.float(), act, saved.x.element_size() == 2)
+        pre = saved.pre.float() if saved.b is None else saved.pre.float() + saved.b.float()
+        d = activation_gradient(dy, pre, act, saved.x.element_size() == 2)
     needs = tuple(saved.needs[name] for name in ("x", "w", "b"))
     return linear_gradients(d, saved.x, saved.w, saved.b, needs)
 

@@ -5,7 +5,7 @@ x is `[..., k]`, W1 `[k, n]`, W2 `[n, o]`, both with dense rows or columns; b1 `
 may be missing. bf16 or fp16; sums in fp32, rounded once. Where tiles have finishers
 (kernels/gemm/tiles.py), which is on Hopper, x W1 is rounded as well, before b1 is added. Rows begin
 at multiples of 16 bytes.
-Forward keeps the hidden layer and the sums before the activation, as Inductor does. In backward the
+Forward keeps the hidden layer and x W1, as Inductor does. In backward the
 product dy W2ᵀ applies the derivative of the activation before it stores anything, and sums the
 columns for the gradient of b1. Without gradients linear_act is all that can be fused. A block with
 a gate has none of this: timed on an H200, the product with the derivatives of both factors took
@@ -109,15 +109,16 @@ def _(x, w1, b1, w2, b2, act, save):
 
 @mlp.saved
 def _(x, w1, b1, w2, b2, act):
-    y = x @ w1 if b1 is None else x @ w1 + b1
-    return x.new_empty(0) if act == "relu" else y, activate(y, act)
+    y = x @ w1
+    h = activate(y if b1 is None else y + b1, act)
+    return x.new_empty(0) if act == "relu" else y, h
 
 
 @mlp.backward
 def _(saved, dy):
     needs, x, w1 = saved.needs, saved.x, saved.w1
-    pre = saved.h if saved.act == "relu" else saved.pre
-    d, sums = hidden_gradient(dy, saved.w2.t(), pre, saved.act, needs["b1"])
+    pre, b1 = (saved.h, None) if saved.act == "relu" else (saved.pre, saved.b1)
+    d, sums = hidden_gradient(dy, saved.w2.t(), pre, b1, saved.act, needs["b1"])
     rows, h, d, d_y = as_matrices(x, saved.h, d, dy, weight=w1)
     return (
         (d @ w1.t()).view(x.shape) if needs["x"] else None,

@@ -68,7 +68,7 @@ def test_every_activation(act, dtype):
     x, w, b = randn(40, 48, dtype=dtype), weight(48, 24, dtype), randn(24, dtype=dtype)
     y, kept, _ = linear(x, w, b, act, save=(True, False), tile=SMALL)
     assert_close(y, activate(product(x, w, b), act), dtype)
-    assert_close(kept, product(x, w, b), dtype)
+    assert_close(kept, product(x, w), dtype)  # without its bias
     y, _, _ = linear(x, w, None, act, w2=w.flip(1).t().contiguous().t(), b2=b, tile=IN_HALVES)
     assert_close(y, activate(product(x, w), act) * product(x, w.flip(1), b), dtype)
 
@@ -85,7 +85,7 @@ def test_edges_and_layouts(m, k, n, tile):
         w, w2 = weight(k, n, torch.half, mine), weight(k, n, torch.half, its)
         y, gate, up = linear(x, w, b, "silu", w2=w2, save=(True, True), tile=tile)
         assert_close(y, activate(product(x, w, b), "silu") * product(x, w2), torch.half)
-        assert_close(gate, product(x, w, b), torch.half)
+        assert_close(gate, product(x, w), torch.half)
         assert_close(up, product(x, w2), torch.half)
 
 
@@ -237,10 +237,10 @@ def test_the_sizes_of_few_rows_are_within_5_percent_of_the_fastest_that_was_time
 def test_gradient_of_a_hidden_layer(act, dtype):
     dy, w = randn(70, 40, dtype=dtype), weight(40, 72, dtype)
     pre = randn(70, 72, dtype=dtype)
-    leaf = exact(pre).requires_grad_()
-    (want,) = torch.autograd.grad(activate(leaf, act), leaf, product(dy, w))
-    for tile in (SMALL, IN_HALVES):
-        d, sums = hidden_gradient(dy, w, pre, act, True, tile)
+    for tile, b in ((SMALL, None), (IN_HALVES, randn(72, dtype=dtype))):
+        leaf = (exact(pre) if b is None else exact(pre) + exact(b)).requires_grad_()
+        (want,) = torch.autograd.grad(activate(leaf, act), leaf, product(dy, w))
+        d, sums = hidden_gradient(dy, w, pre, b, act, True, tile)
         assert_close(d, want, dtype)
         by_tanh = act == "gelu" and dtype == torch.bfloat16  # rounds to 2^-11
         assert_close(sums, want.sum(0), torch.float32, factor=100 if by_tanh else 1)
@@ -249,15 +249,15 @@ def test_gradient_of_a_hidden_layer(act, dtype):
 @runs_kernels
 def test_gradient_of_a_hidden_layer_without_sums_or_rows():
     dy, w, gate = randn(0, 40), weight(40, 72, torch.half), randn(0, 72, dtype=torch.half)
-    d, sums = hidden_gradient(dy.half(), w, gate, "gelu", True, SMALL)
+    d, sums = hidden_gradient(dy.half(), w, gate, None, "gelu", True, SMALL)
     assert d.shape == (0, 72)
     assert sums.shape == (72,) and not sums.any()
     gate = randn(3, 72, dtype=torch.half)
     for dy in (randn(1, 40).half(), randn(3, 45).half()[:, 3:43], randn(1, 1).half()):
         dy = dy.expand(3, 40)
-        d, _ = hidden_gradient(dy, w, gate, "relu", False, SMALL)
+        d, _ = hidden_gradient(dy, w, gate, None, "relu", False, SMALL)
         assert_close(d, product(dy, w) * (gate > 0), torch.half)
-    assert hidden_gradient(randn(3, 40).half(), w, gate, "gelu", False, SMALL)[1] is None
+    assert hidden_gradient(randn(3, 40).half(), w, gate, None, "gelu", False, SMALL)[1] is None
 
 
 @pytest.mark.parametrize("act", [*BETWEEN, "sigmoid", "tanh", "identity"])

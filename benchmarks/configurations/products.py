@@ -164,7 +164,7 @@ def hidden_gradients(device) -> Iterator[Call]:
         for tile in tiles(1, m, k, n):
 
             def call(tile=tile, dy=dy, w=w, pre=pre):
-                return hidden_gradient(dy, w, pre, "gelu", True, tile)[0]
+                return hidden_gradient(dy, w, pre, None, "gelu", True, tile)[0]
 
             yield Call(work, words(tile), same(call, words(tile), want))
         yield Call(work, "product alone", functools.partial(torch.mm, dy, w))

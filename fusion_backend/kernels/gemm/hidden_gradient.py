@@ -26,12 +26,13 @@ from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 
 def hidden_gradient(
-    dy: Tensor, w: Tensor, pre: Tensor, act: str, sums: bool, tile: Tile | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """dy W · act'(pre), and the sums of its columns in fp32, None unless asked for.
+    dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, sums: bool,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dy W · act'(pre + b), and the sums of its columns in fp32, None unless asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`. The result is contiguous. Grid:
-    programs that walk through its tiles.
+    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`, b `[n]` or None. The result is
+    contiguous. Grid: programs that walk through its tiles.
     """
     k, n = w.shape
     d = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
@@ -44,7 +45,7 @@ def hidden_gradient(
             ((m + tile.bm - 1) // tile.bm, n), dtype=torch.float32, device=pre.device
         )
     launch(
-        hidden_gradient_kernel, (programs(tile, m, n, dy.device),), dy, w, pre, d, parts, m,
+        hidden_gradient_kernel, (programs(tile, m, n, dy.device),), dy, w, pre, b, d, parts, m,
         N=n, K=k, DY_ROW=dy_row, W_STRIDE=distance_of(w), BY_OUTPUT=by_output(w), ACT=act,
         PRECISION=precision(), UPCAST=interpreted(hidden_gradient_kernel), **tile.constants,
     )  # fmt: skip
@@ -54,7 +55,7 @@ def hidden_gradient(
 # Operations: 2 m n k. Bytes: dy, W and pre read, d written.
 @triton.jit
 def hidden_gradient_kernel(
-    DY, W, PRE, D, SUMS, m,
+    DY, W, PRE, B, D, SUMS, m,
     N: tl.constexpr, K: tl.constexpr, DY_ROW: tl.constexpr, W_STRIDE: tl.constexpr,
     BY_OUTPUT: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -73,16 +74,16 @@ def hidden_gradient_kernel(
             part = weight_tile(w, start, left, BY_OUTPUT)
             dh = multiply(dy.load([top, start]), part, dh, PRECISION, UPCAST)
         if PIECES == 1:
-            finish(dh, top, left, pre, out, SUMS, N, ACT, UPCAST, BM, STORED)
+            finish(dh, top, left, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
         else:
             first, second = halves(dh, BM, BN)
-            finish(first, top, left, pre, out, SUMS, N, ACT, UPCAST, BM, STORED)
-            finish(second, top, left + STORED, pre, out, SUMS, N, ACT, UPCAST, BM, STORED)
+            finish(first, top, left, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
+            finish(second, top, left + STORED, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
 
 
 @triton.jit
 def finish(
-    dh, top, left, pre, out, SUMS,
+    dh, top, left, pre, B, out, SUMS,
     N: tl.constexpr, ACT: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -90,9 +91,12 @@ def finish(
     last row it is zero, and so is what is summed.
     """
     KIND: tl.constexpr = out.dtype
-    dh *= slope(pre.load([top, left]).to(tl.float32), ACT, KIND, INTERPRETED)
+    column = left + tl.arange(0, COLUMNS)
+    before = pre.load([top, left]).to(tl.float32)
+    if B is not None:
+        before += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
+    dh *= slope(before, ACT, KIND, INTERPRETED)
     if SUMS is not None:
-        column = left + tl.arange(0, COLUMNS)
         at = (top // ROWS).to(tl.int64) * N + column
         tl.store(SUMS + at, tl.sum(dh, 0), column < N)
     out.store([top, left], dh.to(KIND))

@@ -34,7 +34,7 @@ def linear(
     save: tuple[bool, bool] = (False, False), dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """act(x W + b) `[..., n]`, and the products with their biases, empty unless saved.
+    """act(x W + b) `[..., n]`, and the products without their biases, empty unless saved.
 
     x is `[..., k]`, w and w2 `[k, n]`, as `operands.reject_product` asks; b and b2 `[n]` or None.
     With w2: act(x W + b) · (x W2 + b2). residual `[..., n]` is added. row_scale `[m]` and
@@ -135,17 +135,17 @@ def finish(
         y *= tl.load(ROW_SCALE + row, row < m, 0.0).to(tl.float32)[:, None]
     if COLUMN_SCALE is not None:
         y *= tl.load(COLUMN_SCALE + column, column < N, 0.0).to(tl.float32)[None, :]
-    if B is not None:
-        y += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
     if kept is not None:
         kept.store([top, left], y.to(KIND))
+    if B is not None:
+        y += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
     y = epilogue(y, ACT, KIND, INTERPRETED)
     if GATED:
         up = up.to(tl.float32)
-        if B2 is not None:
-            up += tl.load(B2 + column, column < N, 0.0).to(tl.float32)[None, :]
         if kept2 is not None:
             kept2.store([top, left], up.to(KIND))
+        if B2 is not None:
+            up += tl.load(B2 + column, column < N, 0.0).to(tl.float32)[None, :]
         y *= up
     if residual is not None:
         y += residual.load([top, left]).to(tl.float32)

@@ -67,7 +67,7 @@ def tile_of(x: Tensor, w: Tensor, act: str, w2: Tensor | None = None, able: bool
 
 
 def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the products, empty unless they are kept."""
+    """The result, and the products without their biases, empty unless they are kept."""
     shape = (*x.shape[:-1], w.shape[1])
     return (
         torch.empty(shape, dtype=x.dtype, device=x.device),

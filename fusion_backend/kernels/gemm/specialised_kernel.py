@@ -247,18 +247,17 @@ def finish_tiles(
         mbarrier.wait(summed.index(0), turn)
         if KEPT is not None:
             for i in gl.static_range(PARTS):
-                keep(kept, parts.index(i), B, top, left + i * PART, N, PART, layout)
+                store_tile(kept, [top, left + i * PART], parts.index(i))
                 if KEPT2 is not None:
-                    keep(kept2, parts.index(PARTS + i), B2, top, left + i * PART, N, PART, layout)
-            tma.store_wait(0)  # they have been read, and may be written to again
+                    store_tile(kept2, [top, left + i * PART], parts.index(PARTS + i))
+            tma.store_wait(0)  # the sums have been read, and may be written over
             thread_barrier()
         for i in gl.static_range(PARTS):
             place, column = parts.index(i), left + i * PART
-            y = with_bias(place, B if KEPT is None else None, column, N, PART, layout)
+            y = with_bias(place, B, column, N, PART, layout)
             y = epilogue(y, ACT, KIND, False)
             if WEIGHTS == 2:
-                factor = parts.index(PARTS + i)
-                y *= with_bias(factor, B2 if KEPT2 is None else None, column, N, PART, layout)
+                y *= with_bias(parts.index(PARTS + i), B2, column, N, PART, layout)
             place.store(y.to(KIND))
             fence_async_shared()
             store_tile(out, [top, column], place)
@@ -277,15 +276,3 @@ def with_bias(part, B, left, N: gl.constexpr, PART: gl.constexpr, layout: gl.con
         bias = gl.load(B + column, column < N, 0.0).to(gl.float32)
         y += gl.expand_dims(bias, 0)
     return y
-
-
-@jit
-def keep(
-    kept, part, B, top, left, N: gl.constexpr, PART: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Store a part for the backward, with its bias; so it stays in shared memory, too."""
-    if B is not None:
-        y = with_bias(part, B, left, N, PART, layout)
-        part.store(y.to(kept.dtype))
-        fence_async_shared()
-    store_tile(kept, [top, left], part)

@@ -1,10 +1,10 @@
 """The tiles in which a matrix product is computed: which there are, and which to take.
 
 The tables in kernels/common/tuned.py have the fastest of the sizes that were measured. For others
-tiles with finishers are taken where they were not slower, or else a model of the cost
-chooses: the tiles of a multiprocessor, one after the other, their products at the speed of the
-tensor cores, and what comes before and after the products, unless another program on the same
-multiprocessor multiplies meanwhile.
+tiles with finishers are taken under the conditions in which they were not slower, or else a model
+of the cost chooses: the tiles of a multiprocessor, one after the other, their products at the speed
+of the tensor cores, and what comes before and after the products, unless another program on the
+same multiprocessor multiplies meanwhile.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ DOUBLE = [
     Tile(64, 64, 64, 4, 4, 2, 1),
     Tile(64, 32, 64, 4, 4, 3, 1),
 ]
-# With finishers, by the number of weights. They were at most 1 % slower than the others, and up to a
-# third faster, wherever K was at least DEEP, each multiprocessor had a tile, and the waves of tiles
+# With finishers, by the number of weights. They were at most 1 % slower than the others, and up to
+# 35 % faster, wherever K was at least DEEP, each multiprocessor had a tile, and the waves of tiles
 # were FULL (benchmarks/results/h100-sweep-specialised.json).
 SPECIALISED = {
     1: Tile(128, 256, 64, 8, 3, 1, 1, finishers=4),
