@@ -174,3 +174,49 @@ def test_gates_of_tiles_without_finishers_keep_their_rule():
         x, w, w2, *_ = operands(*size)
         answer = worthwhile(x, w, None, w2, None, "silu", training)
         assert (answer is None) == takes, (size, training, answer)
+
+
+def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
+    """With another alignment, layout, dtype or activation it is compiled, with other rows not."""
+    first, again = [], []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: again.append((grid, args))
+
+    def launched(kernel, grid, *args, num_warps, **constants):
+        assert list(constants) == kernel.arg_names[len(args) :]
+        first.append((grid, (*args, *constants.values())))
+        return Compiled()
+
+    monkeypatch.setattr(specialised, "directly", launched)
+    monkeypatch.setattr(specialised, "COMPILED", {})
+    tile = list(SPECIALISED[2])
+
+    def run(rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True):
+        x = torch.zeros(rows * 64 + offset, dtype=dtype)[offset:].view(rows, 64)
+        w, w2 = (torch.zeros(64, 128, dtype=dtype) for _ in range(2))
+        if by_output:
+            w, w2 = w.t().contiguous().t(), w2.t().contiguous().t()
+        b = torch.zeros(128, dtype=dtype)
+        out = specialised.specialised_linear(x, w, b, w2, None, act, save, False, tile)
+        return x, w, b, w2, out
+
+    x, w, b, w2, (out, kept, _) = run()
+    x, w, b, w2, (out, kept, _) = run(rows=512)
+    ((grid, args),) = again
+    assert grid == (4, 1, 1) and len(args) == len(first[0][1])
+    for got, want in zip(args[:9], (x, w, w2, b, None, out, kept, None, 512), strict=True):
+        assert got is want or got == 512
+    assert args[9:] == first[0][1][9:]
+    for n, change in enumerate(
+        (dict(act="gelu"), dict(dtype=torch.half), dict(by_output=False), dict(offset=4),
+         dict(save=False))
+    ):  # fmt: skip
+        run(**change)
+        assert len(first) == n + 2, change
+    assert len(again) == 1
+    x = torch.zeros(256, 128, dtype=torch.bfloat16)[:, :64]
+    for _ in range(2):  # rows that are further apart are never taken for those of before
+        specialised.specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
+    assert len(first) == 8 and len(again) == 1

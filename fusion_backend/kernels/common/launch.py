@@ -59,15 +59,15 @@ def launch(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> No
         wrap_triton(kernel)[grid](*args, **options)
 
 
-def directly(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> None:
+def directly(kernel: Any, grid: tuple[Any, ...], *args: Any, **options: Any) -> Any:
     """Launch from inside an operator that no compiler opens up: there is nobody to hand the launch
-    to.
+    to. Returns the compiled kernel.
     """
     if interpreted(kernel):
         options.pop("num_warps")
     else:
         lend_scratch()
-    kernel[grid](*args, **options)
+    return kernel[grid](*args, **options)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
+from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.gemm.epilogue import epilogue
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
@@ -75,24 +76,34 @@ def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor
     )
 
 
-def start(
+def launch_of(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
     filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
-) -> None:  # fmt: skip
-    """Launch the kernel that fills what `fresh` has made. Grid: programs that walk through the
-    tiles of the result.
+) -> tuple[int, list, dict[str, object]]:  # fmt: skip
+    """The launch of the kernel that fills what `fresh` has made: the number of programs, which walk
+    through the tiles of the result, the arguments and the constants, both in the kernel's order.
     """
     (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
-    # In a trial the kernel is compiled as it will be launched.
-    run = launch if TRIAL.get() is not None else directly
-    run(
-        specialised_linear_kernel, (programs(tile, m, n, x.device),), rows, w, w2, b, b2,
-        filled[0], *(t if keep else None for t, keep in zip(filled[1:], kept, strict=True)),
-        m, N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
+    saved = (t if keep else None for t, keep in zip(filled[1:], kept, strict=True))
+    constants = dict(
+        N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
         W2_STRIDE=0 if w2 is None else distance_of(w2), BY_OUTPUT=by_output(w), ACT=act,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages, PART=PART,
-        FINISHERS=tile.finishers, REGISTERS=REGISTERS, num_warps=tile.warps,
+        FINISHERS=tile.finishers, REGISTERS=REGISTERS,
     )  # fmt: skip
+    return programs(tile, m, n, x.device), [rows, w, w2, b, b2, filled[0], *saved, m], constants
+
+
+def start(*of) -> None:
+    """In a trial, compile the launch that `launch_of` describes, as it will be launched."""
+    count, args, constants = launch_of(*of)
+    warps = of[-1].warps
+    launch(specialised_linear_kernel, (count,), *args, **constants, num_warps=warps)
+
+
+# What was launched before, by all that it was compiled for. Triton would find it again, too, but
+# would look at each argument and constant for that.
+COMPILED: dict[tuple, tuple] = {}
 
 
 def specialised_linear(
@@ -101,7 +112,26 @@ def specialised_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `linear.linear` gives them, for what `specialises`."""
     filled = fresh(x, w, save, save2)
-    start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    given = x, w, w2, b, b2
+    key = (
+        x.device, x.dtype, act, save, save2, *tile,
+        *(None if t is None else (t.data_ptr() % 16, t.shape, t.stride()) for t in given[1:]),
+        x.data_ptr() % 16,
+    )  # fmt: skip
+    known = COMPILED.get(key) if x.is_contiguous() else None
+    if known is not None:
+        compiled, most, constants = known
+        m = x.numel() // w.shape[0]
+        saved = filled[1] if save else None, filled[2] if save2 else None
+        count = min(most, Tile(*tile).number(m, w.shape[1]))
+        compiled[count, 1, 1](*given, filled[0], *saved, m, *constants)
+        return filled
+    shape = Tile(*tile)
+    count, args, named = launch_of(x, w, b, w2, b2, act, filled, (save, save2), shape)
+    compiled = directly(specialised_linear_kernel, (count,), *args, **named, num_warps=shape.warps)
+    if x.is_contiguous() and args[0].data_ptr() == x.data_ptr():
+        most = shape.programs * multiprocessors(x.device)
+        COMPILED[key] = compiled, most, tuple(named.values())
     return filled
 
 
