@@ -93,9 +93,39 @@ MUTATIONS = {
     ),
     "products: the slope of a hidden layer is not applied": Mutation(
         "fusion_backend/kernels/gemm/hidden_gradient.py",
-        "    dh *= slope(pre.load([top, left]).to(tl.float32), ACT, KIND, INTERPRETED)\n",
+        "    dh *= slope(before, ACT, KIND, INTERPRETED)\n",
         "",
         "tests/test_linear_kernels.py",
+    ),
+    "products: the slope of a hidden layer is that without its bias": Mutation(
+        "fusion_backend/kernels/gemm/hidden_gradient.py",
+        "        before += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]\n",
+        "        before += 0.0\n",
+        "tests/test_linear_kernels.py",
+    ),
+    "products: a known launch is taken for memory of another alignment": Mutation(
+        "fusion_backend/kernels/gemm/specialised.py",
+        "        x.data_ptr() % 16,\n",
+        "",
+        "tests/test_specialised.py",
+    ),
+    "products: the library is left for a tile without finishers": Mutation(
+        "fusion_backend/kernels/gemm/library.py",
+        "if are_many(x) and tile_of(x, w, act).finishers:",
+        "if are_many(x):",
+        "tests/test_specialised.py",
+    ),
+    "products: tiles with finishers are taken where waves are half idle": Mutation(
+        "fusion_backend/kernels/gemm/tiles.py",
+        "    return tiles >= processors and tiles >= FULL * processors * -(-tiles // processors)\n",
+        "    return tiles >= processors\n",
+        "tests/test_specialised.py",
+    ),
+    "products: a scaled product goes to the kernel that cannot scale": Mutation(
+        "fusion_backend/kernels/gemm/linear.py",
+        "    able = dtype == x.dtype and residual is row_scale is column_scale is None\n",
+        "    able = True\n",
+        "tests/test_specialised.py",
     ),
     "products: a weight that begins in the middle of 16 bytes is taken": Mutation(
         "fusion_backend/kernels/gemm/operands.py",

@@ -42,7 +42,6 @@ SAMPLED = {
     "tests/test_relative_bias.py": 8,
     "tests/test_scale.py": 5,
     "tests/test_softmax_kernels.py": 8,
-    "tests/test_specialised.py": 4,
     "tests/test_spellings.py": 8,
     "tests/test_token_log_probs.py": 4,
     "tests/test_token_log_probs_kernels.py": 5,

@@ -68,7 +68,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(specialised, "interpreted", lambda kernel: False)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", ["gelu", "silu"])  # those of the longest code
 def test_it_compiles_for_hopper_without_spills(act):
     """Weights by outputs and by inputs, with everything that may be missing and without."""
     output_of("-c", f"ACT = {act!r}\n{COMPILED}")
