@@ -109,6 +109,12 @@ MUTATIONS = {
         "",
         "tests/test_specialised.py",
     ),
+    "products: the distance of one row is taken for that of many": Mutation(
+        "fusion_backend/kernels/gemm/specialised.py",
+        ' and named["X_ROW"] == w.shape[0]',
+        "",
+        "tests/test_specialised.py",
+    ),
     "products: the library is left for a tile without finishers": Mutation(
         "fusion_backend/kernels/gemm/library.py",
         "if are_many(x) and tile_of(x, w, act).finishers:",

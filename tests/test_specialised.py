@@ -189,6 +189,8 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
         first.append((grid, (*args, *constants.values())))
         return Compiled()
 
+    lent = []
+    monkeypatch.setattr(specialised, "lend_scratch", lambda: lent.append(len(again)))
     monkeypatch.setattr(specialised, "directly", launched)
     monkeypatch.setattr(specialised, "COMPILED", {})
     tile = list(SPECIALISED[2])
@@ -205,6 +207,7 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
     x, w, b, w2, (out, kept, _) = run()
     x, w, b, w2, (out, kept, _) = run(rows=512)
     ((grid, args),) = again
+    assert lent == [0], "memory for descriptors, before the launch: another thread may have none"
     assert grid == (4, 1, 1) and len(args) == len(first[0][1])
     for got, want in zip(args[:9], (x, w, w2, b, None, out, kept, None, 512), strict=True):
         assert got is want or got == 512
@@ -220,3 +223,8 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
     for _ in range(2):  # rows that are further apart are never taken for those of before
         specialised.specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
     assert len(first) == 8 and len(again) == 1
+    one = torch.zeros(1, 128, dtype=torch.bfloat16)[:, :64]  # contiguous, whatever its distance
+    specialised.COMPILED.clear()
+    specialised.specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
+    run(rows=512)
+    assert len(first) == 10 and len(again) == 1

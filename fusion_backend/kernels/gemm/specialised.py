@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
+from fusion_backend.compat.triton import lend_scratch
 from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
@@ -124,12 +125,14 @@ def specialised_linear(
         m = x.numel() // w.shape[0]
         saved = filled[1] if save else None, filled[2] if save2 else None
         count = min(most, Tile(*tile).number(m, w.shape[1]))
+        lend_scratch()  # the backward may run in another thread, which has none yet
         compiled[count, 1, 1](*given, filled[0], *saved, m, *constants)
         return filled
     shape = Tile(*tile)
     count, args, named = launch_of(x, w, b, w2, b2, act, filled, (save, save2), shape)
     compiled = directly(specialised_linear_kernel, (count,), *args, **named, num_warps=shape.warps)
-    if x.is_contiguous() and args[0].data_ptr() == x.data_ptr():
+    dense = x.is_contiguous() and named["X_ROW"] == w.shape[0]  # one row may have any distance
+    if compiled is not None and dense and args[0].data_ptr() == x.data_ptr():
         most = shape.programs * multiprocessors(x.device)
         COMPILED[key] = compiled, most, tuple(named.values())
     return filled
