@@ -28,7 +28,7 @@ LATENCY = 1e-6  # seconds from the first request of a tile to its first product
 MANY = 1 << 14  # rows that are assumed where their number is not known
 USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the number of weights
 FEWEST = 2048  # rows from which on the table counts
-DEEP, FULL = 512, 0.7
+DEEP, FULL = 512, 0.7  # the least K, and the least share of full waves, of tiles with finishers
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
 
