@@ -95,11 +95,13 @@ def launch_of(
     return programs(tile, m, n, x.device), [rows, w, w2, b, b2, filled[0], *saved, m], constants
 
 
-def start(*of) -> None:
-    """In a trial, compile the launch that `launch_of` describes, as it will be launched."""
-    count, args, constants = launch_of(*of)
-    warps = of[-1].warps
-    launch(specialised_linear_kernel, (count,), *args, **constants, num_warps=warps)
+def start(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+) -> None:  # fmt: skip
+    """In a trial: compile the launch that `launch_of` describes."""
+    count, args, constants = launch_of(x, w, b, w2, b2, act, filled, kept, tile)
+    launch(specialised_linear_kernel, (count,), *args, **constants, num_warps=tile.warps)
 
 
 # What was launched before, by all that it was compiled for. Triton would find it again, too, but
