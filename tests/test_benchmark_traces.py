@@ -63,6 +63,12 @@ def test_kinds_of_kernels(kernel, kind):
     assert trace.kind_of(kernel, {"softmax_kernel"}) == kind
 
 
+def test_our_kernels_are_those_in_triton_and_in_gluon():
+    patterns()
+    ours = trace.our_kernels()
+    assert {"norm_kernel", "linear_kernel", "specialised_linear_kernel"} <= ours, ours
+
+
 def test_our_kernels_are_known_by_name():
     patterns()
     ours = trace.our_kernels()

@@ -94,8 +94,11 @@ class Profile:
         return "\n".join(lines)
 
 
+JITTED = ("JITFunction", "InterpretedFunction", "GluonJITFunction")
+
+
 def our_kernels() -> set[str]:
-    """The names of the Triton functions in fusion_backend.kernels and in the files of the
+    """The names of the Triton and Gluon functions in fusion_backend.kernels and in the files of the
     registered patterns.
     """
     files = {pattern.file for pattern in FUSION_RULES.values()}
@@ -105,8 +108,7 @@ def our_kernels() -> set[str]:
             names |= {
                 fn.__name__
                 for fn in vars(module).values()
-                if type(fn).__module__.startswith("triton.")
-                and type(fn).__name__ in ("JITFunction", "InterpretedFunction")
+                if type(fn).__module__.startswith("triton.") and type(fn).__name__ in JITTED
             }
     return names
 
