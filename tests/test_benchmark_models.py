@@ -104,6 +104,13 @@ def test_plain_models_hold_what_library_models_hold(name, each, once):
         assert fused.count(pattern) == each.get(pattern, 0) * layers + once.get(pattern, 0), report
 
 
+def test_the_loss_of_gpt2_is_in_the_graph_of_its_layers():
+    pytest.importorskip("transformers")
+    subject = tiny("gpt2", TRAIN)
+    report = fusion_backend.explain(subject.model, *subject.args, **subject.kwargs)
+    assert len(report.graphs) == 1, report
+
+
 def test_decoding_attends_to_the_cache():
     subject = tiny("plain_llama", DECODE)
     before = subject()
