@@ -29,7 +29,7 @@ from fusion_backend.kernels.gemm.gradients import (
 )
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
-from fusion_backend.kernels.gemm.specialised import tile_of
+from fusion_backend.kernels.gemm.specialised_linear import tile_of
 from fusion_backend.kernels.gemm.tiles import are_many
 
 Act = Literal["sigmoid", "silu", "gelu", "gelu_tanh", "relu", "identity"]

@@ -105,14 +105,20 @@ MUTATIONS = {
     ),
     "products: a known launch is taken for memory of another alignment": Mutation(
         "fusion_backend/kernels/gemm/specialised.py",
-        "        x.data_ptr() % 16,\n",
-        "",
+        "x.dtype, x.data_ptr() % 16, tile, *key)",
+        "x.dtype, tile, *key)",
         "tests/test_specialised.py",
     ),
     "products: the distance of one row is taken for that of many": Mutation(
         "fusion_backend/kernels/gemm/specialised.py",
-        ' and named["X_ROW"] == w.shape[0]',
+        ' and named["X_ROW"] == x.shape[-1]',
         "",
+        "tests/test_specialised.py",
+    ),
+    "products: a known gradient is taken for kept products of another alignment": Mutation(
+        "fusion_backend/kernels/gemm/specialised_gradient.py",
+        "(act, sums, pre.data_ptr() % 16, memory_of((w, b)))",
+        "(act, sums, memory_of((w, b)))",
         "tests/test_specialised.py",
     ),
     "products: the library is left for a tile without finishers": Mutation(

@@ -14,9 +14,18 @@ from fusion_backend.kernels.common import tuned
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.common.target import as_on, gpu
 from fusion_backend.kernels.gemm import specialised
+from fusion_backend.kernels.gemm.hidden_gradient import gradient_tile, hidden_gradient
 from fusion_backend.kernels.gemm.library import library_takes
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.specialised import ACTIVATIONS, fresh, specialises, start, tile_of
+from fusion_backend.kernels.gemm.specialised_gradient import specialised_gradient, takes_gradient
+from fusion_backend.kernels.gemm.specialised_linear import (
+    ACTIVATIONS,
+    fresh,
+    specialised_linear,
+    specialises,
+    start,
+    tile_of,
+)
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, tile_for
 from fusion_backend.ops.registry import FUSION_RULES
 from tests.without_interpreter import output_of
@@ -49,7 +58,7 @@ COMPILED = """
 import torch
 from benchmarks.launches.launches import describe
 from benchmarks.launches.resources import SHARED_LIMIT, usage
-from fusion_backend.kernels.gemm.specialised import specialises
+from fusion_backend.kernels.gemm.specialised_linear import specialises
 from tests.test_specialised import launched, operands
 for dtype, by_output in ((torch.bfloat16, True), (torch.float16, False)):
     x, w, w2, b, b2 = operands(by_output=by_output, dtype=dtype)
@@ -62,16 +71,46 @@ for dtype, by_output in ((torch.bfloat16, True), (torch.float16, False)):
 """
 
 
+COMPILED_GRADIENT = """
+import torch
+from benchmarks.launches.launches import describe
+from benchmarks.launches.resources import SHARED_LIMIT, usage
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
+from fusion_backend.kernels.gemm.tiles import SPECIALISED
+from tests.test_specialised import hidden
+for dtype, by_output in ((torch.bfloat16, False), (torch.float16, True)):
+    dy, w, pre, b = hidden(by_output=by_output, dtype=dtype)
+    for b, sums in ((b, True), (None, False)):
+        found = []
+        with trial(lambda *launch: found.append(launch)):
+            hidden_gradient(dy, w, pre, b, ACT, sums, SPECIALISED[1])
+        use = usage(describe(*found[0], set()))
+        assert use.tensor_core == "wgmma.mma_async", use
+        assert use.spilled <= 64 and use.shared <= SHARED_LIMIT, (dtype, sums, use)
+"""
+
+
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """Here Triton's functions are interpreted, of which the kernel has some."""
     monkeypatch.setattr(specialised, "interpreted", lambda kernel: False)
 
 
+def hidden(m=4096, k=1024, n=4096, by_output=False, dtype=torch.bfloat16):
+    """dy, the weight of the second layer, what the first has kept, and its bias, without data."""
+    dy, w, b = operands(m, k, n, by_output, dtype, weights=1)
+    return dy, w, torch.empty(m, n, dtype=dtype, device="meta"), b
+
+
 @pytest.mark.parametrize("act", ["gelu", "silu"])  # those of the longest code
 def test_it_compiles_for_hopper_without_spills(act):
     """Weights by outputs and by inputs, with everything that may be missing and without."""
     output_of("-c", f"ACT = {act!r}\n{COMPILED}")
+
+
+def test_the_gradient_compiles_for_hopper():
+    output_of("-c", f"ACT = 'gelu'\n{COMPILED_GRADIENT}")
 
 
 def test_what_is_interpreted_cannot_be_compiled(monkeypatch):
@@ -176,8 +215,39 @@ def test_gates_of_tiles_without_finishers_keep_their_rule():
         assert (answer is None) == takes, (size, training, answer)
 
 
-def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
-    """With another alignment, layout, dtype or activation it is compiled, with other rows not."""
+def test_gradients_of_a_hidden_layer_have_warps_of_their_own():
+    dy, w, *_ = hidden()
+    assert gradient_tile(dy, w, "gelu").finishers
+    assert not gradient_tile(dy.float(), w, "gelu").finishers
+    assert not gradient_tile(dy[:512], w, "gelu").finishers, "fewer tiles than multiprocessors"
+    assert not takes_gradient(dy, "sigmoid"), "no derivative is written for it"
+    with as_on(gpu("A100")):
+        assert not gradient_tile(dy, w, "gelu").finishers
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_compiled_graph_has_the_gradient(sums):
+    def run(dy, w, pre, b):
+        return hidden_gradient(dy, w, pre, b, "gelu", sums)
+
+    with FakeTensorMode():
+        dy, w, pre, b = hidden()
+        dy, pre = dy.view(4, 1024, 1024), pre.view(4, 1024, 4096)
+        traced = make_fx(run)(dy, w, pre, b)
+    (call,) = [n for n in traced.graph.nodes if "specialised_gradient" in str(n.target)]
+    d, parts = call.meta["val"]
+    assert d.shape == pre.shape and d.is_contiguous() and d.dtype == pre.dtype
+    # a row for each warp that finishes, in each of the 32 tiles from top to bottom
+    assert parts.shape == ((128, 4096) if sums else (0,)) and parts.dtype == torch.float32
+    _, total = next(iter(reversed(traced.graph.nodes))).args[0]
+    assert (total.meta["val"].shape == (4096,)) if sums else total is None
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """In place of Triton: the launches that it makes, those that are known, and how many of these
+    there were whenever memory for descriptors was lent.
+    """
     first, again = [], []
 
     class Compiled:
@@ -193,6 +263,12 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
     monkeypatch.setattr(specialised, "lend_scratch", lambda: lent.append(len(again)))
     monkeypatch.setattr(specialised, "directly", launched)
     monkeypatch.setattr(specialised, "COMPILED", {})
+    return first, again, lent
+
+
+def test_a_known_launch_is_launched_as_the_first_was(launches):
+    """With another alignment, layout, dtype or activation it is compiled, with other rows not."""
+    first, again, lent = launches
     tile = list(SPECIALISED[2])
 
     def run(rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True):
@@ -201,7 +277,7 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
         if by_output:
             w, w2 = w.t().contiguous().t(), w2.t().contiguous().t()
         b = torch.zeros(128, dtype=dtype)
-        out = specialised.specialised_linear(x, w, b, w2, None, act, save, False, tile)
+        out = specialised_linear(x, w, b, w2, None, act, save, False, tile)
         return x, w, b, w2, out
 
     x, w, b, w2, (out, kept, _) = run()
@@ -221,10 +297,36 @@ def test_a_known_launch_is_launched_as_the_first_was(monkeypatch):
     assert len(again) == 1
     x = torch.zeros(256, 128, dtype=torch.bfloat16)[:, :64]
     for _ in range(2):  # rows that are further apart are never taken for those of before
-        specialised.specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
+        specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
     assert len(first) == 8 and len(again) == 1
     one = torch.zeros(1, 128, dtype=torch.bfloat16)[:, :64]  # contiguous, whatever its distance
     specialised.COMPILED.clear()
-    specialised.specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
+    specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
     run(rows=512)
     assert len(first) == 10 and len(again) == 1
+
+
+def test_a_known_gradient_is_launched_as_the_first_was(launches):
+    first, again, lent = launches
+    tile = list(SPECIALISED[1])
+
+    def run(rows=256, act="gelu", sums=True, offset=0, bias=True):
+        dy = torch.zeros(rows, 64, dtype=torch.bfloat16)
+        w = torch.zeros(64, 512, dtype=torch.bfloat16)
+        pre = torch.zeros(rows * 512 + offset, dtype=torch.bfloat16)[offset:].view(rows, 512)
+        b = torch.zeros(512, dtype=torch.bfloat16) if bias else None
+        return dy, w, pre, b, specialised_gradient(dy, w, pre, b, act, sums, tile)
+
+    run()
+    dy, w, pre, b, (d, parts) = run(rows=512)
+    ((grid, args),) = again
+    assert grid == (4, 1, 1) and lent == [0] and parts.shape == (16, 512)
+    for got, want in zip(args[:7], (dy, w, pre, b, d, parts, 512), strict=True):
+        assert got is want or got == 512
+    assert args[7:] == first[0][1][7:]
+    for n, change in enumerate(
+        (dict(act="silu"), dict(sums=False), dict(offset=4), dict(bias=False))
+    ):
+        run(**change)
+        assert len(first) == n + 2, change
+    assert len(again) == 1

@@ -18,7 +18,8 @@ from fusion_backend.kernels.gemm.decode import decode
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.specialised import ACTIVATIONS as SPECIALISED_ACTS
+from fusion_backend.kernels.gemm.specialised_gradient import ACTIVATIONS as GRADIENT_ACTS
+from fusion_backend.kernels.gemm.specialised_linear import ACTIVATIONS as SPECIALISED_ACTS
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, candidates
 from fusion_backend.ops.operator import call
 from fusion_backend.ops.registry import FUSION_RULES
@@ -161,6 +162,44 @@ def test_gradient_of_a_hidden_layer(act, dtype):
         close(sums, want.sum(0))
 
 
+@pytest.mark.parametrize("by_output", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", GRADIENT_ACTS)
+def test_gradients_with_finishers(act, dtype, by_output):
+    """Ragged on all sides, fewer tiles than programs and more, with and without bias and sums."""
+    for m, k, n in ((5000, 200, 776), (1, 8, 8), (40000, 72, 520)):
+        dy, w, b = tensor(m, k, dtype=dtype), weight(k, n, dtype, by_output), tensor(n, dtype=dtype)
+        pre = tensor(m, n, dtype=dtype)
+        leaf = (pre.double() + b.double()).requires_grad_()
+        (want,) = torch.autograd.grad(activate(leaf, act), leaf, product(dy, w))
+        d, sums = hidden_gradient(dy, w, pre, b, act, True, SPECIALISED[1])
+        close_twice(d, want)
+        close_twice(sums.to(dtype), want.sum(0))
+        d, sums = hidden_gradient(dy, w, (pre + b), None, act, False, SPECIALISED[1])
+        assert sums is None
+        leaf = (pre + b).double().requires_grad_()
+        (want,) = torch.autograd.grad(activate(leaf, act), leaf, product(dy, w))
+        close_twice(d, want)
+
+
+def test_a_gradient_with_finishers_is_the_same_each_time():
+    dy, w, pre, b = tensor(16384, 768), weight(768, 3072), tensor(16384, 3072), tensor(3072)
+    first = hidden_gradient(dy, w, pre, b, "gelu", True, SPECIALISED[1])
+    for _ in range(100):
+        assert all(
+            map(torch.equal, hidden_gradient(dy, w, pre, b, "gelu", True, SPECIALISED[1]), first)
+        )
+
+
+def test_many_rows_have_warps_of_their_own_for_the_derivative():
+    m = FeedForward(False, True, 512, 2048).to("cuda", torch.bfloat16)
+    compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
+    x = tensor(16384, 512)
+    as_close_as_eager(m, compiled, x)
+    kernels, _ = profiled(lambda: compiled(x).sum().backward())
+    assert ran("specialised_gradient_kernel", kernels), kernels
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 16, 40, 64])
 @pytest.mark.parametrize("k, n", [(4096, 14336), (4096, 1024), (776, 3080)])
@@ -230,9 +269,10 @@ def test_a_feed_forward_block_trains(gated, bias, dtype):
     x.requires_grad_()
     kernels, host = profiled(lambda: compiled(x).sum().backward())
     assert ran("linear_kernel", kernels) or ran("specialised_linear_kernel", kernels), kernels
-    assert gated or ran("hidden_gradient_kernel", kernels), kernels
+    gradients = "hidden_gradient_kernel", "specialised_gradient_kernel"
+    assert gated or any(ran(kernel, kernels) for kernel in gradients), kernels
     opaque = {name for name in host if name.startswith("fusion::")}
-    assert opaque <= {"fusion::specialised_linear"}, opaque
+    assert opaque <= {"fusion::specialised_linear", "fusion::specialised_gradient"}, opaque
 
 
 @pytest.mark.parametrize("gated", [False, True])

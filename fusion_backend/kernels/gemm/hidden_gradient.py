@@ -2,10 +2,13 @@
 was activated, in one pass.
 
 With dh = dy W₂ᵀ: d = dh · act'(pre). Its columns are summed, for the gradient of the bias. Sums in
-fp32, the result rounded once. 16-bit dtypes.
+fp32, the result rounded once. 16-bit dtypes. Where the tile has finishers, the kernel of
+specialised_gradient.py runs, which rounds dh as well, as Inductor does.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -22,6 +25,7 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_tile,
 )
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
+from fusion_backend.kernels.gemm.specialised_gradient import takes_gradient
 from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 
@@ -35,10 +39,13 @@ def hidden_gradient(
     contiguous. Grid: programs that walk through its tiles.
     """
     k, n = w.shape
+    tile = gradient_tile(dy, w, act) if tile is None else tile
+    pre = pre.contiguous()
+    if tile.finishers:
+        d, parts = torch.ops.fusion.specialised_gradient(dy, w, pre, b, act, sums, list(tile))
+        return d, parts.sum(0) if sums else None
     d = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     dy, m, dy_row = aligned_rows(dy)
-    pre = pre.contiguous()
-    tile = tile_for(dy, m, k, n) if tile is None else tile
     parts = None
     if sums:
         parts = torch.empty(
@@ -50,6 +57,11 @@ def hidden_gradient(
         PRECISION=precision(), UPCAST=interpreted(hidden_gradient_kernel), **tile.constants,
     )  # fmt: skip
     return d, None if parts is None else parts.sum(0)
+
+
+def gradient_tile(dy: Tensor, w: Tensor, act: str) -> Tile:
+    (k, n), rows = w.shape, math.prod(dy.shape[:-1])
+    return tile_for(dy, rows, k, n, specialised=takes_gradient(dy, act))
 
 
 # Operations: 2 m n k. Bytes: dy, W and pre read, d written.

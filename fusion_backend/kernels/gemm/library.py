@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fusion_backend.compat.torch import addmm_activation
-from fusion_backend.kernels.gemm.specialised import tile_of
+from fusion_backend.kernels.gemm.specialised_linear import tile_of
 from fusion_backend.kernels.gemm.tiles import are_many, measured
 
 ACTIVATIONS = ("relu", "gelu_tanh")

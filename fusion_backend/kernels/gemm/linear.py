@@ -23,7 +23,7 @@ from fusion_backend.kernels.gemm.main_loop import (
     weight_tile,
 )
 from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of, precision
-from fusion_backend.kernels.gemm.specialised import tile_of
+from fusion_backend.kernels.gemm.specialised_linear import tile_of
 from fusion_backend.kernels.gemm.tiles import Tile, programs
 
 

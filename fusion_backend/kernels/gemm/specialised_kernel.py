@@ -1,14 +1,10 @@
 """A product with its epilogue for Hopper, in which some warps multiply and others finish.
 
-Eight warps multiply tiles of 128 rows, as two groups of four with 64 rows each, and round the sums
-to 16 bits into shared memory. Four other warps read them there, add the bias, apply the epilogue
-and store the result, while the eight multiply the next tile. In kernels/gemm/linear.py a second
-program on the same multiprocessor does that, whose tiles have to be half as wide, so that both read
-more.
-
-The eight also ask for their operands, across tiles; three steps are loaded or multiplied at a time.
-A warp of its own for that would leave 128 registers a thread, and the sums alone take 128. The
-kernel is written in Gluon, because Triton divides the work of a program among its warps by itself.
+While eight warps multiply a tile (specialised_loop.py), four others take the tile before from
+shared memory, add the bias, apply the epilogue and store the result. In kernels/gemm/linear.py a
+second program on the same multiprocessor does that, whose tiles have to be half as wide, so that
+both read more. The kernel is written in Gluon, because Triton divides the work of a program among
+its warps by itself.
 
 Inductor, too, rounds a product before it adds the bias, if an elementwise operation follows. In
 fp16 a product beyond 65504 is infinite then, whatever its bias.
@@ -20,17 +16,18 @@ from fusion_backend.compat.gluon import (
     fence_async_shared,
     gl,
     jit,
-    load_tile,
     mbarrier,
-    reinterpret,
     store_tile,
     thread_barrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from fusion_backend.kernels.gemm.epilogue import epilogue
 from fusion_backend.kernels.gemm.main_loop import corner
+from fusion_backend.kernels.gemm.specialised_loop import (
+    count_of_tiles,
+    multiply_tiles,
+    shared_memory,
+)
 
 
 # Operations: 2 m n k a weight. Bytes: x, the weights and the results, once.
@@ -42,30 +39,10 @@ def specialised_linear_kernel(
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PART: gl.constexpr, FINISHERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    KIND: gl.constexpr = X.dtype.element_ty
     WEIGHTS: gl.constexpr = 1 if W2 is None else 2
-    WIDTH: gl.constexpr = BN * WEIGHTS
-    TILE: gl.constexpr = [BN, BK] if BY_OUTPUT else [BK, BN]
-    BOTH: gl.constexpr = [WIDTH, BK] if BY_OUTPUT else [BK, WIDTH]
-    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], KIND)
-    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(TILE, KIND)
-    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PART], KIND)
-    x_tiles = gl.allocate_shared_memory(KIND, [STAGES, BM, BK], x_layout)
-    # The tiles of the two weights are requested one by one and multiplied as one, side by side.
-    w_tiles = gl.allocate_shared_memory(KIND, [STAGES * WEIGHTS] + TILE, w_layout)
-    factors = reinterpret(w_tiles, KIND, [STAGES] + BOTH, w_layout)
-    # So are the parts of a result.
-    parts = gl.allocate_shared_memory(KIND, [WIDTH // PART, BM, PART], out_layout)
-    sums = reinterpret(parts, KIND, [BM, WIDTH], out_layout)
-    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(loaded.index(i), count=1)
-    mbarrier.init(summed.index(0), count=1)
-    mbarrier.init(stored.index(0), count=1)
-    fence_async_shared()
-    thread_barrier()
+    x_tiles, w_tiles, factors, parts, sums, loaded, summed, stored = shared_memory(
+        X.dtype.element_ty, WEIGHTS, BY_OUTPUT, BM, BN, BK, STAGES, PART
+    )
     gl.warp_specialize(
         [
             (
@@ -83,142 +60,6 @@ def specialised_linear_kernel(
         [FINISHERS],
         [REGISTERS],
     )  # fmt: skip
-
-
-@jit
-def count_of_tiles(m, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    return (m + BM - 1) // BM * ((N + BN - 1) // BN)
-
-
-@jit
-def last_of(tile, m, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """The tile, or the last that there is: programs look further ahead than there are tiles."""
-    return gl.minimum(tile, count_of_tiles(m, N, BM, BN) - 1)
-
-
-@jit
-def request(
-    x, w, w2, x_tiles, w_tiles, loaded, stage, top, left, start, wanted,
-    BYTES: gl.constexpr, WEIGHTS: gl.constexpr, BY_OUTPUT: gl.constexpr,
-):  # fmt: skip
-    """Begin to load the operands of a step into the memory of `stage`."""
-    ready = loaded.index(stage)
-    mbarrier.expect(ready, BYTES, pred=wanted)
-    load_tile(x, [top, start], ready, x_tiles.index(stage), pred=wanted)
-    place = [left, start] if BY_OUTPUT else [start, left]
-    load_tile(w, place, ready, w_tiles.index(stage * WEIGHTS), pred=wanted)
-    if WEIGHTS == 2:
-        load_tile(w2, place, ready, w_tiles.index(stage * WEIGHTS + 1), pred=wanted)
-
-
-@jit
-def next_step(
-    tile, top, left, start, m, N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The step to request next: of this tile, or the first of the program's next one."""
-    start += BK
-    if start >= K:
-        start = 0
-        tile += gl.num_programs(0)
-        top, left = corner(last_of(tile, m, N, BM, BN), m, N, BM, BN, GROUP)
-    return tile, top, left, start
-
-
-@jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    """The next of the memories that are used in turn, and in which phase its barrier will be."""
-    stage += 1
-    over = stage == STAGES
-    return gl.where(over, 0, stage), gl.where(over, phase ^ 1, phase)
-
-
-@jit
-def weight_matrix(
-    W, N: gl.constexpr, K: gl.constexpr, STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    if BY_OUTPUT:
-        matrix = tma.make_tensor_descriptor(W, [N, K], [STRIDE, 1], [BN, BK], layout)
-    else:
-        matrix = tma.make_tensor_descriptor(W, [K, N], [STRIDE, 1], [BK, BN], layout)
-    return matrix
-
-
-@jit
-def multiply_step(x_tiles, factors, stage, total, BY_OUTPUT: gl.constexpr):
-    """total + x w, begun: the step before is done when this returns."""
-    factor = factors.index(stage)
-    if BY_OUTPUT:
-        factor = factor.permute((1, 0))
-    total = warpgroup_mma(x_tiles.index(stage), factor, total, is_async=True)
-    return warpgroup_mma_wait(1, deps=(total,))
-
-
-@jit
-def multiply_tiles(
-    X, W, W2, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m,
-    N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
-    W2_STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr, KEEP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The warps that multiply: from the operands to the rounded sums."""
-    KIND: gl.constexpr = X.dtype.element_ty
-    WEIGHTS: gl.constexpr = 1 if W2 is None else 2
-    WIDTH: gl.constexpr = BN * WEIGHTS
-    BYTES: gl.constexpr = (BM + WIDTH) * BK * 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 16]
-    )
-    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], KIND)
-    x = tma.make_tensor_descriptor(X, [m, K], [X_ROW, 1], [BM, BK], x_layout)
-    w_layout: gl.constexpr = w_tiles.layout
-    w = weight_matrix(W, N, K, W_STRIDE, BY_OUTPUT, BN, BK, w_layout)
-    w2 = w
-    if W2 is not None:
-        w2 = weight_matrix(W2, N, K, W2_STRIDE, BY_OUTPUT, BN, BK, w_layout)
-    tiles = count_of_tiles(m, N, BM, BN)
-    ahead = gl.program_id(0)
-    top, left = corner(last_of(ahead, m, N, BM, BN), m, N, BM, BN, GROUP)
-    start = 0
-    for stage in gl.static_range(STAGES):
-        request(
-            x, w, w2, x_tiles, w_tiles, loaded, stage, top, left, start, ahead < tiles,
-            BYTES, WEIGHTS, BY_OUTPUT,
-        )  # fmt: skip
-        ahead, top, left, start = next_step(ahead, top, left, start, m, N, K, BM, BN, BK, GROUP)
-    stage, phase, turn = 0, 0, 0
-    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        total = gl.zeros([BM, WIDTH], gl.float32, layout)
-        mbarrier.wait(loaded.index(stage), phase)
-        total = multiply_step(x_tiles, factors, stage, total, BY_OUTPUT)
-        done = stage
-        stage, phase = next_stage(stage, phase, STAGES)
-        for _step in range(BK, K, BK):
-            mbarrier.wait(loaded.index(stage), phase)
-            total = multiply_step(x_tiles, factors, stage, total, BY_OUTPUT)
-            thread_barrier()  # both groups have read the operands of the step before
-            request(
-                x, w, w2, x_tiles, w_tiles, loaded, done, top, left, start, ahead < tiles,
-                BYTES, WEIGHTS, BY_OUTPUT,
-            )  # fmt: skip
-            ahead, top, left, start = next_step(ahead, top, left, start, m, N, K, BM, BN, BK, GROUP)
-            done = stage
-            stage, phase = next_stage(stage, phase, STAGES)
-        total = warpgroup_mma_wait(0, deps=(total,))
-        thread_barrier()
-        request(
-            x, w, w2, x_tiles, w_tiles, loaded, done, top, left, start, ahead < tiles,
-            BYTES, WEIGHTS, BY_OUTPUT,
-        )  # fmt: skip
-        ahead, top, left, start = next_step(ahead, top, left, start, m, N, K, BM, BN, BK, GROUP)
-        mbarrier.wait(stored.index(0), turn ^ 1)  # the tile before has left the memory
-        sums.store(total.to(KIND))
-        if KEEP:
-            fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(summed.index(0))
-        turn = turn ^ 1
 
 
 @jit

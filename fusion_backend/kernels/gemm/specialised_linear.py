@@ -1,0 +1,123 @@
+"""`fusion::specialised_linear`, which runs the kernel of specialised_kernel.py: which products it
+takes, and what it launches.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from fusion_backend.kernels.common.launch import TRIAL, launch
+from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
+from fusion_backend.kernels.gemm.specialised import (
+    LIBRARY,
+    Launch,
+    constants_of,
+    memory_of,
+    run,
+    specialisable,
+)
+from fusion_backend.kernels.gemm.specialised_kernel import specialised_linear_kernel
+from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
+
+# without tanh, which takes more registers than the warps have that finish
+ACTIVATIONS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid".split()
+REGISTERS = 152  # of a thread that finishes
+
+LIBRARY.define(
+    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
+    "bool save, bool save2, int[] tile) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
+    """Can the kernel compute act(x W + b), or act(x W + b) · (x W2 + b2)?"""
+    # the exact GELU of fp16 takes more registers than the warps have that finish
+    spills = act == "gelu" and x.dtype == torch.float16 and w2 is None
+    return (
+        act in ACTIVATIONS
+        and not spills
+        and (w2 is None or by_output(w2) == by_output(w))
+        and specialisable(x)
+    )
+
+
+def tile_of(x: Tensor, w: Tensor, act: str, w2: Tensor | None = None, able: bool = True) -> Tile:
+    """The tile that `linear` takes for act(x W + b), or act(x W + b) · (x W2 + b2). able: is there
+    nothing else to do, which the kernel cannot?
+    """
+    (k, n), rows, weights = w.shape, math.prod(x.shape[:-1]), 1 if w2 is None else 2
+    return tile_for(x, rows, k, n, weights, act, able and specialises(x, w, w2, act))
+
+
+def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and the products without their biases, empty unless they are kept."""
+    shape = (*x.shape[:-1], w.shape[1])
+    return (
+        torch.empty(shape, dtype=x.dtype, device=x.device),
+        *(torch.empty(shape if s else (0,), dtype=x.dtype, device=x.device) for s in (save, save2)),
+    )
+
+
+def launch_of(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+) -> Launch:  # fmt: skip
+    """The launch of the kernel that fills what `fresh` has made."""
+    (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
+    constants = dict(
+        N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
+        W2_STRIDE=0 if w2 is None else distance_of(w2), BY_OUTPUT=by_output(w), ACT=act,
+        **constants_of(tile, REGISTERS),
+    )  # fmt: skip
+    args = arguments(rows, w, b, w2, b2, filled, kept)
+    return programs(tile, m, n, x.device), [*args, m], constants
+
+
+def arguments(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None,
+    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool],
+) -> list:  # fmt: skip
+    saved = (t if keep else None for t, keep in zip(filled[1:], kept, strict=True))
+    return [x, w, w2, b, b2, filled[0], *saved]
+
+
+def start(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+) -> None:  # fmt: skip
+    """In a trial: compile the launch that `launch_of` describes."""
+    count, args, constants = launch_of(x, w, b, w2, b2, act, filled, kept, tile)
+    launch(specialised_linear_kernel, (count,), *args, **constants, num_warps=tile.warps)
+
+
+def specialised_linear(
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
+    save: bool, save2: bool, tile: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `linear.linear` gives them, for what `specialises`."""
+    filled, kept, shape = fresh(x, w, save, save2), (save, save2), Tile(*tile)
+    run(
+        specialised_linear_kernel,
+        (act, save, save2, memory_of((w, w2, b, b2))),
+        arguments(x, w, b, w2, b2, filled, kept),
+        w.shape[1],
+        shape,
+        lambda: launch_of(x, w, b, w2, b2, act, filled, kept, shape),
+    )
+    return filled
+
+
+LIBRARY.impl("specialised_linear", specialised_linear, "CUDA")
+
+
+@register_fake("fusion::specialised_linear")
+def _(x, w, b, w2, b2, act, save, save2, tile):
+    filled = fresh(x, w, save, save2)
+    if TRIAL.get() is not None:
+        start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    return filled
