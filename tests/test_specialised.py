@@ -49,7 +49,7 @@ def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), **changes):
     found = []
     tile = SPECIALISED[1 if w2 is None else 2]._replace(**changes)
     with trial(lambda *launch: found.append(launch)):
-        start(x, w, b, w2, b2, act, fresh(x, w, *keep), keep, tile)
+        start(x, w, b, w2, b2, act, fresh(x, w, keep), keep, tile)
     (launch,) = found
     return launch
 
@@ -175,9 +175,11 @@ def test_a_compiled_graph_has_the_operator(keep):
 
         traced = make_fx(run)(x, w, b, w2, b2)
     (call,) = [n for n in traced.graph.nodes if "specialised_linear" in str(n.target)]
-    out, *kept = call.meta["val"]
-    assert out.shape == (4, 1024, 4096) and out.is_contiguous() and out.dtype == x.dtype
-    assert [math.prod(t.shape) > 0 for t in kept] == list(keep)
+    assert len(call.meta["val"]) == 1 + sum(keep)
+    for out in call.meta["val"]:
+        assert out.shape == (4, 1024, 4096) and out.is_contiguous() and out.dtype == x.dtype
+    (results,) = next(iter(reversed(traced.graph.nodes))).args
+    assert [math.prod(node.meta["val"].shape) > 0 for node in results] == [True, *keep]
     assert Tile(*call.args[-1]).finishers
 
 
@@ -235,12 +237,16 @@ def test_a_compiled_graph_has_the_gradient(sums):
         dy, pre = dy.view(4, 1024, 1024), pre.view(4, 1024, 4096)
         traced = make_fx(run)(dy, w, pre, b)
     (call,) = [n for n in traced.graph.nodes if "specialised_gradient" in str(n.target)]
-    d, parts = call.meta["val"]
+    d, *parts = call.meta["val"]
     assert d.shape == pre.shape and d.is_contiguous() and d.dtype == pre.dtype
     # a row for each warp that finishes, in each of the 32 tiles from top to bottom
-    assert parts.shape == ((128, 4096) if sums else (0,)) and parts.dtype == torch.float32
+    assert [t.shape for t in parts] == [(128, 4096)] * sums
+    assert all(t.dtype == torch.float32 for t in parts)
     _, total = next(iter(reversed(traced.graph.nodes))).args[0]
     assert (total.meta["val"].shape == (4096,)) if sums else total is None
+
+
+STREAM = 7
 
 
 @pytest.fixture
@@ -252,7 +258,11 @@ def launches(monkeypatch):
 
     class Compiled:
         def __getitem__(self, grid):
-            return lambda *args: again.append((grid, args))
+            def run(*args, stream):
+                assert stream == STREAM
+                again.append((grid, args))
+
+            return run
 
     def launched(kernel, grid, *args, num_warps, **constants):
         assert list(constants) == kernel.arg_names[len(args) :]
@@ -262,6 +272,7 @@ def launches(monkeypatch):
     lent = []
     monkeypatch.setattr(specialised, "lend_scratch", lambda: lent.append(len(again)))
     monkeypatch.setattr(specialised, "directly", launched)
+    monkeypatch.setattr(specialised, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(specialised, "COMPILED", {})
     return first, again, lent
 
@@ -280,8 +291,8 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
         out = specialised_linear(x, w, b, w2, None, act, save, False, tile)
         return x, w, b, w2, out
 
-    x, w, b, w2, (out, kept, _) = run()
-    x, w, b, w2, (out, kept, _) = run(rows=512)
+    run()
+    x, w, b, w2, (out, kept) = run(rows=512)
     ((grid, args),) = again
     assert lent == [0], "memory for descriptors, before the launch: another thread may have none"
     assert grid == (4, 1, 1) and len(args) == len(first[0][1])

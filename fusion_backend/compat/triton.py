@@ -27,6 +27,11 @@ def set_driver(driver) -> None:
     triton.runtime.driver.set_active(driver)
 
 
+def current_stream(device: torch.device) -> int:
+    """The stream that a launch on this GPU takes. Without it, Triton asks for the GPU as well."""
+    return triton.runtime.driver.active.get_current_stream(device.index)
+
+
 def forget_compiled(kernel) -> None:
     """Forget a kernel's compiled versions: its next launch compiles it again."""
     kernel.device_caches.clear()

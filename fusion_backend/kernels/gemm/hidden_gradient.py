@@ -42,8 +42,8 @@ def hidden_gradient(
     tile = gradient_tile(dy, w, act) if tile is None else tile
     pre = pre.contiguous()
     if tile.finishers:
-        d, parts = torch.ops.fusion.specialised_gradient(dy, w, pre, b, act, sums, list(tile))
-        return d, parts.sum(0) if sums else None
+        found = torch.ops.fusion.specialised_gradient(dy, w, pre, b, act, sums, list(tile))
+        return found[0], found[1].sum(0) if sums else None
     d = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     dy, m, dy_row = aligned_rows(dy)
     parts = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fusion_backend.compat.triton import lend_scratch
+from fusion_backend.compat.triton import current_stream, lend_scratch
 from fusion_backend.kernels.common.launch import directly, interpreted
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
@@ -79,7 +79,8 @@ def run(
         compiled, most, constants = known
         m = x.numel() // x.shape[-1]
         lend_scratch()  # the backward may run in another thread, which has none yet
-        compiled[min(most, tile.number(m, n)), 1, 1](*given, m, *constants)
+        stream = current_stream(x.device)
+        compiled[min(most, tile.number(m, n)), 1, 1](*given, m, *constants, stream=stream)
         return
     count, args, named = describe()
     compiled = directly(kernel, (count,), *args, **named, num_warps=tile.warps)

@@ -29,7 +29,7 @@ REGISTERS = 160  # of a thread that finishes
 
 LIBRARY.define(
     "specialised_gradient(Tensor dy, Tensor w, Tensor pre, Tensor? b, str act, bool sums, "
-    "int[] tile) -> (Tensor, Tensor)",
+    "int[] tile) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -39,20 +39,20 @@ def takes_gradient(dy: Tensor, act: str) -> bool:
     return act in ACTIVATIONS and specialisable(dy)
 
 
-def fresh(dy: Tensor, pre: Tensor, sums: bool, tile: Tile) -> tuple[Tensor, Tensor]:
-    """The gradient, and in fp32 the sums that each warp has made of its columns in a tile, empty
-    unless asked for.
+def fresh(dy: Tensor, pre: Tensor, sums: bool, tile: Tile) -> list[Tensor]:
+    """The gradient, and if asked for the sums that each warp has made of its columns in a tile, in
+    fp32.
     """
+    d = pre.new_empty(pre.shape)
+    if not sums:
+        return [d]
     tiles = (math.prod(dy.shape[:-1]) + tile.bm - 1) // tile.bm
-    shape = (tiles * tile.finishers, pre.shape[-1]) if sums else (0,)
-    return torch.empty(pre.shape, dtype=pre.dtype, device=dy.device), torch.empty(
-        shape, dtype=torch.float32, device=dy.device
-    )
+    return [d, pre.new_empty((tiles * tile.finishers, pre.shape[-1]), dtype=torch.float32)]
 
 
 def launch_of(
     dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str,
-    filled: tuple[Tensor, Tensor], sums: bool, tile: Tile,
+    filled: list[Tensor], sums: bool, tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch of the kernel that fills what `fresh` has made."""
     (k, n), (rows, m, x_row) = w.shape, aligned_rows(dy)
@@ -66,8 +66,8 @@ def launch_of(
 
 def specialised_gradient(
     dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, sums: bool, tile: list[int]
-) -> tuple[Tensor, Tensor]:
-    """As `hidden_gradient.hidden_gradient` gives them, the sums still to be added up."""
+) -> list[Tensor]:
+    """What `hidden_gradient.hidden_gradient` computes, the sums still to be added up."""
     shape = Tile(*tile)
     filled = fresh(dy, pre, sums, shape)
     run(

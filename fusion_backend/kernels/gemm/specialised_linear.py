@@ -29,7 +29,7 @@ REGISTERS = 152  # of a thread that finishes
 
 LIBRARY.define(
     "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
-    "bool save, bool save2, int[] tile) -> (Tensor, Tensor, Tensor)",
+    "bool save, bool save2, int[] tile) -> Tensor[]",
     tags=(torch.Tag.needs_exact_strides,),
 )
 
@@ -54,18 +54,15 @@ def tile_of(x: Tensor, w: Tensor, act: str, w2: Tensor | None = None, able: bool
     return tile_for(x, rows, k, n, weights, act, able and specialises(x, w, w2, act))
 
 
-def fresh(x: Tensor, w: Tensor, save: bool, save2: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the products without their biases, empty unless they are kept."""
+def fresh(x: Tensor, w: Tensor, kept: tuple[bool, bool]) -> list[Tensor]:
+    """The result, and the products without their biases that are kept."""
     shape = (*x.shape[:-1], w.shape[1])
-    return (
-        torch.empty(shape, dtype=x.dtype, device=x.device),
-        *(torch.empty(shape if s else (0,), dtype=x.dtype, device=x.device) for s in (save, save2)),
-    )
+    return [x.new_empty(shape) for keep in (True, *kept) if keep]
 
 
 def launch_of(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
-    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+    filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch of the kernel that fills what `fresh` has made."""
     (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
@@ -80,15 +77,16 @@ def launch_of(
 
 def arguments(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None,
-    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool],
+    filled: list[Tensor], kept: tuple[bool, bool],
 ) -> list:  # fmt: skip
-    saved = (t if keep else None for t, keep in zip(filled[1:], kept, strict=True))
-    return [x, w, w2, b, b2, filled[0], *saved]
+    """Those in front of the number of rows."""
+    left = iter(filled)
+    return [x, w, w2, b, b2, *(next(left) if keep else None for keep in (True, *kept))]
 
 
 def start(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
-    filled: tuple[Tensor, Tensor, Tensor], kept: tuple[bool, bool], tile: Tile,
+    filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
 ) -> None:  # fmt: skip
     """In a trial: compile the launch that `launch_of` describes."""
     count, args, constants = launch_of(x, w, b, w2, b2, act, filled, kept, tile)
@@ -98,9 +96,10 @@ def start(
 def specialised_linear(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
     save: bool, save2: bool, tile: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `linear.linear` gives them, for what `specialises`."""
-    filled, kept, shape = fresh(x, w, save, save2), (save, save2), Tile(*tile)
+) -> list[Tensor]:  # fmt: skip
+    """What `linear.linear` computes, for what `specialises`, without what is not kept."""
+    kept, shape = (save, save2), Tile(*tile)
+    filled = fresh(x, w, kept)
     run(
         specialised_linear_kernel,
         (act, save, save2, memory_of((w, w2, b, b2))),
@@ -117,7 +116,7 @@ LIBRARY.impl("specialised_linear", specialised_linear, "CUDA")
 
 @register_fake("fusion::specialised_linear")
 def _(x, w, b, w2, b2, act, save, save2, tile):
-    filled = fresh(x, w, save, save2)
+    filled = fresh(x, w, (save, save2))
     if TRIAL.get() is not None:
         start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
     return filled
