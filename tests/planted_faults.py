@@ -105,8 +105,8 @@ MUTATIONS = {
     ),
     "products: a known launch is taken for memory of another alignment": Mutation(
         "fusion_backend/kernels/gemm/specialised.py",
-        "x.dtype, x.data_ptr() % 16, tile, *key)",
-        "x.dtype, tile, *key)",
+        "x.dtype, x.data_ptr() % 16, *tile, *key)",
+        "x.dtype, *tile, *key)",
         "tests/test_specialised.py",
     ),
     "products: the distance of one row is taken for that of many": Mutation(
@@ -131,6 +131,12 @@ MUTATIONS = {
         "fusion_backend/kernels/gemm/tiles.py",
         "    return tiles >= processors and tiles >= FULL * processors * -(-tiles // processors)\n",
         "    return tiles >= processors\n",
+        "tests/test_specialised.py",
+    ),
+    "products: tiles with finishers are taken for products shorter than their launch": Mutation(
+        "fusion_backend/kernels/gemm/tiles.py",
+        "    specialised &= 2 * rows * k * n * weights >= LAUNCH * PRODUCTS_A_SECOND\n",
+        "",
         "tests/test_specialised.py",
     ),
     "products: a scaled product goes to the kernel that cannot scale": Mutation(

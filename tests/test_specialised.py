@@ -3,13 +3,16 @@ how it is called. Gluon has no interpreter; tests/gpu/test_products.py runs the 
 """
 
 import math
+from types import SimpleNamespace
 
 import fusion_backend.patterns  # noqa: F401 (the rules by name)
 import pytest
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusion_backend.compat import triton as compat
 from fusion_backend.kernels.common import tuned
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.common.target import as_on, gpu
@@ -138,12 +141,13 @@ def test_tiles_with_finishers_are_for_many_rows_and_long_sums():
         x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
         return tile_for(x, m, k, n, weights, "silu", able).finishers
 
-    assert finishers(16384, 1024, 4096) and finishers(2048, 1152, 4096)
-    assert finishers(512, 1024, 4096 + 128 * 64, weights=2)
+    assert finishers(16384, 1024, 4096) and finishers(4096, 1152, 4096)
+    assert finishers(512, 1024, 14336, weights=2)
     assert not finishers(16384, 1024, 4096, able=False)
     assert not finishers(16384, 256, 4096)  # short sums
-    assert not finishers(512, 1024, 4352)  # fewer tiles than multiprocessors
-    assert not finishers(1152, 1024, 4096)  # 144 tiles, two waves
+    assert not finishers(512, 8192, 4352)  # fewer tiles than multiprocessors
+    assert not finishers(1152, 4096, 4096)  # 144 tiles, two waves
+    assert not finishers(2048, 1024, 4096)  # shorter than its launch
 
 
 def test_the_library_is_taken_where_it_was_faster(monkeypatch):
@@ -270,9 +274,10 @@ def launches(monkeypatch):
         return Compiled()
 
     lent = []
-    monkeypatch.setattr(specialised, "lend_scratch", lambda: lent.append(len(again)))
+    driver = SimpleNamespace(get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(compat, "lend_scratch", lambda: lent.append(len(again)))
     monkeypatch.setattr(specialised, "directly", launched)
-    monkeypatch.setattr(specialised, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(specialised, "COMPILED", {})
     return first, again, lent
 

@@ -27,11 +27,6 @@ def set_driver(driver) -> None:
     triton.runtime.driver.set_active(driver)
 
 
-def current_stream(device: torch.device) -> int:
-    """The stream that a launch on this GPU takes. Without it, Triton asks for the GPU as well."""
-    return triton.runtime.driver.active.get_current_stream(device.index)
-
-
 def forget_compiled(kernel) -> None:
     """Forget a kernel's compiled versions: its next launch compiles it again."""
     kernel.device_caches.clear()
@@ -106,6 +101,14 @@ def lend_scratch() -> None:
 
 def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def launch_again(compiled, programs: int, device: torch.device, args: tuple) -> None:
+    """Launch a compiled kernel with all its arguments, constants too."""
+    lend_scratch()  # the backward may run in another thread, which has none yet
+    # without a stream, Triton asks for the GPU as well
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    compiled[programs, 1, 1](*args, stream=stream)
 
 
 def triton_version() -> str:

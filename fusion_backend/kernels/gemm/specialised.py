@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from fusion_backend.compat.triton import current_stream, lend_scratch
+from fusion_backend.compat.triton import launch_again
 from fusion_backend.kernels.common.launch import directly, interpreted
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
@@ -67,24 +67,25 @@ COMPILED: dict[tuple, tuple] = {}
 
 
 def run(
-    kernel: Any, key: tuple, given: list, n: int, tile: Tile, describe: Callable[[], Launch]
+    kernel: Any, key: tuple, given: list, n: int, tile: list[int], describe: Callable[[], Launch]
 ) -> None:
     """Launch what `describe` describes. given: its arguments if the first, whose rows are
-    multiplied, is dense; n: columns of the result; key: what it is compiled for, but for the first.
+    multiplied, is dense; n: columns of the result; key: what it is compiled for, but for the first
+    and the tile.
     """
     x = given[0]
-    key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, tile, *key)
+    key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, *tile, *key)
     known = COMPILED.get(key) if x.is_contiguous() else None
     if known is not None:
-        compiled, most, constants = known
+        compiled, most, rows, across, constants = known
         m = x.numel() // x.shape[-1]
-        lend_scratch()  # the backward may run in another thread, which has none yet
-        stream = current_stream(x.device)
-        compiled[min(most, tile.number(m, n)), 1, 1](*given, m, *constants, stream=stream)
+        programs = min(most, (m + rows - 1) // rows * across)
+        launch_again(compiled, programs, x.device, (*given, m, *constants))
         return
     count, args, named = describe()
-    compiled = directly(kernel, (count,), *args, **named, num_warps=tile.warps)
+    shape = Tile(*tile)
+    compiled = directly(kernel, (count,), *args, **named, num_warps=shape.warps)
     dense = x.is_contiguous() and named["X_ROW"] == x.shape[-1]  # one row may have any distance
     if compiled is not None and dense and args[0].data_ptr() == x.data_ptr():
-        most = tile.programs * multiprocessors(x.device)
-        COMPILED[key] = compiled, most, tuple(named.values())
+        most, across = shape.programs * multiprocessors(x.device), -(-n // shape.bn)
+        COMPILED[key] = compiled, most, shape.bm, across, tuple(named.values())

@@ -98,15 +98,15 @@ def specialised_linear(
     save: bool, save2: bool, tile: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """What `linear.linear` computes, for what `specialises`, without what is not kept."""
-    kept, shape = (save, save2), Tile(*tile)
+    kept = save, save2
     filled = fresh(x, w, kept)
     run(
         specialised_linear_kernel,
         (act, save, save2, memory_of((w, w2, b, b2))),
         arguments(x, w, b, w2, b2, filled, kept),
         w.shape[1],
-        shape,
-        lambda: launch_of(x, w, b, w2, b2, act, filled, kept, shape),
+        tile,
+        lambda: launch_of(x, w, b, w2, b2, act, filled, kept, Tile(*tile)),
     )
     return filled
 

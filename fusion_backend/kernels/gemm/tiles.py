@@ -29,6 +29,9 @@ MANY = 1 << 14  # rows that are assumed where their number is not known
 USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the number of weights
 FEWEST = 2048  # rows from which on the table counts
 DEEP, FULL = 512, 0.7  # the least K, and the least share of full waves, of tiles with finishers
+# The fewest seconds of products for which they are taken. The opaque operators of their kernels
+# take the host up to 30 µs, longer than Inductor's launches: the GPU would wait for the host.
+LAUNCH = 40e-6
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
 
@@ -130,6 +133,7 @@ def tile_for(
     """
     rows = MANY if dynamic(m) else max(int(m), 1)
     size = x.element_size()
+    specialised &= 2 * rows * k * n * weights >= LAUNCH * PRODUCTS_A_SECOND
     known = measured(weights, k, n, act, specialised)
     known = known or measured(weights, k, n, USUAL[weights], specialised)
     if rows >= FEWEST and size == 2 and known:
