@@ -100,7 +100,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(specialised, "interpreted", lambda kernel: False)
 
 
-def hidden(m=4096, k=1024, n=4096, by_output=False, dtype=torch.bfloat16):
+def hidden(m=8192, k=1024, n=4096, by_output=False, dtype=torch.bfloat16):
     """dy, the weight of the second layer, what the first has kept, and its bias, without data."""
     dy, w, b = operands(m, k, n, by_output, dtype, weights=1)
     return dy, w, torch.empty(m, n, dtype=dtype, device="meta"), b
@@ -141,13 +141,13 @@ def test_tiles_with_finishers_are_for_many_rows_and_long_sums():
         x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
         return tile_for(x, m, k, n, weights, "silu", able).finishers
 
-    assert finishers(16384, 1024, 4096) and finishers(4096, 1152, 4096)
-    assert finishers(512, 1024, 14336, weights=2)
+    assert finishers(16384, 1024, 4096) and finishers(8192, 1152, 4096)
+    assert finishers(512, 2048, 14336, weights=2)
     assert not finishers(16384, 1024, 4096, able=False)
-    assert not finishers(16384, 256, 4096)  # short sums
-    assert not finishers(512, 8192, 4352)  # fewer tiles than multiprocessors
-    assert not finishers(1152, 4096, 4096)  # 144 tiles, two waves
-    assert not finishers(2048, 1024, 4096)  # shorter than its launch
+    assert not finishers(32768, 256, 4096)  # short sums
+    assert not finishers(512, 16384, 4352)  # fewer tiles than multiprocessors
+    assert not finishers(1152, 8192, 4096)  # 144 tiles, two waves
+    assert not finishers(4096, 1024, 4096)  # shorter than its launch
 
 
 def test_the_library_is_taken_where_it_was_faster(monkeypatch):
@@ -225,7 +225,7 @@ def test_gradients_of_a_hidden_layer_have_warps_of_their_own():
     dy, w, *_ = hidden()
     assert gradient_tile(dy, w, "gelu").finishers
     assert not gradient_tile(dy.float(), w, "gelu").finishers
-    assert not gradient_tile(dy[:512], w, "gelu").finishers, "fewer tiles than multiprocessors"
+    assert not gradient_tile(dy[:512], w, "gelu").finishers, "a short product"
     assert not takes_gradient(dy, "sigmoid"), "no derivative is written for it"
     with as_on(gpu("A100")):
         assert not gradient_tile(dy, w, "gelu").finishers
@@ -238,13 +238,13 @@ def test_a_compiled_graph_has_the_gradient(sums):
 
     with FakeTensorMode():
         dy, w, pre, b = hidden()
-        dy, pre = dy.view(4, 1024, 1024), pre.view(4, 1024, 4096)
+        dy, pre = dy.view(4, 2048, 1024), pre.view(4, 2048, 4096)
         traced = make_fx(run)(dy, w, pre, b)
     (call,) = [n for n in traced.graph.nodes if "specialised_gradient" in str(n.target)]
     d, *parts = call.meta["val"]
     assert d.shape == pre.shape and d.is_contiguous() and d.dtype == pre.dtype
-    # a row for each warp that finishes, in each of the 32 tiles from top to bottom
-    assert [t.shape for t in parts] == [(128, 4096)] * sums
+    # a row for each warp that finishes, in each of the 64 tiles from top to bottom
+    assert [t.shape for t in parts] == [(256, 4096)] * sums
     assert all(t.dtype == torch.float32 for t in parts)
     _, total = next(iter(reversed(traced.graph.nodes))).args[0]
     assert (total.meta["val"].shape == (4096,)) if sums else total is None

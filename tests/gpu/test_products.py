@@ -198,9 +198,9 @@ def test_a_gradient_with_finishers_is_the_same_each_time():
 
 
 def test_many_rows_have_warps_of_their_own_for_the_derivative():
-    m = FeedForward(False, True, 512, 2048).to("cuda", torch.bfloat16)
+    m = FeedForward(False, True, 1024, 4096).to("cuda", torch.bfloat16)
     compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
-    x = tensor(16384, 512)
+    x = tensor(16384, 1024)
     as_close_as_eager(m, compiled, x)
     kernels, _ = profiled(lambda: compiled(x).sum().backward())
     assert ran("specialised_gradient_kernel", kernels), kernels
