@@ -62,6 +62,7 @@ def test_a_race_may_last_as_long_as_compiling_took(monkeypatch):
     assert 0.1 < lasts[0] < 30.0 and lasts[1] == 30.0 and 0.1 < lasts[2] <= 0.5
 
 
+@pytest.mark.usefixtures("eager_kernels")
 @pytest.mark.parametrize("time", [True, False])
 def test_both_are_generated_before_either_is_waited_for(time, monkeypatch):
     order = []
@@ -83,6 +84,7 @@ def test_both_are_generated_before_either_is_waited_for(time, monkeypatch):
         assert order.count("begun") == 3
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_what_cannot_be_generated_ahead_fails_when_it_is_raced(monkeypatch):
     cut = attention_cut()
     graph = cut.graph
@@ -99,6 +101,7 @@ def test_what_cannot_be_generated_ahead_fails_when_it_is_raced(monkeypatch):
             held.against(cut.region.sites, 0.05)
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
     linear = nn.Linear(16, 16, bias=False)
 
@@ -121,6 +124,7 @@ def test_what_is_computed_in_front_of_a_region_is_read_before_each_call():
         assert not held.clock.recent
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_beside_some_library_calls_a_gain_must_be_larger(monkeypatch):
     """What is copied to channels-last at the edge may be so already in the whole graph; a bias that
     Inductor adds is added in place.
@@ -150,6 +154,7 @@ def test_what_a_gain_is_worth(gain, verdict):
     assert found.verdict == verdict and found.no_faster == (verdict == "same")
 
 
+@pytest.mark.usefixtures("eager_kernels")
 def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):
     cut = attention_cut()
     wrong = cut.region.sites[0]
@@ -162,6 +167,7 @@ def test_a_kernel_that_is_wrong_in_context_loses(monkeypatch):
         held.against([wrong], 0.1)
 
 
+@pytest.mark.usefixtures("eager_kernels")
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_gradient_that_goes_by_another_input_is_the_same(lost, monkeypatch, tmp_path):
     """Plain attention reads a bias with a mask, ours the bias; both are computed in front of it."""
