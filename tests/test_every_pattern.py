@@ -19,6 +19,7 @@ from fusion_backend.testing import (
     collect,
     fused_nodes,
     in_fp64,
+    kernel_checks,
     rewritten,
     supported_forms,
     unfused,
@@ -64,6 +65,27 @@ def forms_by_default(monkeypatch):
 
     monkeypatch.setattr(proof_module, "supported_forms", chosen)
     monkeypatch.setattr(proof_module, "forms", chosen_and_refused)
+
+
+# A pattern of each kind. Some tests do more for these, and for all patterns with --full.
+OF_EACH_KIND = {"layer_norm", "softmax", "attention", "gated_linear", "quantize_int8"}
+
+
+@pytest.fixture
+def traced_by_kind(monkeypatch):
+    """check_pattern has AOTAutograd trace an operator with symbolic sizes where it is of a kind of
+    its own. On a CPU it traces what all operators share around the reference and its gradient.
+    test_compiled_agrees has it trace every reference, and test_dynamic_shapes_are_recognised has
+    all of them run with symbolic sizes.
+    """
+    of_all = kernel_checks.checked_by_torch
+
+    def checked(pattern, overload, args, kwargs, checks):
+        if not selection.FULL and pattern.name not in OF_EACH_KIND:
+            checks = [check for check in checks if check != "test_aot_dispatch_dynamic"]
+        of_all(pattern, overload, args, kwargs, tuple(checks))
+
+    monkeypatch.setattr(kernel_checks, "checked_by_torch", checked)
 
 
 WRITTEN = {p.name: p for p in ALL.values() if written(p)}
@@ -116,7 +138,7 @@ def with_tf32(monkeypatch):
 
 
 @every
-@pytest.mark.usefixtures("forms_by_default", "with_tf32")
+@pytest.mark.usefixtures("forms_by_default", "traced_by_kind", "with_tf32")
 def test_pattern_keeps_the_contract(pattern):
     # the files of the kernels run fp16, and --full does here
     dtypes = (torch.float32, torch.bfloat16, *((torch.float16,) if selection.FULL else ()))
@@ -163,7 +185,6 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
 
 
 SIXTEEN_BITS = {"mlp"}
-GENERATED = {"layer_norm", "softmax", "attention", "gated_linear", "quantize_int8"}
 
 
 @every_undrawn
@@ -171,7 +192,7 @@ def test_compiled_agrees(pattern, request):
     """Compiled, with the inlined reference; through Inductor to its own code for a pattern of each
     kind, and for all of them with --full.
     """
-    if pattern.name not in GENERATED:
+    if pattern.name not in OF_EACH_KIND:
         request.getfixturevalue("eager_kernels")
     args = arguments(pattern, written(pattern)[0], torch.float32)
     tensors, call = split(args)
