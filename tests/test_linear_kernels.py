@@ -23,6 +23,7 @@ from fusion_backend.ops.operator import call
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject, Unmeasured
 from fusion_backend.testing import fused_nodes, rewritten
+from tests import selection
 from tests.kernel_checks import (
     FLOATS,
     assert_close,
@@ -165,11 +166,12 @@ def test_small_results_keep_their_digits(act):
 
 
 @runs_kernels
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("m", [0, 1, 5, 33, 64])
-@pytest.mark.parametrize("k, n, processors", [(40, 72, 132), (1048, 24, 132), (136, 200, 1)])
-def test_few_rows(m, k, n, processors, dtype):
+@selection.product(
+    shape=[(40, 72, 132), (1048, 24, 132), (136, 200, 1)], m=[0, 1, 5, 33, 64], dtype=FLOATS
+)
+def test_few_rows(shape, m, dtype):
     """The third shape has many columns for each multiprocessor."""
+    k, n, processors = shape
     x, b = randn(m, k, dtype=dtype), randn(n, dtype=dtype)
     for mine, its in ((True, True), (True, False), (False, True), (False, False)):
         w, w2 = weight(k, n, dtype, mine), weight(k, n, dtype, its)

@@ -36,6 +36,8 @@ import fusion_backend
 from fusion_backend.compat.pretended_cuda import described, empty_like, moved, pretended
 from fusion_backend.kernels.common.target import as_on, gpu
 
+from ..selection import product
+
 ROWS, WIDTH, INNER = 512, 1024, 2048  # on a rank; large enough for the tables to want kernels
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="the pass asks for NCCL")
@@ -181,17 +183,15 @@ def refused(report, pattern: str) -> str:
     return next(s.reason for s in report.sites if s.pattern == pattern and not s.fused)
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", MODELS)
-def test_as_many_are_pipelined_as_under_plain_inductor(name, train):
+@product(name=[*MODELS], gate=["auto", "always"], train=[False, True])
+def test_as_many_are_pipelined_as_under_plain_inductor(name, gate, train):
     model = MODELS[name]()
     plain, _ = collectives(model, "inductor", train)
     assert sum(plain, Counter())["symm_mem.fused_matmul_reduce_scatter"]
-    for gate in ("auto", "always"):
-        ours, report = collectives(model, "fusion", train, gate)
-        assert ours == plain
-        # what is not pipelined is fused as always
-        assert fused(report) & {"gelu", "layer_norm"} or (name, gate) == ("gated", "auto")
+    ours, report = collectives(model, "fusion", train, gate)
+    assert ours == plain
+    # what is not pipelined is fused as always
+    assert fused(report) & {"gelu", "layer_norm"} or (name, gate) == ("gated", "auto")
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "by a plan"])
