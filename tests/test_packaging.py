@@ -34,11 +34,23 @@ KEPT = """
         unregister(name)
 """
 
+# What Inductor would compile runs operator by operator, as under tests/eager_kernels.py.
+EAGER = """
+    import torch._functorch.config
+    import torch._inductor.compile_fx
+    from functorch.compile import make_boxed_func
+
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.compile_fx._compile_fx_inner = lambda gm, *_, **__: make_boxed_func(gm.forward)
+    assert "fusion_backend" not in sys.modules
+"""
+
 # Run from a folder with a patterns/ of its own. The backend is found by its name alone, through the
 # entry point.
 USER_SCRIPT = f"""
     import sys
     import torch
+    {EAGER.strip()}
 
     kept, options = "add_mul", {{"fusion.gate": "always"}}
     f = torch.compile(lambda x, y: (x + y) * 0.5, backend="fusion", options=options)
@@ -105,6 +117,7 @@ def tanh_gate(x: Tensor, y: Tensor) -> Tensor:
 THEIR_SCRIPT = f"""
     import sys
     import torch
+    {EAGER.strip()}
 
     kept, options = "tanh_gate", {{"fusion.gate": "always"}}
     f = torch.compile(lambda x, y: torch.tanh(y) * x, backend="fusion", options=options)
@@ -326,13 +339,6 @@ def test_import_costs_little_beyond_torch():
         import fusion_backend
         print((time.process_time() - with_torch) / (with_torch - started))
     """
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for _ in range(2)
-    ]
-    assert min(float(run.stdout) for run in runs) <= 0.1
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    # somebody else's load? look again
+    assert any(float(call(command)) <= 0.1 for _ in range(2))
