@@ -23,7 +23,7 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("job", ["fsdp by blocks, resumed", "tensor parallel"])
+@pytest.mark.parametrize("job", ["fsdp by blocks, accumulation, resumed", "tensor parallel"])
 def test_the_losses_are_those_of_eager(alone, job, tmp_path):
     assert job in JOBS
     with eager_kernels():

@@ -74,8 +74,7 @@ JOBS = {
     "fsdp, uneven": (fsdp, 17),
     "fsdp by blocks, mixed precision": (fsdp_mixed, 16),
     "fsdp by blocks, checkpoints": (fsdp_checkpoint, 16),
-    "fsdp by blocks, accumulation": (fsdp_blocks, 16),
-    "fsdp by blocks, resumed": (fsdp_blocks, 16),
+    "fsdp by blocks, accumulation, resumed": (fsdp_blocks, 16),
     "tensor parallel": (tensor_parallel, 16),
 }
 
