@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -146,16 +147,20 @@ def observe(job: Job, model: nn.Module, backend: str) -> dict:
     }
 
 
-def observe_all(folder: Path, names: list[str]) -> dict:
-    """(job, "whole" or "divided", backend) -> what was seen."""
-    found = {}
+def observe_all(folder: Path, names: list[str], plain: bool) -> dict:
+    """(job, "whole" or "divided", backend) -> what was seen. Only the first rank fuses the whole
+    model, in which nobody waits for another. The divided one runs under plain Inductor if asked to.
+    """
+    found, rank = {}, dist.get_rank()
     with torch._inductor.config.patch(FAST):
         for name in names:
             job = JOBS[name]
             for kind in ("whole", "divided"):
                 model = load(job, folder, kind == "divided")
                 for backend in ("eager", "inductor", "fusion"):
-                    if (kind, backend) == ("whole", "inductor"):
+                    if backend == "inductor" and not (plain and kind == "divided"):
+                        continue
+                    if backend == "fusion" and kind == "whole" and rank:
                         continue
                     found[name, kind, backend] = observe(job, model, backend)
     return found
