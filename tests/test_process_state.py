@@ -53,9 +53,12 @@ def no_inductor(monkeypatch):
 
 
 def of_inductor() -> tuple:
-    """What is changed while a graph of ours is compiled."""
+    """What is changed while a graph of ours is compiled. Inductor adds operators of its own to the
+    list when it first compiles a graph.
+    """
     analyses = [getattr(inductor.kernel_wrap, name, None) for name in inductor.ANALYSES]
-    return list(inductor.lowering.needs_realized_inputs), analyses
+    realized = inductor.lowering.needs_realized_inputs
+    return inductor.triton_kernel_wrapper_mutation in realized, analyses
 
 
 def test_inductor_is_changed_only_while_a_graph_of_ours_is_compiled(monkeypatch):
@@ -69,7 +72,7 @@ def test_inductor_is_changed_only_while_a_graph_of_ours_is_compiled(monkeypatch)
         return Eager(gm)
 
     before = of_inductor()
-    assert inductor.triton_kernel_wrapper_mutation not in before[0]
+    assert not before[0]
     assert not any(hasattr(analyse, "__wrapped__") for analyse in before[1])
     monkeypatch.setattr(inductor, "compile_fx_inner", compile)
     monkeypatch.setattr(
