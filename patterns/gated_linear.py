@@ -110,20 +110,21 @@ def _(saved, dy):
         rounded = x.element_size() == 2
         up = with_bias(saved.up, saved.b2)
         d_gate = activation_gradient(dy * up, gate, saved.act, rounded)
-    # The gradients of the biases are sums in fp32, the operands of the products rounded.
-    grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
-    for b, d in dict(b1=d_gate, b2=d_up).items():
-        if getattr(saved, b) is not None and saved.needs[b]:
-            grads[b] = bias_gradient(d, getattr(saved, b))
     d_gate, d_up = d_gate.to(x.dtype), d_up.to(x.dtype)
     like = w1 if w1.dim() >= w2.dim() else w2
     rows, d_gate, d_up = as_matrices(x, d_gate, d_up, weight=like)
+    grads = dict.fromkeys(("x", "w1", "b1", "w2", "b2"))
     if saved.needs["x"]:
         d_x = sum_of_products(d_gate, w1, d_up, w2)
         grads["x"] = d_x.sum_to_size(rows.shape).reshape(x.shape)
     for w, d in dict(w1=d_gate, w2=d_up).items():
         if saved.needs[w]:
             grads[w] = weight_gradient(rows, d, getattr(saved, w))
+    # After the products, of what they read, as in linear_gradients: Inductor would else write the
+    # gradients in fp32 as well.
+    for b, d in dict(b1=d_gate, b2=d_up).items():
+        if getattr(saved, b) is not None and saved.needs[b]:
+            grads[b] = bias_gradient(d.float(), getattr(saved, b))
     return tuple(grads.values())
 
 

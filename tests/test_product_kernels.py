@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 
+import fusion_backend
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from tests.kernel_checks import (
@@ -90,6 +93,23 @@ def test_gated_linear_gradients_lie_in_memory_like_the_weights():
     )  # fmt: skip
     _, d1, _, d2, _ = FUSION_RULES["gated_linear"].backward_fn(saved, randn(65, 12))
     assert d1.stride() == w1.stride() and d2.stride() == w2.stride()
+
+
+@pytest.mark.parametrize("act", [F.silu, torch.sigmoid])
+def test_gradients_of_a_gate_are_written_in_its_dtype_alone(act):
+    """In fp32 they would be twice as large, for the sums of the biases."""
+    shapes = (48, 64), (96, 64), (96,), (96, 64), (96,)
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+
+    def gate(x, w, b, w2, b2):
+        return act(F.linear(x, w, b)) * F.linear(x, w2, b2)
+
+    options = {"fusion.gate": "always", "fusion.only": "gated_linear"}
+    compiled = torch.compile(gate, backend="fusion", options=options)
+    _, (_, backward) = run_and_get_code(lambda: compiled(*tensors).sum().backward())
+    assert [site.pattern for site in fusion_backend.report().fused] == ["gated_linear"]
+    assert "empty_strided_cpu((48, 96), (96, 1), torch.bfloat16)" in backward
+    assert "empty_strided_cpu((48, 96), (96, 1), torch.float32)" not in backward
 
 
 def test_gated_linear_refusals():
