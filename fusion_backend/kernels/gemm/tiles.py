@@ -30,8 +30,8 @@ USUAL = {1: "gelu", 2: "silu"}  # the activation whose tile others take, by the 
 FEWEST = 2048  # rows from which on the table counts
 DEEP, FULL = 512, 0.7  # the least K, and the least share of full waves, of tiles with finishers
 # The fewest seconds of products for which they are taken. Their operators are opaque, and take the
-# host longer than Inductor's launches. With products of 49 µs, on an H200, one layer of an MLP took
-# 206 µs a call for Inductor's 195, because the GPU waited, and twelve took 1,339 for 1,622.
+# host longer than Inductor's launches: with 40e-6, calls of graphs with a single one waited for it
+# (call_ratio in benchmarks/results/h200-foreign-products.json).
 LAUNCH = 70e-6
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
