@@ -105,8 +105,8 @@ MUTATIONS = {
     ),
     "products: a known launch is taken for memory of another alignment": Mutation(
         "fusion_backend/kernels/gemm/specialised.py",
-        "x.dtype, x.data_ptr() % 16, *tile, *key)",
-        "x.dtype, *tile, *key)",
+        "x.dtype, x.data_ptr() % 16, tile, *key)",
+        "x.dtype, tile, *key)",
         "tests/test_specialised.py",
     ),
     "products: the distance of one row is taken for that of many": Mutation(
@@ -117,8 +117,14 @@ MUTATIONS = {
     ),
     "products: a known gradient is taken for kept products of another alignment": Mutation(
         "fusion_backend/kernels/gemm/specialised_gradient.py",
-        "(act, sums, pre.data_ptr() % 16, memory_of((w, b)))",
-        "(act, sums, memory_of((w, b)))",
+        "(act, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b)))",
+        "(act, sums, pre.dtype, memory_of((w, b)))",
+        "tests/test_specialised.py",
+    ),
+    "products: a known gradient is taken for a weight that lies differently": Mutation(
+        "fusion_backend/kernels/gemm/specialised_gradient.py",
+        "memory_of((w, b)))",
+        "memory_of((b,)))",
         "tests/test_specialised.py",
     ),
     "products: the library is left for a tile without finishers": Mutation(

@@ -20,13 +20,14 @@ from fusion_backend.kernels.gemm import specialised
 from fusion_backend.kernels.gemm.hidden_gradient import gradient_tile, hidden_gradient
 from fusion_backend.kernels.gemm.library import library_takes
 from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.specialised import compile_in_trial
 from fusion_backend.kernels.gemm.specialised_gradient import specialised_gradient, takes_gradient
 from fusion_backend.kernels.gemm.specialised_linear import (
     ACTIVATIONS,
     fresh,
+    launch_of,
     specialised_linear,
     specialises,
-    start,
     tile_of,
 )
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, tile_for
@@ -52,7 +53,7 @@ def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), **changes):
     found = []
     tile = SPECIALISED[1 if w2 is None else 2]._replace(**changes)
     with trial(lambda *launch: found.append(launch)):
-        start(x, w, b, w2, b2, act, fresh(x, w, keep), keep, tile)
+        compile_in_trial(launch_of(x, w, b, w2, b2, act, fresh(x, w, keep), keep, tile))
     (launch,) = found
     return launch
 
@@ -90,7 +91,8 @@ for dtype, by_output in ((torch.bfloat16, False), (torch.float16, True)):
             hidden_gradient(dy, w, pre, b, ACT, sums, SPECIALISED[1])
         use = usage(describe(*found[0], set()))
         assert use.tensor_core == "wgmma.mma_async", use
-        assert use.spilled <= 64 and use.shared <= SHARED_LIMIT, (dtype, sums, use)
+        most = 64 if dtype == torch.float16 and sums else 0
+        assert use.spilled <= most and use.shared <= SHARED_LIMIT, (dtype, sums, use)
 """
 
 
@@ -287,12 +289,14 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
     first, again, lent = launches
     tile = list(SPECIALISED[2])
 
-    def run(rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True):
+    def run(
+        rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True, bias=None
+    ):  # fmt: skip
         x = torch.zeros(rows * 64 + offset, dtype=dtype)[offset:].view(rows, 64)
         w, w2 = (torch.zeros(64, 128, dtype=dtype) for _ in range(2))
         if by_output:
             w, w2 = w.t().contiguous().t(), w2.t().contiguous().t()
-        b = torch.zeros(128, dtype=dtype)
+        b = torch.zeros(128, dtype=bias or dtype)
         out = specialised_linear(x, w, b, w2, None, act, save, False, tile)
         return x, w, b, w2, out
 
@@ -306,7 +310,7 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
     assert args[9:] == first[0][1][9:]
     for n, change in enumerate(
         (dict(act="gelu"), dict(dtype=torch.half), dict(by_output=False), dict(offset=4),
-         dict(save=False))
+         dict(save=False), dict(bias=torch.float32))
     ):  # fmt: skip
         run(**change)
         assert len(first) == n + 2, change
@@ -314,24 +318,27 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
     x = torch.zeros(256, 128, dtype=torch.bfloat16)[:, :64]
     for _ in range(2):  # rows that are further apart are never taken for those of before
         specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
-    assert len(first) == 8 and len(again) == 1
+    assert len(first) == 9 and len(again) == 1
     one = torch.zeros(1, 128, dtype=torch.bfloat16)[:, :64]  # contiguous, whatever its distance
     specialised.COMPILED.clear()
     specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
     run(rows=512)
-    assert len(first) == 10 and len(again) == 1
+    assert len(first) == 11 and len(again) == 1
 
 
 def test_a_known_gradient_is_launched_as_the_first_was(launches):
     first, again, lent = launches
-    tile = list(SPECIALISED[1])
 
-    def run(rows=256, act="gelu", sums=True, offset=0, bias=True):
-        dy = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    def run(
+        rows=256, act="gelu", sums=True, offset=0, bias=torch.bfloat16, by_output=False, above=0,
+        kept=torch.bfloat16, tile=SPECIALISED[1],
+    ):  # fmt: skip
+        dy = torch.zeros(rows * 64 + above, dtype=torch.bfloat16)[above:].view(rows, 64)
         w = torch.zeros(64, 512, dtype=torch.bfloat16)
-        pre = torch.zeros(rows * 512 + offset, dtype=torch.bfloat16)[offset:].view(rows, 512)
-        b = torch.zeros(512, dtype=torch.bfloat16) if bias else None
-        return dy, w, pre, b, specialised_gradient(dy, w, pre, b, act, sums, tile)
+        w = w.t().contiguous().t() if by_output else w
+        pre = torch.zeros(rows * 512 + offset, dtype=kept)[offset:].view(rows, 512)
+        b = None if bias is None else torch.zeros(512, dtype=bias)
+        return dy, w, pre, b, specialised_gradient(dy, w, pre, b, act, sums, list(tile))
 
     run()
     dy, w, pre, b, (d, parts) = run(rows=512)
@@ -340,9 +347,12 @@ def test_a_known_gradient_is_launched_as_the_first_was(launches):
     for got, want in zip(args[:7], (dy, w, pre, b, d, parts, 512), strict=True):
         assert got is want or got == 512
     assert args[7:] == first[0][1][7:]
-    for n, change in enumerate(
-        (dict(act="silu"), dict(sums=False), dict(offset=4), dict(bias=False))
-    ):
+    changes = (
+        dict(act="silu"), dict(sums=False), dict(offset=4), dict(bias=None),
+        dict(bias=torch.float32), dict(by_output=True), dict(above=4), dict(kept=torch.half),
+        dict(tile=SPECIALISED[1]._replace(group=16)),
+    )  # fmt: skip
+    for n, change in enumerate(changes):
         run(**change)
         assert len(first) == n + 2, change
     assert len(again) == 1

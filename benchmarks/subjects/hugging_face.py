@@ -43,8 +43,8 @@ def hugging_face(
         with torch.device(device):
             model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
         model = model.to(dtype).eval()
-        # GPT-2's class is none for which transformers knows the loss by name. It takes that of a
-        # causal model, but with a warning in the middle of forward, where Dynamo ends the graph.
+        # In a name such as GPT2LMHeadModel transformers finds no loss. It takes that of a causal
+        # model, with a warning inside forward, which ends Dynamo's graph. Named here, it does not.
         if getattr(model, "loss_type", "") is None:
             model.loss_type = "ForCausalLM"
         kwargs = inputs(size, mode, device, dtype)

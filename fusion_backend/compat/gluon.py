@@ -1,7 +1,7 @@
 """Gluon, the language below Triton's, in which a kernel says which warps do what, under one set of
 names. It is no stable interface.
 
-Each name was checked in 3.6, 3.8 and 3.9: tests/test_specialised.py compiles the kernel.
+Each name was checked in 3.6, 3.8 and 3.9: tests/test_specialised.py compiles the kernels.
 """
 
 # ruff: noqa: F401 (the imports are what this file is for)

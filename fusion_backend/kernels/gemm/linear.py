@@ -2,8 +2,8 @@
 residual added, int8 scaled back.
 
 A program walks through tiles of the result, with one accumulator for each weight. Sums in fp32
-(int32 of int8), rounded once. Where the tile has finishers, the kernel of specialised.py runs. It
-rounds the products before their bias is added as well, as Inductor rounds them.
+(int32 of int8), rounded once. Where the tile has finishers, the kernel of specialised_linear.py
+runs. It rounds the products before their bias is added as well, as Inductor rounds them.
 """
 
 from __future__ import annotations

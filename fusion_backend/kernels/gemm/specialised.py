@@ -6,28 +6,24 @@ one in Gluon: the operators that launch these are opaque to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from fusion_backend.compat.triton import launch_again
-from fusion_backend.kernels.common.launch import directly, interpreted
+from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.gemm.epilogue import epilogue
-from fusion_backend.kernels.gemm.tiles import Tile
+from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
+from fusion_backend.kernels.gemm.tiles import Tile, programs
 
 HOPPER = 9  # compute capability
 PART = 64  # columns that are stored at a time: a row of them is the 128 bytes of a swizzle
 
 LIBRARY = Library("fusion", "FRAGMENT")
-
-# The number of programs, which walk through the tiles of the result, the arguments and the
-# constants, both in the kernel's order. The last argument is the number of rows.
-Launch = tuple[int, list, dict[str, Any]]
 
 
 def specialisable(x: Tensor) -> bool:
@@ -46,19 +42,41 @@ def on_hopper(device: torch.device) -> bool:
     return device.type == "meta"
 
 
-def constants_of(tile: Tile, registers: int) -> dict[str, int]:
-    """Those of a launch that follow from its tile, in the order of both kernels. registers: of a
-    thread that finishes.
+class Launch(NamedTuple):
+    """given: the kernel's arguments but for the number of rows, which comes last; the first is x
+    `[..., k]`, the second the weight `[k, n]`. own: its constants behind those of both kernels.
     """
-    return dict(
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages, PART=PART,
-        FINISHERS=tile.finishers, REGISTERS=registers,
-    )  # fmt: skip
+
+    kernel: Any
+    given: list
+    tile: Tile
+    own: dict[str, Any]
+
+    def whole(self) -> tuple[int, list, dict[str, Any]]:
+        """The number of programs, which walk through the tiles of the result, the arguments and the
+        constants, both in the kernel's order.
+        """
+        x, w, *others = self.given
+        (k, n), (rows, m, x_row), tile = w.shape, aligned_rows(x), self.tile
+        constants = dict(
+            N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w), BY_OUTPUT=by_output(w), BM=tile.bm,
+            BN=tile.bn, BK=tile.bk, GROUP=tile.group, STAGES=tile.stages, PART=PART,
+            FINISHERS=tile.finishers, **self.own,
+        )  # fmt: skip
+        return programs(tile, m, n, x.device), [rows, w, *others, m], constants
+
+
+def compile_in_trial(launched: Launch) -> None:
+    if TRIAL.get() is not None:
+        count, args, constants = launched.whole()
+        launch(launched.kernel, (count,), *args, **constants, num_warps=launched.tile.warps)
 
 
 def memory_of(tensors: tuple[Tensor | None, ...]) -> tuple:
     """What a launch is compiled for, of tensors whose shapes are constants."""
-    return tuple(None if t is None else (t.data_ptr() % 16, t.shape, t.stride()) for t in tensors)
+    return tuple(
+        None if t is None else (t.data_ptr() % 16, t.dtype, t.shape, t.stride()) for t in tensors
+    )
 
 
 # What was launched before, by all that it was compiled for. Triton would find it again, too, but
@@ -66,26 +84,24 @@ def memory_of(tensors: tuple[Tensor | None, ...]) -> tuple:
 COMPILED: dict[tuple, tuple] = {}
 
 
-def run(
-    kernel: Any, key: tuple, given: list, n: int, tile: list[int], describe: Callable[[], Launch]
-) -> None:
-    """Launch what `describe` describes. given: its arguments if the first, whose rows are
-    multiplied, is dense; n: columns of the result; key: what it is compiled for, but for the first
-    and the tile.
-    """
-    x = given[0]
-    key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, *tile, *key)
+def run(launched: Launch, key: tuple) -> None:
+    """Launch a kernel. key: all that it is compiled for, but for x, the tile and the kernel."""
+    kernel, given, tile, _ = launched
+    x, n = given[0], given[1].shape[1]
+    if x.is_cuda and torch.cuda.current_device() != x.device.index:
+        with torch.cuda.device(x.device):
+            run(launched, key)
+        return
+    key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, tile, *key)
     known = COMPILED.get(key) if x.is_contiguous() else None
     if known is not None:
-        compiled, most, rows, across, constants = known
+        compiled, most, constants = known
         m = x.numel() // x.shape[-1]
-        programs = min(most, (m + rows - 1) // rows * across)
-        launch_again(compiled, programs, x.device, (*given, m, *constants))
+        launch_again(compiled, min(most, tile.number(m, n)), x.device, (*given, m, *constants))
         return
-    count, args, named = describe()
-    shape = Tile(*tile)
-    compiled = directly(kernel, (count,), *args, **named, num_warps=shape.warps)
+    count, args, named = launched.whole()
+    compiled = directly(kernel, (count,), *args, **named, num_warps=tile.warps)
     dense = x.is_contiguous() and named["X_ROW"] == x.shape[-1]  # one row may have any distance
     if compiled is not None and dense and args[0].data_ptr() == x.data_ptr():
-        most, across = shape.programs * multiprocessors(x.device), -(-n // shape.bn)
-        COMPILED[key] = compiled, most, shape.bm, across, tuple(named.values())
+        most = tile.programs * multiprocessors(x.device)
+        COMPILED[key] = compiled, most, tuple(named.values())

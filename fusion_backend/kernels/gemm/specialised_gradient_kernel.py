@@ -3,7 +3,7 @@ the derivative.
 
 While eight warps multiply a tile of dy W (specialised_loop.py), four others take the tile before
 from shared memory, a piece after the other. They ask for what the forward kept of a piece before
-they finish the one in front of it, and for the first before the sums are there.
+they finish the one in front of it, and for the first before the products are there.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from fusion_backend.kernels.gemm.specialised_loop import (
 )
 
 
-# Operations: 2 m n k. Bytes: dy, W and PRE read, D written.
+# Operations: 2 m n k. Bytes: dy, W and PRE read, D and SUMS written.
 @jit(do_not_specialize=["m"])
 def specialised_gradient_kernel(
     DY, W, PRE, B, D, SUMS, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
-    BY_OUTPUT: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
-    FINISHERS: gl.constexpr, REGISTERS: gl.constexpr, ROWS: gl.constexpr,
+    BY_OUTPUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, FINISHERS: gl.constexpr,
+    ROWS: gl.constexpr, ACT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    x_tiles, w_tiles, factors, parts, sums, loaded, summed, stored = shared_memory(
+    x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored = shared_memory(
         DY.dtype.element_ty, 1, BY_OUTPUT, BM, BN, BK, STAGES, PART
     )
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (DY, W, None, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m, N, K,
-                 X_ROW, W_STRIDE, 0, BY_OUTPUT, False, BM, BN, BK, GROUP, STAGES),
+                (DY, W, None, x_tiles, w_tiles, factors, products, loaded, multiplied, stored, m, N,
+                 K, X_ROW, W_STRIDE, 0, BY_OUTPUT, False, BM, BN, BK, GROUP, STAGES),
             ),
             (
                 finish_gradients,
-                (PRE, B, D, SUMS, parts, summed, stored, m, N, ACT, BM, BN, GROUP, PART, ROWS),
+                (PRE, B, D, SUMS, parts, multiplied, stored, m, N, ACT, BM, BN, GROUP, PART, ROWS),
             ),
         ],
         [FINISHERS],
@@ -74,7 +74,7 @@ def kept_piece(
 
 @jit
 def finish_gradients(
-    PRE, B, D, SUMS, parts, summed, stored, m,
+    PRE, B, D, SUMS, parts, multiplied, stored, m,
     N: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
     PART: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def finish_gradients(
     for tile in range(gl.program_id(0), count_of_tiles(m, N, BM, BN), gl.num_programs(0)):
         top, left = corner(tile, m, N, BM, BN, GROUP)
         coming = kept_piece(PRE, B, top, left, m, N, ROWS, PART, layout)
-        mbarrier.wait(summed.index(0), turn)
+        mbarrier.wait(multiplied.index(0), turn)
         for part in range(PARTS):
             column = left + part * PART
             for i in gl.static_range(DOWN):
@@ -99,12 +99,15 @@ def finish_gradients(
                     coming = kept_piece(
                         PRE, B, top + (i + 1) * ROWS, column, m, N, ROWS, PART, layout
                     )
-                else:  # after the last, once more of its columns
+                else:  # after the last part one of its pieces again, which nobody uses
                     right = gl.minimum(column + PART, left + BN - PART)
                     coming = kept_piece(PRE, B, top, right, m, N, ROWS, PART, layout)
                 before = pre.to(gl.float32) + gl.expand_dims(bias.to(gl.float32), 0)
                 d = pieces.index(part * DOWN + i).load(layout).to(gl.float32)
-                d *= slope(before, ACT, KIND, False)
+                if ACT == "relu" or ACT == "relu_squared":  # infinite products are masked, too
+                    d = gl.where(before > 0.0, d * slope(before, ACT, KIND, False), 0.0)
+                else:
+                    d *= slope(before, ACT, KIND, False)
                 if SUMS is not None:
                     if i == 0:
                         total = sums_of_threads(d, ROWS, PART)

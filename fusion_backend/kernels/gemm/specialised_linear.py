@@ -1,5 +1,5 @@
-"""`fusion::specialised_linear`, which runs the kernel of specialised_kernel.py: which products it
-takes, and what it launches.
+"""`fusion::specialised_linear`, which runs the kernel of specialised_linear_kernel.py: which
+products it takes, and what it launches.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from fusion_backend.kernels.common.launch import TRIAL, launch
-from fusion_backend.kernels.gemm.operands import aligned_rows, by_output, distance_of
+from fusion_backend.kernels.gemm.operands import by_output, distance_of
 from fusion_backend.kernels.gemm.specialised import (
     LIBRARY,
     Launch,
-    constants_of,
+    compile_in_trial,
     memory_of,
     run,
     specialisable,
 )
-from fusion_backend.kernels.gemm.specialised_kernel import specialised_linear_kernel
-from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
+from fusion_backend.kernels.gemm.specialised_linear_kernel import specialised_linear_kernel
+from fusion_backend.kernels.gemm.tiles import Tile, tile_for
 
 # without tanh, which takes more registers than the warps have that finish
 ACTIVATIONS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid".split()
@@ -64,33 +63,11 @@ def launch_of(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
     filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
 ) -> Launch:  # fmt: skip
-    """The launch of the kernel that fills what `fresh` has made."""
-    (k, n), (rows, m, x_row) = w.shape, aligned_rows(x)
-    constants = dict(
-        N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
-        W2_STRIDE=0 if w2 is None else distance_of(w2), BY_OUTPUT=by_output(w), ACT=act,
-        **constants_of(tile, REGISTERS),
-    )  # fmt: skip
-    args = arguments(rows, w, b, w2, b2, filled, kept)
-    return programs(tile, m, n, x.device), [*args, m], constants
-
-
-def arguments(
-    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None,
-    filled: list[Tensor], kept: tuple[bool, bool],
-) -> list:  # fmt: skip
-    """Those in front of the number of rows."""
+    """The launch that fills what `fresh` has made."""
     left = iter(filled)
-    return [x, w, w2, b, b2, *(next(left) if keep else None for keep in (True, *kept))]
-
-
-def start(
-    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
-    filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
-) -> None:  # fmt: skip
-    """In a trial: compile the launch that `launch_of` describes."""
-    count, args, constants = launch_of(x, w, b, w2, b2, act, filled, kept, tile)
-    launch(specialised_linear_kernel, (count,), *args, **constants, num_warps=tile.warps)
+    results = (next(left) if keep else None for keep in (True, *kept))
+    own = dict(W2_STRIDE=0 if w2 is None else distance_of(w2), ACT=act, REGISTERS=REGISTERS)
+    return Launch(specialised_linear_kernel, [x, w, w2, b, b2, *results], tile, own)
 
 
 def specialised_linear(
@@ -98,16 +75,9 @@ def specialised_linear(
     save: bool, save2: bool, tile: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """What `linear.linear` computes, for what `specialises`, without what is not kept."""
-    kept = save, save2
-    filled = fresh(x, w, kept)
-    run(
-        specialised_linear_kernel,
-        (act, save, save2, memory_of((w, w2, b, b2))),
-        arguments(x, w, b, w2, b2, filled, kept),
-        w.shape[1],
-        tile,
-        lambda: launch_of(x, w, b, w2, b2, act, filled, kept, Tile(*tile)),
-    )
+    filled = fresh(x, w, (save, save2))
+    launched = launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    run(launched, (act, save, save2, memory_of((w, w2, b, b2))))
     return filled
 
 
@@ -117,6 +87,5 @@ LIBRARY.impl("specialised_linear", specialised_linear, "CUDA")
 @register_fake("fusion::specialised_linear")
 def _(x, w, b, w2, b2, act, save, save2, tile):
     filled = fresh(x, w, (save, save2))
-    if TRIAL.get() is not None:
-        start(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
+    compile_in_trial(launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile)))
     return filled

@@ -28,7 +28,7 @@ def shared_memory(
     KIND: gl.constexpr, WEIGHTS: gl.constexpr, BY_OUTPUT: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """The operands of all stages, the sums of a tile, and the barriers."""
+    """The operands of all stages, the products of a tile, by parts and whole, and the barriers."""
     WIDTH: gl.constexpr = BN * WEIGHTS
     TILE: gl.constexpr = [BN, BK] if BY_OUTPUT else [BK, BN]
     BOTH: gl.constexpr = [WIDTH, BK] if BY_OUTPUT else [BK, WIDTH]
@@ -41,17 +41,17 @@ def shared_memory(
     factors = reinterpret(w_tiles, KIND, [STAGES] + BOTH, w_layout)
     # So are the parts of a result.
     parts = gl.allocate_shared_memory(KIND, [WIDTH // PART, BM, PART], out_layout)
-    sums = reinterpret(parts, KIND, [BM, WIDTH], out_layout)
+    products = reinterpret(parts, KIND, [BM, WIDTH], out_layout)
     loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    multiplied = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(loaded.index(i), count=1)
-    mbarrier.init(summed.index(0), count=1)
+    mbarrier.init(multiplied.index(0), count=1)
     mbarrier.init(stored.index(0), count=1)
     fence_async_shared()
     thread_barrier()
-    return x_tiles, w_tiles, factors, parts, sums, loaded, summed, stored
+    return x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored
 
 
 @jit
@@ -126,7 +126,7 @@ def multiply_step(x_tiles, factors, stage, total, BY_OUTPUT: gl.constexpr):
 
 @jit
 def multiply_tiles(
-    X, W, W2, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m,
+    X, W, W2, x_tiles, w_tiles, factors, products, loaded, multiplied, stored, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
     W2_STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr, KEEP: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -182,9 +182,9 @@ def multiply_tiles(
         )  # fmt: skip
         ahead, top, left, start = next_step(ahead, top, left, start, m, N, K, BM, BN, BK, GROUP)
         mbarrier.wait(stored.index(0), turn ^ 1)  # the tile before has left the memory
-        sums.store(total.to(KIND))
+        products.store(total.to(KIND))
         if KEEP:
             fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(summed.index(0))
+        mbarrier.arrive(multiplied.index(0))
         turn = turn ^ 1

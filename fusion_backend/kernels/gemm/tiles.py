@@ -4,7 +4,8 @@ The tables in kernels/common/tuned.py have the fastest of the sizes that were me
 tiles with finishers are taken under the conditions in which they were not slower, or else a model
 of the cost chooses: the tiles of a multiprocessor, one after the other, their products at the speed
 of the tensor cores, and what comes before and after the products, unless another program on the
-same multiprocessor multiplies meanwhile.
+same multiprocessor multiplies meanwhile. Short products have no tiles with finishers (LAUNCH). The
+gradients of a hidden layer take the tiles that were measured for the forward.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Tile(NamedTuple):
     programs: int  # on a multiprocessor
     pieces: int  # in which the result is stored
     group: int = 8  # tiles down before one to the right
-    finishers: int = 0  # warps of their own for the epilogue (specialised_kernel.py)
+    finishers: int = 0  # warps of their own for what follows the product (specialised.py)
 
     @property
     def constants(self) -> dict[str, int]:

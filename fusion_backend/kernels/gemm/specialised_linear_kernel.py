@@ -35,25 +35,25 @@ from fusion_backend.kernels.gemm.specialised_loop import (
 def specialised_linear_kernel(
     X, W, W2, B, B2, OUT, KEPT, KEPT2, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
-    W2_STRIDE: gl.constexpr, BY_OUTPUT: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PART: gl.constexpr, FINISHERS: gl.constexpr, REGISTERS: gl.constexpr,
+    BY_OUTPUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, FINISHERS: gl.constexpr,
+    W2_STRIDE: gl.constexpr, ACT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     WEIGHTS: gl.constexpr = 1 if W2 is None else 2
-    x_tiles, w_tiles, factors, parts, sums, loaded, summed, stored = shared_memory(
+    x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored = shared_memory(
         X.dtype.element_ty, WEIGHTS, BY_OUTPUT, BM, BN, BK, STAGES, PART
     )
     gl.warp_specialize(
         [
             (
                 multiply_tiles,
-                (X, W, W2, x_tiles, w_tiles, factors, sums, loaded, summed, stored, m, N, K,
-                 X_ROW, W_STRIDE, W2_STRIDE, BY_OUTPUT, KEPT is not None, BM, BN, BK, GROUP,
+                (X, W, W2, x_tiles, w_tiles, factors, products, loaded, multiplied, stored, m, N,
+                 K, X_ROW, W_STRIDE, W2_STRIDE, BY_OUTPUT, KEPT is not None, BM, BN, BK, GROUP,
                  STAGES),
             ),
             (
                 finish_tiles,
-                (B, B2, OUT, KEPT, KEPT2, parts, summed, stored, m, N, ACT, WEIGHTS, BM, BN,
+                (B, B2, OUT, KEPT, KEPT2, parts, multiplied, stored, m, N, ACT, WEIGHTS, BM, BN,
                  GROUP, PART),
             ),
         ],
@@ -64,7 +64,7 @@ def specialised_linear_kernel(
 
 @jit
 def finish_tiles(
-    B, B2, OUT, KEPT, KEPT2, parts, summed, stored, m,
+    B, B2, OUT, KEPT, KEPT2, parts, multiplied, stored, m,
     N: gl.constexpr, ACT: gl.constexpr, WEIGHTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     GROUP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def finish_tiles(
     turn = 0
     for tile in range(gl.program_id(0), count_of_tiles(m, N, BM, BN), gl.num_programs(0)):
         top, left = corner(tile, m, N, BM, BN, GROUP)
-        mbarrier.wait(summed.index(0), turn)
+        mbarrier.wait(multiplied.index(0), turn)
         if KEPT is not None:
             for i in gl.static_range(PARTS):
                 store_tile(kept, [top, left + i * PART], parts.index(i))
