@@ -192,10 +192,7 @@ def test_sites_differ_and_seeds_repeat():
 
 @pytest.mark.parametrize("around", ["inside", "outside"])
 @pytest.mark.parametrize("draws", [1, 2])
-def test_checkpoint_draws_the_same_again(around, draws, request):
-    """One site through Inductor to its own code; two with eager kernels, until --full."""
-    if draws == 2:
-        request.getfixturevalue("eager_kernels")
+def test_checkpoint_draws_the_same_again(around, draws):
     x, r = inputs()
 
     def body(x, r):
