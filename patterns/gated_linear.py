@@ -110,6 +110,7 @@ def _(saved, dy):
         rounded = x.element_size() == 2
         up = with_bias(saved.up, saved.b2)
         d_gate = activation_gradient(dy * up, gate, saved.act, rounded)
+    exact = dict(b1=d_gate, b2=d_up)
     d_gate, d_up = d_gate.to(x.dtype), d_up.to(x.dtype)
     like = w1 if w1.dim() >= w2.dim() else w2
     rows, d_gate, d_up = as_matrices(x, d_gate, d_up, weight=like)
@@ -121,10 +122,11 @@ def _(saved, dy):
         if saved.needs[w]:
             grads[w] = weight_gradient(rows, d, getattr(saved, w))
     # After the products, of what they read, as in linear_gradients: Inductor would else write the
-    # gradients in fp32 as well.
+    # gradients in fp32 as well. A bias in fp32, under autocast, is worth that.
     for b, d in dict(b1=d_gate, b2=d_up).items():
-        if getattr(saved, b) is not None and saved.needs[b]:
-            grads[b] = bias_gradient(d.float(), getattr(saved, b))
+        bias = getattr(saved, b)
+        if bias is not None and saved.needs[b]:
+            grads[b] = bias_gradient(exact[b] if bias.element_size() > 2 else d.float(), bias)
     return tuple(grads.values())
 
 
