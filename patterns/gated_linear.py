@@ -110,7 +110,7 @@ def _(saved, dy):
         rounded = x.element_size() == 2
         up = with_bias(saved.up, saved.b2)
         d_gate = activation_gradient(dy * up, gate, saved.act, rounded)
-    exact = dict(b1=d_gate, b2=d_up)
+    unrounded = dict(b1=d_gate, b2=d_up)
     d_gate, d_up = d_gate.to(x.dtype), d_up.to(x.dtype)
     like = w1 if w1.dim() >= w2.dim() else w2
     rows, d_gate, d_up = as_matrices(x, d_gate, d_up, weight=like)
@@ -122,11 +122,11 @@ def _(saved, dy):
         if saved.needs[w]:
             grads[w] = weight_gradient(rows, d, getattr(saved, w))
     # After the products, of what they read, as in linear_gradients: Inductor would else write the
-    # gradients in fp32 as well. A bias in fp32, under autocast, is worth that.
+    # gradients in fp32 as well. Biases in fp32, as autocast leaves them, get unrounded sums.
     for b, d in dict(b1=d_gate, b2=d_up).items():
         bias = getattr(saved, b)
         if bias is not None and saved.needs[b]:
-            grads[b] = bias_gradient(exact[b] if bias.element_size() > 2 else d.float(), bias)
+            grads[b] = bias_gradient(unrounded[b] if bias.element_size() > 2 else d.float(), bias)
     return tuple(grads.values())
 
 

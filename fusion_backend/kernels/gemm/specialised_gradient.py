@@ -62,8 +62,9 @@ def specialised_gradient(
     dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, sums: bool, tile: list[int]
 ) -> list[Tensor]:
     """What `hidden_gradient.hidden_gradient` computes, the sums still to be added up."""
-    filled = fresh(dy, pre, sums, Tile(*tile))
-    launched = launch_of(dy, w, pre, b, act, filled, sums, Tile(*tile))
+    shape = Tile(*tile)
+    filled = fresh(dy, pre, sums, shape)
+    launched = launch_of(dy, w, pre, b, act, filled, sums, shape)
     run(launched, (act, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b))))
     return filled
 
