@@ -24,15 +24,15 @@ from fusion_backend.kernels.gemm.specialised import compile_in_trial
 from fusion_backend.kernels.gemm.specialised_gradient import specialised_gradient, takes_gradient
 from fusion_backend.kernels.gemm.specialised_linear import (
     ACTIVATIONS,
-    fresh,
     launch_of,
+    results,
     specialised_linear,
     specialises,
     tile_of,
 )
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, tile_for
 from fusion_backend.ops.registry import FUSION_RULES
-from tests.without_interpreter import output_of
+from tests.without_interpreter import output_of, printed_by
 
 
 def operands(m=4096, k=1024, n=4096, by_output=True, dtype=torch.bfloat16, weights=2):
@@ -53,7 +53,8 @@ def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), **changes):
     found = []
     tile = SPECIALISED[1 if w2 is None else 2]._replace(**changes)
     with trial(lambda *launch: found.append(launch)):
-        compile_in_trial(launch_of(x, w, b, w2, b2, act, fresh(x, w, keep), keep, tile))
+        filled = results(x, w, keep, torch.Tensor.new_empty)
+        compile_in_trial(launch_of(x, w, b, w2, b2, act, filled, keep, tile))
     (launch,) = found
     return launch
 
@@ -252,6 +253,88 @@ def test_a_compiled_graph_has_the_gradient(sums):
     assert (total.meta["val"].shape == (4096,)) if sums else total is None
 
 
+DIRECTLY = """
+import json, torch
+import torch.nn.functional as F
+import fusion_backend.patterns
+from benchmarks.host_runs.without_gpu import counted
+from benchmarks.subjects.small_graphs import SmallGraph
+from fusion_backend.kernels.gemm import specialised
+specialised.on_hopper = lambda device: True
+
+def mlp(x, w1, b1, w2):
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2)
+
+shapes = (8192, 1024), (4096, 1024), (4096,), (1024, 4096)
+counted(SmallGraph(mlp, shapes), True, ("inductor",))
+_, codes = counted(SmallGraph(mlp, shapes), True, ("fusion",))
+calls = [line for line in "".join(codes["fusion"]).splitlines() if " = torch.ops.fusion." in line]
+print(json.dumps([line.split("(")[0].split(" = ")[1] for line in calls]))
+"""
+
+
+def test_generated_code_calls_the_functions_behind_the_operators():
+    called = printed_by(DIRECTLY)
+    names = "specialised_linear", "specialised_gradient"
+    assert called == [f"torch.ops.fusion.{name}.default.directly" for name in names]
+    for name, function in zip(names, (specialised_linear, specialised_gradient), strict=True):
+        assert getattr(torch.ops.fusion, name).default.directly is function
+
+
+LAUNCHED = """
+import torch
+from benchmarks.launches.launches import describe
+from benchmarks.launches.resources import compiled_for_hopper
+from fusion_backend.compat import launchers
+from tests.test_specialised import launched, operands
+
+x, w, w2, b, b2 = operands()
+launch = launched(x, w, act="silu", b=None, w2=w2, b2=b2, keep=(True, False))
+compiled = compiled_for_hopper(describe(*launch, set()))
+compiled.function = "loaded"
+memory, asked = "memory", []
+launchers.scratch = lambda size, alignment, stream: asked.append((size, stream)) or memory
+static = launchers.loaded(compiled)
+launches = []
+static.C_impl = type("", (), {"_launch_kernel": lambda *args: launches.append(args)})
+launchers.loaded = lambda kernel: static
+y, kept = launch[2][5], launch[2][6]
+launchers.again(compiled, ())(100, 7, (x, w, w2, None, b2, y, kept, None, 4096))
+((function, *grid, warps, shared, types, args, stream),) = launches
+assert (function, grid, stream) == ("loaded", [100, 1, 1], 7)
+assert (warps, shared) == (12, compiled.metadata.shared)
+assert types == "OOOOOOiOO" and len(args) == 9, (types, len(args))
+for got, want in zip(args, (x, w, w2, b2, y, kept, 4096, memory, None), strict=True):
+    assert got is want or got == 4096
+assert asked == [(100 * compiled.metadata.global_scratch_size, 7)] and asked[0][0] > 0
+"""
+
+
+def test_a_known_launch_has_inductors_launcher():
+    """All that is no constant, in order, then the memory for descriptors and none to profile in."""
+    output_of("-c", LAUNCHED)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5), (2, 3, 4), (1, 1), (0, 7)])
+def test_results_are_made_as_inductor_makes_them(shape, monkeypatch):
+    asked = []
+    monkeypatch.setattr(specialised, "empty_cuda", lambda *args: asked.append(args))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for index, fast in ((3, True), (1, False)):
+        made = []
+        like = SimpleNamespace(
+            is_cuda=True,
+            device=torch.device("cuda", index),
+            dtype=torch.half,
+            new_empty=lambda *args, made=made, **more: made.append((args, more)),
+        )
+        specialised.empty(like, shape)
+        specialised.empty(like, shape, torch.float32)
+        assert len(asked) == 2 and len(made) == (0 if fast else 2)
+    strides = torch.empty(shape).stride()
+    assert asked == [(shape, strides, torch.half), (shape, strides, torch.float32)]
+
+
 STREAM = 7
 
 
@@ -263,6 +346,8 @@ def launches(monkeypatch):
     first, again = [], []
 
     class Compiled:
+        name = "of which Inductor's launcher knows nothing"
+
         def __getitem__(self, grid):
             def run(*args, stream):
                 assert stream == STREAM
@@ -280,7 +365,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
     monkeypatch.setattr(compat, "lend_scratch", lambda: lent.append(len(again)))
     monkeypatch.setattr(specialised, "directly", launched)
-    monkeypatch.setattr(specialised, "COMPILED", {})
+    monkeypatch.setattr(specialised, "KNOWN", {})
     return first, again, lent
 
 
@@ -320,7 +405,7 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
         specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
     assert len(first) == 9 and len(again) == 1
     one = torch.zeros(1, 128, dtype=torch.bfloat16)[:, :64]  # contiguous, whatever its distance
-    specialised.COMPILED.clear()
+    specialised.KNOWN.clear()
     specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
     run(rows=512)
     assert len(first) == 11 and len(again) == 1

@@ -27,8 +27,7 @@ class Usage(NamedTuple):
     tensor_core: str  # the matrix instruction, if any
 
 
-def usage(launch: Launch) -> Usage:
-    """Compile for sm_90, and read what the machine code needs."""
+def compiled_for_hopper(launch: Launch):
     names = [name for name, _ in launch.signature]
     source = source_class(launch.kernel)(
         launch.kernel,
@@ -36,7 +35,12 @@ def usage(launch: Launch) -> Usage:
         constexprs={(names.index(name),): value for name, value in launch.constants},
         attrs={(i,): [["tt.divisibility", 16]] for i in launch.aligned},
     )
-    compiled = triton.compile(source, target=SM_90, options=dict(launch.options))
+    return triton.compile(source, target=SM_90, options=dict(launch.options))
+
+
+def usage(launch: Launch) -> Usage:
+    """Compile for sm_90, and read what the machine code needs."""
+    compiled = compiled_for_hopper(launch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -9,7 +9,8 @@ graph as well, but the option does not reach the compile processes, which make t
 file chooses again when a compiled kernel arrives from them.
 
 Inductor's launcher takes no kernel with scratch memory, such as one that makes tensor descriptors;
-here such a kernel allocates its own memory (`WithScratch`).
+here such a kernel allocates its own memory (`WithScratch`). Kernels that an operator of ours
+launches, not Inductor, get the same launcher once Triton has launched them (`again`).
 
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
 (docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
@@ -32,7 +33,7 @@ from torch._inductor.runtime.triton_heuristics import (
     TritonCompileResult,
 )
 
-from fusion_backend.compat.triton import scratch
+from fusion_backend.compat.triton import launch_again, scratch
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class WithoutScratch:
     def __init__(self, kernel):
         self.kernel = kernel
         self.metadata = kernel.metadata._replace(global_scratch_size=0)
+        self._cubin_path = getattr(kernel, "_cubin_path", None)  # set by Inductor
 
     def __getattr__(self, name: str):
         return getattr(self.kernel, name)
@@ -139,3 +141,29 @@ def run_with_scratch(kernel: WithScratch, x: int, y: int, z: int, stream: int, *
     """Launch a grid of x · y · z programs."""
     memory = scratch(x * y * z * kernel.size, 128, stream)
     super(WithScratch, kernel).run(x, y, z, stream, *args, memory)
+
+
+def again(kernel, constants: tuple) -> Callable[..., None]:
+    """How to launch a kernel once more that Triton has compiled and launched for this GPU: a
+    function of the number of programs, the stream, and the arguments that are no constants.
+    """
+    static = loaded(kernel) if USED else None
+    if static is None:
+        return functools.partial(launch_again, kernel, constants)
+    return functools.partial(launch_statically, static.run)
+
+
+def loaded(kernel) -> WithScratch | None:
+    """The kernel in the form for Inductor's launcher, with the code that Triton has loaded."""
+    try:
+        static = WithScratch(WithoutScratch(kernel), scratch_size(kernel))
+        static.function = kernel.function
+        return static
+    except Exception as error:
+        log.info("%s keeps Triton's launcher: %s", kernel.name, error)
+        return None
+
+
+def launch_statically(run: Callable[..., None], programs: int, stream: int, args: tuple) -> None:
+    """Triton compiles None as a constant."""
+    run(programs, 1, 1, stream, *[value for value in args if value is not None])

@@ -57,6 +57,9 @@ OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 addmm_activation = torch._addmm_activation
 int8_product = torch._int_mm  # of int8, summed in int32
 
+# (size, stride, dtype) on the current GPU: how Inductor's code allocates, without the dispatcher
+empty_cuda = torch._C._dynamo.guards._empty_strided_cuda
+
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """The name, arguments and results of an operator."""

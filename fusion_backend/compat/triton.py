@@ -19,6 +19,8 @@ from triton.runtime.autotuner import Autotuner, Heuristics  # the second in 3.6 
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from fusion_backend.compat.torch import empty_cuda
+
 SM_90 = GPUTarget("cuda", 90, 32)
 
 
@@ -100,15 +102,18 @@ def lend_scratch() -> None:
 
 
 def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return empty_cuda((size,), (1,), torch.int8)
 
 
-def launch_again(compiled, programs: int, device: torch.device, args: tuple) -> None:
-    """Launch a compiled kernel with all its arguments, constants too."""
+def launch_again(compiled, constants: tuple, programs: int, stream: int, args: tuple) -> None:
+    """Launch a compiled kernel through Triton's launcher, which takes the constants, too."""
     lend_scratch()  # the backward may run in another thread, which has none yet
     # without a stream, Triton asks for the GPU as well
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
-    compiled[programs, 1, 1](*args, stream=stream)
+    compiled[programs, 1, 1](*args, *constants, stream=stream)
+
+
+def current_stream(device: torch.device) -> int:
+    return triton.runtime.driver.active.get_current_stream(device.index)
 
 
 def triton_version() -> str:

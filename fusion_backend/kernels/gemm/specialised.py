@@ -1,18 +1,23 @@
 """What the warp-specialised kernels have in common: where they run, and how they are launched.
 
 Inductor writes the kernels that it launches into its own code as Triton's, and cannot do so with
-one in Gluon: the operators that launch these are opaque to it.
+one in Gluon: the operators that launch these are opaque to it. Its code calls the functions behind
+them directly, and a kernel that was launched before is launched as Inductor launches its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch.library import Library, register_fake
 
-from fusion_backend.compat.triton import launch_again
+from fusion_backend.compat.direct_calls import call_directly
+from fusion_backend.compat.launchers import again
+from fusion_backend.compat.torch import empty_cuda
+from fusion_backend.compat.triton import current_stream
 from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.common.target import TARGET
@@ -79,9 +84,20 @@ def memory_of(tensors: tuple[Tensor | None, ...]) -> tuple:
     )
 
 
-# What was launched before, by all that it was compiled for. Triton would find it again, too, but
-# would look at each argument and constant for that.
-COMPILED: dict[tuple, tuple] = {}
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous tensor, made as Inductor's code makes one where that is possible."""
+    if not like.is_cuda or like.device.index != torch.cuda.current_device():
+        return like.new_empty(shape, dtype=dtype)
+    distances, distance = [], 1
+    for size in reversed(shape):
+        distances.append(distance)
+        distance *= max(size, 1)
+    return empty_cuda(shape, tuple(distances[::-1]), dtype or like.dtype)
+
+
+# How to launch again what was launched before, by all that it was compiled for. Triton would find
+# it again, too, but would look at each argument and constant for that.
+KNOWN: dict[tuple, tuple] = {}
 
 
 def run(launched: Launch, key: tuple) -> None:
@@ -93,15 +109,24 @@ def run(launched: Launch, key: tuple) -> None:
             run(launched, key)
         return
     key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, tile, *key)
-    known = COMPILED.get(key) if x.is_contiguous() else None
+    known = KNOWN.get(key) if x.is_contiguous() else None
     if known is not None:
-        compiled, most, constants = known
+        start, most = known
         m = x.numel() // x.shape[-1]
-        launch_again(compiled, min(most, tile.number(m, n)), x.device, (*given, m, *constants))
+        start(min(most, tile.number(m, n)), current_stream(x.device), (*given, m))
         return
     count, args, named = launched.whole()
     compiled = directly(kernel, (count,), *args, **named, num_warps=tile.warps)
     dense = x.is_contiguous() and named["X_ROW"] == x.shape[-1]  # one row may have any distance
     if compiled is not None and dense and args[0].data_ptr() == x.data_ptr():
         most = tile.programs * multiprocessors(x.device)
-        COMPILED[key] = compiled, most, tuple(named.values())
+        KNOWN[key] = again(compiled, tuple(named.values())), most
+
+
+def define(schema: str, function: Callable, fake: Callable) -> None:
+    """Define an operator fusion::… that `function` computes on a GPU."""
+    LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides,))
+    name = schema.partition("(")[0]
+    LIBRARY.impl(name, function, "CUDA")
+    register_fake(f"fusion::{name}")(fake)
+    call_directly(getattr(torch.ops.fusion, name).default, function)

@@ -5,16 +5,17 @@ products it takes, and what it launches.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
 
 from fusion_backend.kernels.gemm.operands import by_output, distance_of
 from fusion_backend.kernels.gemm.specialised import (
-    LIBRARY,
     Launch,
     compile_in_trial,
+    define,
+    empty,
     memory_of,
     run,
     specialisable,
@@ -25,12 +26,6 @@ from fusion_backend.kernels.gemm.tiles import Tile, tile_for
 # without tanh, which takes more registers than the warps have that finish
 ACTIVATIONS = "identity relu relu_squared gelu gelu_tanh quick_gelu silu sigmoid".split()
 REGISTERS = 152  # of a thread that finishes
-
-LIBRARY.define(
-    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
-    "bool save, bool save2, int[] tile) -> Tensor[]",
-    tags=(torch.Tag.needs_exact_strides,),
-)
 
 
 def specialises(x: Tensor, w: Tensor, w2: Tensor | None, act: str) -> bool:
@@ -53,21 +48,23 @@ def tile_of(x: Tensor, w: Tensor, act: str, w2: Tensor | None = None, able: bool
     return tile_for(x, rows, k, n, weights, act, able and specialises(x, w, w2, act))
 
 
-def fresh(x: Tensor, w: Tensor, kept: tuple[bool, bool]) -> list[Tensor]:
-    """The result, and the products without their biases that are kept."""
+def results(
+    x: Tensor, w: Tensor, kept: tuple[bool, bool], make: Callable[..., Tensor]
+) -> list[Tensor]:
+    """Memory for the result, and for the products without their biases that are kept."""
     shape = (*x.shape[:-1], w.shape[1])
-    return [x.new_empty(shape) for keep in (True, *kept) if keep]
+    return [make(x, shape) for keep in (True, *kept) if keep]
 
 
 def launch_of(
     x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
     filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
 ) -> Launch:  # fmt: skip
-    """The launch that fills what `fresh` has made."""
+    """The launch that fills what `results` has made."""
     left = iter(filled)
-    results = (next(left) if keep else None for keep in (True, *kept))
+    places = (next(left) if keep else None for keep in (True, *kept))
     own = dict(W2_STRIDE=0 if w2 is None else distance_of(w2), ACT=act, REGISTERS=REGISTERS)
-    return Launch(specialised_linear_kernel, [x, w, w2, b, b2, *results], tile, own)
+    return Launch(specialised_linear_kernel, [x, w, w2, b, b2, *places], tile, own)
 
 
 def specialised_linear(
@@ -75,17 +72,21 @@ def specialised_linear(
     save: bool, save2: bool, tile: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """What `linear.linear` computes, for what `specialises`, without what is not kept."""
-    filled = fresh(x, w, (save, save2))
+    filled = results(x, w, (save, save2), empty)
     launched = launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
     run(launched, (act, save, save2, memory_of((w, w2, b, b2))))
     return filled
 
 
-LIBRARY.impl("specialised_linear", specialised_linear, "CUDA")
-
-
-@register_fake("fusion::specialised_linear")
-def _(x, w, b, w2, b2, act, save, save2, tile):
-    filled = fresh(x, w, (save, save2))
+def specialised_linear_fake(x, w, b, w2, b2, act, save, save2, tile):
+    filled = results(x, w, (save, save2), Tensor.new_empty)
     compile_in_trial(launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile)))
     return filled
+
+
+define(
+    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
+    "bool save, bool save2, int[] tile) -> Tensor[]",
+    specialised_linear,
+    specialised_linear_fake,
+)
