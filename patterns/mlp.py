@@ -7,9 +7,7 @@ may be missing. bf16 or fp16; sums in fp32, rounded once. Where tiles have finis
 before it is multiplied by the derivative. Rows begin at multiples of 16 bytes.
 Forward keeps the hidden layer and x W1, as Inductor does. In backward the product dy W2ᵀ applies
 the derivative of the activation before it stores anything, and sums the columns for the gradient of
-b1. Without gradients linear_act is all that can be fused. A block with a gate has none of this:
-timed on an H200 without finishers, the product with the derivatives of both factors took longer
-than the library's product and a pass of Inductor's. Source: Vaswani et al. 2017.
+b1. Without gradients linear_act is all that can be fused. Source: Vaswani et al. 2017.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
         assert close(got, p, w) == ""
 
 
-SIXTEEN_BITS = {"mlp"}
+SIXTEEN_BITS = {"mlp", "gated_mlp"}
 
 
 @every_undrawn

@@ -19,7 +19,7 @@ KINDS = {
     "layer norm": ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"),
     "RMS norm": ("rms_norm", "add_rms_norm", "norm_rotary"),
     "L2 norm": ("l2_norm",),
-    "gated MLP": ("gated_linear", "gated_act"),
+    "gated MLP": ("gated_linear", "gated_mlp", "gated_act"),
     "linear + act": ("linear_act", "mlp"),
     "attention": ("attention",),
     "rotary": ("rotary", "norm_rotary"),

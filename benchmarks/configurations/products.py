@@ -20,10 +20,18 @@ from benchmarks.configurations.attention import checked
 from benchmarks.configurations.running import Call
 from fusion_backend.compat.torch import int8_product
 from fusion_backend.kernels.gemm.decode import decode, sizes
+from fusion_backend.kernels.gemm.gated_gradient import gated_gradient
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import ACTIVATIONS, library_linear
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.tiles import SPECIALISED, Tile, candidates, seconds, tile_for
+from fusion_backend.kernels.gemm.tiles import (
+    SINGLE,
+    SPECIALISED,
+    Tile,
+    candidates,
+    seconds,
+    tile_for,
+)
 
 # m, k, n: of GPT-2 and BERT and ViT, of the models of the table, of Llama
 LINEAR = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
@@ -168,6 +176,29 @@ def hidden_gradients(device) -> Iterator[Call]:
                 return hidden_gradient(dy, w, pre, None, "gelu", True, tile)[0]
 
             yield Call(work, words(tile), same(call, words(tile), want))
+        yield Call(work, "product alone", functools.partial(torch.mm, dy, w))
+
+
+def gated_gradients(device) -> Iterator[Call]:
+    """Of a block with a gate whose outer width is k, beside the library's product and Inductor's
+    kernel for the rest.
+    """
+    for m, k, n in sized(GATED):
+        dy, (w,), _ = operands(m, k, n, device)
+        w = w.contiguous()  # nn.Linear's, transposed once more
+        gate, up = (torch.randn(m, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+        work, want = f"gated gradient m={m} k={k} n={n}", {}
+        plain = torch.compile(gated_gradient, dynamic=False)
+
+        def call(compute, tile, args=(dy, w, gate, None, up, None, "silu")):
+            return dict(zip(("gate", "up", "hidden"), compute(*args, tile), strict=True))
+
+        tried = [SPECIALISED[1]._replace(group=group) for group in (8, 16)]
+        for tile in tried * torch.cuda.is_available():
+            run = checked(functools.partial(call, gated_gradient, tile), words(tile), want)
+            yield Call(work, words(tile), run)
+        run = checked(functools.partial(call, plain, SINGLE[0]), "library", want)
+        yield Call(work, "library", run)
         yield Call(work, "product alone", functools.partial(torch.mm, dy, w))
 
 

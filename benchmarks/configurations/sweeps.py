@@ -10,6 +10,7 @@ from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
 from benchmarks.configurations.products import (
     few_rows_by_inputs,
+    gated_gradients,
     gates,
     hidden_gradients,
     int8,
@@ -29,6 +30,7 @@ SWEEPS = {
     "linear_act": linears,
     "specialised": specialised,
     "hidden_gradient": hidden_gradients,
+    "gated_gradient": gated_gradients,
     "decode": few_rows_of_products,
     "decode_by_inputs": few_rows_by_inputs,
     "dequantize_linear": int8,

@@ -148,6 +148,7 @@ CASES = [
     ("gated_linear", dict(m=1, k=4096, n=14336), HALF, False),
     ("mlp", dict(m=16384, k=1024, n=4096, o=1024), HALF, True),
     ("mlp", dict(m=200, k=1024, n=4096, o=1024), HALF, True),
+    ("gated_mlp", dict(m=16384, k=1024, n=4096, o=1024), HALF, True),
     ("dequantize_linear", dict(m=8192, k=4096, n=14336), HALF, False),
     ("masked_attention", dict(b=4, h=16, n=4096, d=128, causal=1), HALF, True),
     ("masked_attention", dict(b=4, h=32, n=2048, d=64, causal=1), HALF, True),

@@ -194,7 +194,7 @@ def attended(case: dict) -> float:
 # What surrounds a pattern in a model, or how it is written there, if not as its reference.
 AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
-WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3)}
+WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
 # Arguments (by position) that are made of positions, and get no gradient.
 CONSTANT = {"norm_rotary": (4, 5)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.

@@ -15,9 +15,11 @@ import fusion_backend
 from benchmarks.measure.distance import distance
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.gemm.decode import decode
+from fusion_backend.kernels.gemm.gated_gradient import gated_gradient
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.specialised_gated_gradient import ACTIVATIONS as GATES
 from fusion_backend.kernels.gemm.specialised_gradient import ACTIVATIONS as GRADIENT_ACTS
 from fusion_backend.kernels.gemm.specialised_linear import ACTIVATIONS as SPECIALISED_ACTS
 from fusion_backend.kernels.gemm.tiles import SPECIALISED, candidates
@@ -197,10 +199,48 @@ def test_a_gradient_with_finishers_is_the_same_each_time():
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", GATES)
+def test_gated_gradients_with_finishers(act, dtype):
+    """With and without biases, weights that lie by outputs and by inputs."""
+    bias = (GATES.index(act) + DTYPES.index(dtype)) % 2 == 0
+    gated_gradient_with_finishers(5000, 200, 776, act, dtype, by_output=bias, bias=bias)
+
+
+@pytest.mark.parametrize("m, k, n", [(1, 8, 8), (129, 64, 264), (40000, 72, 520)])
+def test_edges_of_gated_gradients_with_finishers(m, k, n):
+    gated_gradient_with_finishers(m, k, n, "silu", torch.bfloat16, by_output=False, bias=True)
+
+
+def gated_gradient_with_finishers(m, k, n, act, dtype, by_output, bias):
+    dy, w = tensor(m, k, dtype=dtype), weight(k, n, dtype, by_output)
+    gate, up = tensor(m, n, dtype=dtype), tensor(m, n, dtype=dtype)
+    b, b2 = (tensor(n, dtype=dtype) if bias else None for _ in range(2))
+    leaves = [
+        (t.double() if v is None else t.double() + v.double()).requires_grad_()
+        for t, v in ((gate, b), (up, b2))
+    ]
+    h = activate(leaves[0], act) * leaves[1]
+    wants = torch.autograd.grad(h, leaves, product(dy, w))
+    found = gated_gradient(dy, w, gate, b, up, b2, act, SPECIALISED[1])
+    for got, want in zip(found, (*wants, h.detach()), strict=True):
+        close_twice(got, want)
+
+
+def test_a_gated_gradient_with_finishers_is_the_same_each_time():
+    dy, w = tensor(16384, 768), weight(768, 3072)
+    gate, up = tensor(16384, 3072), tensor(16384, 3072)
+    first = gated_gradient(dy, w, gate, None, up, None, "silu", SPECIALISED[1])
+    for _ in range(100):
+        again = gated_gradient(dy, w, gate, None, up, None, "silu", SPECIALISED[1])
+        assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_many_rows_have_warps_of_their_own_for_the_derivative(bias):
+def test_many_rows_have_warps_of_their_own_for_the_derivative(bias, gated):
     """Through Inductor, in CUDA graphs, with a number of rows that changes."""
-    m = FeedForward(False, bias, 1024, 4096).to("cuda", torch.bfloat16)
+    m = FeedForward(gated, bias, 1024, 4096).to("cuda", torch.bfloat16)
     for options in ({}, {"triton.cudagraphs": True}, {"fusion.dynamic": True}):
         torch.compiler.reset()
         changes = bool(options.pop("fusion.dynamic", False))
@@ -214,7 +254,8 @@ def test_many_rows_have_warps_of_their_own_for_the_derivative(bias):
             call(x).sum().backward()
 
         kernels, _ = profiled(step)
-        assert ran("specialised_gradient_kernel", kernels), kernels
+        kind = "gated_gradient" if gated else "gradient"
+        assert ran(f"specialised_{kind}_kernel", kernels), kernels
 
 
 @pytest.mark.parametrize("act", ["relu", "relu_squared"])
@@ -230,6 +271,8 @@ def test_gradients_of_no_rows_with_finishers():
     dy, w, pre = tensor(0, 64), weight(64, 512), tensor(0, 512)
     d, sums = hidden_gradient(dy, w, pre, None, "gelu", True, SPECIALISED[1])
     assert d.shape == (0, 512) and torch.equal(sums, torch.zeros_like(sums))
+    found = gated_gradient(dy, w, pre, None, pre, None, "silu", SPECIALISED[1])
+    assert [t.shape for t in found] == [(0, 512)] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -296,8 +339,8 @@ def test_a_feed_forward_block_trains(gated, bias, dtype):
     x = tensor(3, 700, 512, dtype=dtype)
     compiled = torch.compile(m, backend="fusion", options=ALWAYS, fullgraph=True)
     as_close_as_eager(m, compiled, x)
-    (site,) = fused()["gated_linear" if gated else "mlp"]
-    assert (site.forward, site.backward) == ("kernel", "formula" if gated else "kernel"), site
+    (site,) = fused()["gated_mlp" if gated else "mlp"]
+    assert (site.forward, site.backward) == ("kernel", "kernel"), site
     x.requires_grad_()
     kernels, host = profiled(lambda: compiled(x).sum().backward())
     assert ran("linear_kernel", kernels), kernels
@@ -349,7 +392,7 @@ def test_many_rows_have_warps_of_their_own_for_the_epilogue(train):
         with torch.set_grad_enabled(train):
             kernels, _ = profiled(functools.partial(compiled, tensor(16384, 512)))
         assert ran("specialised_linear_kernel", kernels), kernels
-    assert fused()["gated_linear"]
+    assert fused()["gated_mlp" if train else "gated_linear"]
 
 
 def test_the_number_of_rows_may_change():
@@ -363,9 +406,10 @@ def test_the_number_of_rows_may_change():
     assert fused()["linear_act"]
 
 
-def test_no_more_is_kept_for_backward():
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_more_is_kept_for_backward(gated):
     """What an MLP keeps for backward is what Inductor keeps, or less."""
-    m, x = FeedForward(False, True, 1024, 4096).to("cuda", torch.bfloat16), tensor(8192, 1024)
+    m, x = FeedForward(gated, True, 1024, 4096).to("cuda", torch.bfloat16), tensor(8192, 1024)
     kept = {}
     for backend in ("inductor", "fusion"):
         torch.compiler.reset()

@@ -1,0 +1,49 @@
+"""The gradients that come back into the hidden layer of a block with a gate, act(gate) · up: from
+dy W₃ᵀ to those of both products, in one pass, with the hidden layer itself, which the forward need
+not keep.
+
+With dh = dy W₃ᵀ: d_gate = dh · up · act'(gate), d_up = dh · act(gate). Computed in fp32, rounded
+once; dh is rounded first. 16-bit dtypes. Where the tile has no finishers the library multiplies,
+and the rest is plain torch code, which Inductor makes one kernel of.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusion_backend.kernels.common.activations import activate, activation_gradient
+from fusion_backend.kernels.gemm.specialised_gated_gradient import takes_gated_gradient
+from fusion_backend.kernels.gemm.tiles import Tile, tile_for
+
+
+def gated_gradient(
+    dy: Tensor, w: Tensor, gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of gate and up, and act(gate + b) · (up + b2), all contiguous.
+
+    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None.
+    """
+    tile = gated_gradient_tile(dy, w, act) if tile is None else tile
+    gate, up = gate.contiguous(), up.contiguous()
+    if tile.finishers:
+        op = torch.ops.fusion.specialised_gated_gradient
+        return tuple(op(dy, w, gate, up, b, b2, act, list(tile)))
+    kind, dh = gate.dtype, (dy @ w).float()
+    gate, up = with_bias(gate, b), with_bias(up, b2)
+    active = activate(gate, act)
+    d_gate = activation_gradient(dh * up, gate, act, True)
+    return d_gate.to(kind), (dh * active).to(kind), (active * up).to(kind)
+
+
+def with_bias(product: Tensor, b: Tensor | None) -> Tensor:
+    return product.float() if b is None else product.float() + b.float()
+
+
+def gated_gradient_tile(like: Tensor, w: Tensor, act: str) -> Tile:
+    """Of dy W, where dy has the rows and the dtype of `like`."""
+    (k, n), rows = w.shape, math.prod(like.shape[:-1])
+    return tile_for(like, rows, k, n, specialised=takes_gated_gradient(like, act))

@@ -1,0 +1,65 @@
+"""`fusion::specialised_gated_gradient`, which runs the kernel of
+specialised_gated_gradient_kernel.py: which products it takes, and what it launches.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fusion_backend.kernels.gemm.specialised import (
+    Launch,
+    compile_in_trial,
+    define,
+    empty,
+    memory_of,
+    run,
+    specialisable,
+)
+from fusion_backend.kernels.gemm.specialised_gated_gradient_kernel import (
+    specialised_gated_gradient_kernel,
+)
+from fusion_backend.kernels.gemm.tiles import Tile
+
+ACTIVATIONS = "relu gelu gelu_tanh silu".split()
+ROWS = 32  # of what is finished at a time
+REGISTERS = 160  # of a thread that finishes
+
+
+def takes_gated_gradient(dy: Tensor, act: str) -> bool:
+    """Can the kernel compute the gradients of act(gate) · up from dy W?"""
+    return act in ACTIVATIONS and specialisable(dy)
+
+
+def launch_of(
+    dy: Tensor, w: Tensor, gate: Tensor, up: Tensor, b: Tensor | None, b2: Tensor | None, act: str,
+    filled: list[Tensor], tile: Tile,
+) -> Launch:  # fmt: skip
+    own = dict(ROWS=ROWS, ACT=act, REGISTERS=REGISTERS)
+    given = [dy, w, gate, up, b, b2, *filled]
+    return Launch(specialised_gated_gradient_kernel, given, tile, own)
+
+
+def specialised_gated_gradient(
+    dy: Tensor, w: Tensor, gate: Tensor, up: Tensor, b: Tensor | None, b2: Tensor | None, act: str,
+    tile: list[int],
+) -> list[Tensor]:  # fmt: skip
+    """What `gated_gradient.gated_gradient` computes."""
+    filled = [empty(gate, gate.shape) for _ in range(3)]
+    launched = launch_of(dy, w, gate, up, b, b2, act, filled, Tile(*tile))
+    aligned = gate.data_ptr() % 16, up.data_ptr() % 16
+    run(launched, (act, aligned, gate.dtype, memory_of((w, b, b2))))
+    return filled
+
+
+def specialised_gated_gradient_fake(dy, w, gate, up, b, b2, act, tile):
+    filled = [gate.new_empty(gate.shape) for _ in range(3)]
+    compile_in_trial(launch_of(dy, w, gate, up, b, b2, act, filled, Tile(*tile)))
+    return filled
+
+
+define(
+    "specialised_gated_gradient(Tensor dy, Tensor w, Tensor gate, Tensor up, Tensor? b, "
+    "Tensor? b2, str act, int[] tile) -> Tensor[]",
+    specialised_gated_gradient,
+    specialised_gated_gradient_fake,
+)

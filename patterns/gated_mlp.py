@@ -1,0 +1,133 @@
+"""A feed-forward block with a gate, in training: (act(x W1 + b1) · (x W2 + b2)) W3 + b3, that of
+Llama, Qwen, Mistral and Gemma.
+
+x is `[..., k]`, W1 and W2 `[k, n]`, W3 `[n, o]`, all with dense rows or columns; b1 and b2 `[n]`
+and b3 `[o]` may be missing. bf16 or fp16; sums in fp32. The products are rounded before their
+biases are added, and dy W3ᵀ before it is multiplied. Rows begin at multiples of 16 bytes.
+Forward keeps both products, as Inductor does. In backward the product dy W3ᵀ applies the product
+rule and the derivative of the activation before it stores anything, and computes the hidden layer
+again for the gradient of W3. Without gradients gated_linear is all that can be fused, and so it is
+where tiles have no finishers (kernels/gemm/tiles.py), which is on other GPUs than Hopper. Source:
+Shazeer 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_backend import Pattern, Reject, Replacement
+from fusion_backend.kernels import reject_dtypes
+from fusion_backend.kernels.common.activations import activate
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.gemm.gated_gradient import gated_gradient, gated_gradient_tile
+from fusion_backend.kernels.gemm.gradients import (
+    as_matrices,
+    bias_gradient,
+    sum_of_products,
+    weight_gradient,
+)
+from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.operands import reject_bias, reject_product
+
+Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ONLY_TRAINING = Reject("without gradients nothing more than its first half can be fused")
+
+
+@Pattern
+def gated_mlp(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, w3: Tensor,
+    b3: Tensor | None, act: Act,
+) -> Tensor:  # fmt: skip
+    gate, up = x @ w1, x @ w2
+    gate = gate if b1 is None else gate + b1
+    up = up if b2 is None else up + b2
+    y = (activate(gate, act) * up).to(w3.dtype) @ w3  # autocast adds biases in fp32
+    return y if b3 is None else y + b3
+
+
+@gated_mlp.near_miss
+def _(x, w1, b1, w2, b2, w3, b3, act):
+    """the sum of the two"""
+    y = (activate(x @ w1, act) + x @ w2) @ w3
+    return y if b3 is None else y + b3
+
+
+@gated_mlp.near_miss
+def _(x, w1, b1, w2, b2, w3, b3, act):
+    """the activation of what is gated"""
+    y = activate((x @ w1) * (x @ w2), act) @ w3
+    return y if b3 is None else y + b3
+
+
+@gated_mlp.near_miss
+def _(x, w1, b1, w2, b2, w3, b3, act):
+    """another hidden layer"""
+    y = (activate(x @ w1, act) * (x @ w2)).flip(-1) @ w3
+    return y if b3 is None else y + b3
+
+
+@gated_mlp.replacement
+def _(x, w1, b1, w2, b2, w3, b3, act, training):
+    args = x, w1, b1, w2, b2, w3, b3, act
+    return Replacement(gated_mlp, args) if training else ONLY_TRAINING
+
+
+@gated_mlp.guard
+def _(x, w1, b1, w2, b2, w3, b3, act):
+    if x.element_size() != 2:
+        return Reject(f"x is {x.dtype}; the kernels take bf16 and fp16")
+    refused = (
+        reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2, w3=w3, b3=b3)
+        or reject_product(x, w1=w1, w2=w2)
+        or reject_bias(w1.shape[1], b1=b1, b2=b2)
+    )
+    if refused:
+        return refused
+    hidden = x.new_empty((1, w3.shape[0]), device="meta")
+    return reject_product(hidden, w3=w3) or reject_bias(w3.shape[1], b3=b3)
+
+
+@gated_mlp.worthwhile
+def _(x, w1, b1, w2, b2, w3, b3, act, training):
+    if not gated_gradient_tile(x, w3.t(), act).finishers:
+        return Reject("the kernel of its backward is for many rows on Hopper GPUs")
+    return UNMEASURED
+
+
+@gated_mlp.kernel(saves=("gate", "up"))
+def _(x, w1, b1, w2, b2, w3, b3, act, save):
+    h, gate, up = linear(x, w1, b1, act, w2=w2, b2=b2, save=(save, save))
+    return F.linear(h, w3.t(), b3), gate, up
+
+
+@gated_mlp.saved
+def _(x, w1, b1, w2, b2, w3, b3, act):
+    return x @ w1, x @ w2
+
+
+@gated_mlp.backward
+def _(saved, dy):
+    needs, x, w1, w2 = saved.needs, saved.x, saved.w1, saved.w2
+    d_gate, d_up, h = gated_gradient(
+        dy, saved.w3.t(), saved.gate, saved.b1, saved.up, saved.b2, saved.act
+    )
+    rows, h, d_gate, d_up, d_y = as_matrices(x, h, d_gate, d_up, dy, weight=w1)
+    # the sums for the biases come after the products and sum what those read (linear_gradients)
+    return (
+        sum_of_products(d_gate, w1, d_up, w2).view(x.shape) if needs["x"] else None,
+        weight_gradient(rows, d_gate, w1) if needs["w1"] else None,
+        bias_gradient(d_gate.float(), saved.b1) if needs["b1"] else None,
+        weight_gradient(rows, d_up, w2) if needs["w2"] else None,
+        bias_gradient(d_up.float(), saved.b2) if needs["b2"] else None,
+        weight_gradient(h, d_y, saved.w3) if needs["w3"] else None,
+        bias_gradient(dy.float(), saved.b3) if needs["b3"] else None,
+    )
+
+
+@gated_mlp.inputs(dict(m=5, k=48, n=24, o=16), dict(m=16384, k=1024, n=4096, o=1024))
+def _(tensor, m, k, n, o):
+    first = tensor(m, k), tensor(k, n), tensor(n), tensor(k, n), tensor(n)
+    return *first, tensor(n, o), tensor(o), "silu"
