@@ -22,7 +22,11 @@ from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.gated_gradient import gated_gradient, gated_gradient_tile
+from fusion_backend.kernels.gemm.gated_gradient import (
+    gated_gradient,
+    gated_gradient_tile,
+    hidden_layer,
+)
 from fusion_backend.kernels.gemm.gradients import (
     as_matrices,
     bias_gradient,
@@ -111,10 +115,15 @@ def _(x, w1, b1, w2, b2, w3, b3, act):
 @gated_mlp.backward
 def _(saved, dy):
     needs, x, w1, w2 = saved.needs, saved.x, saved.w1, saved.w2
-    d_gate, d_up, h = gated_gradient(
-        dy, saved.w3.t(), saved.gate, saved.b1, saved.up, saved.b2, saved.act
+    kept = saved.gate, saved.b1, saved.up, saved.b2, saved.act
+    if any(needs[name] for name in ("x", "w1", "b1", "w2", "b2")):
+        d_gate, d_up, h = gated_gradient(dy, saved.w3.t(), *kept, needs["w3"])
+    else:
+        d_gate = d_up = None
+        h = hidden_layer(*kept)
+    rows, d_gate, d_up, h, d_y = (
+        None if t is None else as_matrices(t, weight=w1)[0] for t in (x, d_gate, d_up, h, dy)
     )
-    rows, h, d_gate, d_up, d_y = as_matrices(x, h, d_gate, d_up, dy, weight=w1)
     # the sums for the biases come after the products and sum what those read (linear_gradients)
     return (
         sum_of_products(d_gate, w1, d_up, w2).view(x.shape) if needs["x"] else None,

@@ -17,10 +17,15 @@ from fusion_backend.kernels.common import tuned
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.common.target import as_on, gpu
 from fusion_backend.kernels.gemm import specialised
+from fusion_backend.kernels.gemm.gated_gradient import gated_gradient, gated_gradient_tile
 from fusion_backend.kernels.gemm.hidden_gradient import gradient_tile, hidden_gradient
 from fusion_backend.kernels.gemm.library import library_takes
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.specialised import compile_in_trial
+from fusion_backend.kernels.gemm.specialised_gated_gradient import (
+    specialised_gated_gradient,
+    takes_gated_gradient,
+)
 from fusion_backend.kernels.gemm.specialised_gradient import specialised_gradient, takes_gradient
 from fusion_backend.kernels.gemm.specialised_linear import (
     ACTIVATIONS,
@@ -97,6 +102,26 @@ for dtype, by_output in ((torch.bfloat16, False), (torch.float16, True)):
 """
 
 
+COMPILED_GATED_GRADIENT = """
+import torch
+from benchmarks.launches.launches import describe
+from benchmarks.launches.resources import SHARED_LIMIT, usage
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.gemm.gated_gradient import gated_gradient
+from fusion_backend.kernels.gemm.tiles import SPECIALISED
+from tests.test_specialised import hidden
+for act, dtype, by_output in (("silu", torch.bfloat16, False), ("gelu", torch.float16, True)):
+    dy, w, pre, b = hidden(by_output=by_output, dtype=dtype)
+    for bias in (b, None):
+        found = []
+        with trial(lambda *launch: found.append(launch)):
+            gated_gradient(dy, w, pre, bias, pre, bias, act, bias is b, SPECIALISED[1])
+        use = usage(describe(*found[0], set()))
+        assert use.tensor_core == "wgmma.mma_async", use
+        assert use.spilled == 0 and use.shared <= SHARED_LIMIT, (act, bias is None, use)
+"""
+
+
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """Here Triton's functions are interpreted, of which the kernel has some."""
@@ -117,6 +142,10 @@ def test_it_compiles_for_hopper_without_spills(act):
 
 def test_the_gradient_compiles_for_hopper():
     output_of("-c", f"ACT = 'gelu'\n{COMPILED_GRADIENT}")
+
+
+def test_the_gradient_of_a_gate_compiles_for_hopper_without_spills():
+    output_of("-c", COMPILED_GATED_GRADIENT)
 
 
 def test_what_is_interpreted_cannot_be_compiled(monkeypatch):
@@ -317,22 +346,49 @@ def test_a_known_launch_has_inductors_launcher():
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 5), (2, 3, 4), (1, 1), (0, 7)])
 def test_results_are_made_as_inductor_makes_them(shape, monkeypatch):
-    asked = []
-    monkeypatch.setattr(specialised, "empty_cuda", lambda *args: asked.append(args))
+    """On the GPU that is the current one. Here Inductor's function for CPUs makes them."""
+    on_cpu = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(specialised, "empty_cuda", on_cpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    for index, fast in ((3, True), (1, False)):
-        made = []
+    wanted = torch.empty(shape, dtype=torch.half)
+    for index in (3, 1):
+        device, made = torch.device("cuda", index), []
         like = SimpleNamespace(
             is_cuda=True,
-            device=torch.device("cuda", index),
+            device=device,
             dtype=torch.half,
-            new_empty=lambda *args, made=made, **more: made.append((args, more)),
+            new_empty=lambda *args, made=made, **more: made.append(args),
         )
-        specialised.empty(like, shape)
-        specialised.empty(like, shape, torch.float32)
-        assert len(asked) == 2 and len(made) == (0 if fast else 2)
-    strides = torch.empty(shape).stride()
-    assert asked == [(shape, strides, torch.half), (shape, strides, torch.float32)]
+        for dtype in (None, torch.float32):
+            got = specialised.empty(like, wanted.shape, dtype)
+            if index == 3:
+                assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+                assert got.dtype == (dtype or torch.half)
+        assert len(made) == (0 if index == 3 else 2), "on another GPU"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_compiled_graph_has_the_gradient_of_a_gate(wanted):
+    def run(dy, w, gate, up, b):
+        return gated_gradient(dy, w, gate, b, up, None, "silu", wanted)
+
+    with FakeTensorMode():
+        dy, w, gate, b = hidden()
+        dy, gate = dy.view(4, 2048, 1024), gate.view(4, 2048, 4096)
+        traced = make_fx(run)(dy, w, gate, torch.empty_like(gate), b)
+    (call,) = [n for n in traced.graph.nodes if "specialised_gated_gradient" in str(n.target)]
+    assert [t.shape for t in call.meta["val"]] == [gate.shape] * (2 + wanted)
+    assert all(t.is_contiguous() and t.dtype == gate.dtype for t in call.meta["val"])
+
+
+def test_which_gates_have_warps_of_their_own_for_the_gradient():
+    dy, w, *_ = hidden()
+    assert gated_gradient_tile(dy, w, "silu").finishers
+    assert not gated_gradient_tile(dy.float(), w, "silu").finishers
+    assert not gated_gradient_tile(dy[:512], w, "silu").finishers, "a short product"
+    assert not takes_gated_gradient(dy, "sigmoid"), "no derivative is written for it"
+    with as_on(gpu("A100")):
+        assert not gated_gradient_tile(dy, w, "silu").finishers
 
 
 STREAM = 7
@@ -435,6 +491,42 @@ def test_a_known_gradient_is_launched_as_the_first_was(launches):
     changes = (
         dict(act="silu"), dict(sums=False), dict(offset=4), dict(bias=None),
         dict(bias=torch.float32), dict(by_output=True), dict(above=4), dict(kept=torch.half),
+        dict(tile=SPECIALISED[1]._replace(group=16)),
+    )  # fmt: skip
+    for n, change in enumerate(changes):
+        run(**change)
+        assert len(first) == n + 2, change
+    assert len(again) == 1
+
+
+def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
+    first, again, lent = launches
+
+    def run(
+        rows=256, act="silu", offset=0, of_up=0, biases=(torch.bfloat16, None), by_output=False,
+        kept=torch.bfloat16, tile=SPECIALISED[1], hidden=True,
+    ):  # fmt: skip
+        dy, w = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.zeros(64, 512).bfloat16()
+        w = w.t().contiguous().t() if by_output else w
+        gate, up = (
+            torch.zeros(rows * 512 + above, dtype=kept)[above:].view(rows, 512)
+            for above in (offset, of_up)
+        )
+        b, b2 = (None if kind is None else torch.zeros(512, dtype=kind) for kind in biases)
+        found = specialised_gated_gradient(dy, w, gate, up, b, b2, act, hidden, list(tile))
+        return dy, w, gate, up, b, b2, found
+
+    run()
+    *given, found = run(rows=512)
+    ((grid, args),) = again
+    assert grid == (4, 1, 1) and lent == [0] and [t.shape for t in found] == [(512, 512)] * 3
+    for got, want in zip(args[:10], (*given, *found, 512), strict=True):
+        assert got is want or got == 512
+    assert args[10:] == first[0][1][10:]
+    changes = (
+        dict(act="gelu"), dict(hidden=False), dict(offset=4), dict(of_up=4),
+        dict(biases=(None, torch.bfloat16)),
+        dict(biases=(torch.float32, None)), dict(by_output=True), dict(kept=torch.half),
         dict(tile=SPECIALISED[1]._replace(group=16)),
     )  # fmt: skip
     for n, change in enumerate(changes):

@@ -190,7 +190,7 @@ def gated_gradients(device) -> Iterator[Call]:
         work, want = f"gated gradient m={m} k={k} n={n}", {}
         plain = torch.compile(gated_gradient, dynamic=False)
 
-        def call(compute, tile, args=(dy, w, gate, None, up, None, "silu")):
+        def call(compute, tile, args=(dy, w, gate, None, up, None, "silu", True)):
             return dict(zip(("gate", "up", "hidden"), compute(*args, tile), strict=True))
 
         tried = [SPECIALISED[1]._replace(group=group) for group in (8, 16)]

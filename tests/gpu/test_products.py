@@ -222,17 +222,19 @@ def gated_gradient_with_finishers(m, k, n, act, dtype, by_output, bias):
     ]
     h = activate(leaves[0], act) * leaves[1]
     wants = torch.autograd.grad(h, leaves, product(dy, w))
-    found = gated_gradient(dy, w, gate, b, up, b2, act, SPECIALISED[1])
+    found = gated_gradient(dy, w, gate, b, up, b2, act, True, SPECIALISED[1])
     for got, want in zip(found, (*wants, h.detach()), strict=True):
         close_twice(got, want)
+    *both, nothing = gated_gradient(dy, w, gate, b, up, b2, act, False, SPECIALISED[1])
+    assert nothing is None and all(map(torch.equal, both, found[:2]))
 
 
 def test_a_gated_gradient_with_finishers_is_the_same_each_time():
     dy, w = tensor(16384, 768), weight(768, 3072)
     gate, up = tensor(16384, 3072), tensor(16384, 3072)
-    first = gated_gradient(dy, w, gate, None, up, None, "silu", SPECIALISED[1])
+    first = gated_gradient(dy, w, gate, None, up, None, "silu", True, SPECIALISED[1])
     for _ in range(100):
-        again = gated_gradient(dy, w, gate, None, up, None, "silu", SPECIALISED[1])
+        again = gated_gradient(dy, w, gate, None, up, None, "silu", True, SPECIALISED[1])
         assert all(map(torch.equal, again, first))
 
 
@@ -271,7 +273,7 @@ def test_gradients_of_no_rows_with_finishers():
     dy, w, pre = tensor(0, 64), weight(64, 512), tensor(0, 512)
     d, sums = hidden_gradient(dy, w, pre, None, "gelu", True, SPECIALISED[1])
     assert d.shape == (0, 512) and torch.equal(sums, torch.zeros_like(sums))
-    found = gated_gradient(dy, w, pre, None, pre, None, "silu", SPECIALISED[1])
+    found = gated_gradient(dy, w, pre, None, pre, None, "silu", True, SPECIALISED[1])
     assert [t.shape for t in found] == [(0, 512)] * 3
 
 

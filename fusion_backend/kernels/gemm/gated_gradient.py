@@ -21,22 +21,28 @@ from fusion_backend.kernels.gemm.tiles import Tile, tile_for
 
 def gated_gradient(
     dy: Tensor, w: Tensor, gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of gate and up, and act(gate + b) · (up + b2), all contiguous.
+    hidden: bool, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of gate and up, and act(gate + b) · (up + b2), which is None unless asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None.
+    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None. All
+    results are contiguous.
     """
     tile = gated_gradient_tile(dy, w, act) if tile is None else tile
     gate, up = gate.contiguous(), up.contiguous()
     if tile.finishers:
         op = torch.ops.fusion.specialised_gated_gradient
-        return tuple(op(dy, w, gate, up, b, b2, act, list(tile)))
+        d_gate, d_up, *h = op(dy, w, gate, up, b, b2, act, hidden, list(tile))
+        return d_gate, d_up, h[0] if hidden else None
     kind, dh = gate.dtype, (dy @ w).float()
+    h = hidden_layer(gate, b, up, b2, act) if hidden else None
     gate, up = with_bias(gate, b), with_bias(up, b2)
-    active = activate(gate, act)
     d_gate = activation_gradient(dh * up, gate, act, True)
-    return d_gate.to(kind), (dh * active).to(kind), (active * up).to(kind)
+    return d_gate.to(kind), (dh * activate(gate, act)).to(kind), h
+
+
+def hidden_layer(gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str) -> Tensor:
+    return (activate(with_bias(gate, b), act) * with_bias(up, b2)).to(gate.dtype)
 
 
 def with_bias(product: Tensor, b: Tensor | None) -> Tensor:

@@ -92,7 +92,8 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
     for size in reversed(shape):
         distances.append(distance)
         distance *= max(size, 1)
-    return empty_cuda(shape, tuple(distances[::-1]), dtype or like.dtype)
+    # it takes tuples alone, and torch.Size is another class
+    return empty_cuda(tuple(shape), tuple(distances[::-1]), dtype or like.dtype)
 
 
 # How to launch again what was launched before, by all that it was compiled for. Triton would find

@@ -86,7 +86,8 @@ def finish_gated_gradients(
             at, inside = places(top + piece % DOWN * ROWS, column, m, N, ROWS, PART, layout)
             gl.store(D_GATE + at, d_gate.to(KIND), inside)
             gl.store(D_UP + at, (dh * active).to(KIND), inside)
-            gl.store(HIDDEN + at, (active * up).to(KIND), inside)
+            if HIDDEN is not None:
+                gl.store(HIDDEN + at, (active * up).to(KIND), inside)
         thread_barrier()
         mbarrier.arrive(stored.index(0))
         turn = turn ^ 1
