@@ -78,7 +78,16 @@ def norms_and_linears(x, *weights):
     return x
 
 
+def mlp(x, w1, b1, w2):
+    return F.linear(F.gelu(F.linear(x, w1, b1)), w2)
+
+
+def gated_mlp(x, gate, up, down):
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
 HEADS = (2, 4, 256, 64)
+WIDE, OUT = (4096, 1024), (1024, 4096)
 SMALL_GRAPHS = {
     "layer_norm": SmallGraph(layer_norm, ((ROWS, WIDTH), (WIDTH,), (WIDTH,))),
     "rms_norm": SmallGraph(rms_norm, ((ROWS, WIDTH), (WIDTH,))),
@@ -88,6 +97,10 @@ SMALL_GRAPHS = {
     "attention": SmallGraph(windowed_attention, (HEADS, HEADS, HEADS)),
     "group_norm": SmallGraph(group_norm, ((8, 64, 16, 16), (64,), (64,))),
     "linear_gelu": SmallGraph(linear_gelu, ((ROWS, WIDTH), (WIDTH, WIDTH), (WIDTH,))),
+    # The launch of products as long as these, with warps of their own for the epilogue, is compared,
+    # though the GPU takes longer than the host.
+    "mlp": SmallGraph(mlp, ((8192, 1024), WIDE, (4096,), OUT)),
+    "gated_mlp": SmallGraph(gated_mlp, ((8192, 1024), WIDE, WIDE, OUT)),
     "eight norms": SmallGraph(
         norms_and_linears, ((ROWS, WIDTH), *((WIDTH,), (WIDTH,), (WIDTH, WIDTH)) * NORMS)
     ),
