@@ -79,7 +79,7 @@ def test_transformers_model(name):
     [
         (
             "plain_llama",
-            dict(add_rms_norm=2, rotary=2, attention=1, gated_linear=1),
+            dict(add_rms_norm=2, rotary=2, attention=1, gated_mlp=1),
             dict(linear_cross_entropy=1),
         ),
         ("plain_gpt2", dict(attention=1, mlp=1), dict(linear_cross_entropy=1)),

@@ -110,8 +110,11 @@ from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.gemm.gated_gradient import gated_gradient
 from fusion_backend.kernels.gemm.tiles import SPECIALISED
 from tests.test_specialised import hidden
-for act, dtype, by_output in (("silu", torch.bfloat16, False), ("gelu", torch.float16, True)):
-    dy, w, pre, b = hidden(by_output=by_output, dtype=dtype)
+for act, dtype, by_output, k in (
+    ("silu", torch.bfloat16, False, 1024), ("silu", torch.float16, True, 2048),
+    ("gelu_tanh", torch.float16, False, 1024), ("gelu", torch.float16, True, 1024),
+):
+    dy, w, pre, b = hidden(k=k, by_output=by_output, dtype=dtype)
     for bias in (b, None):
         found = []
         with trial(lambda *launch: found.append(launch)):
