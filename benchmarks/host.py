@@ -9,6 +9,9 @@ uncertainty, the same for plain Inductor compiled a second time, and what the ge
 launches and allocates. Layers are timed separately, with timers whose own cost is taken off. With
 --code the generated code is written into a directory.
 
+--only also takes two larger graphs, mlp and gated_mlp, whose kernels take the host longer than
+Inductor's.
+
 A row that surely takes 2 µs more than plain Inductor's is named at the end, and makes the exit
 status 1. Without a GPU nothing is timed: the code for an H200 is generated, and counted.
 """
@@ -28,11 +31,12 @@ from benchmarks.host_runs.layers import Layers
 from benchmarks.host_runs.measuring import measured
 from benchmarks.host_runs.summary import only_counted, slower, summarized, table
 from benchmarks.records.runs import Run, machine
-from benchmarks.subjects.small_graphs import SMALL_GRAPHS
+from benchmarks.subjects.small_graphs import BLOCKS, SMALL_GRAPHS
 from fusion_backend.compat import launchers
 from fusion_backend.kernels.common.launch import interpreting
 
 MODES = ("infer", "train")
+GRAPHS = SMALL_GRAPHS | BLOCKS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=SMALL_GRAPHS, default=list(SMALL_GRAPHS))
+    parser.add_argument("--only", nargs="+", choices=GRAPHS, default=list(SMALL_GRAPHS))
     parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--rounds", type=positive, default=300, help="turns of each contender")
     launcher = "who launches our kernels (compat/launchers.py)"
@@ -61,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     with progress(len(work), "host") as begin:
         for name, mode in work:
             begin(f"{name} {mode}")
-            graph, train = SMALL_GRAPHS[name], mode == "train"
+            graph, train = GRAPHS[name], mode == "train"
             if device.type == "cuda":
                 found = measured(graph, train, device, args.rounds, layers)
                 run.rows.append(summarized(name, mode, found))

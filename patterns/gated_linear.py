@@ -26,6 +26,7 @@ from fusion_backend.kernels.gemm.gradients import (
     bias_gradient,
     sum_of_products,
     weight_gradient,
+    with_bias,
 )
 from fusion_backend.kernels.gemm.linear import linear
 from fusion_backend.kernels.gemm.operands import reject_bias, reject_precision, reject_product
@@ -91,10 +92,6 @@ def _(x, w1, b1, w2, b2, act, save):
 @gated_linear.saved
 def _(x, w1, b1, w2, b2, act):
     return x @ w1, x.new_empty(0) if act == "sigmoid" else x @ w2
-
-
-def with_bias(product: Tensor, b: Tensor | None) -> Tensor:
-    return product.float() if b is None else product.float() + b.float()
 
 
 @gated_linear.backward(plain=True, result=True)

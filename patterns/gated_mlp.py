@@ -2,13 +2,14 @@
 Llama, Qwen, Mistral and Gemma.
 
 x is `[..., k]`, W1 and W2 `[k, n]`, W3 `[n, o]`, all with dense rows or columns; b1 and b2 `[n]`
-and b3 `[o]` may be missing. bf16 or fp16; sums in fp32. The products are rounded before their
-biases are added, and dy W3ᵀ before it is multiplied. Rows begin at multiples of 16 bytes.
-Forward keeps both products, as Inductor does. In backward the product dy W3ᵀ applies the product
-rule and the derivative of the activation before it stores anything, and computes the hidden layer
-again for the gradient of W3. Without gradients gated_linear is all that can be fused, and so it is
-where tiles have no finishers (kernels/gemm/tiles.py), which is on other GPUs than Hopper. Source:
-Shazeer 2020.
+and b3 `[o]` may be missing. bf16 or fp16; sums in fp32, rounded once. Where tiles have finishers
+(kernels/gemm/tiles.py), which is on Hopper, the products are rounded as well, before their biases
+are added; dy W3ᵀ always is. Rows begin at multiples of 16 bytes.
+Forward keeps both products; Inductor may keep the hidden layer as well. In backward the product
+dy W3ᵀ applies the product rule and the derivative of the activation before it stores anything, and
+computes the hidden layer again for the gradient of W3. Without gradients gated_linear is all that
+can be fused, and so it is where tiles have no finishers: there the library multiplies in backward,
+and the rest is Inductor's, also under fusion.gate=always. Source: Shazeer 2020.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject, Replacement
-from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.gemm.gated_gradient import (
@@ -28,13 +28,13 @@ from fusion_backend.kernels.gemm.gated_gradient import (
     hidden_layer,
 )
 from fusion_backend.kernels.gemm.gradients import (
-    as_matrices,
     bias_gradient,
     sum_of_products,
     weight_gradient,
 )
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.operands import reject_bias, reject_product
+from fusion_backend.kernels.gemm.operands import reject_layers
+from fusion_backend.kernels.gemm.tiles import DEEP, LAUNCH
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ONLY_TRAINING = Reject("without gradients nothing more than its first half can be fused")
@@ -81,23 +81,16 @@ def _(x, w1, b1, w2, b2, w3, b3, act, training):
 
 @gated_mlp.guard
 def _(x, w1, b1, w2, b2, w3, b3, act):
-    if x.element_size() != 2:
-        return Reject(f"x is {x.dtype}; the kernels take bf16 and fp16")
-    refused = (
-        reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2, w3=w3, b3=b3)
-        or reject_product(x, w1=w1, w2=w2)
-        or reject_bias(w1.shape[1], b1=b1, b2=b2)
-    )
-    if refused:
-        return refused
-    hidden = x.new_empty((1, w3.shape[0]), device="meta")
-    return reject_product(hidden, w3=w3) or reject_bias(w3.shape[1], b3=b3)
+    return reject_layers(x, dict(w1=w1, w2=w2), dict(b1=b1, b2=b2), dict(w3=w3), dict(b3=b3))
 
 
 @gated_mlp.worthwhile
 def _(x, w1, b1, w2, b2, w3, b3, act, training):
     if not gated_gradient_tile(x, w3.t(), act).finishers:
-        return Reject("the kernel of its backward is for many rows on Hopper GPUs")
+        return Reject(
+            "the kernel of its backward is for Hopper GPUs, for products of "
+            f"{LAUNCH * 1e6:.0f} µs or more that are sums of at least {DEEP} terms"
+        )
     return UNMEASURED
 
 
@@ -122,7 +115,7 @@ def _(saved, dy):
         d_gate = d_up = None
         h = hidden_layer(*kept)
     rows, d_gate, d_up, h, d_y = (
-        None if t is None else as_matrices(t, weight=w1)[0] for t in (x, d_gate, d_up, h, dy)
+        None if t is None else t.flatten(0, -2) for t in (x, d_gate, d_up, h, dy)
     )
     # the sums for the biases come after the products and sum what those read (linear_gradients)
     return (

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject, Replacement
-from fusion_backend.kernels import reject_dtypes
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.gemm.gradients import (
@@ -29,27 +28,10 @@ from fusion_backend.kernels.gemm.gradients import (
 from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
 from fusion_backend.kernels.gemm.library import library_linear, library_takes
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.operands import reject_bias, reject_product
+from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 ONLY_TRAINING = Reject("without gradients nothing more than its first half can be fused")
-
-
-def reject_layers(
-    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
-) -> Reject | None:
-    """Refuse layers that the kernels do not take."""
-    if x.element_size() != 2:
-        return Reject(f"x is {x.dtype}; the kernels take bf16 and fp16")
-    refused = (
-        reject_dtypes(x=x, w1=w1, b1=b1, w2=w2, b2=b2)
-        or reject_product(x, w1=w1)
-        or reject_bias(w1.shape[1], b1=b1)
-    )
-    if refused:
-        return refused
-    like = x.new_empty((1, w2.shape[0]), device="meta")
-    return reject_product(like, w2=w2) or reject_bias(w2.shape[1], b2=b2)
 
 
 def second_layer(h: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
@@ -86,7 +68,7 @@ def _(x, w1, b1, w2, b2, act, training):
 
 @mlp.guard
 def _(x, w1, b1, w2, b2, act):
-    return reject_layers(x, w1, b1, w2, b2)
+    return reject_layers(x, dict(w1=w1), dict(b1=b1), dict(w2=w2), dict(b2=b2))
 
 
 @mlp.worthwhile

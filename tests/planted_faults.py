@@ -127,16 +127,34 @@ MUTATIONS = {
         "memory_of((b,)))",
         "tests/test_specialised.py",
     ),
+    "answers: what ships was measured with other code": Mutation(
+        "fusion_backend/kernels/gemm/tiles.py",
+        "LATENCY = 1e-6",
+        "LATENCY = 2e-6",
+        "tests/test_measured_store.py",
+    ),
     "products: generated code goes through the dispatcher": Mutation(
         "fusion_backend/compat/direct_calls.py",
-        '        node.set_python_kernel_name(f"torch.ops.{op}.directly")\n',
-        '        node.set_python_kernel_name(f"torch.ops.{op}.__call__")\n',
+        'torch.ops.{op}.python_function({args})")',
+        'torch.ops.{op}({args})")',
         "tests/test_specialised.py",
     ),
     "launchers: a known launch passes what Triton has made a constant": Mutation(
         "fusion_backend/compat/launchers.py",
         "*[value for value in args if value is not None])",
         "*args)",
+        "tests/test_specialised.py",
+    ),
+    "launchers: a known launch passes by the hooks of a profiler": Mutation(
+        "fusion_backend/compat/launchers.py",
+        "    if has_hooks():\n",
+        "    if False:\n",
+        "tests/test_specialised.py",
+    ),
+    "launchers: code is unloaded that will be launched again": Mutation(
+        "fusion_backend/compat/launchers.py",
+        "        static.owner = kernel  #",
+        "        static.owner = None  #",
         "tests/test_specialised.py",
     ),
     "products: results are made in a form that Inductor's allocator refuses": Mutation(

@@ -7,13 +7,17 @@ import threading
 
 import pytest
 
+from fusion_backend.frontends.loading import patterns
+from fusion_backend.measure.key import code_of_each
 from fusion_backend.measure.store import (
     Answer,
     Store,
     answer_of,
     read_answers,
+    seed,
     write_answers,
 )
+from fusion_backend.ops.registry import named
 
 ANSWER = Answer(
     "k1", ("rms_norm", "gelu"), ("kernel/kernel", ""), 0.2, 0.1, 2.0, 1.9, 2.1, "faster",
@@ -170,3 +174,16 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_half_answer(store):
         writer.join()
         assert again(store).get("k") is not None and again(store).get("k1") == ANSWER
         store.clear(["k"])
+
+
+def test_the_answers_that_ship_are_about_the_code_that_ships():
+    """An answer is found by a digest of this code. If this test fails, a pattern or a kernel has
+    changed: measure the answers again (docs/gate.md), or, if what was timed is the same, compute
+    their keys and "code" anew.
+    """
+    patterns()
+    shipped = [a.about["code"] for a in seed().values() if "code" in a.about]
+    assert len(shipped) >= 60 and any("gated_mlp" in code for code in shipped)
+    known = {name: code for one in shipped for name, code in one.items()}
+    assert known == code_of_each([named(name) for name in known])
+    assert all(known[name] == code for one in shipped for name, code in one.items())

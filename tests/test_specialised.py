@@ -113,6 +113,7 @@ from tests.test_specialised import hidden
 for act, dtype, by_output, k in (
     ("silu", torch.bfloat16, False, 1024), ("silu", torch.float16, True, 2048),
     ("gelu_tanh", torch.float16, False, 1024), ("gelu", torch.float16, True, 1024),
+    ("relu", torch.bfloat16, False, 1024),
 ):
     dy, w, pre, b = hidden(k=k, by_output=by_output, dtype=dtype)
     for bias in (b, None):
@@ -297,24 +298,30 @@ specialised.on_hopper = lambda device: True
 def mlp(x, w1, b1, w2):
     return F.linear(F.gelu(F.linear(x, w1, b1)), w2)
 
-shapes = (8192, 1024), (4096, 1024), (4096,), (1024, 4096)
-counted(SmallGraph(mlp, shapes), True, ("inductor",))
-_, codes = counted(SmallGraph(mlp, shapes), True, ("fusion",))
-calls = [line for line in "".join(codes["fusion"]).splitlines() if " = torch.ops.fusion." in line]
-print(json.dumps([line.split("(")[0].split(" = ")[1] for line in calls]))
+def gated(x, w1, v, w2):
+    return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, v), w2)
+
+wide, found = (4096, 1024), []
+for fn, more in ((mlp, (4096,)), (gated, wide)):
+    graph = SmallGraph(fn, ((8192, 1024), wide, more, (1024, 4096)))
+    _, codes = counted(graph, True, ("fusion",))
+    lines = "".join(codes["fusion"]).splitlines()
+    found += [line for line in lines if " = torch.ops.fusion." in line]
+print(json.dumps([line.split("(")[0].split(" = ")[1] for line in found]))
 """
 
 
 def test_generated_code_calls_the_functions_behind_the_operators():
+    functions = specialised_linear, specialised_gradient, specialised_gated_gradient
+    forward, backward, gated = (f"torch.ops.fusion.{f.__name__}.default" for f in functions)
     called = printed_by(DIRECTLY)
-    names = "specialised_linear", "specialised_gradient"
-    assert called == [f"torch.ops.fusion.{name}.default.directly" for name in names]
-    for name, function in zip(names, (specialised_linear, specialised_gradient), strict=True):
-        assert getattr(torch.ops.fusion, name).default.directly is function
+    assert called == [f"{op}.python_function" for op in (forward, backward, forward, gated)]
+    for function in functions:
+        assert getattr(torch.ops.fusion, function.__name__).default.python_function is function
 
 
 LAUNCHED = """
-import torch
+import torch, triton
 from benchmarks.launches.launches import describe
 from benchmarks.launches.resources import compiled_for_hopper
 from fusion_backend.compat import launchers
@@ -326,12 +333,16 @@ compiled = compiled_for_hopper(describe(*launch, set()))
 compiled.function = "loaded"
 memory, asked = "memory", []
 launchers.scratch = lambda size, alignment, stream: asked.append((size, stream)) or memory
-static = launchers.loaded(compiled)
-launches = []
+static = launchers.with_loaded_code(compiled)
+assert static.owner is compiled
+launches, with_hooks = [], []
+launchers.launch_again = lambda *args: with_hooks.append(args)
 static.C_impl = type("", (), {"_launch_kernel": lambda *args: launches.append(args)})
-launchers.loaded = lambda kernel: static
+launchers.with_loaded_code = lambda kernel: static
 y, kept = launch[2][5], launch[2][6]
-launchers.again(compiled, ())(100, 7, (x, w, w2, None, b2, y, kept, None, 4096))
+given = 100, 7, (x, w, w2, None, b2, y, kept, None, 4096)
+relaunch = launchers.relauncher(compiled, ("constants",))
+relaunch(*given)
 ((function, *grid, warps, shared, types, args, stream),) = launches
 assert (function, grid, stream) == ("loaded", [100, 1, 1], 7)
 assert (warps, shared) == (12, compiled.metadata.shared)
@@ -339,11 +350,16 @@ assert types == "OOOOOOiOO" and len(args) == 9, (types, len(args))
 for got, want in zip(args, (x, w, w2, b2, y, kept, 4096, memory, None), strict=True):
     assert got is want or got == 4096
 assert asked == [(100 * compiled.metadata.global_scratch_size, 7)] and asked[0][0] > 0
+triton.knobs.runtime.launch_enter_hook.add(print)
+relaunch(*given)
+assert with_hooks == [(compiled, ("constants",), *given)] and len(launches) == 1
 """
 
 
 def test_a_known_launch_has_inductors_launcher():
-    """All that is no constant, in order, then the memory for descriptors and none to profile in."""
+    """All that is no constant, in order, then the memory for descriptors and none to profile in.
+    Where there are hooks, Triton launches, which calls them.
+    """
     output_of("-c", LAUNCHED)
 
 
@@ -507,13 +523,13 @@ def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
 
     def run(
         rows=256, act="silu", offset=0, of_up=0, biases=(torch.bfloat16, None), by_output=False,
-        kept=torch.bfloat16, tile=SPECIALISED[1], hidden=True,
+        kept=torch.bfloat16, kept_up=None, tile=SPECIALISED[1], hidden=True,
     ):  # fmt: skip
         dy, w = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.zeros(64, 512).bfloat16()
         w = w.t().contiguous().t() if by_output else w
         gate, up = (
-            torch.zeros(rows * 512 + above, dtype=kept)[above:].view(rows, 512)
-            for above in (offset, of_up)
+            torch.zeros(rows * 512 + above, dtype=kind)[above:].view(rows, 512)
+            for above, kind in ((offset, kept), (of_up, kept_up or kept))
         )
         b, b2 = (None if kind is None else torch.zeros(512, dtype=kind) for kind in biases)
         found = specialised_gated_gradient(dy, w, gate, up, b, b2, act, hidden, list(tile))
@@ -530,7 +546,7 @@ def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
         dict(act="gelu"), dict(hidden=False), dict(offset=4), dict(of_up=4),
         dict(biases=(None, torch.bfloat16)),
         dict(biases=(torch.float32, None)), dict(by_output=True), dict(kept=torch.half),
-        dict(tile=SPECIALISED[1]._replace(group=16)),
+        dict(kept_up=torch.half), dict(tile=SPECIALISED[1]._replace(group=16)),
     )  # fmt: skip
     for n, change in enumerate(changes):
         run(**change)

@@ -11,7 +11,7 @@ LAUNCH = re.compile(r"^\s+(\w+)\.run\(", re.MULTILINE)
 ALLOCATION = re.compile(r"= empty_strided\w*\(|= torch\.empty\w*\(")
 LIBRARY = re.compile(r"\bextern_kernels\.(\w+)\(|= torch\.ops\.([\w.]+)\(")
 # operators of ours that Inductor cannot see into, each with one kernel
-DIRECT = re.compile(r"= torch\.ops\.fusion\.\w+\.default\.directly\(")
+DIRECT = re.compile(r"= torch\.ops\.fusion\.\w+\.default\.python_function\(")
 # kernels that write one number or copy
 FILL = re.compile(
     r"^triton_poi_fused_(?:new_)?(?:full|zeros|fill|ones|clone|copy|empty)(_like)?_\d+$"

@@ -13,7 +13,6 @@ from torch._inductor.codegen.custom_extern_kernel_codegen import (
     CUSTOM_EXTERN_KERNEL_CODEGEN,
     CustomCodegen,
 )
-from torch._inductor.virtualized import V
 from torch._ops import OpOverload
 
 
@@ -21,10 +20,10 @@ def call_directly(op: OpOverload, function: Callable) -> None:
     """Let Inductor's Python code call `function` with the arguments of `op`. Its C++ code, which
     cannot, calls the operator.
     """
-    op.directly = function  # type: ignore[attr-defined]  # where the generated code finds it
+    op.python_function = function  # type: ignore[attr-defined]  # where generated code finds it
 
     def write(node, writeline: Callable[[str], None]) -> None:
-        node.set_python_kernel_name(f"torch.ops.{op}.directly")
-        V.graph.wrapper_code.generate_fallback_kernel(node)
+        args = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = torch.ops.{op}.python_function({args})")
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}"] = CustomCodegen(python=write)

@@ -10,7 +10,7 @@ file chooses again when a compiled kernel arrives from them.
 
 Inductor's launcher takes no kernel with scratch memory, such as one that makes tensor descriptors;
 here such a kernel allocates its own memory (`WithScratch`). Kernels that an operator of ours
-launches, not Inductor, get the same launcher once Triton has launched them (`again`).
+launches, not Inductor, get the same launcher once Triton has launched them (`relauncher`).
 
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
 (docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
@@ -33,7 +33,7 @@ from torch._inductor.runtime.triton_heuristics import (
     TritonCompileResult,
 )
 
-from fusion_backend.compat.triton import launch_again, scratch
+from fusion_backend.compat.triton import has_hooks, launch_again, scratch
 
 log = logging.getLogger(__name__)
 
@@ -143,27 +143,34 @@ def run_with_scratch(kernel: WithScratch, x: int, y: int, z: int, stream: int, *
     super(WithScratch, kernel).run(x, y, z, stream, *args, memory)
 
 
-def again(kernel, constants: tuple) -> Callable[..., None]:
-    """How to launch a kernel once more that Triton has compiled and launched for this GPU: a
-    function of the number of programs, the stream, and the arguments that are no constants.
+def relauncher(kernel, constants: tuple) -> Callable[[int, int, tuple], None]:
+    """A function that launches a kernel once more that Triton has compiled and launched for this
+    GPU. It takes the number of programs, the stream, and the arguments that are no constants.
     """
-    static = loaded(kernel) if USED else None
-    if static is None:
-        return functools.partial(launch_again, kernel, constants)
-    return functools.partial(launch_statically, static.run)
+    by_triton = functools.partial(launch_again, kernel, constants)
+    static = with_loaded_code(kernel) if USED else None
+    return by_triton if static is None else functools.partial(launch_statically, static, by_triton)
 
 
-def loaded(kernel) -> WithScratch | None:
-    """The kernel in the form for Inductor's launcher, with the code that Triton has loaded."""
+def with_loaded_code(kernel) -> WithScratch | None:
+    """The kernel in the form for Inductor's launcher, with the code that Triton has loaded. None if
+    the launcher does not take it.
+    """
     try:
         static = WithScratch(WithoutScratch(kernel), scratch_size(kernel))
         static.function = kernel.function
+        static.owner = kernel  # from Triton 3.8 on a kernel that nobody holds unloads its code
         return static
     except Exception as error:
         log.info("%s keeps Triton's launcher: %s", kernel.name, error)
         return None
 
 
-def launch_statically(run: Callable[..., None], programs: int, stream: int, args: tuple) -> None:
-    """Triton compiles None as a constant."""
-    run(programs, 1, 1, stream, *[value for value in args if value is not None])
+def launch_statically(
+    static: WithScratch, by_triton: Callable, programs: int, stream: int, args: tuple
+) -> None:
+    """Inductor's launcher calls no hooks: where there are some, of a profiler, Triton's does."""
+    if has_hooks():
+        by_triton(programs, stream, args)
+    else:  # Triton compiles None as a constant
+        static.run(programs, 1, 1, stream, *[value for value in args if value is not None])

@@ -112,6 +112,12 @@ def launch_again(compiled, constants: tuple, programs: int, stream: int, args: t
     compiled[programs, 1, 1](*args, *constants, stream=stream)
 
 
+def has_hooks() -> bool:
+    """Is a function of the user's, or of a profiler, called at each launch?"""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 def current_stream(device: torch.device) -> int:
     return triton.runtime.driver.active.get_current_stream(device.index)
 

@@ -83,6 +83,13 @@ def code_of(op: Definition) -> str | None:
     return sources_of(op.reference.__globals__["__name__"])
 
 
+def code_of_each(ops: list[Definition]) -> dict[str, str]:
+    """The beginnings of these digests, by the name of the op: an answer says with them which code
+    was timed.
+    """
+    return {op.name: (code_of(op) or "")[:12] for op in sorted(ops, key=lambda op: op.name)}
+
+
 @functools.cache
 def sources_of(module: str) -> str:
     """A digest of a module of ours and of those that it imports from patterns and kernels."""

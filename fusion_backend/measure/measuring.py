@@ -24,7 +24,7 @@ from fusion_backend.measure.allowance import ALLOWANCE
 from fusion_backend.measure.bound import bound, has_product
 from fusion_backend.measure.contest import Contest, NotMeasurable, ResultsDiffer, contest
 from fusion_backend.measure.cut import summary
-from fusion_backend.measure.key import gpu_name, machine
+from fusion_backend.measure.key import code_of_each, gpu_name, machine
 from fusion_backend.measure.rivals import rivals
 from fusion_backend.measure.store import Answer
 from fusion_backend.measure.timing import ROUNDS, Race
@@ -278,5 +278,6 @@ def unanswered(c: Class, why: str) -> Answer:
     names = tuple(d.match.pattern.name for d in c.sites)
     about = {**machine(gpu_name(c.cut.device)), "operators": summary(c.cut.region)}
     about["training"] = bool(c.cut.grads)
+    about["code"] = code_of_each([d.op for d in c.sites if d.op is not None])
     date = datetime.date.today().isoformat()
     return Answer(c.key or "", names, ("",) * len(names), why=why, date=date, about=about)

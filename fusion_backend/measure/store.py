@@ -44,8 +44,9 @@ class Answer:
     their ratios of one round each; low, high: the interval of that median, at 99 %. verdict:
     "faster", "same", "slower", "wrong" where a replacement computes something else, "failed" where
     its kernel does not run, or "" for undecided. more_bytes: what it keeps for backward beyond
-    what Inductor keeps. why: of an answer without times. about: the GPU, the versions, the mode and
-    the operators of the region, for people. seed: it ships with the package.
+    what Inductor keeps. why: of an answer without times. about, for people: the GPU, the versions,
+    the mode, the operators of the region, and the code that was timed (`code_of_each`). seed: it
+    ships with the package.
     """
 
     key: str

@@ -267,6 +267,10 @@ def test_infinite_products_are_masked_in_a_gradient(act):
     pre = tensor(256, 512, dtype=torch.half).relu()
     d, sums = hidden_gradient(dy, w, pre, None, act, True, SPECIALISED[1])
     assert torch.equal(d, torch.where(pre > 0, torch.inf, 0.0).half()) and not sums.isnan().any()
+    if act in GATES:
+        up = torch.ones_like(pre)
+        d_gate, _, h = gated_gradient(dy, w, pre, None, up, None, act, True, SPECIALISED[1])
+        assert torch.equal(d_gate, d) and torch.equal(h, pre)
 
 
 def test_gradients_of_no_rows_with_finishers():
@@ -410,7 +414,9 @@ def test_the_number_of_rows_may_change():
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_more_is_kept_for_backward(gated):
-    """What an MLP keeps for backward is what Inductor keeps, or less."""
+    """What an MLP keeps for backward is what Inductor keeps; with a gate it is less, because the
+    hidden layer is not kept.
+    """
     m, x = FeedForward(gated, True, 1024, 4096).to("cuda", torch.bfloat16), tensor(8192, 1024)
     kept = {}
     for backend in ("inductor", "fusion"):
@@ -423,5 +429,5 @@ def test_no_more_is_kept_for_backward(gated):
         out = compiled(x)
         kept[backend] = torch.cuda.memory_allocated() - before
         del out
-    assert kept["fusion"] <= 1.01 * kept["inductor"], kept
+    assert kept["fusion"] <= (0.75 if gated else 1.01) * kept["inductor"], kept
     assert fusion_backend.report().fused

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_backend.kernels.common.activations import activate, activation_gradient
+from fusion_backend.kernels.gemm.gradients import with_bias
 from fusion_backend.kernels.gemm.specialised_gated_gradient import takes_gated_gradient
 from fusion_backend.kernels.gemm.tiles import Tile, tile_for
 
@@ -43,10 +44,6 @@ def gated_gradient(
 
 def hidden_layer(gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str) -> Tensor:
     return (activate(with_bias(gate, b), act) * with_bias(up, b2)).to(gate.dtype)
-
-
-def with_bias(product: Tensor, b: Tensor | None) -> Tensor:
-    return product.float() if b is None else product.float() + b.float()
 
 
 def gated_gradient_tile(like: Tensor, w: Tensor, act: str) -> Tile:

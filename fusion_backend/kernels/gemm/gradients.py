@@ -19,6 +19,11 @@ def bias_gradient(d: Tensor, bias: Tensor) -> Tensor:
     return d.sum_to_size(bias.shape).to(bias.dtype)
 
 
+def with_bias(product: Tensor, b: Tensor | None) -> Tensor:
+    """Their sum, in fp32."""
+    return product.float() if b is None else product.float() + b.float()
+
+
 def as_matrices(x: Tensor, *others: Tensor, weight: Tensor) -> list[Tensor]:
     """x `[..., k]` and others `[..., n]` as matrices, so that there is one product of all rows. A
     weight of more dimensions leaves them as they are.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.inputs import as_rows, dynamic, number
+from fusion_backend.kernels.common.inputs import as_rows, dynamic, number, reject_dtypes
 from fusion_backend.reporting.reject import Reject
 
 ALIGNED = 16  # bytes
@@ -93,6 +93,27 @@ def reject_bias(n: int, **biases: Tensor | None) -> Reject | None:
                 f"vector of {n}"
             )
     return None
+
+
+def reject_layers(
+    x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor | None],
+    last: dict[str, Tensor], last_bias: dict[str, Tensor | None],
+) -> Reject | None:  # fmt: skip
+    """Refuse layers behind one another that the kernels do not take: `weights` of x, and the last
+    of the hidden layer that they make. 16-bit dtypes.
+    """
+    if x.element_size() != 2:
+        return Reject(f"x is {x.dtype}; the kernels take bf16 and fp16")
+    refused = (
+        reject_dtypes(x=x, **weights, **biases, **last, **last_bias)
+        or reject_product(x, **weights)
+        or reject_bias(next(iter(weights.values())).shape[1], **biases)
+    )
+    if refused:
+        return refused
+    (w,) = last.values()
+    hidden = x.new_empty((1, w.shape[0]), device="meta")
+    return reject_product(hidden, **last) or reject_bias(w.shape[1], **last_bias)
 
 
 def reject_precision(x: Tensor) -> Reject | None:

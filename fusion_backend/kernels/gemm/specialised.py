@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from fusion_backend.compat.direct_calls import call_directly
-from fusion_backend.compat.launchers import again
+from fusion_backend.compat.launchers import relauncher
 from fusion_backend.compat.torch import empty_cuda
 from fusion_backend.compat.triton import current_stream
 from fusion_backend.kernels.common.launch import TRIAL, directly, interpreted, launch
@@ -112,16 +112,16 @@ def run(launched: Launch, key: tuple) -> None:
     key = (kernel.__name__, x.device, x.dtype, x.data_ptr() % 16, tile, *key)
     known = KNOWN.get(key) if x.is_contiguous() else None
     if known is not None:
-        start, most = known
+        relaunch, most = known
         m = x.numel() // x.shape[-1]
-        start(min(most, tile.number(m, n)), current_stream(x.device), (*given, m))
+        relaunch(min(most, tile.number(m, n)), current_stream(x.device), (*given, m))
         return
     count, args, named = launched.whole()
     compiled = directly(kernel, (count,), *args, **named, num_warps=tile.warps)
     dense = x.is_contiguous() and named["X_ROW"] == x.shape[-1]  # one row may have any distance
     if compiled is not None and dense and args[0].data_ptr() == x.data_ptr():
         most = tile.programs * multiprocessors(x.device)
-        KNOWN[key] = again(compiled, tuple(named.values())), most
+        KNOWN[key] = relauncher(compiled, tuple(named.values())), most
 
 
 def define(schema: str, function: Callable, fake: Callable) -> None:

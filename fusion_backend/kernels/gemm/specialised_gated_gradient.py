@@ -31,8 +31,9 @@ def takes_gated_gradient(dy: Tensor, act: str) -> bool:
 
 
 def rows_at_a_time(k: int, act: str) -> int:
-    """How many rows are finished at a time. On an H200, with silu, 64 were faster where K was 1024
-    or less, and 32 where it was 2048 or more. With other activations 64 would spill registers.
+    """How many rows are finished at a time. In trials on an H200, with silu, 64 were faster where K
+    was 1024 or less, and 32 where it was 2048 or more; nothing between them was timed, and no file
+    has these trials. With 64, some forms with the other activations spill registers.
     """
     return 64 if k < LONG and act in ("silu", "gelu_tanh") else 32
 
@@ -56,7 +57,7 @@ def specialised_gated_gradient(
     filled = [empty(gate, gate.shape) for _ in range(2 + hidden)]
     launched = launch_of(dy, w, gate, up, b, b2, act, filled, Tile(*tile))
     aligned = gate.data_ptr() % 16, up.data_ptr() % 16
-    run(launched, (act, hidden, aligned, gate.dtype, memory_of((w, b, b2))))
+    run(launched, (act, hidden, aligned, gate.dtype, up.dtype, memory_of((w, b, b2))))
     return filled
 
 

@@ -70,7 +70,7 @@ def finish_gated_gradients(
         mbarrier.wait(multiplied.index(0), turn)
         for piece in range(PARTS * DOWN):
             gate, up = with_bias_of(gates), with_bias_of(ups)
-            # after the last piece it again, which nobody uses
+            # after the last piece the same one again, unused
             coming = gl.minimum(piece + 1, PARTS * DOWN - 1)
             below, right = top + coming % DOWN * ROWS, left + coming // DOWN * PART
             gates = kept_piece(GATE, B, below, right, m, N, ROWS, PART, layout)
@@ -95,6 +95,6 @@ def finish_gated_gradients(
 
 @jit
 def with_bias_of(kept):
-    """The product of a piece and its bias, in fp32."""
+    """x W + b of a piece, in fp32."""
     product, bias = kept
     return product.to(gl.float32) + gl.expand_dims(bias.to(gl.float32), 0)

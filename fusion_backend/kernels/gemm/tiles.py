@@ -32,7 +32,8 @@ FEWEST = 2048  # rows from which on the table counts
 DEEP, FULL = 512, 0.7  # the least K, and the least share of full waves, of tiles with finishers
 # The fewest seconds of products for which they are taken. Their operators are opaque, and take the
 # host longer than Inductor's launches: with 40e-6, calls of graphs with a single one waited for it
-# (call_ratio in benchmarks/results/h200-foreign-products.json).
+# (call_ratio in benchmarks/results/h200-foreign-products.json). That was before generated code
+# called their functions directly.
 LAUNCH = 70e-6
 SHARED = 227 * 1024  # bytes of shared memory a program may have, where no GPU is asked
 
