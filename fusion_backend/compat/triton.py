@@ -114,8 +114,9 @@ def launch_again(compiled, constants: tuple, programs: int, stream: int, args: t
 
 def has_hooks() -> bool:
     """Is a function of the user's, or of a profiler, called at each launch?"""
-    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    known = triton.knobs.runtime
+    enter, leave = known.launch_enter_hook, known.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def current_stream(device: torch.device) -> int:
