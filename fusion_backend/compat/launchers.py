@@ -172,5 +172,5 @@ def launch_statically(
     """Inductor's launcher calls no hooks: where there are some, of a profiler, Triton's does."""
     if has_hooks():
         by_triton(programs, stream, args)
-    else:  # Triton compiles None as a constant
+    elif programs:  # Triton compiles None as a constant
         static.run(programs, 1, 1, stream, *[value for value in args if value is not None])
