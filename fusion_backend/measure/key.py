@@ -84,7 +84,7 @@ def code_of(op: Definition) -> str | None:
 
 
 def code_of_each(ops: list[Definition]) -> dict[str, str]:
-    """The beginnings of these digests, by the name of the op: an answer says with them which code
+    """The first 12 digits of `code_of` each op, by its name. An answer says with them which code
     was timed.
     """
     return {op.name: (code_of(op) or "")[:12] for op in sorted(ops, key=lambda op: op.name)}

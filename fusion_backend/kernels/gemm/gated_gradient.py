@@ -1,6 +1,6 @@
-"""The gradients that come back into the hidden layer of a block with a gate, act(gate) · up: from
-dy W₃ᵀ to those of both products, in one pass, with the hidden layer itself, which the forward need
-not keep.
+"""The gradients that come back into the hidden layer of a block with a gate, act(gate) · up. One
+pass makes those of gate and up from dy W₃ᵀ, and computes the hidden layer again, which the forward
+need not keep.
 
 With dh = dy W₃ᵀ: d_gate = dh · up · act'(gate), d_up = dh · act(gate). Computed in fp32, rounded
 once; dh is rounded first. 16-bit dtypes. Where the tile has no finishers the library multiplies,
@@ -36,10 +36,11 @@ def gated_gradient(
         d_gate, d_up, *h = op(dy, w, gate, up, b, b2, act, hidden, list(tile))
         return d_gate, d_up, h[0] if hidden else None
     kind, dh = gate.dtype, (dy @ w).float()
-    h = hidden_layer(gate, b, up, b2, act) if hidden else None
     gate, up = with_bias(gate, b), with_bias(up, b2)
+    active = activate(gate, act)
     d_gate = activation_gradient(dh * up, gate, act, True)
-    return d_gate.to(kind), (dh * activate(gate, act)).to(kind), h
+    h = (active * up).to(kind) if hidden else None
+    return d_gate.to(kind), (dh * active).to(kind), h
 
 
 def hidden_layer(gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str) -> Tensor:

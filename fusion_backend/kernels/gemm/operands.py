@@ -99,8 +99,8 @@ def reject_layers(
     x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor | None],
     last: dict[str, Tensor], last_bias: dict[str, Tensor | None],
 ) -> Reject | None:  # fmt: skip
-    """Refuse layers behind one another that the kernels do not take: `weights` of x, and the last
-    of the hidden layer that they make. 16-bit dtypes.
+    """Refuse two layers in sequence that the kernels do not take: `weights` multiply x, and `last`
+    multiplies the hidden layer. Only 16-bit dtypes pass.
     """
     if x.element_size() != 2:
         return Reject(f"x is {x.dtype}; the kernels take bf16 and fp16")
