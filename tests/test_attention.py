@@ -223,7 +223,7 @@ def test_heads_whose_numbers_are_apart(device, taken):
         apart = torch.empty_strided(
             (B, H, S, D), (H * S * D * 3, S * D * 3, D * 3, 3), device=device, dtype=q.dtype
         )
-        options = dict.fromkeys(("mask", "bias", "keep", "fill", "cap", "p")) | dict(
+        options = dict.fromkeys(("mask", "bias", "keep", "fill", "cap", "sinks", "p")) | dict(
             scale=0.25, heads="same", causal="full"
         )
 

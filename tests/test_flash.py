@@ -21,6 +21,8 @@ from tests.selection import only_full, product
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts
+NAMES = ("q", "k", "v", "bias", "keep", "keys", "seed", "sinks")
+NEEDS = ("q", "k", "v", "bias", "sinks")
 SIZES = [(1, 1), (1, 64), (17, 40), (64, 17)]
 MANY = (
     "wide window",
@@ -63,7 +65,10 @@ def formula(q, k, v, masking: Masking):
         s = s + masking.bias
     kept = seen(s.shape, masking)
     s = s.masked_fill(~kept, masking.fill if masking.hidden == "fill" else -math.inf)
-    if masking.hidden == "zero":  # without NaN in the gradient
+    if masking.sinks is not None:
+        column = masking.sinks.expand(*s.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((s, column), -1), -1)[..., :-1]
+    elif masking.hidden == "zero":  # without NaN in the gradient
         weights = torch.softmax(s.masked_fill(~kept.any(-1, True), 0), -1) * kept.any(-1, True)
     else:
         weights = torch.softmax(s, -1)
@@ -76,22 +81,23 @@ def formula(q, k, v, masking: Masking):
     return weights @ v
 
 
-def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), factor=1):
+def check(q, k, v, masking=None, config=SMALL, needs=NEEDS, factor=1):
     masking = masking or Masking()
     masking = masking._replace(scale=masking.scale if masking.scale != 1 else q.shape[-1] ** -0.5)
     out, lse = flash.forward(q, k, v, masking, True, config)
     leaves = [exact(t).requires_grad_() for t in (q, k, v)]
-    bias = None if masking.bias is None else exact(masking.bias).requires_grad_()
-    want = formula(*leaves, masking._replace(bias=bias))
+    more = {"bias": masking.bias, "sinks": masking.sinks}
+    more = {n: None if t is None else exact(t).requires_grad_() for n, t in more.items()}
+    want = formula(*leaves, masking._replace(**more))
     assert out.dtype == q.dtype and out.shape == q.shape
     assert distance(out, want) <= factor * 2 * CLOSE[q.dtype]
     do = randn(*out.shape, dtype=q.dtype)
-    wanted = dict(zip("qkv", leaves, strict=True)) | ({} if bias is None else {"bias": bias})
-    wanted = {name: leaf for name, leaf in wanted.items() if name in needs}
+    wanted = dict(zip("qkv", leaves, strict=True)) | more
+    wanted = {name: leaf for name, leaf in wanted.items() if name in needs and leaf is not None}
     exactly = dict(
         zip(wanted, torch.autograd.grad(want, list(wanted.values()), do.double()), strict=True)
     )
-    asked = {name: name in wanted for name in ("q", "k", "v", "bias")}
+    asked = {name: name in wanted for name in NEEDS}
     configs = None if config is None else (config, config)
     found = flash_backward.backward(q, k, v, masking, out, lse, do, asked, configs)
     # rounding alone, where a gradient is 0
@@ -99,7 +105,7 @@ def check(q, k, v, masking=None, config=SMALL, needs=("q", "k", "v", "bias"), fa
     for name, got in zip(asked, found, strict=True):
         assert (got is not None) == asked[name]
         if got is not None:
-            like = dict(q=q, k=k, v=v, bias=masking.bias)[name]
+            like = dict(q=q, k=k, v=v, bias=masking.bias, sinks=masking.sinks)[name]
             assert got.dtype == like.dtype and got.shape == like.shape
             apart = (got.double() - exactly[name]).norm()
             limit = exactly[name].norm() + 5e-2 * scale * exactly[name].numel() ** 0.5
@@ -165,6 +171,14 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "dropout, bias": Masking(dropout=dropout(0.3), bias=randn(b, h, n, m, dtype=dtype)),
         "dropout, bias for all batches": Masking(
             dropout=dropout(0.3), bias=randn(1, h, n, m, dtype=dtype)
+        ),
+        "sinks": Masking(sinks=2 * randn(1, h, 1, 1, dtype=dtype)),
+        "sinks and a window": Masking(sinks=randn(h, 1, 1), low=0, high=5),
+        "sinks of rows, padding behind": Masking(sinks=randn(b, h, n, 1, dtype=dtype), keys=behind),
+        "sinks, bias, dropout": Masking(
+            sinks=randn(1, h, 1, 1, dtype=dtype),
+            bias=randn(1, h, n, m, dtype=dtype),
+            dropout=dropout(0.3),
         ),
     }
 
@@ -235,10 +249,11 @@ def test_layouts():
 
 
 @runs_kernels
-@pytest.mark.parametrize("needs", [["q"], ["k"], ["v"], ["bias"], ["q", "bias"]])
+@pytest.mark.parametrize("needs", [["q"], ["k"], ["v"], ["bias"], ["q", "bias"], ["sinks"]])
 def test_only_wanted_gradients(needs):
     for shape in ((2, 2, 17, 33), (1, 2, 17, 33)):
-        check(*qkv(17, 33, 16), Masking(bias=randn(*shape)), needs=needs)
+        masking = Masking(bias=randn(*shape), sinks=randn(1, 2, 1, 1))
+        check(*qkv(17, 33, 16), masking, needs=needs)
 
 
 @runs_kernels
@@ -290,8 +305,8 @@ def test_hidden_keys_are_not_read():
         ]
         out, lse = flash.forward(q, *spoilt, masking, True, SMALL)
         assert torch.equal(out, want)
-        needs = dict.fromkeys(("q", "k", "v", "bias"), True)
-        dq, dk, dv, _ = flash_backward.backward(
+        needs = dict.fromkeys(NEEDS, True)
+        dq, dk, dv, *_ = flash_backward.backward(
             q, *spoilt, masking, out, lse, out, needs, (SMALL, SMALL)
         )
         assert not dq.isnan().any() and not dk[:, :, 48:].any() and not dv[:, :, 48:].any()
@@ -373,7 +388,7 @@ def test_masks_of_graphs(name, taken):
     (node,) = fused_nodes(collector.graphs[0])
     assert str(node.target) == "fusion.masked_attention.default"
     assert node.kwargs.items() >= {**options, "backward": "kernel", "save": True}.items()
-    tensors = dict(zip(("q", "k", "v", "bias", "keep", "keys", "seed"), node.args, strict=True))
+    tensors = dict(zip(NAMES, node.args, strict=True))
     wanted = (
         {"bias"}
         if "bias" in name
@@ -383,9 +398,7 @@ def test_masks_of_graphs(name, taken):
         if "padding" in name
         else set()
     )
-    assert {
-        name for name in ("bias", "keep", "keys", "seed") if tensors[name] is not None
-    } == wanted
+    assert {name for name in NAMES[3:] if tensors[name] is not None} == wanted
     exactly = gradients(fn, [t.double() for t in inputs])
     torch.compiler.reset()
     got = gradients(torch.compile(fn, backend=collector), inputs)
@@ -397,7 +410,7 @@ def test_masks_of_graphs(name, taken):
 
 def test_refusals():
     q, k, v = qkv(4, 6, 16)
-    rest = dict.fromkeys(("bias", "keep", "keys", "seed", "low", "high", "fill"))
+    rest = dict.fromkeys((*NAMES[3:], "low", "high", "fill"))
     rest |= dict(scale=0.25, cap=None, p=None, hidden="zero")
 
     def refusal(q, k, v, **changed):
@@ -421,3 +434,6 @@ def test_refusals():
         q, k, v, keys=randn(2, 5) > 0
     )
     assert "keep is torch.float32" in refusal(q, k, v, keep=randn(4, 6))
+    assert refusal(q, k, v, sinks=randn(2, 1, 1)) is None
+    assert "sinks of shape (2, 6)" in refusal(q, k, v, sinks=randn(2, 6))
+    assert "sinks is torch.float64" in refusal(q, k, v, sinks=randn(2, 1, 1).double())

@@ -17,7 +17,7 @@ from tests.kernel_checks import DEVICE, randn, runs_kernels
 from tests.test_flash import SMALL, check, dropout, masks, qkv
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
-ALL = dict(q=True, k=True, v=True, bias=True)
+ALL = dict(q=True, k=True, v=True, bias=True, sinks=True)
 
 
 @runs_kernels
@@ -48,6 +48,7 @@ def test_no_queries_or_no_keys(n, m):
     for masking in (
         Masking(),
         Masking(low=0, high=3),
+        Masking(sinks=randn(1, 2, 1, 1)),
         Masking(bias=randn(1, 2, n, m)),
         Masking(bias=randn(2, 2, n, m), dropout=dropout(0.5)),
         Masking(keys=torch.ones(2, m, dtype=torch.bool, device=DEVICE)),
@@ -63,7 +64,7 @@ def test_no_queries_or_no_keys(n, m):
             and lse.shape[-1] == n
         )
         found = flash_backward.backward(q, k, v, masking, out, lse, out, ALL, (SMALL, SMALL))
-        for got, like in zip(found, (q, k, v, masking.bias), strict=True):
+        for got, like in zip(found, (q, k, v, masking.bias, masking.sinks), strict=True):
             assert (got is None) == (like is None)
             assert got is None or (got.shape == like.shape and not got.any())
 
@@ -72,7 +73,7 @@ def test_no_queries_or_no_keys(n, m):
 def test_the_operator_of_nothing(b, n, m):
     """The kernels are not asked."""
     q, k, v = (torch.randn(b, 2, size, 16, device=DEVICE, requires_grad=True) for size in (n, m, m))
-    args = (q, k, v, None, None, None, None, 0, None, None, 0.25, None, None, "nan", "seen")
+    args = (q, k, v, None, None, None, None, None, 0, None, None, 0.25, None, None, "nan", "seen")
     assert "is empty" in masked_attention.guard_fn(*args).reason
     out = operator_of(masked_attention).overload(*args)[0]
     assert out.shape == q.shape and not out.any()
@@ -81,7 +82,8 @@ def test_the_operator_of_nothing(b, n, m):
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "kind", ["padding behind", "bias for all batches", "bias of keys", "dense", "dropout, bias"]
+    "kind",
+    ["padding behind", "bias for all batches", "bias of keys", "dense", "dropout, bias", "sinks"],
 )
 def test_the_same_bits_every_time(kind):
     """No sum depends on who comes first (what the interpreter cannot show, a GPU does)."""
@@ -122,7 +124,7 @@ def test_places_beyond_two_to_the_31():
 def test_rows_too_far_apart_are_refused():
     q, k, v = (torch.empty_strided((2, 2, 20, 16), (1, 1, 2**23, 1), device="meta") for _ in "qkv")
     bias = torch.empty_strided((20, 20), (2**23, 1), device="meta")
-    rest = (None, None, None, None, None, None, 0.25, None, None, "zero", "seen")
+    rest = (None, None, None, None, None, None, None, 0.25, None, None, "zero", "seen")
     near = (t.contiguous() for t in (q, k, v))
     for given in ((q, k, v, None), (*near, bias)):
         assert "8388608 apart" in masked_attention.guard_fn(*given, *rest).reason

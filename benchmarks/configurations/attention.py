@@ -121,7 +121,7 @@ def forward(q, k, v, masking: flash.Masking, config: dict) -> dict[str, torch.Te
 def backward(
     args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]
 ) -> dict[str, torch.Tensor]:
-    asked = {name: name in needs for name in ("q", "k", "v", "bias")}
+    asked = {name: name in needs for name in ("q", "k", "v", "bias", "sinks")}
     grads = zip(asked, flash_backward.backward(*args, asked, configs), strict=True)
     return {name: grad for name, grad in grads if grad is not None}
 

@@ -128,6 +128,18 @@ ENTRIES = {
         TINY,
         ALL,
     ),
+    "gpt_oss": Entry(  # sinks: transformers writes the attention out, whatever is asked for
+        decoder(
+            "GptOss",
+            head_dim=head_dim,
+            sliding_window=lambda size: min(128, size.seq // 2),
+            num_local_experts=experts,
+            num_experts_per_tok=lambda size: min(4, experts(size)),
+            attn_implementation="eager",
+        ),
+        Size(2, 4096, 4, 2048, 32, 2048, 201088, kv=4),
+        TINY,
+    ),
     "gpt2": Entry(
         hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM, TINY, ALL
     ),

@@ -19,7 +19,7 @@ from fusion_backend.ir.operator_families import (
 )
 from fusion_backend.ir.rules import rule
 from fusion_backend.ir.schema_args import Call
-from fusion_backend.ir.scores import with_heads
+from fusion_backend.ir.scores import with_heads, without_sink
 
 NESTED = 4  # products in the weight of a product
 # What a value of each row goes through before it is spread over the row again.
@@ -194,6 +194,8 @@ def part(c: Builder, x: Expr, dim: int, start, stop, step, shape, depth: int = N
     columns = part_of_product(c, x, start, stop, step, shape, depth) if in_product else None
     if columns is not None:
         return columns
+    if axis == -1 and equals(step, 1) and (weights := without_sink(c, x, start, shape)):
+        return weights
     if not all(isinstance(v, int) for v in (size, start, stop, step)):
         for k, bounds in enumerate(halves(size)) if equals(step, 1) else ():
             if same((start, stop), bounds):

@@ -1,7 +1,8 @@
 """Brings attention scores to one form: scale · q kᵀ, and what is around them.
 
 The scale is moved to the scores, wherever the graph multiplies by it, and is explicit even if it is
-1. Capped scores, cap · tanh(scores / cap), are one operator around the scores.
+1. Capped scores, cap · tanh(scores / cap), are one operator around the scores. A softmax over the
+scores and a sink, whose weight nobody reads, is an operator of both.
 """
 
 from __future__ import annotations
@@ -120,6 +121,23 @@ def with_heads(c: Builder, e: Expr, lead: tuple, depth: int = LOOKED_THROUGH) ->
     if e.op in SOFTMAX and e.attr == -1:  # the scores may have had heads before
         args = [scaled(c, args[0])]
     return made_as(c, e, e.op, args, e.attr, (*lead, *e.shape[1:]))
+
+
+def without_sink(c: Builder, x: Expr, start, shape) -> Expr | None:
+    """The weights of the scores in a softmax over them and one number more in each row, the
+    attention sink, before or after them.
+    """
+    x = peel(x)
+    row = peel(x.args[0]) if x.op == "softmax" and x.attr == -1 else x
+    if row.op != "cat" or row.attr != -1 or len(row.args) != 2 or not (start == 0 or start == 1):
+        return None
+    scores, sink = row.args[:: 1 if start == 0 else -1]
+    if None in (scores.shape, sink.shape) or not same(sink.shape[-1:], (1,)):
+        return None
+    if not same(scores.shape[-1:], shape[-1:]):
+        return None
+    sink = sink.args[0] if sink.op == "expand" else sink
+    return c.make("sink_softmax", (scaled(c, scores), sink), -1, shape)
 
 
 def capped(c: Builder, x: Expr) -> Expr | None:

@@ -42,14 +42,18 @@ def joint(masks: dict):
     return first.together(rest[0]) if rest else first
 
 
-def layout_of(masks: dict, q, k, tensors: dict, fill: float | None, training: bool) -> Layout:
-    """As little of the masks in memory as what is known of them allows."""
+def layout_of(
+    masks: dict, q, k, tensors: dict, fill: float | None, training: bool, sinks: bool
+) -> Layout:
+    """As little of the masks in memory as what is known of them allows. Beside a sink every row
+    sees something.
+    """
     masks = {n: m for n, m in masks.items() if not m.everything or m.added is not None}
     choices, dense = {n: m for n, m in masks.items() if m.choice}, None
-    visible = visible_by(choices, q, k, tensors, fill, training)
+    visible = visible_by(choices, q, k, tensors, fill, training, sinks)
     if visible is None:  # then an additive mask is added as it is
         choices = {n: m for n, m in choices.items() if n == "keep"}
-        visible = visible_by(choices, q, k, tensors, fill, training)
+        visible = visible_by(choices, q, k, tensors, fill, training, sinks)
     if visible is None:
         keep, dense = choices["keep"], "keep"
         visible = Visible(keep.low, keep.high, None, False, *hiding(fill))
@@ -69,7 +73,7 @@ def approximated(taken) -> str:
 
 
 def visible_by(
-    masks: dict, q, k, tensors: dict, fill: float | None, training: bool
+    masks: dict, q, k, tensors: dict, fill: float | None, training: bool, sinks: bool
 ) -> Visible | None:
     """What all masks keep; None where a band and a vector do not tell, nor what becomes of a row
     that sees nothing.
@@ -78,7 +82,8 @@ def visible_by(
     if not masks or found is None:
         return None if masks else Visible()
     hides = "keep" not in masks or fill is None or found.hides(fill, q.dtype)
-    if hides and not found.parts and every_row_sees(found, q.shape[-2], k.shape[-2]):
+    all_see = sinks or every_row_sees(found, q.shape[-2], k.shape[-2])
+    if hides and not found.parts and all_see:
         return Visible(found.low, found.high)
     keys = None
     if found.parts:
@@ -87,7 +92,9 @@ def visible_by(
         keys = found.parts[0].vector(k.shape[0]) if each and len(found.parts) == 1 else None
         if keys is None:
             return None
-    if "keep" in masks:
+    if hides and sinks:
+        how = hiding(None)
+    elif "keep" in masks:
         how = hiding(fill) if len(masks) == 1 else None
     else:
         # A number beside which every score is lost: all keys of such a row weigh the same, and

@@ -1,5 +1,5 @@
 """The op that attention with a mask becomes: bands, vectors over the keys, dense masks, biases, a
-cap and dropout, without the scores in memory.
+cap, sinks and dropout, without the scores in memory.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def masked_attention(
     keep: Tensor | None,
     keys: Tensor | None,
     seed: Tensor | None,
+    sinks: Tensor | None,
     low: int | None,
     high: int | None,
     fill: float | None,
@@ -66,7 +67,10 @@ def masked_attention(
     seen = seen if low is None else seen & (apart >= low)
     seen = seen if high is None else seen & (apart <= high)
     scores = scores.masked_fill(~seen, fill if hidden == "fill" else -math.inf)
-    if hidden == "zero":
+    if sinks is not None:
+        column = sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)
+        weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+    elif hidden == "zero":
         some = seen.any(-1, True)
         weights = torch.softmax(scores.masked_fill(~some, 0.0), -1) * some
     else:
@@ -77,20 +81,24 @@ def masked_attention(
     return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def masking_of(bias, keep, keys, seed, low, high, fill, scale, cap, p, hidden, padded) -> Masking:
+def masking_of(
+    bias, keep, keys, seed, sinks, low, high, fill, scale, cap, p, hidden, padded
+) -> Masking:
     """What the kernels are told about the masks."""
     dropout = None if p is None else Dropout(seed, p)
     padding = padded == "padding"
-    return Masking(bias, keep, keys, padding, low, high, hidden, fill or 0.0, scale, cap, dropout)
+    hides = hidden, fill or 0.0
+    return Masking(bias, keep, keys, padding, low, high, *hides, scale, cap, dropout, sinks)
 
 
 @masked_attention.guard
-def _(q, k, v, bias, keep, keys, low, high, fill, scale, cap, p):
+def _(q, k, v, bias, keep, keys, sinks, low, high, fill, scale, cap, p):
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
         or reject_masks(q, k, v, bias, keep, keys)
+        or reject_sinks(q, sinks)
         or reject_heads(q, k, v)
         or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
     )
@@ -123,11 +131,7 @@ def reject_masks(
     for name, t in dict(bias=bias, keep=keep).items():
         if t is None:
             continue
-        fits = t.dim() <= 4 and all(
-            same_sizes((have,), (want,)) or same_sizes((have,), (1,))
-            for have, want in zip(reversed(t.shape), reversed(full), strict=False)
-        )
-        if not fits:
+        if not broadcasts(t, full):
             return Reject(f"{name} with shape {tuple(t.shape)} does not broadcast to {tuple(full)}")
         if t.dtype not in ((torch.bool,) if name == "keep" else DTYPES):
             return Reject(f"{name} is {t.dtype}")
@@ -135,6 +139,19 @@ def reject_masks(
         batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
         if keys.dtype != torch.bool or not batches or not same_sizes(keys.shape[-1:], k.shape[2:3]):
             return Reject(f"the vector of keys is {keys.dtype} with shape {tuple(keys.shape)}")
+
+
+def reject_sinks(q: Tensor, sinks: Tensor | None) -> Reject | None:
+    if sinks is not None and not broadcasts(sinks, (*q.shape[:3], 1)):
+        return Reject(f"sinks of shape {tuple(sinks.shape)} are not one for each row, or fewer")
+    return None if sinks is None else reject_dtypes(sinks=sinks)
+
+
+def broadcasts(t: Tensor, full: tuple) -> bool:
+    return t.dim() <= 4 and all(
+        same_sizes((have,), (want,)) or same_sizes((have,), (1,))
+        for have, want in zip(reversed(t.shape), reversed(full), strict=False)
+    )
 
 
 @masked_attention.worthwhile
@@ -155,25 +172,24 @@ def _(q, k, v, save, **masks):
 def _(saved, do):
     masks = {p.name: getattr(saved, p.name) for p in masked_attention.params[3:]}
     masking, needs = masking_of(**masks), saved.needs
-    return (
-        *backward.backward(saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, needs),
-        None,
-        None,
-        None,
+    *found, dsinks = backward.backward(
+        saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, needs
     )
+    return *found, None, None, None, dsinks
 
 
 @masked_attention.inputs(
     dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1)
 )
-def _(tensor, b, h, n, d, causal=0, window=0, bias=0, dense=0, padded=0, drop=0):
+def _(tensor, b, h, n, d, causal=0, window=0, bias=0, sinks=0, dense=0, padded=0, drop=0):
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
     keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
     seed = torch.full((1,), 7, device=q.device) if drop else None
+    rows = tensor(1, h, 1, 1) if sinks else None
     band = 0 if causal or window else None, window - 1 if window else None
     p = 0.1 if drop else None
-    return q, k, v, *masks, keys, seed, *band, None, d**-0.5, None, p, "zero", "seen"
+    return q, k, v, *masks, keys, seed, rows, *band, None, d**-0.5, None, p, "zero", "seen"
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:

@@ -2,7 +2,8 @@
 the rows.
 
 With p the probabilities, dp = do vᵀ and ds = p (dp - rowsum(do · out)): dv = pᵀ do, dk = scale ·
-dsᵀ q, dq = scale · ds k, and the bias has the gradient ds, summed where it broadcasts. Dropout,
+dsᵀ q, dq = scale · ds k, and the bias has the gradient ds, summed where it broadcasts. A sink has
+no value: its gradient is -p · rowsum(do · out), with its own p. Dropout,
 with the mask of the forward, drops dp and the p of dv. Nothing is added up in memory, so that the
 bits are the same every time.
 """
@@ -18,6 +19,7 @@ from fusion_backend.kernels.attention.backward_common import Operands, row_sums
 from fusion_backend.kernels.attention.backward_keys import keys_gradients
 from fusion_backend.kernels.attention.backward_queries import queries_gradient
 from fusion_backend.kernels.attention.forward import (
+    LOG2E,
     by_head,
     config_of,
     constants_of,
@@ -76,12 +78,12 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, masking: Masking, out: Tensor, lse: Tensor, do: Tensor,
     needs: dict[str, bool], configs: tuple[dict, dict] | None = None,
 ) -> tuple:  # fmt: skip
-    """dq, dk, dv and the gradient of the bias, or None for what nobody needs: `needs` has "q", "k",
-    "v" and "bias".
+    """dq, dk, dv and the gradients of bias and sinks, or None for what nobody needs: `needs` has
+    "q", "k", "v", "bias" and "sinks".
 
     q, k and v as in the forward, out and lse what it gave; do `[b, h, n, d]` of q's dtype, copied
     where its last stride is not 1. dq, dk and dv have the dtypes and shapes of q, k and v, and lie
-    in memory as they do; the gradient of the bias has its dtype and shape.
+    in memory as they do; the gradients of bias and sinks have their dtypes and shapes.
     """
     by_keys, by_queries = configs or configs_for(q, masking)
     do = do if statically_known_true(do.stride(-1) == 1) else do.contiguous()
@@ -101,8 +103,23 @@ def backward(
         bias_gradient(read, db, by_queries if in_fp32 else config_of(*BIAS[(d > 64) + (d > 128)]))
     if db is not None:
         db = db.sum_to_size(shape_of(masking.bias)).view(masking.bias.shape).to(masking.bias.dtype)
+    of_sinks = masking.sinks is not None and needs["sinks"]
+    dsinks = sinks_gradient(masking, lse, read.sums) if of_sinks else None
     wanted = (dq, "q"), (dk, "k"), (dv, "v")
-    return *(g if needs[name] else None for g, name in wanted), db
+    return *(g if needs[name] else None for g, name in wanted), db, dsinks
+
+
+def sinks_gradient(masking: Masking, lse: Tensor, sums: Tensor) -> Tensor:
+    """-p · rowsum(do · out), added up over the rows that share a sink; lse and sums as
+    `Operands` has them.
+    """
+    sinks = masking.sinks.view(shape_of(masking.sinks)).float()[..., 0]
+    if masking.bias is None:
+        p = torch.exp2(sinks * LOG2E - lse)
+    else:
+        p = torch.exp(sinks - lse[:, :, 0]) / lse[:, :, 1]
+    found = -(p * sums)[..., None].sum_to_size(shape_of(masking.sinks))
+    return found.view(masking.sinks.shape).to(masking.sinks.dtype)
 
 
 def empty_bias_gradient(q: Tensor, k: Tensor, bias: Tensor, unshared: bool) -> Tensor:

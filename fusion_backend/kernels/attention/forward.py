@@ -1,5 +1,5 @@
 """Attention without the scores in memory: softmax(scale · q kᵀ, masked) v, block by block of the
-keys.
+keys. A sink is one score more in each row's sum.
 
 Blocks that band or vector hide are not read, blocks that they leave whole are not masked. Scores
 and sums are in fp32, scores in base 2, but in base e where a bias is added: the least number of a
@@ -18,7 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.attention.masking import Masking, hides_exactly, mask_arguments
+from fusion_backend.kernels.attention.masking import (
+    Masking,
+    hides_exactly,
+    mask_arguments,
+    strides_of,
+)
 from fusion_backend.kernels.attention.ranges import (
     key_range,
     partial_block,
@@ -130,8 +135,9 @@ def forward(
     masks = mask_arguments(q, k, masking)
     launch(
         flash_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,),
-        q, k, v, out, lse if save else None, *masks.flat(),
+        q, k, v, out, lse if save else None, masking.sinks, *masks.flat(),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(out),
+        *strides_of(masking.sinks)[:3],
         NAN=masking.hidden == "nan", **constants_of(q, masking), **config,
     )  # fmt: skip
     return out, lse
@@ -140,12 +146,12 @@ def forward(
 # Operations: 4 b h n m d, of those keys that are seen. Bytes: q, k, v, out and the masks once.
 @triton.jit
 def flash_kernel(
-    Q, K, V, OUT, LSE,
+    Q, K, V, OUT, LSE, SINKS,
     BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    out_batch, out_head, out_row,
+    out_batch, out_head, out_row, sinks_batch, sinks_head, sinks_row,
     NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -166,8 +172,14 @@ def flash_kernel(
     Q = row_pointer(Q, (q_batch, q_head, q_row), batch, head, i0)
     q = load_rows(Q, inside, q_row, D, BD, UPCAST)
     acc = tl.zeros([BM, BD], tl.float32)
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    if SINKS is None:
+        top = tl.full([BM], float("-inf"), tl.float32)
+        total = tl.zeros([BM], tl.float32)
+    else:
+        SINKS = row_pointer(SINKS, (sinks_batch, sinks_head, sinks_row), batch, head, i0)
+        top = tl.load(SINKS + inside * sinks_row).to(tl.float32)
+        top = top * 1.4426950408889634 if BIAS is None else top
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         acc, top, total = flash_step(

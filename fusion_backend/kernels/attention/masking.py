@@ -31,6 +31,8 @@ class Masking(NamedTuple):
     scale: what the products q kᵀ are multiplied with.
     cap: what the scaled products are capped at, before the bias: cap · tanh(s / cap).
     dropout: of the probabilities.
+    sinks: a tensor that broadcasts to `[b, h, n, 1]`: one score more in each row, of a key that
+    has no value and that nothing hides. A row that sees nothing else gives 0.
     """
 
     bias: Tensor | None = None
@@ -44,6 +46,7 @@ class Masking(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
     dropout: Dropout | None = None
+    sinks: Tensor | None = None
 
 
 class MaskArguments(NamedTuple):
