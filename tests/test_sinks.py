@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import fusion_backend.decide.gate
 from fusion_backend.testing import collect, fused_nodes
 from tests.kernel_checks import DEVICE, distance, randn
+from tests.measured_cases import regions_of
 from tests.test_attention import repeat_kv
 from tests.test_attention_forms import LEAST, causal, hidden, padded, scores
 from tests.test_flash import NAMES, gradients
@@ -134,6 +135,16 @@ def test_dropout_is_after_the_sinks(on_gpu):
     mean = torch.compile(fn, backend=collector)(*inputs).mean()
     q, k, v, x, sinks = inputs
     assert abs(mean - weights(scores(q, k), sinks).sum(-1).mean()) < 0.05
+
+
+def test_it_can_be_measured_with_the_maximum_inside():
+    """A maximum over a dimension gives integers too, which a region does not compute if somebody
+    reads them.
+    """
+    _, (region,) = regions_of(TAKEN["causal"][0], *inputs_of(), only="attention")
+    assert [d.match.pattern.name for d in region.sites] == ["attention"]
+    assert not region.problem
+    assert any(n.target is torch.ops.aten.max.dim for n in region.nodes)
 
 
 def test_dynamic_lengths():

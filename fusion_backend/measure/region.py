@@ -165,11 +165,12 @@ class Regions:
         return library_call(name_of(n)) or not measurable(n) or not self.safe(n)
 
     def safe(self, n: fx.Node) -> bool:
-        """May it run on made-up values? Integers are not computed inside a region. They are its
-        inputs, and are made up in the range that is valid for the indexed tensor.
+        """May it run on made-up values? Integers that somebody reads are not computed inside a
+        region. They are its inputs, and are made up in the range that is valid for the indexed
+        tensor.
         """
         name = name_of(n)
-        if name in PARTICULAR or any(map(whole_numbers, tensors(n))):
+        if name in PARTICULAR or any(map(whole_numbers, tensors_read(n))):
             return False
         known = name in INDEXING or name in MOVING or elementwise(n)
         return known or not any(map(is_index, n.all_input_nodes))
@@ -332,6 +333,16 @@ def call_reads(d: Decision) -> list[fx.Node]:
 
 def tensors(n: fx.Node) -> list[torch.Tensor]:
     return [v for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
+
+
+def tensors_read(n: fx.Node) -> list[torch.Tensor]:
+    """Those of its tensors that somebody reads: of `max` over a dimension mostly the values, and
+    not where they are.
+    """
+    if not isinstance(n.meta.get("val"), (tuple, list)):
+        return tensors(n)
+    readers = (u for u in n.users if u.users)
+    return [t for u in readers for t in tensors(u if u.target is operator.getitem else n)]
 
 
 def measurable(n: fx.Node) -> bool:

@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.gpu.test_on_gpu import ALWAYS, as_close_as_eager, fused, profiled, ran
 from tests.test_attention import repeat_kv
-from tests.test_attention_forms import hidden
 from tests.test_sinks import weights
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +28,8 @@ class Layer(nn.Module):
         k, v = repeat_kv(k, HEADS // KV), repeat_kv(v, HEADS // KV)
         apart = torch.arange(n, device=x.device)[:, None] - torch.arange(n, device=x.device)
         seen = (apart >= 0) if self.window is None else (apart >= 0) & (apart < self.window)
-        mask = hidden(seen, torch.finfo(x.dtype).min).to(x.dtype)
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        mask = torch.where(seen, zero, torch.finfo(x.dtype).min)
         return weights(q @ k.mT * HEAD**-0.5 + mask, self.sinks) @ v
 
 
