@@ -67,6 +67,16 @@ def queries_config(d: int, itemsize: int, kind: str, small: bool = False) -> dic
     return config_of(*by_head(QUERIES, kind, d))
 
 
+def bias_config(q: Tensor, by_queries: dict) -> dict:
+    """For the gradient of a bias that broadcasts."""
+    d = number(q.shape[3])
+    if q.element_size() == 4:
+        return by_queries
+    if d <= 128 and statically_known_true(q.shape[2] <= 64):
+        return config_of(64, 64, 4 if d <= 64 else 8, 2)
+    return config_of(*BIAS[(d > 64) + (d > 128)])
+
+
 def configs_for(q: Tensor, masking: Masking) -> tuple[dict, dict]:
     """The configurations of the kernels for dk and dv, and for dq."""
     what = number(q.shape[3]), q.element_size(), kind_of(masking)
@@ -94,13 +104,13 @@ def backward(
         dk, dv = keys_gradients(read, by_keys)
     of_bias = masking.bias is not None and needs["bias"]
     unshared = of_bias and same_sizes(shape_of(masking.bias)[:2], q.shape[:2])
-    if of_bias:
-        db = empty_bias_gradient(q, k, masking.bias, unshared)
+    if unshared:  # zeros where a kernel leaves scores out, which have no gradient
+        shape, dtype = summed_scores(q, k, masking.bias)
+        db = torch.zeros(shape, dtype=dtype, device=q.device)
     if needs["q"] or unshared:
-        dq = queries_gradient(read, db if unshared else None, by_queries)
+        dq = queries_gradient(read, db, by_queries)
     if of_bias and not unshared:
-        d, in_fp32 = number(q.shape[3]), q.element_size() == 4
-        bias_gradient(read, db, by_queries if in_fp32 else config_of(*BIAS[(d > 64) + (d > 128)]))
+        db = bias_gradient(read, *summed_scores(q, k, masking.bias), bias_config(q, by_queries))
     if db is not None:
         db = db.sum_to_size(shape_of(masking.bias)).view(masking.bias.shape).to(masking.bias.dtype)
     of_sinks = masking.sinks is not None and needs["sinks"]
@@ -122,12 +132,11 @@ def sinks_gradient(masking: Masking, lse: Tensor, sums: Tensor) -> Tensor:
     return found.view(masking.sinks.shape).to(masking.sinks.dtype)
 
 
-def empty_bias_gradient(q: Tensor, k: Tensor, bias: Tensor, unshared: bool) -> Tensor:
-    """`[b or 1, h or 1, n, m]`: rows or keys that share a number of the bias are added up at the
-    end, from fp32. Zeros where a kernel leaves scores out, which have no gradient.
+def summed_scores(q: Tensor, k: Tensor, bias: Tensor) -> tuple[tuple, torch.dtype]:
+    """Shape `[b or 1, h or 1, n, m]` and dtype of the scores' gradients, added up over the batches
+    and heads that share a bias: rows or keys that share a number of it are added up at the end,
+    from fp32.
     """
     n, m = q.shape[2], k.shape[2]
     full = same_sizes(shape_of(bias)[2:], (n, m))
-    new = torch.zeros if unshared else torch.empty
-    shape, dtype = (*shape_of(bias)[:2], n, m), bias.dtype if full else torch.float32
-    return new(shape, dtype=dtype, device=q.device)
+    return (*shape_of(bias)[:2], n, m), bias.dtype if full else torch.float32

@@ -1,9 +1,11 @@
 """The gradient of a bias of attention that several batches or heads share: a program adds up one
-tile over all of them.
+tile over them. Where there are few tiles, as with the windows of Swin, each program adds up a part
+of the batches and heads, and the parts are added up afterwards.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,19 +21,34 @@ from fusion_backend.kernels.attention.masking import strides_of
 from fusion_backend.kernels.attention.tiles import load_rows, row_pointer, survivors
 from fusion_backend.kernels.common.launch import launch
 
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
-def bias_gradient(operands: Operands, db: Tensor, config: dict) -> None:
-    """Fills db `[b or 1, h or 1, n, m]`, fp32 or the bias's dtype, with the sums of the scores'
-    gradients over the batches and heads that share it. Grid: its tiles.
+
+def bias_gradient(operands: Operands, shape: tuple, dtype: torch.dtype, config: dict) -> Tensor:
+    """The sums `[b or 1, h or 1, n, m]` of the scores' gradients over the batches and heads that
+    share a bias, in the dtype or, if they are sums of parts, in fp32. Grid: tiles times parts.
     """
-    b, (n, m) = operands.q.shape[0], db.shape[2:]
-    tiles = ((n + config["BM"] - 1) // config["BM"]) * ((m + config["BN"] - 1) // config["BN"])
-    batches, heads = (1 if statically_known_true(size == 1) else size for size in db.shape[:2])
+    (b, h), (batches, heads, n, m) = operands.q.shape[:2], shape
+    batches, heads = (1 if statically_known_true(size == 1) else size for size in (batches, heads))
+    tiles = -(-n // config["BM"]) * -(-m // config["BN"]) * batches * heads
+    parts = parts_of(tiles, (b // batches) * (h // heads))
+    dtype = dtype if parts == 1 else torch.float32
+    db = torch.empty((parts, *shape), dtype=dtype, device=operands.q.device)
     launch(
-        flash_bias_kernel, (tiles * batches * heads,),
-        *operands.tensors, db, *operands.numbers, *strides_of(db), b, batches, heads,
-        **operands.constants, **config,
+        flash_bias_kernel, (tiles * parts,),
+        *operands.tensors, db, *operands.numbers, *strides_of(db[0]), db.stride(0),
+        b, batches, heads, parts, **operands.constants, **config,
     )  # fmt: skip
+    return db[0] if parts == 1 else db.sum(0)
+
+
+def parts_of(tiles, shared) -> int:
+    """How many programs share a tile that `shared` batches and heads are added up for; one where a
+    number is not known at compile time.
+    """
+    if not all(isinstance(size, int) for size in (tiles, shared)):
+        return 1
+    return max(1, min(shared, PROGRAMS // max(tiles, 1)))
 
 
 # Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.
@@ -42,14 +59,15 @@ def flash_bias_kernel(
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, db_batch, db_head, db_row, db_col,
-    batches, bias_batches, bias_heads,
+    do_batch, do_head, do_row, db_batch, db_head, db_row, db_col, db_part,
+    batches, bias_batches, bias_heads, parts,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    pid, across, down = tl.program_id(0), tl.cdiv(m, BN), tl.cdiv(n, BM)
+    part, pid = tl.program_id(0) % parts, tl.program_id(0) // parts
+    across, down = tl.cdiv(m, BN), tl.cdiv(n, BM)
     j0, i0 = pid % across * BN, pid // across % down * BM
     shared_head = (pid // across // down % bias_heads).to(tl.int64)
     shared_batch = (pid // across // down // bias_heads).to(tl.int64)
@@ -60,7 +78,7 @@ def flash_bias_kernel(
     sum_heads = heads // bias_heads
     BIAS += shared_batch * bias_batch + shared_head * bias_head
     ds = tl.zeros([BM, BN], tl.float32)
-    for t in tl.range(0, batches // bias_batches * sum_heads):
+    for t in tl.range(part, batches // bias_batches * sum_heads, parts):
         batch, head = shared_batch + t // sum_heads, shared_head + t % sum_heads
         masks = (
             (BIAS, (0, 0, bias_row, bias_col)),
@@ -88,6 +106,7 @@ def flash_bias_kernel(
             dp = tl.where(survivors(masks, i0, j0, BM, BN, THRESHOLD, False), dp * RESCALE, 0.0)
         of_scores, _ = score_gradient(s, p, dp, sums[:, None], visible, SCALE, CAP, FILL)
         ds += of_scores
+    DB += part.to(tl.int64) * db_part
     DB = row_pointer(DB, (db_batch, db_head, db_row), shared_batch, shared_head, i0)
     inside = (row[:, None] < n - i0) & (col[None, :] < m - j0)
     tl.store(DB + row[:, None] * db_row + (j0 + col)[None, :] * db_col, ds, inside)
