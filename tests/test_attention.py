@@ -223,9 +223,9 @@ def test_heads_whose_numbers_are_apart(device, taken):
         apart = torch.empty_strided(
             (B, H, S, D), (H * S * D * 3, S * D * 3, D * 3, 3), device=device, dtype=q.dtype
         )
-        options = dict.fromkeys(("mask", "bias", "keep", "fill", "cap", "sinks", "p")) | dict(
-            scale=0.25, heads="same", causal="full"
-        )
+        options = dict.fromkeys(
+            ("mask", "bias", "keep", "fill", "cap", "sinks", "windows", "p")
+        ) | dict(scale=0.25, heads="same", causal="full")
 
         def answer(q, k, v):
             return attention.replacement_fn(q, k, v, **options, known={}, training=False)

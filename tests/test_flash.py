@@ -22,7 +22,7 @@ from tests.selection import only_full, product
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties")
 SMALL = dict(BM=32, BN=16, num_warps=4, num_stages=2)  # so that there are blocks of all sorts
-NAMES = ("q", "k", "v", "bias", "keep", "keys", "seed", "sinks")
+NAMES = ("q", "k", "v", "bias", "keep", "keys", "seed", "sinks", "windows")
 NEEDS = ("q", "k", "v", "bias", "sinks")
 SIZES = [(1, 1), (1, 64), (17, 40), (64, 17)]
 MANY = (
@@ -63,7 +63,9 @@ def formula(q, k, v, masking: Masking):
     if masking.cap is not None:
         s = torch.tanh(s / masking.cap) * masking.cap
     if masking.bias is not None:
-        s = s + masking.bias
+        bias = masking.bias
+        periodic = bias.dim() == 4 and bias.shape[0] not in (1, s.shape[0])
+        s = s + (bias.repeat(s.shape[0] // bias.shape[0], 1, 1, 1) if periodic else bias)
     kept = seen(s.shape, masking)
     s = s.masked_fill(~kept, masking.fill if masking.hidden == "fill" else -math.inf)
     if masking.sinks is not None:
@@ -270,6 +272,17 @@ def test_batches_that_share_a_bias_are_added_up_in_parts(b, h, n, kind, programs
         *qkv(n, n, 16, h=h, b=b, dtype=torch.bfloat16),
         masking._replace(bias=randn(*shape).bfloat16()),
     )
+
+
+@runs_kernels
+@pytest.mark.parametrize("programs", [1, 264])
+@pytest.mark.parametrize("h", [2, 1])
+def test_a_bias_that_repeats_over_the_batches(programs, h, monkeypatch):
+    """As that of the windows of Swin, which come image by image."""
+    monkeypatch.setattr(backward_bias, "PROGRAMS", programs)
+    for bias in (randn(3, h, 17, 20), randn(3, 1, 17, 1), randn(3, 2, 17, 40)[..., ::2]):
+        check(*qkv(17, 20, 16, b=12), Masking(bias=bias, low=-10))
+        check(*qkv(17, 20, 16, b=12), Masking(bias=bias, dropout=dropout(0.3)), needs=["q", "bias"])
 
 
 @pytest.mark.parametrize(

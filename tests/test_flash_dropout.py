@@ -121,7 +121,22 @@ def test_the_operator_and_its_reference_drop_the_same():
     inputs = [t.requires_grad_() for t in (*qkv(20, 33, 16, h=4, kv=2), randn(1, 4, 20, 33))]
     inputs[1:3] = [t.detach()[:, :2].clone().requires_grad_() for t in inputs[1:3]]
     keys = torch.arange(33, device=DEVICE) < torch.tensor([[20], [33]], device=DEVICE)
-    args = (*inputs, None, keys, seed(5), None, None, None, None, 0.25, None, 0.3, "zero", "seen")
+    args = (
+        *inputs,
+        None,
+        keys,
+        seed(5),
+        None,
+        None,
+        None,
+        None,
+        None,
+        0.25,
+        None,
+        0.3,
+        "zero",
+        "seen",
+    )
     do, found = randn(2, 4, 20, 16), []
     for provider in (
         dict(forward="kernel", backward="kernel"),

@@ -73,7 +73,25 @@ def test_no_queries_or_no_keys(n, m):
 def test_the_operator_of_nothing(b, n, m):
     """The kernels are not asked."""
     q, k, v = (torch.randn(b, 2, size, 16, device=DEVICE, requires_grad=True) for size in (n, m, m))
-    args = (q, k, v, None, None, None, None, None, 0, None, None, 0.25, None, None, "nan", "seen")
+    args = (
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        0,
+        None,
+        None,
+        0.25,
+        None,
+        None,
+        "nan",
+        "seen",
+    )
     assert "is empty" in masked_attention.guard_fn(*args).reason
     out = operator_of(masked_attention).overload(*args)[0]
     assert out.shape == q.shape and not out.any()
@@ -124,7 +142,7 @@ def test_places_beyond_two_to_the_31():
 def test_rows_too_far_apart_are_refused():
     q, k, v = (torch.empty_strided((2, 2, 20, 16), (1, 1, 2**23, 1), device="meta") for _ in "qkv")
     bias = torch.empty_strided((20, 20), (2**23, 1), device="meta")
-    rest = (None, None, None, None, None, None, None, 0.25, None, None, "zero", "seen")
+    rest = (None, None, None, None, None, None, None, None, 0.25, None, None, "zero", "seen")
     near = (t.contiguous() for t in (q, k, v))
     for given in ((q, k, v, None), (*near, bias)):
         assert "8388608 apart" in masked_attention.guard_fn(*given, *rest).reason

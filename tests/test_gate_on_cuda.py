@@ -173,7 +173,7 @@ for grad in (True, False):
     assert str(node.target) == "fusion.masked_attention.default" and node.kwargs["save"] is grad
     # all that is saved besides the result
     assert node.meta["example_value"][1].numel() == (2 * 4 * 2 * 64 if grad else 0)
-    assert [str(a) for a in node.args] == ["q", "k", "v", "bias", *["None"] * 4]
+    assert [str(a) for a in node.args] == ["q", "k", "v", "bias", *["None"] * 5]
 drops = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, bias, 0.1, enable_gqa=True)
 gm, new, record = run(drops, *shapes, grad=True, gate="always")
 seed = fused_nodes(new)[0].args[6]

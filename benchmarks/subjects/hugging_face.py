@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -179,6 +180,20 @@ def vit(size: Size) -> dict:
     return encoder(size) | dict(
         image_size=size.image,
         patch_size=size.patch,
+        num_labels=size.vocabulary,
+        problem_type="single_label_classification",
+    )
+
+
+def swin(size: Size) -> dict:
+    """Four stages; the third has the layers of the size. Windows of seq patches."""
+    return dict(
+        image_size=size.image,
+        patch_size=size.patch,
+        embed_dim=size.width,
+        depths=[2, 2, size.layers, 2],
+        num_heads=[size.heads << stage for stage in range(4)],
+        window_size=math.isqrt(size.seq),
         num_labels=size.vocabulary,
         problem_type="single_label_classification",
     )

@@ -23,6 +23,7 @@ from benchmarks.subjects.hugging_face import (
     padded_inputs,
     pair_inputs,
     sound_inputs,
+    swin,
     t5,
     vit,
     whisper,
@@ -153,6 +154,11 @@ ENTRIES = {
     ),
     "vit": Entry(
         hugging_face("ViTForImageClassification", "ViTConfig", image_inputs, vit), VIT_L, TINY
+    ),
+    "swin": Entry(  # Swin-T; seq: the patches of a window
+        hugging_face("SwinForImageClassification", "SwinConfig", image_inputs, swin),
+        Size(64, 49, 6, 96, 3, 384, 1000, patch=4),
+        Size(2, 16, 1, 32, 2, 128, 128, patch=1, image=32),
     ),
     "whisper": Entry(
         hugging_face("WhisperForConditionalGeneration", "WhisperConfig", sound_inputs, whisper),

@@ -16,8 +16,9 @@ from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.ir.argument_views import Viewed
+from fusion_backend.measure.indices import is_index
 from fusion_backend.measure.operands import Operand, copies, one_by_one, operand
-from fusion_backend.measure.region import NUMBERS, Region, call_reads, is_index
+from fusion_backend.measure.region import NUMBERS, Region, call_reads
 from fusion_backend.rewrite.recompute import MARK, computed_again
 from fusion_backend.rewrite.writer import put
 

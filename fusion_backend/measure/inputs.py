@@ -15,7 +15,8 @@ from fusion_backend.compat.torch import hinted, overlaps_itself, pytree, schema_
 from fusion_backend.decide.neighbours import elementwise
 from fusion_backend.ir.expr import Expr
 from fusion_backend.measure.cut import Cut, number
-from fusion_backend.measure.region import INDEXING, MOVING, NUMBERS, is_index
+from fusion_backend.measure.indices import INDEXING, MOVING, is_index
+from fusion_backend.measure.region import NUMBERS
 
 EMPTY: Mapping = MappingProxyType({})
 LONGEST = 64  # operators that compute a mask from what is no float

@@ -21,41 +21,32 @@ from torch import fx
 from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.view import is_lowered, is_mutation, name_of
 from fusion_backend.compat.distributed import collective
-from fusion_backend.compat.torch import FakeTensor, hinted, pytree
+from fusion_backend.compat.torch import FakeTensor, hinted
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
 from fusion_backend.ir.argument_views import Viewed
+from fusion_backend.measure.indices import (
+    GATHERING,
+    INDEXING,
+    MOVING,
+    is_index,
+    known_range,
+    tensors,
+    whole_numbers,
+)
 
 PRODUCTS = {f"aten::{name}" for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")}
 # Inductor's padding_stride_threshold, in elements, and padding_alignment_bytes.
 LONG_ROW, ALIGNED = 1024, 128
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 MOST_NODES = 256
-# Operators that read memory at an index whose range inputs.py knows: an index out of range stops
-# the GPU for good. Any other operator that takes integers ends a region, unless it is elementwise.
-GATHERING = {"aten::index", "aten::index_select", "aten::gather"}
-INDEXING = GATHERING | {
-    f"aten::{name}"
-    for name in """
-    embedding take take_along_dim cross_entropy_loss nll_loss nll_loss_nd nll_loss2d
-    """.split()
-}
 # Operators that stop the GPU if their values are made up: too few elements for a mask, or numbers
 # that are no probabilities.
 PARTICULAR = {
     f"aten::{name}"
     for name in """
     masked_scatter bernoulli multinomial normal poisson binomial binary_cross_entropy _assert_async
-    """.split()
-}
-# Every element of their result is an element of their first argument, or a number.
-MOVING = {
-    f"aten::{name}"
-    for name in """
-    view reshape _unsafe_view unsqueeze squeeze expand expand_as slice select
-    permute transpose t mT swapaxes swapdims movedim moveaxis constant_pad_nd pad
-    contiguous clone alias detach flatten unflatten _to_copy to split split_with_sizes chunk unbind
     """.split()
 }
 ARGMAX = {"aten::argmax", "aten::argmin"}
@@ -331,10 +322,6 @@ def call_reads(d: Decision) -> list[fx.Node]:
     return [n for n in nodes if isinstance(n, fx.Node)]
 
 
-def tensors(n: fx.Node) -> list[torch.Tensor]:
-    return [v for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)]
-
-
 def tensors_read(n: fx.Node) -> list[torch.Tensor]:
     """Those of its tensors that somebody reads: of `max` over a dimension mostly the values, and
     not where they are.
@@ -374,38 +361,3 @@ def bias_of(n: fx.Node) -> object:
         return n.args[2] if len(n.args) > 2 else n.kwargs.get("bias")
     vector = name_of(n) == "aten::addmm" and n.args[0].meta["val"].dim() == 1
     return n.args[0] if vector else None
-
-
-def whole_numbers(value) -> bool:
-    """Could it be an index? An index is neither bool nor int8, which is the dtype of quantized
-    values.
-    """
-    if not isinstance(value, torch.Tensor):
-        return False
-    other = value.is_floating_point() or value.is_complex()
-    return not other and value.dtype not in (torch.bool, torch.int8)
-
-
-def is_index(n: fx.Node) -> bool:
-    return whole_numbers(n.meta.get("val"))
-
-
-def known_range(index: fx.Node, inside: set[fx.Node]) -> bool:
-    """Are they an input of a region, at most moved, or computed from none of its inputs?"""
-    while index in inside and (source := moved(index)) is not None and is_index(source):
-        index = source
-    pending, seen = [index] if index in inside else [], set()
-    while pending:
-        n = pending.pop()
-        if n not in inside and tensors(n):
-            return False
-        if n not in seen and n in inside:
-            seen.add(n)
-            pending += n.all_input_nodes
-    return True
-
-
-def moved(n: fx.Node) -> fx.Node | None:
-    """The operand whose elements an operator only moves; None for another operator."""
-    moves = (is_lowered(n) and name_of(n) in MOVING) or n.target is operator.getitem
-    return n.args[0] if moves else None

@@ -39,6 +39,7 @@ def masked_attention(
     keys: Tensor | None,
     seed: Tensor | None,
     sinks: Tensor | None,
+    windows: Tensor | None,
     low: int | None,
     high: int | None,
     fill: float | None,
@@ -48,8 +49,9 @@ def masked_attention(
     hidden: Literal["zero", "nan", "fill"],
     padded: Literal["seen", "padding"],
 ) -> Tensor:
-    """Attention of which kernels/flash.py says what the arguments mean, written out; dropout with
-    p, by the seed.
+    """Attention of which `Masking` in kernels/attention/masking.py says what the arguments mean,
+    written out; dropout with p, by the seed. windows `[w, n, m]` is added to the scores as well;
+    batch i has that of i modulo w.
     """
     times = q.shape[1] // k.shape[1]
     k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
@@ -57,6 +59,8 @@ def masked_attention(
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
     scores = scores if bias is None else scores + bias
+    if windows is not None:
+        scores = scores + windows.repeat(q.shape[0] // windows.shape[0], 1, 1)[:, None]
     apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
         k.shape[2], device=q.device
     )
@@ -68,7 +72,7 @@ def masked_attention(
     seen = seen if high is None else seen & (apart <= high)
     scores = scores.masked_fill(~seen, fill if hidden == "fill" else -math.inf)
     if sinks is not None:
-        column = sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)
+        column = sinks.expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
     elif hidden == "zero":
         some = seen.any(-1, True)
@@ -82,9 +86,12 @@ def masked_attention(
 
 
 def masking_of(
-    bias, keep, keys, seed, sinks, low, high, fill, scale, cap, p, hidden, padded
+    bias, keep, keys, seed, sinks, windows, low, high, fill, scale, cap, p, hidden, padded
 ) -> Masking:
-    """What the kernels are told about the masks."""
+    """What the kernels are told about the masks. They add one bias: the sum of two is small."""
+    if windows is not None:
+        windows = windows[:, None].float()
+        bias = windows if bias is None else bias + windows
     dropout = None if p is None else Dropout(seed, p)
     padding = padded == "padding"
     hides = hidden, fill or 0.0
@@ -92,13 +99,14 @@ def masking_of(
 
 
 @masked_attention.guard
-def _(q, k, v, bias, keep, keys, sinks, low, high, fill, scale, cap, p):
+def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p):
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
         or reject_masks(q, k, v, bias, keep, keys)
         or reject_sinks(q, sinks)
+        or reject_windows(q, k, bias, windows)
         or reject_heads(q, k, v)
         or (Reject(f"the scale {scale:g} is not positive") if scale <= 0 else None)
     )
@@ -147,6 +155,19 @@ def reject_sinks(q: Tensor, sinks: Tensor | None) -> Reject | None:
     return None if sinks is None else reject_dtypes(sinks=sinks)
 
 
+def reject_windows(
+    q: Tensor, k: Tensor, bias: Tensor | None, windows: Tensor | None
+) -> Reject | None:
+    if windows is None:
+        return None
+    fits = windows.dim() == 3 and same_sizes(windows.shape[1:], (q.shape[2], k.shape[2]))
+    if not fits or not statically_known_true(q.shape[0] % windows.shape[0] == 0):
+        return Reject(f"masks of windows of shape {tuple(windows.shape)} do not fit the scores")
+    if bias is not None and not all(same_sizes((n,), (1,)) for n in bias.shape[:-3]):
+        return Reject("the bias beside masks of windows is not the same for all of them")
+    return reject_dtypes(windows=windows)
+
+
 def broadcasts(t: Tensor, full: tuple) -> bool:
     return t.dim() <= 4 and all(
         same_sizes((have,), (want,)) or same_sizes((have,), (1,))
@@ -172,24 +193,33 @@ def _(q, k, v, save, **masks):
 def _(saved, do):
     masks = {p.name: getattr(saved, p.name) for p in masked_attention.params[3:]}
     masking, needs = masking_of(**masks), saved.needs
-    *found, dsinks = backward.backward(
+    needs = needs | {"bias": needs["bias"] or needs["windows"]}
+    *found, db, dsinks = backward.backward(
         saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, needs
     )
-    return *found, None, None, None, dsinks
+    dbias, dwindows = db, None
+    if saved.windows is not None and db is not None:
+        summed = db.sum_to_size(saved.bias.shape) if saved.needs["bias"] else None
+        dbias = None if summed is None else summed.to(saved.bias.dtype)
+        dwindows = db.sum(1).to(saved.windows.dtype) if saved.needs["windows"] else None
+    return *found, dbias, None, None, None, dsinks, dwindows
 
 
 @masked_attention.inputs(
     dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1)
 )
-def _(tensor, b, h, n, d, causal=0, window=0, bias=0, sinks=0, dense=0, padded=0, drop=0):
+def _(
+    tensor, b, h, n, d, causal=0, window=0, bias=0, sinks=0, windows=0, dense=0, padded=0, drop=0
+):
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
     keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
     seed = torch.full((1,), 7, device=q.device) if drop else None
     rows = tensor(1, h, 1, 1) if sinks else None
+    images = tensor(windows, n, n) if windows else None
     band = 0 if causal or window else None, window - 1 if window else None
     p = 0.1 if drop else None
-    return q, k, v, *masks, keys, seed, rows, *band, None, d**-0.5, None, p, "zero", "seen"
+    return q, k, v, *masks, keys, seed, rows, images, *band, None, d**-0.5, None, p, "zero", "seen"
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:

@@ -3,16 +3,17 @@
 q is `[..., h, n, d]`, k and v `[..., h, m, d]`, or with fewer heads (heads = grouped), each of
 which serves several of q. One of: an additive mask, or two (`mask` and `bias`), or one with a
 `fill` for what a boolean `keep` does not keep; `keep` alone, where a row with nothing kept gives 0;
-a causal mask. Before the masks the scores may be capped: cap · tanh(scores / cap). After the masks
-`sinks`, which broadcasts to `[..., h, n, 1]`, may be one more score in each row of the softmax,
-whose weight is dropped. Dropout of the probabilities with p. Source: Vaswani et al. 2017; the cap:
-Gemma 2, 2024; learned sinks: gpt-oss, 2025.
+a causal mask. Before the masks the scores may be capped: cap · tanh(scores / cap). With `windows`,
+`[w, n, m]`, and at most one additive mask, batch i has the mask of i modulo w as well: the shifted
+windows of Swin. With `sinks`, which broadcasts to `[..., h, n, 1]`, each row of the softmax has one
+score more, whose weight is dropped. Dropout of the probabilities with p. Source: Vaswani et al.
+2017; the cap: Gemma 2, 2024; learned sinks: gpt-oss, 2025; shifted windows: Liu et al. 2021.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
-of k and v. With a cap, sinks or any other mask, it becomes masked_attention, which reads bands,
-vectors over the keys, dense masks and biases without the scores in memory. Its dropout is of a new
-seed at each call, and not with the bits of eager or plain Inductor.
+of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
+bands, vectors over the keys, dense masks and biases without the scores in memory. Its dropout is of
+a new seed at each call, and not with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ def attention(
     fill: float | None,
     cap: float | None,
     sinks: Tensor | None,
+    windows: Tensor | None,
     scale: float,
     p: float | None,
     heads: Literal["same", "grouped"],
     causal: Literal["full", "causal"],
 ) -> Tensor:
-    reject_forms(mask, bias, keep, fill, cap, sinks, causal)
+    reject_forms(mask, bias, keep, fill, cap, sinks, windows, causal)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError("q, k and v differ in dtype")
     mask = mask if mask is None else mask.to(q.dtype)
     # SDPA's gradient there of a row that sees nothing is not softmax's
     exact = mask is None or q.device.type != "cpu"
-    if all(x is None for x in (fill, cap, bias, sinks)) and exact:
+    if all(x is None for x in (fill, cap, bias, sinks, windows)) and exact:
         mask = keep if mask is None else mask
         grouped = heads == "grouped"
         options = dict(
@@ -67,16 +69,19 @@ def attention(
         scores = torch.tanh(scores / cap) * cap
     for added in (mask, bias):
         scores = scores if added is None else scores + added
+    if windows is not None:
+        seen = scores.view(-1, windows.shape[0], *scores.shape[1:])
+        scores = (seen + windows[None, :, None]).view(scores.shape)
     if keep is not None:
         scores = scores.masked_fill(~keep, fill)
     if sinks is not None:
-        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)), -1)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
     weights = torch.softmax(scores, -1)
     weights = weights if sinks is None else weights[..., :-1]
     return (weights if p is None else F.dropout(weights, p, True)).to(v.dtype) @ v
 
 
-def reject_forms(mask, bias, keep, fill, cap, sinks, causal) -> None:
+def reject_forms(mask, bias, keep, fill, cap, sinks, windows, causal) -> None:
     """What cannot be written, or nobody writes."""
     if (fill is not None and keep is None) or (
         keep is not None and fill is None and (mask, cap) != (None, None)
@@ -88,6 +93,9 @@ def reject_forms(mask, bias, keep, fill, cap, sinks, causal) -> None:
         raise ValueError("a bias is added to a mask alone")
     if sinks is not None and (bias is not None or cap is not None or causal == "causal"):
         raise ValueError("sinks are beside scores with one mask at most")
+    others = (bias, keep, cap, sinks, None if causal == "full" else causal)
+    if windows is not None and any(x is not None for x in others):
+        raise ValueError("beside masks of windows there is one other mask at most")
     if sinks is not None and keep is not None and (fill is None or mask is not None):
         raise ValueError("beside sinks keep has a fill, and no mask is added")
 
@@ -111,7 +119,9 @@ def _(q, mask, scale):
 
 
 @attention.replacement(asks=dict.fromkeys(("mask", "bias", "keep"), "attention_mask"))
-def _(q, k, v, mask, bias, keep, fill, cap, sinks, scale, p, heads, causal, known, training):
+def _(
+    q, k, v, mask, bias, keep, fill, cap, sinks, windows, scale, p, heads, causal, known, training
+):
     """`F.scaled_dot_product_attention` without a dense mask, where what the masks keep is
     everything or causal; else masked_attention.
     """
@@ -121,10 +131,10 @@ def _(q, k, v, mask, bias, keep, fill, cap, sinks, scale, p, heads, causal, know
         return Reject("whether one mask is narrower than the other depends on the sizes")
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
-    simple = simple and cap is None and sinks is None
+    simple = simple and all(x is None for x in (cap, sinks, windows))
     if not simple or any(m.added is not None for m in known.values()):
-        options = dict(fill=fill, cap=cap, sinks=sinks, scale=scale, p=p, causal=causal)
-        return masked(q, k, v, tensors, known, training, why, **options)
+        options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
+        return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
     refused = reject_sdpa(q, k, v, heads, scale, p)
     if refused is not None:
         return refused
@@ -151,11 +161,12 @@ def finite_fill(found, fill: float | None, dtype: torch.dtype) -> str:
 
 def masked(
     q, k, v, tensors: dict, known: dict, training: bool, why: str,
-    *, fill, cap, sinks, scale, p, causal,
+    *, fill, cap, sinks, windows, scale, p, causal,
 ) -> Replacement | Reject:  # fmt: skip
     """masked_attention, with as little of the masks in memory as what is known of them allows."""
     more = () if cap is None else (f"capped at {cap:g}",)
     more += () if sinks is None else ("with sinks",)
+    more += () if windows is None else (f"masks of {windows.shape[0]} windows",)
     why = why or "; ".join((*map(str, known.values()), *more))
     layout = layout_of(known, q, k, tensors, fill, training, sinks is not None)
     visible, biases = layout.visible, layout.biases
@@ -177,12 +188,15 @@ def masked(
         keys=visible.keys,
         seed=None if p is None else Replacement.SEED,
         sinks=sinks,
+        windows=windows,
     )
     options = dict(
         low=visible.low, high=visible.high, fill=visible.fill, scale=scale, cap=cap, p=p,
         hidden=visible.hidden, padded="padding" if visible.padded else "seen",
     )  # fmt: skip
-    masks = any(not m.everything or m.added is not None for m in known.values())
+    masks = windows is not None or any(
+        not m.everything or m.added is not None for m in known.values()
+    )
     otherwise = "its mask stays" if masks else "its scores stay"
     return Replacement(masked_attention, tuple(arguments.values()), options, why, otherwise)
 
@@ -230,24 +244,24 @@ def reject_grouped(q: Tensor) -> Reject | None:
 
 
 @attention.guard
-def _(q, k, v, mask, sinks, fill, cap, scale, p):
-    return reject_dtypes(q=q, k=k, v=v, mask=mask, sinks=sinks) or reject_dynamic(
+def _(q, k, v, mask, fill, cap, scale, p):
+    return reject_dtypes(q=q, k=k, v=v, mask=mask) or reject_dynamic(
         fill=fill, cap=cap, scale=scale, p=p
     )
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
 def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, sinks=0, drop=0, hand=0):
-    rows = tensor(1, h, 1, 1)
+    rows, images = tensor(1, h, 1, 1), tensor(2, n, n)
     if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         masks = tensor(n, n), tensor(n, n), tensor(n, n) > -1
-        return q, k, v, *masks, -1e9, 30.0, rows, d**-0.5, 0.1, "same", "full"
+        return q, k, v, *masks, -1e9, 30.0, rows, images, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
     seen = torch.arange(n, device=q.device) < n // 2
     keep = seen.expand(b, 1, 1, n).contiguous() if padded else None
     mask = tensor(1, h, n, n) if bias else None
     # either is written by hand
     fill, cap = float("-inf") if cap or hand else None, float(cap) if cap else None
-    more = fill, cap, rows if sinks else None, d**-0.5, 0.1 if drop else None
+    more = fill, cap, rows if sinks else None, None, d**-0.5, 0.1 if drop else None
     return q, k, v, mask, None, keep, *more, "same", "causal" if causal else "full"

@@ -55,7 +55,7 @@ def parts_of(tiles, shared) -> int:
 @triton.jit
 def flash_bias_kernel(
     Q, K, V, DO, LSE, SUMS, DB,
-    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
+    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -79,9 +79,10 @@ def flash_bias_kernel(
     BIAS += shared_batch * bias_batch + shared_head * bias_head
     ds = tl.zeros([BM, BN], tl.float32)
     for t in tl.range(part, batches // bias_batches * sum_heads, parts):
-        batch, head = shared_batch + t // sum_heads, shared_head + t % sum_heads
+        batch = shared_batch + t // sum_heads * bias_batches
+        head = shared_head + t % sum_heads
         masks = (
-            (BIAS, (0, 0, bias_row, bias_col)),
+            (BIAS, (0, 0, bias_row, bias_col), None),
             (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
             (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
         )  # fmt: skip

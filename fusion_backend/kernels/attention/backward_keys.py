@@ -45,7 +45,7 @@ def keys_gradients(operands: Operands, config: dict) -> tuple[Tensor, Tensor]:
 @triton.jit
 def flash_keys_kernel(
     Q, K, V, DO, LSE, SUMS, DK, DV,
-    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
+    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -71,7 +71,7 @@ def flash_keys_kernel(
     for g in tl.range(0, group):
         head = kv_head * group + g
         masks = (
-            (BIAS, (bias_batch, bias_head, bias_row, bias_col)),
+            (BIAS, (bias_batch, bias_head, bias_row, bias_col), bias_period),
             (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
             (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
         )  # fmt: skip

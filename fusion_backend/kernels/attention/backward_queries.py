@@ -44,7 +44,7 @@ def queries_gradient(operands: Operands, db: Tensor | None, config: dict) -> Ten
 @triton.jit
 def flash_queries_kernel(
     Q, K, V, DO, LSE, SUMS, DQ, DB,
-    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
+    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -64,7 +64,7 @@ def flash_queries_kernel(
     if DB is not None:
         DB = row_pointer(DB, (db_batch, db_head, db_row), batch, head, i0)
     masks = (
-        (BIAS, (bias_batch, bias_head, bias_row, bias_col)),
+        (BIAS, (bias_batch, bias_head, bias_row, bias_col), bias_period),
         (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
         (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
     )  # fmt: skip

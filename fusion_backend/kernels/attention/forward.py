@@ -147,7 +147,7 @@ def forward(
 @triton.jit
 def flash_kernel(
     Q, K, V, OUT, LSE, SINKS,
-    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high,
+    BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -165,7 +165,7 @@ def flash_kernel(
     K = row_pointer(K, (k_batch, k_head, k_row), batch, head // group, 0)
     V = row_pointer(V, (v_batch, v_head, v_row), batch, head // group, 0)
     masks = (
-        (BIAS, (bias_batch, bias_head, bias_row, bias_col)),
+        (BIAS, (bias_batch, bias_head, bias_row, bias_col), bias_period),
         (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
         (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
     )  # fmt: skip

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.dropout import Dropout
+from fusion_backend.kernels.common.inputs import same_sizes
 from fusion_backend.kernels.common.launch import launch
 
 
 class Masking(NamedTuple):
     """What becomes of the scores `[b, h, n, m]`.
 
-    bias: a tensor that is added to them and broadcasts to their shape.
+    bias: a tensor that is added to them and broadcasts to their shape; or one of w batches, of
+    which batch i has that of i modulo w.
     keep: a bool tensor that broadcasts to their shape, true where a key is seen.
     keys: a bool tensor `[b or 1, m]`, or of four dimensions, of which the two in the middle do not
     count: true where a key is seen, or with `padded` where it is padding.
@@ -63,6 +65,7 @@ class MaskArguments(NamedTuple):
     heads_of_a_key: int  # query heads that share a head of k and v
     low: int | None
     high: int | None
+    bias_period: int | None  # batches so far apart share a bias; None: one or all do
     bias_strides: tuple
     keep_strides: tuple
     keys_strides: tuple
@@ -85,6 +88,13 @@ def strides_of(mask: Tensor | None) -> tuple:
     given = [] if mask is None else zip(mask.shape, mask.stride(), strict=True)
     found = [0 if statically_known_true(size == 1) else stride for size, stride in given]
     return (0, 0, 0, 0, *found)[-4:]
+
+
+def period_of(bias: Tensor | None, q: Tensor) -> int | None:
+    """How many batches have a bias of their own, in turn; None where each has, or all share one."""
+    if bias is None or bias.dim() < 4 or statically_known_true(bias.shape[0] == 1):
+        return None
+    return None if same_sizes(bias.shape[:1], q.shape[:1]) else bias.shape[0]
 
 
 def rows_in_memory(mask: Tensor | None) -> Tensor | None:
@@ -122,7 +132,7 @@ def mask_arguments(q: Tensor, k: Tensor, masking: Masking) -> MaskArguments:
     return MaskArguments(
         bias, keep, keys, seen, None if masking.dropout is None else masking.dropout.seed,
         q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], masking.low, masking.high,
-        strides_of(bias), strides_of(keep), strides_of_keys(keys),
+        period_of(bias, q), strides_of(bias), strides_of(keep), strides_of_keys(keys),
     )  # fmt: skip
 
 

@@ -4,7 +4,9 @@ A tile is at the queries i0, ... and the keys j0, ...; `row` and `col` count fro
 in either order: the gradients of k and v have their scores transposed. `masks` is what a kernel
 knows of the scores of one head, (bias, keep, keys, band, seed, head):
 
-    bias, keep   a pointer and its strides (batch, head, row, column)
+    bias         a pointer, its strides (batch, head, row, column), and its period: None, or
+                 batches that are so far apart share a bias
+    keep         a pointer and its strides (batch, head, row, column)
     keys         a pointer and its strides (batch, column)
     band         (low, high)
     seed         the number of the seed
@@ -68,7 +70,7 @@ def masked(
 ):  # fmt: skip
     """Products as scores, and which are seen. Without MASKED a dense choice alone decides that."""
     bias, keep, keys, band, seed, at = masks  # Triton 3.6 takes no nested target
-    BIAS, bias_strides = bias
+    BIAS, bias_strides, period = bias
     KEEP, keep_strides = keep
     KEYS, keys_strides = keys
     batch, head, heads, n, m = at
@@ -77,7 +79,8 @@ def masked(
     j = tl.minimum(col, m - 1 - j0) if MASKED else col
     if BIAS is not None:
         bias_col = bias_strides[3]
-        BIAS = row_pointer(BIAS, bias_strides, batch, head, i0) + tl.cast(j0, tl.int64) * bias_col
+        of_bias = batch if period is None else batch % period
+        BIAS = row_pointer(BIAS, bias_strides, of_bias, head, i0) + tl.cast(j0, tl.int64) * bias_col
     s = scores(s, BIAS, i, j, bias_strides[2], bias_strides[3], SCALE, CAP)
     visible = row + col >= 0
     if KEEP is not None:

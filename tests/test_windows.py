@@ -1,0 +1,200 @@
+"""Attention in windows with a mask of each, as Swin has it: what is found, what comes close and
+stays, and value and gradients against fp64.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusion_backend.decide.gate
+from fusion_backend.testing import collect, fused_nodes
+from tests.kernel_checks import DEVICE, distance, randn
+from tests.test_flash import NAMES, gradients
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empties"),
+    pytest.mark.skipif(DEVICE == "cuda", reason="these decisions are for fake tensors"),
+]
+B, W, H, S, D = 12, 3, 2, 9, 16  # four images of three windows
+
+
+def scores(q, k):
+    return (q * D**-0.5) @ k.transpose(-2, -1)
+
+
+def apart(s, mask):
+    """The windows of each image in a dimension of their own, with their masks."""
+    return s.view(-1, mask.shape[0], *s.shape[1:]) + mask.unsqueeze(1).unsqueeze(0)
+
+
+def together(s):
+    return s.view(-1, *s.shape[2:])
+
+
+def repeated(mask):
+    """As transformers has it since its version 5."""
+    five = mask.unsqueeze(1).unsqueeze(0).expand(B // W, -1, -1, -1, -1)
+    return five.reshape(-1, 1, S, S)
+
+
+# name -> the function of q, k, v, a bias and the masks; is there a bias?
+TAKEN = {
+    "repeated for each image, with the bias": (
+        lambda q, k, v, x, m: F.scaled_dot_product_attention(q, k, v, x[None] + repeated(m)),
+        True,
+    ),
+    "repeated for each image and head": (
+        lambda q, k, v, x, m: F.scaled_dot_product_attention(
+            q, k, v, x + m.view(1, W, 1, S, S).expand(B // W, -1, H, -1, -1).reshape(-1, H, S, S)
+        ),
+        True,
+    ),
+    "in five dimensions": (
+        lambda q, k, v, x, m: torch.softmax(together(apart(scores(q, k) + x[None], m)), -1) @ v,
+        True,
+    ),
+    "the softmax in five dimensions": (
+        lambda q, k, v, x, m: together(torch.softmax(apart(scores(q, k) + x, m), -1)) @ v,
+        True,
+    ),
+    "without a bias": (
+        lambda q, k, v, x, m: torch.softmax(together(apart(scores(q, k), m)), -1) @ v,
+        False,
+    ),
+    "by index, first": (
+        lambda q, k, v, x, m: (
+            torch.softmax(
+                (m[None, :, None] + (scores(q, k) + x).unflatten(0, (-1, W))).flatten(0, 1), -1
+            )
+            @ v
+        ),
+        True,
+    ),
+}
+
+
+def inputs_of():
+    return [*(randn(B, H, S, D) for _ in "qkv"), randn(H, S, S), randn(W, S, S)]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name, grad, on_gpu):
+    fn, biased = TAKEN[name]
+    inputs = [t.requires_grad_(grad) for t in inputs_of()]
+    collector = collect(fn, *inputs)
+    (node,) = fused_nodes(collector.graphs[0])
+    assert node.target is torch.ops.fusion.masked_attention.default
+    given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
+    assert given == {"q", "k", "v", "windows", *(["bias"] if biased else [])}
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=collector)
+    if not grad:
+        assert distance(compiled(*inputs), fn(*[t.double() for t in inputs])) < 2e-5
+        return
+    exactly = gradients(fn, [t.double() for t in inputs])
+    for got, want in zip(gradients(compiled, inputs), exactly, strict=True):
+        assert (got is None) == (want is None)
+        assert want is None or distance(got, want) < 2e-5
+
+
+def test_the_masks_alone_need_no_gradient(on_gpu):
+    """As in Swin, where the bias is learned."""
+    fn, _ = TAKEN["in five dimensions"]
+    *inputs, mask = inputs_of()
+    inputs = [t.requires_grad_() for t in inputs]
+    collector = collect(fn, *inputs, mask)
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=collector)
+    exactly = gradients(lambda *t: fn(*t, mask.double()), [t.double() for t in inputs])
+    for got, want in zip(gradients(lambda *t: compiled(*t, mask), inputs), exactly, strict=True):
+        assert distance(got, want) < 2e-5
+
+
+def test_under_autocast_the_masks_stay_in_fp32(on_gpu):
+
+    def fn(q, k, v, x, m):
+        return torch.softmax(together(apart(scores(q, k) + x, m)), -1).to(v.dtype) @ v
+
+    q, k, v, x, mask = inputs_of()
+    narrow = [t.bfloat16() for t in (q, k, v)]
+    collector = collect(fn, *narrow, x, mask)
+    assert len(fused_nodes(collector.graphs[0])) == 1
+    torch.compiler.reset()
+    got = torch.compile(fn, backend=collector)(*narrow, x, mask)
+    exactly = fn(*[t.double() for t in (*narrow, x, mask)])
+    assert distance(got, exactly) < 2 * distance(fn(*narrow, x, mask), exactly) + 1e-3
+
+
+NEAR_MISSES = {
+    "each repeated on its own": lambda q, k, v, x, m: F.scaled_dot_product_attention(
+        q, k, v, x + m[:, None, None].expand(-1, B // W, 1, -1, -1).reshape(-1, 1, S, S)
+    ),
+    "one image after the other": lambda q, k, v, x, m: (
+        torch.softmax((scores(q, k).view(W, -1, H, S, S) + m[:, None, None]).view(-1, H, S, S), -1)
+        @ v
+    ),
+    "other masks for other heads": lambda q, k, v, x, m: (
+        torch.softmax((scores(q, k).view(-1, W, H, S, S) + m[:H][None, None]).view(-1, H, S, S), -1)
+        @ v
+    ),
+    "seen as other windows": lambda q, k, v, x, m: (
+        torch.softmax(
+            (scores(q, k).view(-1, W, H, S, S) + m[None, :, None])
+            .view(-1, S, H, S)
+            .transpose(1, 2),
+            -1,
+        )
+        @ v
+    ),
+    "softmax over the queries": lambda q, k, v, x, m: (
+        together(torch.softmax(apart(scores(q, k), m), -2)) @ v
+    ),
+    "softmax over the windows": lambda q, k, v, x, m: (
+        together(torch.softmax(apart(scores(q, k), m), 1)) @ v
+    ),
+    "multiplied": lambda q, k, v, x, m: (
+        torch.softmax(together(scores(q, k).view(-1, W, H, S, S) * m[None, :, None]), -1) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_comes_close_stays(name, on_gpu):
+    fn, inputs = NEAR_MISSES[name], inputs_of()
+    collector = collect(fn, *inputs)
+    assert not any(
+        n.args[NAMES.index("windows")] is not None
+        for n in fused_nodes(collector.graphs[0])
+        if n.target is torch.ops.fusion.masked_attention.default
+    )
+    torch.compiler.reset()
+    got = torch.compile(fn, backend=collector)(*inputs)
+    assert distance(got, fn(*[t.double() for t in inputs])) < 2e-5
+
+
+def test_dropout(on_gpu):
+    def fn(q, k, v, x, m):
+        weights = torch.softmax(together(apart(scores(q, k) + x, m)), -1)
+        return F.dropout(weights, 0.25, True) @ v
+
+    inputs = inputs_of()
+    (node,) = fused_nodes(collect(fn, *inputs).graphs[0])
+    assert node.kwargs["p"] == 0.25 and node.args[NAMES.index("windows")] is not None
+
+
+def test_swin():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[2, 1], num_heads=[1, 2], window_size=4
+    )
+    model = transformers.SwinModel(config, add_pooling_layer=False).eval()
+    report = collect(lambda x: model(x).last_hidden_state, torch.randn(2, 3, 32, 32)).report
+    found = [s.reason for s in report.sites if s.pattern == "attention" and not s.covered]
+    assert len(found) == 3 and sum("masks of 16 windows" in why for why in found) == 1, report
