@@ -129,8 +129,7 @@ LEFT = {
     "random": (lambda w, x, q: bias(torch.randint(ROWS, (N, M)), w), READS),
     "sorted": (lambda w, x, q: bias(apart().abs().sort(1)[0] % ROWS, w), READS),
     "written to": (written, READS),
-    "a copy is written to": (lambda w, x, q: written(w, x, q, True),
-    "a value inside it is written to"),
+    "a copy is written to": (lambda w, x, q: written(w, x, q, True), READS),
     "written to afterwards": (written_later,
     READS if TORCH < (2, 14) else "backward reads is written to afterwards"),
     "several batches": (

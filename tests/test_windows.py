@@ -192,9 +192,10 @@ def test_dropout(on_gpu):
 def test_swin():
     transformers = pytest.importorskip("transformers")
     config = transformers.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=16, depths=[2, 1], num_heads=[1, 2], window_size=4
+        image_size=32, patch_size=2, embed_dim=16, depths=[4, 1], num_heads=[1, 2], window_size=4
     )
     model = transformers.SwinModel(config, add_pooling_layer=False).eval()
     report = collect(lambda x: model(x).last_hidden_state, torch.randn(2, 3, 32, 32)).report
     found = [s.reason for s in report.sites if s.pattern == "attention" and not s.covered]
-    assert len(found) == 3 and sum("masks of 16 windows" in why for why in found) == 1, report
+    # the repeated masks of two layers are one value
+    assert len(found) == 5 and sum("masks of 16 windows" in why for why in found) == 2, report

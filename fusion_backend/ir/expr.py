@@ -17,6 +17,7 @@ FREE = {
     "half",
     "every_other",
     "slice",
+    "of_window",
     "cast",
     "arange",
 }
