@@ -155,6 +155,8 @@ CASES = [
     ("masked_attention", dict(b=4, h=32, n=2048, d=64, window=256), torch.float16, True),
     ("masked_attention", dict(b=2, h=64, n=4096, d=64, window=128, sinks=1), HALF, True),
     ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1, sinks=1), HALF, True),
+    ("masked_attention", dict(b=4096, h=3, n=49, d=32, bias=1), HALF, True),
+    ("masked_attention", dict(b=4096, h=3, n=49, d=32, bias=1, windows=64), HALF, True),
     *(
         ("masked_attention", dict(b=4, h=32, n=64, d=d, bias=1), HALF, False)
         for d in (64, 128, 256)

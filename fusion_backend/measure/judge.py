@@ -27,7 +27,7 @@ from fusion_backend.measure.agree import Ranks
 from fusion_backend.measure.allowance import seconds_for
 from fusion_backend.measure.bound import bound, has_product, least, promises
 from fusion_backend.measure.cut import Cut, cut
-from fusion_backend.measure.key import digest, gpu_name
+from fusion_backend.measure.key import digest, gpu_name, region_digest
 from fusion_backend.measure.likeness import Group, alike, group
 from fusion_backend.measure.lost import inside_of_lost
 from fusion_backend.measure.measuring import (
@@ -62,6 +62,7 @@ class Class:
     key: str | None
     cut: Cut
     members: list[tuple[Gate, Region]]
+    region: str = ""  # the digest of its text, which is part of the key
 
     @property
     def sites(self) -> list[Decision]:
@@ -191,6 +192,7 @@ class Judge:
             if isinstance(name, str):
                 ops = [op for op in codes if op is not None]
                 c.key = digest(name, ops, gpu_name(c.cut.device))
+                c.region = region_digest(name)
         return [*found.values()]
 
     @functools.cached_property

@@ -1,5 +1,5 @@
-"""The parts of an answer's key besides the region: the GPU, the versions, Inductor's settings, and
-the code of the kernels.
+"""The key of an answer: a digest of the region, the GPU, the versions, Inductor's settings, and the
+code of the kernels.
 """
 
 from __future__ import annotations
@@ -27,13 +27,29 @@ def digest(text: str, ops: list[Definition], gpu: str) -> str | None:
     """The key of a class of regions; None where an op, or a setting of Inductor's, has no name that
     holds in every process.
     """
-    codes = sorted({op.name: code_of(op) for op in ops}.items())
     settings = inductor_settings()
-    if settings is None or any(code is None for _, code in codes):
+    if settings is None:
         return None
-    parts = {"region": text, "code": codes, "inductor": settings, **machine(gpu)}
-    if "conv" in text and (changed := cudnn_settings()):
-        parts["cudnn"] = changed
+    changed = cudnn_settings() if "conv" in text else ""
+    return key_of(region_digest(text), ops, machine(gpu), settings, changed)
+
+
+def region_digest(text: str) -> str:
+    """What an answer holds of the text of its region, so that its key can be computed anew."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def key_of(
+    region: str, ops: list[Definition], where: dict[str, str], settings: str = "", cudnn: str = ""
+) -> str | None:
+    """The key of `region_digest`, of the ops, and of `machine`, with Inductor's and cuDNN's default
+    settings or others.
+    """
+    codes = sorted({op.name: code_of(op) for op in ops}.items())
+    if any(code is None for _, code in codes):
+        return None
+    parts = {"region": region, "code": codes, "inductor": settings, **where}
+    parts |= {"cudnn": cudnn} if cudnn else {}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -278,6 +278,7 @@ def unanswered(c: Class, why: str) -> Answer:
     names = tuple(d.match.pattern.name for d in c.sites)
     about = {**machine(gpu_name(c.cut.device)), "operators": summary(c.cut.region)}
     about["training"] = bool(c.cut.grads)
+    about["region"] = c.region
     about["code"] = code_of_each([d.op for d in c.sites if d.op is not None])
     date = datetime.date.today().isoformat()
     return Answer(c.key or "", names, ("",) * len(names), why=why, date=date, about=about)

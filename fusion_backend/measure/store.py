@@ -45,8 +45,8 @@ class Answer:
     "faster", "same", "slower", "wrong" where a replacement computes something else, "failed" where
     its kernel does not run, or "" for undecided. more_bytes: what it keeps for backward beyond
     what Inductor keeps. why: of an answer without times. about, for people: the GPU, the versions,
-    the mode, the operators of the region, and the code that was timed (`code_of_each`). seed: it
-    ships with the package.
+    the mode, the operators of the region and the digest of its text, and the code that was timed
+    (`code_of_each`). seed: it ships with the package.
     """
 
     key: str

@@ -37,7 +37,7 @@ def bias_gradient(operands: Operands, shape: tuple, dtype: torch.dtype, config: 
     launch(
         flash_bias_kernel, (tiles * parts,),
         *operands.tensors, db, *operands.numbers, *strides_of(db[0]), db.stride(0),
-        b, batches, heads, parts, **operands.constants, **config,
+        b, batches, heads, parts if parts > 1 else None, **operands.constants, **config,
     )  # fmt: skip
     return db[0] if parts == 1 else db.sum(0)
 
@@ -66,7 +66,10 @@ def flash_bias_kernel(
     D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    part, pid = tl.program_id(0) % parts, tl.program_id(0) // parts
+    pid, first, step = tl.program_id(0), 0, 1
+    if parts is not None:
+        pid, first, step = pid // parts, pid % parts, parts
+        DB += first.to(tl.int64) * db_part
     across, down = tl.cdiv(m, BN), tl.cdiv(n, BM)
     j0, i0 = pid % across * BN, pid // across % down * BM
     shared_head = (pid // across // down % bias_heads).to(tl.int64)
@@ -78,7 +81,7 @@ def flash_bias_kernel(
     sum_heads = heads // bias_heads
     BIAS += shared_batch * bias_batch + shared_head * bias_head
     ds = tl.zeros([BM, BN], tl.float32)
-    for t in tl.range(part, batches // bias_batches * sum_heads, parts):
+    for t in tl.range(first, batches // bias_batches * sum_heads, step):
         batch = shared_batch + t // sum_heads * bias_batches
         head = shared_head + t % sum_heads
         masks = (
@@ -107,7 +110,6 @@ def flash_bias_kernel(
             dp = tl.where(survivors(masks, i0, j0, BM, BN, THRESHOLD, False), dp * RESCALE, 0.0)
         of_scores, _ = score_gradient(s, p, dp, sums[:, None], visible, SCALE, CAP, FILL)
         ds += of_scores
-    DB += part.to(tl.int64) * db_part
     DB = row_pointer(DB, (db_batch, db_head, db_row), shared_batch, shared_head, i0)
     inside = (row[:, None] < n - i0) & (col[None, :] < m - j0)
     tl.store(DB + row[:, None] * db_row + (j0 + col)[None, :] * db_col, ds, inside)

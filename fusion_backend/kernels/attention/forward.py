@@ -94,8 +94,11 @@ def narrow(masking: Masking) -> bool:
 
 def config_for(q: Tensor, masking: Masking) -> dict:
     """The configuration of the forward for q `[b, h, n, d]`."""
-    few = narrow(masking) or statically_known_true(q.shape[2] <= 64)
-    return forward_config(number(q.shape[3]), q.element_size(), kind_of(masking), few)
+    d, item, kind = number(q.shape[3]), q.element_size(), kind_of(masking)
+    small = statically_known_true(q.shape[2] <= 64)
+    if small and item == 2 and d <= 32 and kind.startswith("dense"):
+        return config_of(64, 32, 4, 2)  # as in Swin's windows; with 64 keys it spills
+    return forward_config(d, item, kind, small or narrow(masking))
 
 
 def constants_of(q: Tensor, masking: Masking) -> dict:
