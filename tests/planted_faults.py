@@ -765,15 +765,16 @@ MUTATIONS = {
         "if False:",
         "tests/test_together.py",
     ),
-    "sinks: a softmax over two columns more counts as one with a sink": Mutation(
+    "sinks: a concatenation counts as a softmax with a sink": Mutation(
         "fusion_backend/ir/scores.py",
-        "not same(sink.shape[-1:], (1,))",
-        "False",
+        '    if x.op != "softmax" or x.attr != -1 or not (start == 0 or start == 1):\n'
+        "        return None\n    row = peel(x.args[0])\n",
+        '    row = peel(x.args[0]) if x.op == "softmax" else x\n',
         "tests/test_sinks.py",
     ),
     "sinks: a slice may drop the first key in place of the sink": Mutation(
         "fusion_backend/ir/scores.py",
-        "row.args[:: 1 if start == 0 else -1]",
+        "row.args if start == 0 else row.args[::-1]",
         "row.args",
         "tests/test_sinks.py",
     ),
@@ -781,25 +782,25 @@ MUTATIONS = {
         "fusion_backend/kernels/attention/forward.py",
         "top = top * 1.4426950408889634 if BIAS is None else top",
         "top = top * 1.0",
-        "tests/test_flash.py",
+        "tests/test_sinks.py",
     ),
     "sinks: a sink of -inf counts": Mutation(
         "fusion_backend/kernels/attention/forward.py",
         'tl.where(top == float("-inf"), 0.0, 1.0)',
         "tl.where(top == 0.5, 0.0, 1.0)",
-        "tests/test_flash.py",
+        "tests/test_sinks.py",
     ),
     "sinks: their gradient has the wrong sign": Mutation(
         "fusion_backend/kernels/attention/backward.py",
         "found = -(p * sums)",
         "found = (p * sums)",
-        "tests/test_flash.py",
+        "tests/test_sinks.py",
     ),
     "sinks: with a bias the gradient forgets the sum": Mutation(
         "fusion_backend/kernels/attention/backward.py",
         "torch.exp(sinks - lse[:, :, 0]) / lse[:, :, 1]",
         "torch.exp(sinks - lse[:, :, 0])",
-        "tests/test_flash.py",
+        "tests/test_sinks.py",
     ),
     "sinks: a padded row that sees nothing is filled": Mutation(
         "patterns/attention/masks.py",
@@ -817,18 +818,24 @@ MUTATIONS = {
         "fusion_backend/kernels/attention/tiles.py",
         "batch if period is None else batch % period",
         "batch if period is None else batch * 0",
-        "tests/test_flash.py",
+        "tests/test_windows.py",
     ),
     "windows: their gradient is added up over neighbouring batches": Mutation(
         "fusion_backend/kernels/attention/backward_bias.py",
         "batch = shared_batch + t // sum_heads * bias_batches",
         "batch = shared_batch + t // sum_heads",
-        "tests/test_flash.py",
+        "tests/test_shared_bias.py",
     ),
-    "windows: images and windows may change places": Mutation(
-        "fusion_backend/ir/scores.py",
-        "    if not same(e.shape or (), (1, alone[0], 1, *alone[1:])):\n        return None\n",
-        "",
+    "windows: heads count as windows": Mutation(
+        "fusion_backend/ir/windows.py",
+        "    if not same(e.shape[2:], shape[1:]):",
+        "    if False:",
+        "tests/test_windows.py",
+    ),
+    "windows: masks repeated for more images are the same value": Mutation(
+        "fusion_backend/ir/windows.py",
+        'c.make("of_window", (windows,), hashable(shape), shape)',
+        'c.make("of_window", (windows,), None, shape)',
         "tests/test_windows.py",
     ),
     "windows: masks that layers share are not free": Mutation(
@@ -847,7 +854,7 @@ MUTATIONS = {
         "fusion_backend/kernels/attention/backward_bias.py",
         "pid, first, step = pid // parts, pid % parts, parts",
         "pid, first, step = pid // parts, pid % parts, 1",
-        "tests/test_flash.py",
+        "tests/test_shared_bias.py",
     ),
     "rekey: an answer about other code is not named": Mutation(
         "benchmarks/rekey.py",

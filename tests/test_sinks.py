@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import fusion_backend.decide.gate
+from fusion_backend.kernels.attention import forward
+from fusion_backend.kernels.attention.masking import Masking
 from fusion_backend.testing import collect, fused_nodes
 from tests.kernel_checks import DEVICE, distance, randn
 from tests.measured_cases import regions_of
 from tests.test_attention import repeat_kv
-from tests.test_attention_forms import LEAST, causal, hidden, padded, scores
+from tests.test_attention_forms import causal, hidden, padded, scores
 from tests.test_flash import NAMES, gradients
 
 pytestmark = [
@@ -129,7 +131,7 @@ def test_dropout_is_after_the_sinks(on_gpu):
     inputs = inputs_of()
     collector = collect(fn, *inputs)
     (node,) = fused_nodes(collector.graphs[0])
-    assert node.kwargs["p"] == 0.3 and node.args[7] is not None
+    assert node.kwargs["p"] == 0.3 and node.args[NAMES.index("sinks")] is not None
     inputs[2] = torch.ones_like(inputs[2])
     torch.compiler.reset()
     mean = torch.compile(fn, backend=collector)(*inputs).mean()
@@ -147,15 +149,22 @@ def test_it_can_be_measured_with_the_maximum_inside():
     assert any(n.target is torch.ops.aten.max.dim for n in region.nodes)
 
 
-def test_dynamic_lengths():
+def test_dynamic_lengths(on_gpu):
     def fn(q, k, v, x, sinks):
         return weights(scores(q, k), sinks) @ v
 
     inputs = inputs_of()
     for t in inputs[:3]:
         torch._dynamo.mark_dynamic(t, 2)
-    (site,) = [s for s in collect(fn, *inputs).report.sites if s.pattern == "attention"]
-    assert "with sinks" in site.reason, site
+    collector = collect(fn, *inputs)
+    (site,) = [s for s in collector.report.sites if s.pattern == "attention" and not s.covered]
+    assert site.fused and "with sinks" in site.reason, site
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=collector, dynamic=True)
+    for n in (S, 41):
+        q, k, v, _, sinks = [*(randn(B, H, n, D) for _ in "qkv"), None, inputs[-1]]
+        exactly = weights(scores(q.double(), k.double()), sinks.double()) @ v.double()
+        assert distance(compiled(q, k, v, None, sinks), exactly) < 2e-5
 
 
 def twice(s, sinks):
@@ -172,6 +181,14 @@ NEAR_MISSES = {
     "two sinks, one of them kept": lambda q, k, v, s: torch.softmax(
         twice(scores(q, k), s), -1
     )[..., :-1] @ torch.cat((v, v[..., :1, :]), -2),
+    "no softmax": lambda q, k, v, s: torch.cat(
+        (scores(q, k), s[:, None, None].expand(B, H, S, 1)), -1
+    )[..., :-1]
+    @ v,
+    "no softmax, in front": lambda q, k, v, s: torch.cat(
+        (s[:, None, None].expand(B, H, S, 1), scores(q, k)), -1
+    )[..., 1:]
+    @ v,
     "dropped before the softmax": lambda q, k, v, s: torch.softmax(
         torch.cat((scores(q, k), s[:, None, None].expand(B, H, S, 1)), -1)[..., :-1] * 1.5, -1
     ) @ torch.cat((v[..., 1:, :], v[..., :1, :]), -2),
@@ -189,7 +206,7 @@ def test_what_comes_close_stays(name, on_gpu):
     inputs = [t for t in inputs_of() if t.shape[-1] != S]
     collector = collect(NEAR_MISSES[name], *inputs)
     assert not any(
-        n.args[7] is not None
+        n.args[NAMES.index("sinks")] is not None
         for n in fused_nodes(collector.graphs[0])
         if n.target is torch.ops.fusion.masked_attention.default
     )
@@ -208,7 +225,7 @@ def test_weights_that_are_returned_stay(on_gpu):
 
 
 def test_a_least_sink_is_no_sink(on_gpu):
-    """-inf has no weight; with nothing else seen either, eager gives NaN."""
+    """-inf has no weight."""
     fn = TAKEN["causal"][0]
     *inputs, sinks = inputs_of()
     sinks = torch.full_like(sinks, -math.inf)
@@ -238,7 +255,29 @@ def test_gpt_oss(experts, monkeypatch):
     assert sum("window of 8 keys" in reason for reason in found) == 1, report
 
 
-def test_the_least_number_hides():
-    """The sink takes all the weight of a row that sees no key, as in eager mode."""
-    s = torch.full((1, 1, 1, 4), LEAST)
-    assert not weights(s, torch.zeros(1)).any()
+@pytest.mark.parametrize("grad", [False, True], ids=["infer", "train"])
+def test_a_row_that_sees_no_key_is_0(grad, on_gpu):
+    """The sink takes all its weight, beside the least number as in eager mode."""
+
+    def fn(q, k, v, x, sinks):
+        return weights(scores(q, k) + hidden(causal().tril(-3)), sinks) @ v
+
+    inputs = [t.requires_grad_(grad) for t in inputs_of()]
+    collector = collect(fn, *inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend=collector)
+    got = compiled(*inputs)
+    assert not got[:, :, :3].any() and got[:, :, 3:].ne(0).all()
+    if grad:
+        exactly = gradients(fn, [t.double() for t in inputs])
+        for g, want in zip(gradients(compiled, inputs), exactly, strict=True):
+            assert want is None or distance(g, want) < 2e-5
+
+
+def test_no_sink_and_no_key_is_nan():
+    """In the kernel, as in eager mode, where -inf hides what is left."""
+    q, k, v = inputs_of()[:3]
+    sinks = torch.tensor([-math.inf, 0.0]).view(1, H, 1, 1)
+    out, _ = forward.forward(q, k, v, Masking(low=5, hidden="nan", sinks=sinks, scale=0.25), False)
+    assert out[:, 0, :5].isnan().all() and not out[:, 0, 5:].isnan().any()
+    assert not out[:, 1].isnan().any() and not out[:, 1, :5].any()

@@ -117,7 +117,8 @@ def test_the_masks_alone_need_no_gradient(on_gpu):
         assert distance(got, want) < 2e-5
 
 
-def test_under_autocast_the_masks_stay_in_fp32(on_gpu):
+def test_masks_in_fp32(on_gpu):
+    """Beside queries in bf16."""
 
     def fn(q, k, v, x, m):
         return torch.softmax(together(apart(scores(q, k) + x, m)), -1).to(v.dtype) @ v
@@ -132,6 +133,11 @@ def test_under_autocast_the_masks_stay_in_fp32(on_gpu):
     assert distance(got, exactly) < 2 * distance(fn(*narrow, x, mask), exactly) + 1e-3
 
 
+def four(t):
+    """Half as many batches of four heads."""
+    return t.view(B // 2, 4, S, -1)
+
+
 NEAR_MISSES = {
     "each repeated on its own": lambda q, k, v, x, m: F.scaled_dot_product_attention(
         q, k, v, x + m[:, None, None].expand(-1, B // W, 1, -1, -1).reshape(-1, 1, S, S)
@@ -140,9 +146,18 @@ NEAR_MISSES = {
         torch.softmax((scores(q, k).view(W, -1, H, S, S) + m[:, None, None]).view(-1, H, S, S), -1)
         @ v
     ),
-    "other masks for other heads": lambda q, k, v, x, m: (
-        torch.softmax((scores(q, k).view(-1, W, H, S, S) + m[:H][None, None]).view(-1, H, S, S), -1)
+    "a mask of each head": lambda q, k, v, x, m: (
+        torch.softmax((scores(q, k).view(B, H, 1, S, S) + x[None, :, None]).view(B, H, S, S), -1)
         @ v
+    ),
+    "a mask of each head, the softmax in five dimensions": lambda q, k, v, x, m: (
+        torch.softmax(scores(q, k).unflatten(1, (H, 1)) + x[None, :, None], -1).view(B, H, S, S) @ v
+    ),
+    "a mask of two heads each": lambda q, k, v, x, m: (
+        torch.softmax(
+            (four(scores(q, k)).unflatten(1, (2, 2)) + x.view(1, 2, 1, S, S)).flatten(1, 2), -1
+        )
+        @ four(v)
     ),
     "seen as other windows": lambda q, k, v, x, m: (
         torch.softmax(
@@ -177,6 +192,37 @@ def test_what_comes_close_stays(name, on_gpu):
     torch.compiler.reset()
     got = torch.compile(fn, backend=collector)(*inputs)
     assert distance(got, fn(*[t.double() for t in inputs])) < 2e-5
+
+
+@pytest.mark.parametrize("windows", [1, B])
+def test_one_window_or_one_image(windows, on_gpu):
+    fn, _ = TAKEN["in five dimensions"]
+    inputs = [t.requires_grad_() for t in (*inputs_of()[:4], randn(windows, S, S))]
+    collector = collect(fn, *inputs)
+    assert len(fused_nodes(collector.graphs[0])) == 1
+    torch.compiler.reset()
+    exactly = gradients(fn, [t.double() for t in inputs])
+    got = gradients(torch.compile(fn, backend=collector), inputs)
+    assert all(distance(g, want) < 2e-5 for g, want in zip(got, exactly, strict=True))
+
+
+def test_batches_of_other_sizes_are_two_sites(on_gpu):
+    """The masks repeated for two images are another value than those repeated for four."""
+
+    def fn(q, k, v, x, m):
+        def attend(n):
+            five = m.unsqueeze(1).unsqueeze(0).expand(n // W, -1, -1, -1, -1)
+            mask = x[None] + five.reshape(-1, 1, S, S)
+            return F.scaled_dot_product_attention(q[:n], k[:n], v[:n], mask)
+
+        return attend(B), attend(B // 2)
+
+    inputs = inputs_of()
+    collector = collect(fn, *inputs)
+    assert len(fused_nodes(collector.graphs[0])) == 2, collector.report
+    torch.compiler.reset()
+    got, exactly = torch.compile(fn, backend=collector)(*inputs), fn(*[t.double() for t in inputs])
+    assert all(distance(g, want) < 2e-5 for g, want in zip(got, exactly, strict=True))
 
 
 def test_dropout(on_gpu):

@@ -19,12 +19,8 @@ from fusion_backend.ir.operator_families import (
 )
 from fusion_backend.ir.rules import rule
 from fusion_backend.ir.schema_args import Call
-from fusion_backend.ir.scores import (
-    of_windows,
-    repeated_windows,
-    with_heads,
-    without_sink,
-)
+from fusion_backend.ir.scores import with_heads, without_sink
+from fusion_backend.ir.windows import added_windows, repeated_windows
 
 NESTED = 4  # products in the weight of a product
 # What a value of each row goes through before it is spread over the row again.
@@ -101,7 +97,7 @@ def reshaped(c: Builder, call: Call, self: Expr):
         return c.make("view", (x,), str(shape), shape)
     if weights_times_values(x) and splits(x.shape, shape):
         return with_heads(c, x, shape[:2])
-    ways = (outside_product, as_repeated, as_interleaved, of_windows, repeated_windows)
+    ways = (outside_product, as_repeated, as_interleaved, added_windows, repeated_windows)
     found = next(filter(None, (way(c, x, shape) for way in ways)), None)
     if found is None and len(shape) == 2 and same(x.shape[-1:], shape[-1:]):
         return c.make("rows", (x,), None, shape)

@@ -128,54 +128,18 @@ def without_sink(c: Builder, x: Expr, start, shape) -> Expr | None:
     attention sink, before or after them.
     """
     x = peel(x)
-    row = peel(x.args[0]) if x.op == "softmax" and x.attr == -1 else x
-    if row.op != "cat" or row.attr != -1 or len(row.args) != 2 or not (start == 0 or start == 1):
+    if x.op != "softmax" or x.attr != -1 or not (start == 0 or start == 1):
         return None
-    scores, sink = row.args[:: 1 if start == 0 else -1]
+    row = peel(x.args[0])
+    if row.op != "cat" or row.attr != -1 or len(row.args) != 2:
+        return None
+    scores, sink = row.args if start == 0 else row.args[::-1]
     if None in (scores.shape, sink.shape) or not same(sink.shape[-1:], (1,)):
         return None
     if not same(scores.shape[-1:], shape[-1:]):
         return None
     sink = sink.args[0] if sink.op == "expand" else sink
     return c.make("sink_softmax", (scaled(c, scores), sink), -1, shape)
-
-
-def repeated_windows(c: Builder, x: Expr, shape: tuple) -> Expr | None:
-    """Masks of w windows, repeated for each image: `[b / w, w, 1 or h, n, m]`, seen with four
-    dimensions.
-    """
-    if x.op != "expand" or (len(x.shape), len(shape)) != (5, 4) or not same(x.shape[2:], shape[1:]):
-        return None
-    windows = masks_of_windows(x.args[0], x.shape)
-    return windows and c.make("of_window", (windows,), None, shape)
-
-
-def masks_of_windows(e: Expr, shape: tuple) -> Expr | None:
-    """The masks `[w, n, m]` that e is, `[1, w, 1, n, m]`, which broadcasts to the shape."""
-    alone = shape[1], *shape[3:]
-    if not same(e.shape or (), (1, alone[0], 1, *alone[1:])):
-        return None
-    while e.op in ("unsqueeze", "view") and not same(e.shape, alone):
-        e = e.args[0]
-    return e if same(e.shape or (), alone) else None
-
-
-def of_windows(c: Builder, x: Expr, shape: tuple) -> Expr | None:
-    """Scores `[b, h, n, m]` seen as `[b / w, w, h, n, m]`, with a mask of each of w windows added,
-    and perhaps the softmax of the sum, seen with four dimensions again: all of it with four.
-    """
-    e = peel(x)
-    weights, e = (e, peel(e.args[0])) if e.op == "softmax" and e.attr == -1 else (None, e)
-    if e.op != "add" or None in (e.shape, shape) or (len(e.shape), len(shape)) != (5, 4):
-        return None
-    for seen, mask in (e.args, e.args[::-1]):
-        scores, windows = peel(seen), masks_of_windows(mask, e.shape)
-        whole = scores.op == "view" and same(scores.args[0].shape or (), shape)
-        if whole and windows is not None:
-            added = c.make("of_window", (windows,), None, shape)
-            added = c.add(scores.args[0], added, shape)
-            return c.make("softmax", (scaled(c, added),), -1, shape) if weights else added
-    return None
 
 
 def capped(c: Builder, x: Expr) -> Expr | None:

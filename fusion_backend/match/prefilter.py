@@ -16,7 +16,7 @@ from fusion_backend.ir.expr import COMMUTATIVE, Expr, describe, peel
 from fusion_backend.match.root_index import CHAINS, flat
 
 # a name that tells draws apart; a number of repeats that the shapes determine
-OWN_ATTR = {"dropout", "repeat_heads"}
+OWN_ATTR = {"dropout", "repeat_heads", "of_window"}
 
 
 class Skeleton:

@@ -3,7 +3,7 @@ the rows.
 
 With p the probabilities, dp = do vᵀ and ds = p (dp - rowsum(do · out)): dv = pᵀ do, dk = scale ·
 dsᵀ q, dq = scale · ds k, and the bias has the gradient ds, summed where it broadcasts. A sink has
-no value: its gradient is -p · rowsum(do · out), with its own p. Dropout,
+no row of v, so that its gradient is -p · rowsum(do · out), with its own p. Dropout,
 with the mask of the forward, drops dp and the p of dv. Nothing is added up in memory, so that the
 bits are the same every time.
 """

@@ -22,8 +22,8 @@ from fusion_backend.kernels.common.launch import launch
 class Masking(NamedTuple):
     """What becomes of the scores `[b, h, n, m]`.
 
-    bias: a tensor that is added to them and broadcasts to their shape; or one of w batches, of
-    which batch i has that of i modulo w.
+    bias: a tensor that is added to them and broadcasts to their shape; or that has w batches, where
+    w divides b: batch i then gets that of i modulo w.
     keep: a bool tensor that broadcasts to their shape, true where a key is seen.
     keys: a bool tensor `[b or 1, m]`, or of four dimensions, of which the two in the middle do not
     count: true where a key is seen, or with `padded` where it is padding.
