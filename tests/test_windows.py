@@ -90,7 +90,7 @@ def test_taken(name, grad, on_gpu):
     inputs = [t.requires_grad_(grad) for t in inputs_of()]
     collector = collect(fn, *inputs)
     (node,) = fused_nodes(collector.graphs[0])
-    assert node.target is torch.ops.fusion.masked_attention.default
+    assert str(node.target) == "fusion.masked_attention.default"
     given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
     assert given == {"q", "k", "v", "windows", *(["bias"] if biased else [])}
     torch.compiler.reset()
@@ -187,7 +187,7 @@ def test_what_comes_close_stays(name, on_gpu):
     assert not any(
         n.args[NAMES.index("windows")] is not None
         for n in fused_nodes(collector.graphs[0])
-        if n.target is torch.ops.fusion.masked_attention.default
+        if str(n.target) == "fusion.masked_attention.default"
     )
     torch.compiler.reset()
     got = torch.compile(fn, backend=collector)(*inputs)
