@@ -281,3 +281,6 @@ def test_no_sink_and_no_key_is_nan():
     out, _ = forward.forward(q, k, v, Masking(low=5, hidden="nan", sinks=sinks, scale=0.25), False)
     assert out[:, 0, :5].isnan().all() and not out[:, 0, 5:].isnan().any()
     assert not out[:, 1].isnan().any() and not out[:, 1, :5].any()
+    nobody = Masking(low=S, hidden="nan", sinks=sinks, scale=0.25)  # no block of keys is read
+    out, _ = forward.forward(q, k, v, nobody, False)
+    assert out[:, 0].isnan().all() and not out[:, 1].any()
