@@ -377,6 +377,18 @@ def gradients(fn, inputs):
     return [out, *torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)]
 
 
+def compiled_agrees(fn, backend, inputs, grad=True) -> None:
+    """The value, and with grad the gradients, of what the backend makes of fn, against fp64."""
+    torch.compiler.reset()
+    compiled, wide = torch.compile(fn, backend=backend), [t.double() for t in inputs]
+    if not grad:
+        assert distance(compiled(*inputs), fn(*wide)) < 2e-5
+        return
+    for got, want in zip(gradients(compiled, inputs), gradients(fn, wide), strict=True):
+        assert (got is None) == (want is None)
+        assert want is None or distance(got, want) < 2e-5
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has this on a GPU")
 @pytest.mark.parametrize("name", FOUND)
 def test_masks_of_graphs(name, taken):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fusion_backend.decide.gate
 from fusion_backend.testing import collect, fused_nodes
 from tests.kernel_checks import DEVICE, distance, randn
-from tests.test_flash import NAMES, gradients
+from tests.test_flash import NAMES, compiled_agrees, gradients
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empties"),
@@ -93,15 +93,7 @@ def test_taken(name, grad, on_gpu):
     assert str(node.target) == "fusion.masked_attention.default"
     given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
     assert given == {"q", "k", "v", "windows", *(["bias"] if biased else [])}
-    torch.compiler.reset()
-    compiled = torch.compile(fn, backend=collector)
-    if not grad:
-        assert distance(compiled(*inputs), fn(*[t.double() for t in inputs])) < 2e-5
-        return
-    exactly = gradients(fn, [t.double() for t in inputs])
-    for got, want in zip(gradients(compiled, inputs), exactly, strict=True):
-        assert (got is None) == (want is None)
-        assert want is None or distance(got, want) < 2e-5
+    compiled_agrees(fn, collector, inputs, grad)
 
 
 def test_the_masks_alone_need_no_gradient(on_gpu):
@@ -189,9 +181,7 @@ def test_what_comes_close_stays(name, on_gpu):
         for n in fused_nodes(collector.graphs[0])
         if str(n.target) == "fusion.masked_attention.default"
     )
-    torch.compiler.reset()
-    got = torch.compile(fn, backend=collector)(*inputs)
-    assert distance(got, fn(*[t.double() for t in inputs])) < 2e-5
+    compiled_agrees(fn, collector, inputs, grad=False)
 
 
 @pytest.mark.parametrize("windows", [1, B])
@@ -200,10 +190,7 @@ def test_one_window_or_one_image(windows, on_gpu):
     inputs = [t.requires_grad_() for t in (*inputs_of()[:4], randn(windows, S, S))]
     collector = collect(fn, *inputs)
     assert len(fused_nodes(collector.graphs[0])) == 1
-    torch.compiler.reset()
-    exactly = gradients(fn, [t.double() for t in inputs])
-    got = gradients(torch.compile(fn, backend=collector), inputs)
-    assert all(distance(g, want) < 2e-5 for g, want in zip(got, exactly, strict=True))
+    compiled_agrees(fn, collector, inputs)
 
 
 def test_batches_of_other_sizes_are_two_sites(on_gpu):
