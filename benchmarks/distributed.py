@@ -7,7 +7,8 @@ One process a GPU, through NCCL; without GPUs two processes of a tiny model, thr
 started afresh for each row, so that no memory is left from the one before. Both backends train the
 same weights on the same batches with AdamW; then their steps are timed in turns. --how says how a
 model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains by itself: that is
-the gain of a single GPU, of which the table says how much the other ways keep. Nothing is dropped
+the gain of a single GPU, of which the table says how much the other ways keep; "alone-blocks" is
+that of "fsdp-loss", where blocks and loss are compiled one by one. Nothing is dropped
 out, so that losses differ by rounding alone, unless --dropout asks for it. The same training in
 eager mode shows how far rounding takes a loss. Exit status: 1 where fusion's loss is further than
 that from plain Inductor's, which is not asked with --dropout.

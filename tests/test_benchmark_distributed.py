@@ -17,7 +17,7 @@ from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 from tests import selection
 from tests.eager_kernels import eager_kernels
 
-WAYS = ["alone", "ddp", "fsdp", "fsdp-blocks", "fsdp-checkpoint"]
+WAYS = ["alone", "alone-blocks", "ddp", "fsdp", "fsdp-blocks", "fsdp-loss", "fsdp-checkpoint"]
 
 
 def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False, eager=None):
@@ -52,6 +52,13 @@ def test_the_share_of_the_gain_that_one_gpu_has():
     more = row(ms=(12.0, 10.0), how="alone") | {"world": 4}
     for other in (another, slower, more):
         assert "| 1.050 | 1.0% |  |" in table([other, spread]).splitlines()[-1]
+
+
+def test_blocks_with_their_loss_keep_a_share_of_what_blocks_gain():
+    rows = [row(ms=(12.0, 10.0), how="alone"), row(ms=(11.0, 10.0), how="alone-blocks")]
+    rows.append(row(ms=(21.0, 20.0), how="fsdp-loss"))
+    _, blocks_alone, spread = table(rows).splitlines()[-3:]
+    assert "| 1.100 | 1.0% |  |" in blocks_alone and "| 1.050 | 1.0% | 50% |" in spread
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from benchmarks.records.runs import Run
 # times as far as eager's is: all round in bf16, and training takes rounding errors further apart.
 LOSS, EAGER = 0.02, 2.0
 LAST = 10  # steps
-ALONE = "alone"  # the way that is no way to spread a model
+# The ways that spread no model, and which other way is compared with which of them.
+ALONE, BLOCKS = "alone", "alone-blocks"
+COMPILED_ALIKE = {"fsdp-loss": BLOCKS}
 
 
 def ratio(row: dict) -> float:
@@ -40,12 +42,15 @@ def astray(row: dict) -> bool:
 
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
-    measured and gains: in the row "alone" of the same model and number of ranks.
+    measured and gains: in the row of the same model and number of ranks that is "alone", or
+    "alone-blocks" where the blocks and the loss are compiled.
     """
+    how = row["wrapping"]
+    other = COMPILED_ALIKE.get(how, ALONE)
     same = ("name", "world")
-    ones = (one for one in rows if one["wrapping"] == ALONE)
+    ones = (one for one in rows if one["wrapping"] == other)
     alone = next((one for one in ones if all(one[key] == row[key] for key in same)), None)
-    if row["wrapping"] == ALONE or alone is None or ratio(alone) <= 1:
+    if how in (ALONE, BLOCKS) or alone is None or ratio(alone) <= 1:
         return None
     return (ratio(row) - 1) / (ratio(alone) - 1)
 

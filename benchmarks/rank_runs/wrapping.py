@@ -30,6 +30,13 @@ def alone(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
     return compiled(model.to(torch.bfloat16))
 
 
+def alone_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """The same with each block and the loss compiled alone: the gain that one GPU has where the
+    blocks are compiled one by one.
+    """
+    return blocks_and_loss(model.to(torch.bfloat16), compiled)
+
+
 def ddp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
     """DistributedDataParallel, compiled as a whole: Dynamo cuts the graph where a bucket ends."""
     model = model.to(torch.bfloat16)
@@ -46,9 +53,12 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
 
 def fsdp_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
     """The same with each block compiled alone."""
-    for block in blocks(model):
-        block.forward = compiled(block.forward)
-    return sharded(model, mesh)
+    return sharded(blocks_compiled(model, compiled), mesh)
+
+
+def fsdp_loss(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """The same with the loss compiled, too, as torchtitan has it."""
+    return sharded(blocks_and_loss(model, compiled), mesh)
 
 
 def fsdp_checkpoint(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
@@ -58,6 +68,17 @@ def fsdp_checkpoint(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wr
     for block in blocks(model):
         block.forward = compiled(checkpointed(block.forward))
     return sharded(model, mesh)
+
+
+def blocks_compiled(model: nn.Module, compiled: Compile) -> nn.Module:
+    for block in blocks(model):
+        block.forward = compiled(block.forward)
+    return model
+
+
+def blocks_and_loss(model: nn.Module, compiled: Compile) -> nn.Module:
+    model.loss_function = compiled(model.loss_function)  # a property of transformers' models
+    return blocks_compiled(model, compiled)
 
 
 def checkpointed(forward: Callable) -> Callable:
@@ -76,8 +97,10 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 WRAPPINGS: dict[str, Callable[[nn.Module, DeviceMesh, Compile], Wrapped]] = {
     "alone": alone,
+    "alone-blocks": alone_blocks,
     "ddp": ddp,
     "fsdp": fsdp,
     "fsdp-blocks": fsdp_blocks,
+    "fsdp-loss": fsdp_loss,
     "fsdp-checkpoint": fsdp_checkpoint,
 }
