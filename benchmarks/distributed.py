@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ranks", type=positive, default=gpus or 2, help="processes (default: all)"
     )
+    parser.add_argument("--batch", type=positive, help="of a rank")
     parser.add_argument("--layers", type=positive, help="of each model")
     parser.add_argument("--steps", type=positive, default=200 if gpus else 5)
     parser.add_argument("--rounds", type=positive, default=7 if gpus else 2, help="turns of each")
@@ -68,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     jobs = []
     for name in args.model:
         size = SIZES[name] if gpus else ENTRIES[name].tiny
-        size = dataclasses.replace(size, layers=args.layers or size.layers)
+        layers, batch = args.layers or size.layers, args.batch or size.batch
+        size = dataclasses.replace(size, layers=layers, batch=batch)
         jobs += [(name, size, how) for how in args.how]
     device = torch.device("cuda" if gpus else "cpu")
     run = Run("distributed", machine(device, "benchmarks.distributed"))

@@ -201,7 +201,6 @@ CLOSE = {
         torch.softmax(scores(q, k) + x, -1)
     ),
     "two biases": lambda q, k, v, x: attend(scores(q, k) + x + x.mT, v),
-    "heads of v of another size": lambda q, k, v, x: attend(scores(q, k, 2.0), v[..., :8]),
 }
 
 

@@ -32,7 +32,7 @@ def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout
     if eager:
         contenders.append({"name": "eager", "losses": list(eager)})
     about = {"name": "gpt2", "layers": 2, "width": 64, "world": 2, "wrapping": how, "steps": 2}
-    about["dropout"] = dropout
+    about |= {"dropout": dropout, "batch": 16}
     return about | {"noise": 0.01, "contenders": contenders}
 
 
@@ -50,7 +50,8 @@ def test_the_share_of_the_gain_that_one_gpu_has():
     another = row(ms=(12.0, 10.0), how="alone") | {"name": "llama"}
     slower = row(ms=(9.0, 10.0), how="alone")
     more = row(ms=(12.0, 10.0), how="alone") | {"world": 4}
-    for other in (another, slower, more):
+    larger = row(ms=(12.0, 10.0), how="alone") | {"batch": 48}
+    for other in (another, slower, more, larger):
         assert "| 1.050 | 1.0% |  |" in table([other, spread]).splitlines()[-1]
 
 

@@ -51,6 +51,22 @@ def test_a_bound_promises_much_where_scores_are_written_to_memory_or_half_is_mas
     assert 1.15 < one.gain < 2 and hand.gain > 2.5
 
 
+def test_the_mask_of_attention_is_read():
+    """As in the windows of Swin, where it is larger than q."""
+
+    def windows(q, table, mask):
+        repeated = mask[None, :, None].expand(64, -1, -1, -1, -1).reshape(-1, 1, 49, 49)
+        return F.scaled_dot_product_attention(q, q, q, table[None] + repeated)
+
+    sizes = (4096, 3, 49, 32), (3, 49, 49), (64, 49, 49)
+    inputs = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+    (one,) = bounds_of(windows, *inputs, only="attention")
+    given = torch.empty(4096, 3, 49, 49, dtype=torch.bfloat16, device="meta")
+    fn = lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask)  # noqa: E731
+    (other,) = bounds_of(fn, inputs[0], given, only="attention")
+    assert abs(other.plain / one.plain - 1) < 1e-2  # as where it is an input
+
+
 @pytest.mark.parametrize("gather", [lambda i, w: F.embedding(i, w), lambda i, w: w[i]])
 @pytest.mark.parametrize(
     "trained, n, heads, much",

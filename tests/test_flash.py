@@ -91,7 +91,7 @@ def check(q, k, v, masking=None, config=SMALL, needs=NEEDS, factor=1):
     more = {"bias": masking.bias, "sinks": masking.sinks}
     more = {n: None if t is None else exact(t).requires_grad_() for n, t in more.items()}
     want = formula(*leaves, masking._replace(**more))
-    assert out.dtype == q.dtype and out.shape == q.shape
+    assert out.dtype == q.dtype and out.shape == (*q.shape[:3], v.shape[3])
     assert distance(out, want) <= factor * 2 * CLOSE[q.dtype]
     do = randn(*out.shape, dtype=q.dtype)
     wanted = dict(zip("qkv", leaves, strict=True)) | more
@@ -115,8 +115,9 @@ def check(q, k, v, masking=None, config=SMALL, needs=NEEDS, factor=1):
     return out
 
 
-def qkv(n, m, d, h=2, kv=None, b=2, dtype=torch.float32):
-    return randn(b, h, n, d, dtype=dtype), *(randn(b, kv or h, m, d, dtype=dtype) for _ in "kv")
+def qkv(n, m, d, h=2, kv=None, b=2, dtype=torch.float32, e=None):
+    sizes = (h, n, d), (kv or h, m, d), (kv or h, m, e or d)
+    return tuple(randn(b, *size, dtype=dtype) for size in sizes)
 
 
 def dropout(p):
@@ -438,7 +439,10 @@ def test_refusals():
     assert "heads of 8" in refusal(*(t[..., :8] for t in (q, k, v)))
     assert "16 to 256" in refusal(*qkv(4, 6, 512))
     assert "4 heads of q for 3" in refusal(*qkv(4, 6, 16, h=4, kv=3))
-    assert "of v have another size" in refusal(q, k, v[..., :8])
+    assert refusal(*qkv(4, 6, 24, e=16)) is None
+    assert "heads of 8" in refusal(q, k, v[..., :8])
+    assert "q and k differ in size" in refusal(q, k[..., :8], v)
+    assert "exceed the registers" in refusal(*qkv(4, 6, 64, e=192))
     assert "apart" in refusal(q, k.mT.contiguous().mT, v)
     assert "does not broadcast" in refusal(q, k, v, bias=randn(3, 6))
     assert "not positive" in refusal(q, k, v, scale=-1.0)

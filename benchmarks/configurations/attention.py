@@ -1,10 +1,10 @@
 """The configurations of the flash attention kernels that are worth timing, and SDPA beside them.
 For benchmarks.sweep.
 
-A piece of work says how many operations it is: 4·b·h·n·m·d forward, 2.5 times as many backward, of
-those scores alone that the mask leaves: half of them where it is causal or half of the keys are
-padding. GFLOP / ms are TFLOP/s. SDPA has the same mask: as an argument of it where it is causal,
-else dense, as models make it.
+A piece of work says how many operations it is: 2·b·h·n·m·(d + e) forward, 2.5 times as many
+backward (a little more where d is not e), of those scores alone that the mask leaves: half of them
+where it is causal or half of the keys are padding. GFLOP / ms are TFLOP/s. SDPA has the same mask:
+as an argument of it where it is causal, else dense, as models make it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,28 @@ DROPOUT = [
     for size in (SHORT_64, MIDDLE_128)
     for mask in (dict(padded=1), dict(bias=1))
 ]
-# Queries and keys a block, warps and stages, for heads of 64 and of 128, to be timed beside the
-# kernels' own choice.
+LATENT = [((4, 16, 4096, 192), dict(e=128, causal=1))]
+# Queries and keys a block, warps and stages, to be timed beside the kernels' own choice, for heads
+# of 64, of 128, and of 192 with values of 128.
 FORWARD = {
     64: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)],
     128: [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 3)],
+    192: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)],
 }
 KEYS = {
     64: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)],
     128: [(32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (32, 128, 8, 3)],
+    192: [(64, 64, 8, 2), (64, 64, 8, 1), (64, 32, 8, 2), (32, 32, 8, 1)],
 }
-QUERIES = {64: [(128, 64, 4, 3), (64, 64, 4, 3)], 128: [(128, 32, 8, 3), (128, 64, 8, 3)]}
+QUERIES = {
+    64: [(128, 64, 4, 3), (64, 64, 4, 3)],
+    128: [(128, 32, 8, 3), (128, 64, 8, 3)],
+    192: [(128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2)],
+}
 
 
 def candidates(own: dict, others: dict[int, list], d: int) -> list[dict]:
-    found = [flash.config_of(*sizes) for sizes in others[64 if d <= 64 else 128]]
+    found = [flash.config_of(*sizes) for sizes in others[min(size for size in others if d <= size)]]
     return [own, *(config for config in found if config != own)]
 
 
@@ -77,11 +84,13 @@ def calls(work: list, device) -> Iterator[Call]:
 
     for size, kind in work:
         if not torch.cuda.is_available():  # the same masks for the interpreter
-            size, kind = (1, 2, 40, 16), kind | (dict(window=9) if "window" in kind else {})
+            small = dict(window=9, e=24)
+            size, kind = (1, 2, 40, 16), {name: small.get(name, x) for name, x in kind.items()}
         b, h, n, d = size
+        e = kind.get("e", d)
         q, k, v, *rest = masked_attention.inputs_fn(tensor, b, h, n, d, **kind)
-        masking, do = masking_of(*rest), tensor(b, n, h, d).transpose(1, 2)
-        gflop = 4e-9 * b * h * n * n * d * attended(dict(n=n) | kind)
+        masking, do = masking_of(*rest), tensor(b, n, h, e).transpose(1, 2)
+        gflop = 2e-9 * b * h * n * n * (d + e) * attended(dict(n=n) | kind)
         name = " ".join(f"{word} {number}" if number > 1 else word for word, number in kind.items())
         name = f"{name} B{b} H{h} S{n} D{d}"
         run, leaves = library(q, k, v, masking)
@@ -93,12 +102,12 @@ def calls(work: list, device) -> Iterator[Call]:
             else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
         )
         title = f"flash forward {name} ({gflop:.1f} GFLOP)"
-        for config in candidates(flash.config_for(q, masking), FORWARD, d):
+        for config in candidates(flash.config_for(q, v, masking), FORWARD, d):
             call = functools.partial(forward, q, k, v, masking, config)
             yield Call(title, words(config), checked(call, words(config), want))
         yield Call(title, "SDPA", run)
         args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
-        own = by_keys, by_queries = flash_backward.configs_for(q, masking)
+        own = by_keys, by_queries = flash_backward.configs_for(q, v, masking)
         for part, needs, times, configs in (
             ("keys", ("k", "v"), 2, candidates(by_keys, KEYS, d)),
             ("queries", ("q",), 1.5, candidates(by_queries, QUERIES, d)),
@@ -175,6 +184,11 @@ def attention(device):
 def attention_wide(device):
     """Heads of 128 with a window, a bias or padding; heads of 64 with a window."""
     return calls(WIDE, device)
+
+
+def attention_latent(device):
+    """Heads of 192 with values of 128."""
+    return calls(LATENT, device)
 
 
 def attention_dropout(device):

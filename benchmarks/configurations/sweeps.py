@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from benchmarks.configurations.attention import attention, attention_dropout, attention_wide
+from benchmarks.configurations.attention import (
+    attention,
+    attention_dropout,
+    attention_latent,
+    attention_wide,
+)
 from benchmarks.configurations.channels import by_channels, group_norms
 from benchmarks.configurations.elementwise import elementwise, integers
 from benchmarks.configurations.modulated import modulated_norms
@@ -47,5 +52,6 @@ SWEEPS = {
     "modulated_norm": modulated_norms,
     "norm_rotary": norm_rotaries,
     "attention_wide": attention_wide,
+    "attention_latent": attention_latent,
     "attention_dropout": attention_dropout,
 }

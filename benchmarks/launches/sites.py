@@ -155,6 +155,14 @@ CASES = [
     ("masked_attention", dict(b=4, h=32, n=2048, d=64, window=256), torch.float16, True),
     ("masked_attention", dict(b=2, h=64, n=4096, d=64, window=128, sinks=1), HALF, True),
     ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1, sinks=1), HALF, True),
+    ("masked_attention", dict(b=2, h=32, n=4096, d=192, e=128, causal=1), HALF, True),
+    ("masked_attention", dict(b=2, h=64, n=4096, d=192, e=128, window=128, sinks=1), HALF, True),
+    ("masked_attention", dict(b=2, h=32, n=4096, d=96, e=64, causal=1, padded=1), HALF, True),
+    *(
+        ("masked_attention", dict(b=2, h=16, n=2048, d=192, e=128) | mask, HALF, True)
+        for mask in (*MASKS, dict(bias=1, padded=1), dict(drop=1), dict(bias=1, drop=1))
+    ),
+    ("masked_attention", dict(b=2, h=16, n=2048, d=96, e=64, causal=1), FULL, True),
     ("masked_attention", dict(b=4096, h=3, n=49, d=32, bias=1), HALF, True),
     ("masked_attention", dict(b=4096, h=3, n=49, d=32, bias=1, windows=64), HALF, True),
     *(

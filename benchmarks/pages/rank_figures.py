@@ -42,12 +42,12 @@ def astray(row: dict) -> bool:
 
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
-    measured and gains: in the row of the same model and number of ranks that is "alone", or
+    measured and gains: in the row of the same model, batch and number of ranks that is "alone", or
     "alone-blocks" where the blocks and the loss are compiled.
     """
     how = row["wrapping"]
     other = COMPILED_ALIKE.get(how, ALONE)
-    same = ("name", "world")
+    same = ("name", "world", "batch")
     ones = (one for one in rows if one["wrapping"] == other)
     alone = next((one for one in ones if all(one[key] == row[key] for key in same)), None)
     if how in (ALONE, BLOCKS) or alone is None or ratio(alone) <= 1:
@@ -72,7 +72,7 @@ def table(rows: list[dict]) -> str:
 def cells(row: dict, left: float | None) -> list[str]:
     plain, ours = both = row["contenders"][:2]
     found = [
-        f"{row['name']} ({row['layers']} layers, width {row['width']})",
+        f"{row['name']} ({row['layers']} layers, width {row['width']}, batch {row['batch']})",
         row["world"],
         row["wrapping"],
         *(f"{one['step']['median']:.2f}" for one in both),

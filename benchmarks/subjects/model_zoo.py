@@ -87,6 +87,7 @@ GPT2_MEDIUM = Size(16, 1024, 12, 1024, 16, 4096, 50257)
 BERT_LARGE = Size(32, 512, 12, 1024, 16, 4096, 30522)
 VIT_L = Size(128, 197, 12, 1024, 16, 4096, 1000)
 TINY = Size(2, 16, 2, 64, 4, 128, 128, kv=2, patch=8, image=32)
+TINY_ALIKE = dataclasses.replace(TINY, kv=TINY.heads)
 ALL = (INFER, TRAIN, DECODE)
 head_dim, experts = (lambda size: size.head), (lambda size: 8 if size.width > 512 else 2)
 ENTRIES = {
@@ -140,6 +141,24 @@ ENTRIES = {
         ),
         Size(2, 4096, 4, 2048, 32, 2048, 201088, kv=4),
         TINY,
+    ),
+    "deepseek": Entry(  # latent attention: values of two thirds of the size of queries and keys
+        decoder(
+            "DeepseekV3",
+            q_lora_rank=None,
+            kv_lora_rank=lambda size: 4 * size.head,
+            qk_nope_head_dim=head_dim,
+            qk_rope_head_dim=lambda size: size.head // 2,
+            v_head_dim=head_dim,
+            moe_intermediate_size=lambda size: size.inner // 4,
+            first_k_dense_replace=1,
+            n_routed_experts=experts,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+        ),
+        Size(2, 4096, 4, 2048, 16, 7168, 102400),
+        TINY_ALIKE,
     ),
     "gpt2": Entry(
         hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM, TINY, ALL

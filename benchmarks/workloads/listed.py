@@ -144,6 +144,9 @@ WORK = [
             # full and sliding layers of gpt-oss
             (1, 64, 4096, 64, dict(window=4096, hand=1, sinks=1)),
             (1, 64, 4096, 64, dict(window=128, hand=1, sinks=1)),
+            # DeepSeek-V2-Lite, and sliding layers of MiMo-V2
+            (4, 16, 4096, 192, dict(e=128, window=4096)),
+            (1, 64, 4096, 192, dict(e=128, window=128, hand=1, sinks=1)),
             (32, 16, 512, 64, dict(padded=1, drop=1)),
             (32, 16, 512, 64, dict(bias=1, drop=1)),
             (8, 16, 2048, 128, dict(padded=1, drop=1)),
@@ -268,6 +271,7 @@ SMALL = [
     ),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9, hand=1, sinks=1), F32, train=True),
+    Work("attention", dict(b=2, h=2, n=40, d=24, e=16, window=40), F32, train=True),
     Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),
     Work("patch_embedding", dict(b=2, c=3, n=11, p=4, o=10), F32, train=True),
     Work("gated_linear", dict(m=64, k=64, n=64), F32),

@@ -133,7 +133,9 @@ class Work(NamedTuple):
     def flops(self) -> int:
         if self.pattern == "attention":
             b, h, n, d = (self.case[name] for name in "bhnd")
-            return int(4 * b * h * n * n * d * attended(self.case) * (3.5 if self.train else 1))
+            e = self.case.get("e", d)
+            size = 8 * d + 6 * e if self.train else 2 * d + 2 * e  # of seven products, or of two
+            return int(b * h * n * n * size * attended(self.case))
         from benchmarks.measure.counting import operations
 
         return operations(self.function, self.arguments(torch.device("meta")), self.train)

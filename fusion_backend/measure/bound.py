@@ -68,8 +68,8 @@ class Bound:
 
 def bound(d: Decision) -> Bound:
     """The bound of the forward, and in training that of the gradient of a gather. The result of a
-    library call inside the site is written to memory and read again; Inductor may fuse everything
-    else.
+    library call inside the site is written to memory and read again, and the mask of attention is
+    read, which other calls may share; Inductor may fuse everything else.
     """
     nodes = [*d.match.interior, *d.match.roots]
     calls = [n for n in nodes if library_call(name_of(n))]
@@ -79,7 +79,8 @@ def bound(d: Decision) -> Bound:
     attention = sum(OPERATION * operations(n) for n in calls if name_of(n) == ATTENTION)
     other = sum(multiplying(n) for n in calls if name_of(n) != ATTENTION)
     plain = given + sum(map(size, results)) + between + LAUNCH * max(1, len(calls))
-    plain += attention + other
+    masks = [n for n in map(mask_of, calls) if n in d.match.interior]
+    plain += attention + other + sum(size(n.meta["val"]) for n in masks)
     read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
     written = [v for i, v in enumerate(results) if i not in d.call.unread]
     half = 0.5 if d.call.kwargs.get("is_causal") else 1.0  # of the products, above the diagonal
@@ -167,6 +168,13 @@ def waiting(n: fx.Node) -> float:
         return 0.0
     added, addresses = (math.prod(map(float, shape)) for shape in shapes)
     return added if addresses <= ADDRESSES and added >= MANY * addresses else 0.0
+
+
+def mask_of(call: fx.Node) -> fx.Node | None:
+    """The mask of a call of attention."""
+    if name_of(call) != ATTENTION:
+        return None
+    return call.args[3] if len(call.args) > 3 else call.kwargs.get("attn_mask")
 
 
 def operations(attention: fx.Node) -> float:

@@ -113,11 +113,12 @@ def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p)
 
 
 def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
-    d, heads, kv_heads = (number(size) for size in (q.shape[3], q.shape[1], k.shape[1]))
-    if dynamic(d) or not 16 <= d <= 256:
-        return Reject(f"heads of {d}; the kernel takes 16 to 256")
-    if q.dtype == torch.float32 and d > 128:
-        return Reject(f"heads of {d} in fp32 exceed the registers")
+    heads, kv_heads = (number(size) for size in (q.shape[1], k.shape[1]))
+    for d in (number(q.shape[3]), number(v.shape[3])):
+        if dynamic(d) or not 16 <= d <= 256:
+            return Reject(f"heads of {d}; the kernel takes 16 to 256")
+        if q.dtype == torch.float32 and d > 128:
+            return Reject(f"heads of {d} in fp32 exceed the registers")
     if dynamic(heads) or dynamic(kv_heads) or heads % kv_heads:
         return Reject(f"{heads} heads of q for {kv_heads} of k and v")
     for name, t in dict(q=q, k=k, v=v).items():
@@ -176,9 +177,10 @@ def broadcasts(t: Tensor, full: tuple) -> bool:
 
 
 @masked_attention.worthwhile
-def _(q, keep, cap, p):
+def _(q, v, keep, cap, p):
     d = number(q.shape[3])
     measured = keep is None and d in (64, 128) and q.element_size() == 2
+    measured = measured and same_sizes(q.shape[3:], v.shape[3:])
     measured = measured and (cap is None or (d == 128 and p is None))
     if not measured or statically_known_true(q.numel() < 1 << 23):
         return UNMEASURED
@@ -209,9 +211,10 @@ def _(saved, do):
     dict(b=2, h=2, n=40, d=16, causal=1), dict(b=32, h=16, n=512, d=64, bias=1)
 )
 def _(
-    tensor, b, h, n, d, causal=0, window=0, bias=0, sinks=0, windows=0, dense=0, padded=0, drop=0
-):
-    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    tensor, b, h, n, d, e=0, causal=0, window=0, bias=0, sinks=0, windows=0, dense=0, padded=0,
+    drop=0,
+):  # fmt: skip
+    q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
     keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
     seed = torch.full((1,), 7, device=q.device) if drop else None
@@ -223,8 +226,8 @@ def _(
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
-    """What the fused kernels of SDPA do not take would fall back to computing the
-    scores in memory.
+    """What the fused kernels of SDPA do not take, and ours neither: SDPA would fall back to
+    computing the scores in memory.
     """
     if not q.dim() == k.dim() == v.dim() == 4:
         return Reject(
@@ -235,5 +238,5 @@ def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
         same_sizes(q.shape[:outer], k.shape[:outer]) and same_sizes(k.shape[:-1], v.shape[:-1])
     ):
         return Reject("q, k and v differ in batch, heads or length")
-    if not (same_sizes(q.shape[-1:], v.shape[-1:]) and same_sizes(q.shape[-1:], k.shape[-1:])):
-        return Reject("the heads of v have another size")
+    if not same_sizes(q.shape[-1:], k.shape[-1:]):
+        return Reject("the heads of q and k differ in size")

@@ -1,19 +1,21 @@
 """Scaled dot-product attention: softmax(scale · q kᵀ + mask) v over the last two dimensions.
 
-q is `[..., h, n, d]`, k and v `[..., h, m, d]`, or with fewer heads (heads = grouped), each of
-which serves several of q. One of: an additive mask, or two (`mask` and `bias`), or one with a
-`fill` for what a boolean `keep` does not keep; `keep` alone, where a row with nothing kept gives 0;
-a causal mask. Before the masks the scores may be capped: cap · tanh(scores / cap). With `windows`,
-`[w, n, m]`, and at most one additive mask, batch i has the mask of i modulo w as well: the shifted
-windows of Swin. With `sinks`, which broadcasts to `[..., h, n, 1]`, each row of the softmax has one
-score more, whose weight is dropped. Dropout of the probabilities with p. Source: Vaswani et al.
-2017; the cap: Gemma 2, 2024; learned sinks: gpt-oss, 2025; shifted windows: Liu et al. 2021.
+q is `[..., h, n, d]`, k `[..., h, m, d]` and v `[..., h, m, e]`, or k and v with fewer heads (heads
+= grouped), each of which serves several of q. One of: an additive mask, or two (`mask` and `bias`),
+or one with a `fill` for what a boolean `keep` does not keep; `keep` alone, where a row with nothing
+kept gives 0; a causal mask. Before the masks the scores may be capped: cap · tanh(scores / cap).
+With `windows`, `[w, n, m]`, and at most one additive mask, batch i has the mask of i modulo w as
+well: the shifted windows of Swin. With `sinks`, which broadcasts to `[..., h, n, 1]`, each row of
+the softmax has one score more, whose weight is dropped. Dropout of the probabilities with p.
+Source: Vaswani et al. 2017; the cap: Gemma 2, 2024; learned sinks: gpt-oss, 2025; shifted windows:
+Liu et al. 2021.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
-of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
-bands, vectors over the keys, dense masks and biases without the scores in memory. Its dropout is of
-a new seed at each call, and not with the bits of eager or plain Inductor.
+of k and v. With a cap, sinks, windows, any other mask, or values of another size than queries and
+keys, as in DeepSeek's latent attention, it becomes masked_attention, which reads bands, vectors
+over the keys, dense masks and biases without the scores in memory. Its dropout is of a new seed at
+each call, and not with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject, Replacement
-from fusion_backend.kernels.common.inputs import dynamic, reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.inputs import (
+    dynamic,
+    reject_dtypes,
+    reject_dynamic,
+    same_sizes,
+)
 from fusion_backend.kernels.common.launch import on_gpu
 
 
@@ -132,6 +139,7 @@ def _(
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
     simple = simple and all(x is None for x in (cap, sinks, windows))
+    simple = simple and same_sizes(q.shape[-1:], v.shape[-1:])
     if not simple or any(m.added is not None for m in known.values()):
         options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
         return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
@@ -167,6 +175,8 @@ def masked(
     more = () if cap is None else (f"capped at {cap:g}",)
     more += () if sinks is None else ("with sinks",)
     more += () if windows is None else (f"masks of {windows.shape[0]} windows",)
+    if not same_sizes(q.shape[-1:], v.shape[-1:]):
+        more += (f"heads of {q.shape[-1]} with values of {v.shape[-1]}",)
     why = why or "; ".join((*map(str, known.values()), *more))
     layout = layout_of(known, q, k, tensors, fill, training, sinks is not None)
     visible, biases = layout.visible, layout.biases
@@ -251,13 +261,15 @@ def _(q, k, v, mask, fill, cap, scale, p):
 
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
-def _(tensor, b, h, n, d, causal=0, bias=0, padded=0, window=0, cap=0, sinks=0, drop=0, hand=0):
+def _(
+    tensor, b, h, n, d, e=0, causal=0, bias=0, padded=0, window=0, cap=0, sinks=0, drop=0, hand=0
+):
     rows, images = tensor(1, h, 1, 1), tensor(2, n, n)
     if not (causal or bias or padded or window):  # one head for all of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         masks = tensor(n, n), tensor(n, n), tensor(n, n) > -1
         return q, k, v, *masks, -1e9, 30.0, rows, images, d**-0.5, 0.1, "same", "full"
-    q, k, v = (tensor(b, n, h, d).transpose(1, 2) for _ in "qkv")
+    q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     seen = torch.arange(n, device=q.device) < n // 2
     keep = seen.expand(b, 1, 1, n).contiguous() if padded else None
     mask = tensor(1, h, n, n) if bias else None

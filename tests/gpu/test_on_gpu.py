@@ -155,7 +155,7 @@ class Gated(nn.Module):
 
 MODULES = {
     "layer_norm": lambda: nn.LayerNorm(1024),
-    "gated_linear": lambda: Gated(1024, 4096),
+    "gated_mlp": lambda: nn.Sequential(*(Gated(1024, 4096) for _ in range(4))),
     "all_five": lambda: AllFive(1024, 4096),
 }
 

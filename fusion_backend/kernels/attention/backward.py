@@ -20,66 +20,68 @@ from fusion_backend.kernels.attention.backward_keys import keys_gradients
 from fusion_backend.kernels.attention.backward_queries import queries_gradient
 from fusion_backend.kernels.attention.forward import (
     LOG2E,
-    by_head,
+    column_of,
     config_of,
     constants_of,
     kind_of,
     narrow,
 )
 from fusion_backend.kernels.attention.masking import Masking, mask_arguments, shape_of
-from fusion_backend.kernels.common.inputs import number, same_sizes
+from fusion_backend.kernels.common.inputs import same_sizes
 
 # As FORWARD in forward.py: KEYS for dk and dv, QUERIES for dq.
 KEYS = {
-    "plain": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
-    "keys": ((32, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
-    "dropout": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1)),
-    "dense": ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1)),
-    "dense keys": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),  # BM=64 would spill
-    "dense dropout": ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1)),
+    "plain": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1), (32, 64, 8, 2)),
+    "keys": ((32, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1), (32, 64, 8, 2)),
+    "dropout": ((64, 64, 4, 3), (32, 64, 4, 3), (32, 32, 8, 1), (32, 64, 8, 2)),
+    "dense": ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1), (32, 64, 8, 2)),
+    # BM=64 would spill
+    "dense keys": ((32, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1), (32, 64, 8, 2)),
+    "dense dropout": ((64, 64, 4, 2), (32, 64, 4, 3), (32, 32, 8, 1), (32, 64, 8, 2)),
 }
 QUERIES = {
-    "plain": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
-    "keys": ((64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
-    "dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
-    "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 2)),
-    "dense keys": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2)),
-    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 2)),
+    "plain": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2), (128, 64, 8, 2)),
+    "keys": ((64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2), (128, 64, 8, 2)),
+    "dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2), (64, 32, 8, 2)),
+    "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 2), (64, 32, 8, 2)),
+    "dense keys": ((128, 64, 8, 3), (128, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)),
+    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (32, 32, 8, 2), (64, 32, 8, 2)),
 }
-BIAS = (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)  # for the gradient of a bias that broadcasts
+# For the gradient of a bias that broadcasts.
+BIAS = (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2)
 
 
-def keys_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
+def keys_config(column: int, itemsize: int, kind: str, small: bool = False) -> dict:
     """For dk and dv, as forward_config in forward.py. small: the band is narrow."""
     if itemsize == 4:
         return config_of(16, 32, 8, 1)
-    if d <= 64 and small and kind == "plain":
+    if column == 0 and small and kind == "plain":
         return config_of(32, 64, 4, 3)
-    return config_of(*by_head(KEYS, kind, d))
+    return config_of(*KEYS[kind][column])
 
 
-def queries_config(d: int, itemsize: int, kind: str, small: bool = False) -> dict:
+def queries_config(column: int, itemsize: int, kind: str, small: bool = False) -> dict:
     """For dq, as keys_config."""
     if itemsize == 4:
-        return config_of(32, 32 if kind == "dense" and d <= 64 else 16, 8, 1)  # or it spills
-    if d <= 64 and small and kind == "plain":  # BM=128 is no faster where nothing is hidden
+        return config_of(32, 32 if kind == "dense" and column == 0 else 16, 8, 1)  # or it spills
+    if column == 0 and small and kind == "plain":  # BM=128 is no faster where nothing is hidden
         return config_of(64, 64, 4, 3)
-    return config_of(*by_head(QUERIES, kind, d))
+    return config_of(*QUERIES[kind][column])
 
 
-def bias_config(q: Tensor, by_queries: dict) -> dict:
+def bias_config(q: Tensor, v: Tensor, by_queries: dict) -> dict:
     """For the gradient of a bias that broadcasts."""
-    d = number(q.shape[3])
+    column = column_of(q, v)
     if q.element_size() == 4:
         return by_queries
-    if d <= 128 and statically_known_true(q.shape[2] <= 64):
-        return config_of(64, 64, 4 if d <= 64 else 8, 2)
-    return config_of(*BIAS[(d > 64) + (d > 128)])
+    if column < 2 and statically_known_true(q.shape[2] <= 64):
+        return config_of(64, 64, 8 if column else 4, 2)
+    return config_of(*BIAS[column])
 
 
-def configs_for(q: Tensor, masking: Masking) -> tuple[dict, dict]:
+def configs_for(q: Tensor, v: Tensor, masking: Masking) -> tuple[dict, dict]:
     """The configurations of the kernels for dk and dv, and for dq."""
-    what = number(q.shape[3]), q.element_size(), kind_of(masking)
+    what = column_of(q, v), q.element_size(), kind_of(masking)
     small = narrow(masking)
     return keys_config(*what, small), queries_config(*what, small)
 
@@ -91,13 +93,13 @@ def backward(
     """dq, dk, dv and the gradients of bias and sinks, or None for what nobody needs: `needs` has
     "q", "k", "v", "bias" and "sinks".
 
-    q, k and v as in the forward, out and lse what it gave; do `[b, h, n, d]` of q's dtype, copied
+    q, k and v as in the forward, out and lse what it gave; do `[b, h, n, e]` of q's dtype, copied
     where its last stride is not 1. dq, dk and dv have the dtypes and shapes of q, k and v, and lie
     in memory as they do; the gradients of bias and sinks have their dtypes and shapes.
     """
-    by_keys, by_queries = configs or configs_for(q, masking)
+    by_keys, by_queries = configs or configs_for(q, v, masking)
     do = do if statically_known_true(do.stride(-1) == 1) else do.contiguous()
-    masks, constants = mask_arguments(q, k, masking), constants_of(q, masking)
+    masks, constants = mask_arguments(q, k, masking), constants_of(q, v, masking)
     read = Operands(q, k, v, do, lse, row_sums(out, do, constants), masks, constants)
     dq, dk, dv, db = None, None, None, None
     if needs["k"] or needs["v"]:
@@ -110,7 +112,7 @@ def backward(
     if needs["q"] or unshared:
         dq = queries_gradient(read, db, by_queries)
     if of_bias and not unshared:
-        db = bias_gradient(read, *summed_scores(q, k, masking.bias), bias_config(q, by_queries))
+        db = bias_gradient(read, *summed_scores(q, k, masking.bias), bias_config(q, v, by_queries))
     if db is not None:
         db = db.sum_to_size(shape_of(masking.bias)).view(masking.bias.shape).to(masking.bias.dtype)
     of_sinks = masking.sinks is not None and needs["sinks"]

@@ -51,7 +51,7 @@ def parts_of(tiles, shared) -> int:
     return max(1, min(shared, PROGRAMS // max(tiles, 1)))
 
 
-# Operations: 4 b h n m d. Bytes: the bias and its gradient once; q, k, v and do come from L2.
+# Operations: 2 b h n m (d + e). Bytes: the bias and its gradient once; q, k, v and do come from L2.
 @triton.jit
 def flash_bias_kernel(
     Q, K, V, DO, LSE, SUMS, DB,
@@ -63,8 +63,8 @@ def flash_bias_kernel(
     batches, bias_batches, bias_heads, parts,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     pid, first, step = tl.program_id(0), 0, 1
     if parts is not None:
@@ -94,9 +94,9 @@ def flash_bias_kernel(
         k_rows = row_pointer(K, (k_batch, k_head, k_row), batch, head // group, j0)
         k = load_rows(k_rows, key, k_row, D, BD, UPCAST)
         v_rows = row_pointer(V, (v_batch, v_head, v_row), batch, head // group, j0)
-        v = load_rows(v_rows, key, v_row, D, BD, UPCAST)
+        v = load_rows(v_rows, key, v_row, E, BE, UPCAST)
         do_rows = row_pointer(DO, (do_batch, do_head, do_row), batch, head, i0)
-        do = load_rows(do_rows, query, do_row, D, BD, UPCAST)
+        do = load_rows(do_rows, query, do_row, E, BE, UPCAST)
         before = (batch * heads + head) * n
         lse, inverse = saved_of_rows(LSE, before, i0 + query, n, BIAS)
         sums = tl.load(SUMS + before + (i0 + query))

@@ -24,8 +24,8 @@ class Operands(NamedTuple):
 
     q: Tensor  # [b, h, n, d]
     k: Tensor  # [b, h / group, m, d]
-    v: Tensor  # [b, h / group, m, d]
-    do: Tensor  # [b, h, n, d]
+    v: Tensor  # [b, h / group, m, e]
+    do: Tensor  # [b, h, n, e]
     lse: Tensor  # as the forward saves it
     sums: Tensor  # [b, h, n], rowsum(do · out) in fp32
     masks: MaskArguments
@@ -51,7 +51,7 @@ def empty_like_in_memory(t: Tensor) -> Tensor:
 
 
 def row_sums(out: Tensor, do: Tensor, constants: dict) -> Tensor:
-    """rowsum(do · out) `[b, h, n]` in fp32, of out and do `[b, h, n, d]` with any strides but the
+    """rowsum(do · out) `[b, h, n]` in fp32, of out and do `[b, h, n, e]` with any strides but the
     last, which is 1.
 
     Grid: blocks of 64 rows of all heads and batches.
@@ -61,7 +61,7 @@ def row_sums(out: Tensor, do: Tensor, constants: dict) -> Tensor:
     launch(
         row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h,
         *row_strides(out), *row_strides(do),
-        D=constants["D"], BD=constants["BD"], BM=64, num_warps=4,
+        E=constants["E"], BE=constants["BE"], BM=64, num_warps=4,
     )  # fmt: skip
     return sums
 
@@ -70,15 +70,15 @@ def row_sums(out: Tensor, do: Tensor, constants: dict) -> Tensor:
 @triton.jit
 def row_sums_kernel(
     OUT, DO, SUMS, n, heads, out_batch, out_head, out_row, do_batch, do_head, do_row,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i0, head, batch = program_block(n, heads, BM)
-    row, d = tl.arange(0, BM)[:, None], tl.arange(0, BD)[None, :]
-    keep = (row < n - i0) & (d < D)
+    row, e = tl.arange(0, BM)[:, None], tl.arange(0, BE)[None, :]
+    keep = (row < n - i0) & (e < E)
     OUT = row_pointer(OUT, (out_batch, out_head, out_row), batch, head, i0)
-    out = tl.load(OUT + row * out_row + d, keep, 0.0).to(tl.float32)
+    out = tl.load(OUT + row * out_row + e, keep, 0.0).to(tl.float32)
     DO = row_pointer(DO, (do_batch, do_head, do_row), batch, head, i0)
-    do = tl.load(DO + row * do_row + d, keep, 0.0).to(tl.float32)
+    do = tl.load(DO + row * do_row + e, keep, 0.0).to(tl.float32)
     at = SUMS + (batch * heads + head) * n + i0 + tl.arange(0, BM)
     tl.store(at, tl.sum(out * do, 1), tl.arange(0, BM) < n - i0)
 

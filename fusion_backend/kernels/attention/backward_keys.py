@@ -27,8 +27,8 @@ from fusion_backend.kernels.common.launch import launch
 
 
 def keys_gradients(operands: Operands, config: dict) -> tuple[Tensor, Tensor]:
-    """dk and dv `[b, h / group, m, d]`, in memory as k and v are. Grid: blocks of keys of all heads
-    of k and batches.
+    """dk `[b, h / group, m, d]` and dv `[b, h / group, m, e]`, in memory as k and v are. Grid:
+    blocks of keys of all heads of k and batches.
     """
     k, v = operands.k, operands.v
     (b, heads, m, _), dk, dv = k.shape, empty_like_in_memory(k), empty_like_in_memory(v)
@@ -40,8 +40,8 @@ def keys_gradients(operands: Operands, config: dict) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-# Operations: 8 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dk, dv and the masks
-# once.
+# Operations: 4 b h n m (d + e), of those keys that are seen. Bytes: q, k, v, do, dk, dv and the
+# masks once.
 @triton.jit
 def flash_keys_kernel(
     Q, K, V, DO, LSE, SUMS, DK, DV,
@@ -52,8 +52,8 @@ def flash_keys_kernel(
     do_batch, do_head, do_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # with a lower band the first have the most queries
     j0, kv_head, batch = program_block(m, heads // group, BN)
@@ -64,9 +64,9 @@ def flash_keys_kernel(
     K = row_pointer(K, (k_batch, k_head, k_row), batch, kv_head, j0)
     k = load_rows(K, inside, k_row, D, BD, UPCAST)
     V = row_pointer(V, (v_batch, v_head, v_row), batch, kv_head, j0)
-    v = load_rows(V, inside, v_row, D, BD, UPCAST)
+    v = load_rows(V, inside, v_row, E, BE, UPCAST)
     dk = tl.zeros([BN, BD], tl.float32)
-    dv = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BE], tl.float32)
     left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, SKIPS, BM, BN)
     for g in tl.range(0, group):
         head = kv_head * group + g
@@ -81,32 +81,31 @@ def flash_keys_kernel(
         for start in tl.range(begin, stop, BM):
             dk, dv = keys_step(
                 dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, start, j0, n,
-                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION,
-                False,
+                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST,
+                PRECISION, False,
             )  # fmt: skip
         for t in tl.range(0, partial_blocks(left, begin, stop, end, BM)):
             dk, dv = keys_step(
                 dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col,
                 partial_block(t, left, begin, stop, BM), j0, n,
-                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION,
-                True,
+                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST,
+                PRECISION, True,
             )  # fmt: skip
-    d = tl.arange(0, BD)[None, :]
-    keep = (col[:, None] < m - j0) & (d < D)
+    d, e, inside = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :], col[:, None] < m - j0
     if SEED is not None:
         dv *= RESCALE
     DK = row_pointer(DK, (dk_batch, dk_head, dk_row), batch, kv_head, j0)
-    tl.store(DK + col[:, None] * dk_row + d, dk * SCALE, keep)
+    tl.store(DK + col[:, None] * dk_row + d, dk * SCALE, inside & (d < D))
     DV = row_pointer(DV, (dv_batch, dv_head, dv_row), batch, kv_head, j0)
-    tl.store(DV + col[:, None] * dv_row + d, dv, keep)
+    tl.store(DV + col[:, None] * dv_row + e, dv, inside & (e < E))
 
 
 @triton.jit
 def keys_step(
     dk, dv, k, v, Q, DO, LSE, SUMS, before, masks, row, col, start, j0, n, q_row, do_row,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
-    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the queries of one block. Scores are transposed: [keys, queries]."""
     bias, keep, keys, band, seed, at = masks
@@ -115,7 +114,7 @@ def keys_step(
     Q += tl.cast(start, tl.int64) * q_row
     q = load_rows(Q, inside, q_row, D, dk.shape[1], UPCAST)
     DO += tl.cast(start, tl.int64) * do_row
-    do = load_rows(DO, inside, do_row, D, dk.shape[1], UPCAST)
+    do = load_rows(DO, inside, do_row, E, dv.shape[1], UPCAST)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     lse, inverse = saved_of_rows(LSE, before, start + inside, n, BIAS)
     if MASKED:

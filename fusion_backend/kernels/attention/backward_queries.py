@@ -40,7 +40,8 @@ def queries_gradient(operands: Operands, db: Tensor | None, config: dict) -> Ten
     return dq
 
 
-# Operations: 6 b h n m d, of those keys that are seen. Bytes: q, k, v, do, dq and the masks once.
+# Operations: 2 b h n m (2 d + e), of those keys that are seen. Bytes: q, k, v, do, dq and the masks
+# once.
 @triton.jit
 def flash_queries_kernel(
     Q, K, V, DO, LSE, SUMS, DQ, DB,
@@ -51,8 +52,8 @@ def flash_queries_kernel(
     do_batch, do_head, do_row, dq_batch, dq_head, dq_row, db_batch, db_head, db_row, db_col,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i0, head, batch = program_block(n, heads, BM, low)
     row, col = tl.arange(0, BM), tl.arange(0, BN)
@@ -71,7 +72,7 @@ def flash_queries_kernel(
     Q = row_pointer(Q, (q_batch, q_head, q_row), batch, head, i0)
     q = load_rows(Q, inside, q_row, D, BD, UPCAST)
     DO = row_pointer(DO, (do_batch, do_head, do_row), batch, head, i0)
-    do = load_rows(DO, inside, do_row, D, BD, UPCAST)
+    do = load_rows(DO, inside, do_row, E, BE, UPCAST)
     before = (batch * heads + head) * n
     lse, inverse = saved_of_rows(LSE, before, i0 + inside, n, BIAS)
     of_rows = lse, inverse, tl.load(SUMS + before + (i0 + inside))
@@ -80,7 +81,7 @@ def flash_queries_kernel(
     for start in tl.range(begin, stop, BN):
         dq, ds = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, False,
+            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, False,
         )  # fmt: skip
         if DB is not None:
             at = DB + row[:, None] * db_row + (start + col)[None, :] * db_col
@@ -89,7 +90,7 @@ def flash_queries_kernel(
         start = partial_block(t, left, begin, stop, BN)
         dq, ds = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, UPCAST, PRECISION, True,
+            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, True,
         )  # fmt: skip
         if DB is not None:
             within = (row[:, None] < n - i0) & (col[None, :] < m - start)
@@ -104,8 +105,8 @@ def flash_queries_kernel(
 def queries_step(
     dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
-    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sum with the keys of one block, and the gradient of its scores. of_rows: what
     saved_of_rows gives, and rowsum(do · out).
@@ -114,9 +115,9 @@ def queries_step(
     lse, inverse, sums = of_rows
     inside = tl.minimum(col, m - 1 - start) if MASKED else col
     K += tl.cast(start, tl.int64) * k_row
-    k = load_rows(K, inside, k_row, D, dq.shape[1], UPCAST)
+    k = load_rows(K, inside, k_row, D, q.shape[1], UPCAST)
     V += tl.cast(start, tl.int64) * v_row
-    v = load_rows(V, inside, v_row, D, dq.shape[1], UPCAST)
+    v = load_rows(V, inside, v_row, E, do.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, visible = probabilities(
         s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, start,

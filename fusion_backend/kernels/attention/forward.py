@@ -1,5 +1,6 @@
 """Attention without the scores in memory: softmax(scale · q kᵀ, masked) v, block by block of the
-keys. A sink is one score more in each row's sum.
+keys. A sink is one score more in each row's sum. The heads of v may have another size than those of
+q and k.
 
 Blocks that band or vector hide are not read, blocks that they leave whole are not masked. Scores
 and sums are in fp32, scores in base 2, but in base e where a bias is added: the least number of a
@@ -45,15 +46,15 @@ LOG2E = 1.4426950408889634
 LOWEST = -3.4028234663852886e38  # of fp32
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256
-# numbers of 16 bits, by the kind of mask. Up to 128 chosen by
-# benchmarks/results/sweep-attention.json, which has all but "dense keys".
+# numbers of 16 bits, and for heads of more than 128 with values of at most 128, by the kind of
+# mask. Up to 128 chosen by benchmarks/results/sweep-attention.json, which has all but "dense keys".
 FORWARD = {
-    "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    "dropout": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
-    "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    "dense keys": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
-    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2)),
+    "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+    "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+    "dropout": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+    "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
+    "dense keys": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
+    "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
 }
 
 
@@ -66,23 +67,26 @@ def kind_of(masking: Masking) -> str:
     return " ".join(filter(None, (dense, more))) or "plain"
 
 
-def by_head(table: dict[str, tuple], kind: str, d: int) -> tuple[int, ...]:
-    return table[kind][(d > 64) + (d > 128)]
+def column_of(q: Tensor, v: Tensor) -> int:
+    """Of a table of configurations, by the sizes of the heads."""
+    e = number(v.shape[3])
+    d = max(number(q.shape[3]), e)
+    return (d > 64) + (d > 128) + (d > 128 >= e)
 
 
 def config_of(bm: int, bn: int, warps: int, stages: int) -> dict:
     return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
 
 
-def forward_config(d: int, itemsize: int, kind: str, few: bool = False) -> dict:
-    """By the head size, the bytes of a number, the kind of mask, and whether queries are few or the
-    band narrow.
+def forward_config(column: int, itemsize: int, kind: str, few: bool = False) -> dict:
+    """By the sizes of the heads, the bytes of a number, the kind of mask, and whether queries are
+    few or the band narrow.
     """
     if itemsize == 4:
-        return config_of(32, 16 if "dropout" in kind and d > 64 else 32, 8, 1)
-    bm, bn, warps, stages = by_head(FORWARD, kind, d)
+        return config_of(32, 16 if "dropout" in kind and column > 0 else 32, 8, 1)
+    bm, bn, warps, stages = FORWARD[kind][column]
     if few and bm == 128:  # most of a large block would be hidden, or beyond the queries
-        bm, bn, warps = 64, min(bn, 64 if d <= 128 else 32), 4
+        bm, bn, warps = 64, min(bn, 32 if column == 2 else 64), 4
     return config_of(bm, bn, warps, stages)
 
 
@@ -92,25 +96,29 @@ def narrow(masking: Masking) -> bool:
     return low is not None and high is not None and statically_known_true(high - low < 2048)
 
 
-def config_for(q: Tensor, masking: Masking) -> dict:
-    """The configuration of the forward for q `[b, h, n, d]`."""
-    d, item, kind = number(q.shape[3]), q.element_size(), kind_of(masking)
+def config_for(q: Tensor, v: Tensor, masking: Masking) -> dict:
+    """The configuration of the forward for q `[b, h, n, d]` and v `[b, h / group, m, e]`."""
+    column, item, kind = column_of(q, v), q.element_size(), kind_of(masking)
     small = statically_known_true(q.shape[2] <= 64)
-    if small and item == 2 and d <= 32 and kind.startswith("dense"):
+    heads = max(number(q.shape[3]), number(v.shape[3]))
+    if small and item == 2 and heads <= 32 and kind.startswith("dense"):
         return config_of(64, 32, 4, 2)  # as in Swin's windows; with 64 keys it spills
-    return forward_config(d, item, kind, small or narrow(masking))
+    return forward_config(column, item, kind, small or narrow(masking))
 
 
-def constants_of(q: Tensor, masking: Masking) -> dict:
-    """The constants that all kernels take, but for the sizes of their blocks."""
-    d, base = number(q.shape[-1]), LOG2E if masking.bias is None else 1.0
+def constants_of(q: Tensor, v: Tensor, masking: Masking) -> dict:
+    """The constants that all kernels take, but for the sizes of their blocks: among them the head
+    sizes of q and k, D, and of v, E, and both as powers of two.
+    """
+    d, e, base = number(q.shape[-1]), number(v.shape[-1]), LOG2E if masking.bias is None else 1.0
     fills, p = masking.hidden == "fill", 0.0 if masking.dropout is None else masking.dropout.p
     return dict(
         SCALE=masking.scale, CAP=masking.cap,
         FILL=max(masking.fill * base, LOWEST) if fills else None,
         PADDED=masking.padded, SKIPS=hides_exactly(masking),
         THRESHOLD=threshold(p), RESCALE=scale(p),
-        D=d, BD=max(16, triton.next_power_of_2(d)), UPCAST=interpreted(flash_kernel),
+        D=d, BD=max(16, triton.next_power_of_2(d)), E=e, BE=max(16, triton.next_power_of_2(e)),
+        UPCAST=interpreted(flash_kernel),
         PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )  # fmt: skip
 
@@ -123,16 +131,17 @@ def row_strides(t: Tensor) -> tuple:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, masking: Masking, save: bool, config: dict | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The result `[b, h, n, d]` in q's dtype, heads last in memory, and the logarithm of each row's
+    """The result `[b, h, n, e]` in q's dtype, heads last in memory, and the logarithm of each row's
     sum `[b, h, n]` in fp32, with a bias its largest score and its sum `[b, h, 2, n]`; empty unless
     saved.
 
-    q is `[b, h, n, d]`, k and v `[b, h / group, m, d]`, d up to 256, all in fp32, bf16 or fp16, of
-    any strides but the last, which is 1. Grid: blocks of queries of all heads and batches.
+    q is `[b, h, n, d]`, k `[b, h / group, m, d]` and v `[b, h / group, m, e]`, d and e up to 256,
+    all in fp32, bf16 or fp16, of any strides but the last, which is 1. Grid: blocks of queries of
+    all heads and batches.
     """
-    b, h, n, d = q.shape
-    config = config or config_for(q, masking)
-    out = torch.empty((b, n, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
+    b, h, n, _ = q.shape
+    config = config or config_for(q, v, masking)
+    out = torch.empty((b, n, h, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)
     shape = (b, h, n) if masking.bias is None else (b, h, 2, n)
     lse = torch.empty(shape if save else (0,), dtype=torch.float32, device=q.device)
     masks = mask_arguments(q, k, masking)
@@ -141,12 +150,13 @@ def forward(
         q, k, v, out, lse if save else None, masking.sinks, *masks.flat(),
         *row_strides(q), *row_strides(k), *row_strides(v), *row_strides(out),
         *strides_of(masking.sinks)[:3],
-        NAN=masking.hidden == "nan", **constants_of(q, masking), **config,
+        NAN=masking.hidden == "nan", **constants_of(q, v, masking), **config,
     )  # fmt: skip
     return out, lse
 
 
-# Operations: 4 b h n m d, of those keys that are seen. Bytes: q, k, v, out and the masks once.
+# Operations: 2 b h n m (d + e), of those keys that are seen. Bytes: q, k, v, out and the masks
+# once.
 @triton.jit
 def flash_kernel(
     Q, K, V, OUT, LSE, SINKS,
@@ -157,8 +167,8 @@ def flash_kernel(
     out_batch, out_head, out_row, sinks_batch, sinks_head, sinks_row,
     NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i0, head, batch = program_block(n, heads, BM, low)  # with a lower band the longest rows first
     row, col = tl.arange(0, BM), tl.arange(0, BN)
@@ -174,7 +184,7 @@ def flash_kernel(
     )  # fmt: skip
     Q = row_pointer(Q, (q_batch, q_head, q_row), batch, head, i0)
     q = load_rows(Q, inside, q_row, D, BD, UPCAST)
-    acc = tl.zeros([BM, BD], tl.float32)
+    acc = tl.zeros([BM, BE], tl.float32)
     if SINKS is None:
         top = tl.full([BM], float("-inf"), tl.float32)
         total = tl.zeros([BM], tl.float32)
@@ -187,22 +197,22 @@ def flash_kernel(
     for start in tl.range(begin, stop, BN):
         acc, top, total = flash_step(
             acc, top, total, q, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, False,
+            SCALE, CAP, FILL, PADDED, THRESHOLD, D, E, UPCAST, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, partial_blocks(left, begin, stop, end, BN)):
         acc, top, total = flash_step(
             acc, top, total, q, K, V, masks, row, col,
             i0, partial_block(t, left, begin, stop, BN), m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, D, UPCAST, PRECISION, True,
+            SCALE, CAP, FILL, PADDED, THRESHOLD, D, E, UPCAST, PRECISION, True,
         )  # fmt: skip
     lse = top + tl.log2(total) if BIAS is None else top
     if not NAN:  # with nothing seen: a result of 0, and no gradient
         lse = tl.where(total == 0.0, float("inf"), lse)
         total = tl.where(total == 0.0, 1.0, total)
     acc = acc * (RESCALE / total)[:, None] if SEED is not None else acc / total[:, None]
-    d = tl.arange(0, BD)[None, :]
+    e = tl.arange(0, BE)[None, :]
     OUT = row_pointer(OUT, (out_batch, out_head, out_row), batch, head, i0)
-    tl.store(OUT + row[:, None] * out_row + d, acc, (row[:, None] < n - i0) & (d < D))
+    tl.store(OUT + row[:, None] * out_row + e, acc, (row[:, None] < n - i0) & (e < E))
     if LSE is not None:
         LSE += (batch * heads + head) * n * (1 if BIAS is None else 2) + i0
         tl.store(LSE + row, lse, row < n - i0)
@@ -214,15 +224,15 @@ def flash_kernel(
 def flash_step(
     acc, top, total, q, K, V, masks, row, col, i0, start, m, k_row, v_row,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
-    THRESHOLD: tl.constexpr, D: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    THRESHOLD: tl.constexpr, D: tl.constexpr, E: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums with the keys of one block."""
     bias, keep, keys, band, seed, at = masks
     BIAS, KEEP = bias[0], keep[0]
     inside = tl.minimum(col, m - 1 - start) if MASKED else col
     K += tl.cast(start, tl.int64) * k_row
-    k = load_rows(K, inside, k_row, D, acc.shape[1], UPCAST)
+    k = load_rows(K, inside, k_row, D, q.shape[1], UPCAST)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED or BIAS is not None or KEEP is not None or CAP is not None:
         s, _ = masked(
@@ -241,6 +251,6 @@ def flash_step(
         left = survivors(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False)
         p = tl.where(left, p, 0.0)
     V += tl.cast(start, tl.int64) * v_row
-    v = load_rows(V, inside, v_row, D, acc.shape[1], UPCAST)
+    v = load_rows(V, inside, v_row, E, acc.shape[1], UPCAST)
     acc = tl.dot(p.to(v.dtype), v, acc * share[:, None], input_precision=PRECISION)
     return acc, new, total

@@ -1,0 +1,140 @@
+"""Attention whose values have heads of another size than queries and keys, as in DeepSeek's models:
+the kernels, what is found, and value and gradients against fp64.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusion_backend.decide.gate
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.testing import collect, fused_nodes
+from tests.kernel_checks import DEVICE, randn, runs_kernels
+from tests.selection import product
+from tests.test_attention import repeat_kv
+from tests.test_attention_forms import causal, hidden, scores
+from tests.test_flash import NAMES, SMALL, check, compiled_agrees, masks, qkv
+from tests.test_sinks import weights, window
+
+on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="these decisions are for fake tensors")
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+B, H, S, D, E = 2, 4, 30, 24, 16
+REAL = torch.arange(S) < torch.tensor([[S], [21]])
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", masks(4, 4))
+def test_masks(kind):
+    check(*qkv(17, 40, 24, e=16), masks(17, 40)[kind])
+
+
+@runs_kernels
+@product(
+    sizes=[(16, 24), (40, 17), (192, 128), (96, 64), (64, 200)], kind=["causal", "bias", "dropout"]
+)
+def test_head_sizes(sizes, kind):
+    """Odd ones, larger values, and those of DeepSeek, in the tiles that the launcher chooses."""
+    d, e = sizes
+    dtype = torch.float32 if max(sizes) <= 128 else torch.float16
+    check(*qkv(17, 40, d, e=e, dtype=dtype), masks(17, 40, dtype=dtype)[kind], config=None)
+
+
+@runs_kernels
+@pytest.mark.parametrize("needs", [["q"], ["k"], ["v"], ["bias"]])
+def test_only_wanted_gradients(needs):
+    check(*qkv(17, 33, 40, e=16), Masking(bias=randn(1, 2, 17, 33)), needs=needs)
+
+
+@runs_kernels
+def test_layouts():
+    """Values that are a part of a wider tensor, and expanded ones; heads last."""
+    q, k, _ = qkv(20, 33, 24)
+    wide = randn(2, 33, 2, 40).transpose(1, 2)
+    out = check(q, k, wide[..., 24:], Masking(low=0))
+    assert out.transpose(1, 2).is_contiguous()
+    check(q, k, wide[:, :1, :, :16].expand(-1, 2, -1, -1), config=SMALL)
+
+
+def sdpa(q, k, v, mask=None, **options):
+    return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+
+# name -> the function of q, k, v, a bias and sinks; what masked_attention is told; its operands
+# besides q, k and v.
+TAKEN = {
+    "causal": (lambda q, k, v, x, s: sdpa(q, k, v, is_causal=True), dict(low=0, high=None), ()),
+    "without a mask": (lambda q, k, v, x, s: sdpa(q, k, v, scale=0.3), dict(scale=0.3), ()),
+    "a mask that is causal": (
+        lambda q, k, v, x, s: sdpa(q, k, v, hidden(causal())), dict(low=0, hidden="zero"), ()),
+    "written out": (
+        lambda q, k, v, x, s: torch.softmax(
+            (q @ k.mT * D**-0.5).masked_fill(~causal(), -math.inf), -1) @ v,
+        dict(low=0), ()),
+    "heads that are repeated": (
+        lambda q, k, v, x, s: sdpa(
+            q, repeat_kv(k[:, :2], 2), repeat_kv(v[:, :2], 2), is_causal=True),
+        dict(low=0), ()),
+    "a window": (lambda q, k, v, x, s: sdpa(q, k, v, window()), dict(low=0, high=6), ()),
+    "padding": (lambda q, k, v, x, s: sdpa(q, k, v, REAL[:, None, None]), dict(), ("keys",)),
+    "a bias": (lambda q, k, v, x, s: sdpa(q, k, v, x), dict(low=None), ("bias",)),
+    "capped": (
+        lambda q, k, v, x, s: torch.softmax(torch.tanh(q @ k.mT / 20.0) * 20.0, -1) @ v,
+        dict(cap=20.0), ()),
+    "sinks and a window": (
+        lambda q, k, v, x, s: weights(scores(q, k) + hidden(window()), s) @ v,
+        dict(low=0, high=6), ("sinks",)),
+}  # fmt: skip
+
+
+def inputs_of():
+    sizes = (B, H, S, D), (B, H, S, D), (B, H, S, E), (1, H, S, S), (H,)
+    return [randn(*size) for size in sizes]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+
+
+@on_cpu
+@pytest.mark.parametrize("grad", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name, grad, on_gpu):
+    fn, options, operands = TAKEN[name]
+    inputs = [t.requires_grad_(grad) for t in inputs_of()]
+    collector = collect(fn, *inputs)
+    (node,) = fused_nodes(collector.graphs[0])
+    assert str(node.target) == "fusion.masked_attention.default"
+    assert node.kwargs.items() >= options.items()
+    given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
+    assert given == {"q", "k", "v", *operands}
+    (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
+    assert "heads of 24 with values of 16" in site.reason
+    compiled_agrees(fn, collector, inputs, grad)
+
+
+@on_cpu
+def test_deepseek(on_gpu):
+    """A model of transformers, in training."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
+        kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config)
+    ids = torch.randint(1, 97, (2, S))
+
+    def step(ids):
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    collector = collect(step, ids)
+    found = [s for s in collector.report.sites if s.pattern == "attention"]
+    assert len(found) == 2 and all(s.fused for s in found), collector.report
+    assert all("heads of 24 with values of 16" in s.reason for s in found)
