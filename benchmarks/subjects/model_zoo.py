@@ -157,7 +157,7 @@ ENTRIES = {
             n_group=1,
             topk_group=1,
         ),
-        Size(2, 4096, 4, 2048, 16, 7168, 102400),
+        Size(2, 4096, 4, 2048, 16, 7168, 102400, kv=16),
         TINY_ALIKE,
     ),
     "gpt2": Entry(
