@@ -65,11 +65,11 @@ def at_once(use: Usage, warps: int) -> int:
 
 
 # Bytes spilled by configurations that were the fastest on an H200 all the same: tiles of 128 x 64
-# at four warps, rows of 32768 at sixteen; in the backward of attention, only heads of 128 with
-# dropout and a bias.
+# at four warps, rows of 32768 at sixteen; in the backward of attention, heads of 128 with dropout
+# and a bias, and heads of 192.
 TOLERATED = {
     "flash_kernel": 48,
-    "flash_keys_kernel": 32,
+    "flash_keys_kernel": 40,
     "flash_queries_kernel": 8,
     "norm_kernel": 216,
 }

@@ -12,10 +12,10 @@ Liu et al. 2021.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
-of k and v. With a cap, sinks, windows, any other mask, or values of another size than queries and
-keys, as in DeepSeek's latent attention, it becomes masked_attention, which reads bands, vectors
-over the keys, dense masks and biases without the scores in memory. Its dropout is of a new seed at
-each call, and not with the bits of eager or plain Inductor.
+of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
+bands, vectors over the keys, dense masks and biases without the scores in memory; also with values
+of another size than queries and keys where SDPA has no fused kernel for that. Its dropout is of a
+new seed at each call, and not with the bits of eager or plain Inductor.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _(
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
     simple = simple and all(x is None for x in (cap, sinks, windows))
-    simple = simple and same_sizes(q.shape[-1:], v.shape[-1:])
+    simple = simple and sdpa_takes_sizes(q, v, heads)
     if not simple or any(m.added is not None for m in known.values()):
         options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
         return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
@@ -209,6 +209,16 @@ def masked(
     )
     otherwise = "its mask stays" if masks else "its scores stay"
     return Replacement(masked_attention, tuple(arguments.values()), options, why, otherwise)
+
+
+def sdpa_takes_sizes(q: Tensor, v: Tensor, heads: str) -> bool:
+    """Has SDPA a fused kernel where heads of v have another size? On GPUs two of its kernels take
+    multiples of 8, and as many heads of k and v as of q.
+    """
+    if same_sizes(q.shape[-1:], v.shape[-1:]):
+        return True
+    sizes = q.shape[-1], v.shape[-1]
+    return heads == "same" and all(isinstance(d, int) and d % 8 == 0 for d in sizes)
 
 
 def reject_sdpa(q: Tensor, k: Tensor, v: Tensor, heads: str, scale, p) -> Reject | None:

@@ -23,10 +23,9 @@ class Layer(nn.Module):
         b, n, _ = x.shape
         heads = self.project(x).view(b, n, HEADS, -1).transpose(1, 2)
         q, k, v = heads.split((self.d, self.d, heads.shape[-1] - 2 * self.d), -1)
-        if not self.padded:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        real = torch.arange(n, device=x.device) < n - 100
-        return F.scaled_dot_product_attention(q, k, v, real.expand(b, 1, n, n))
+        place = torch.arange(n, device=x.device)
+        mask = place < n - 100 if self.padded else place <= place[:, None]
+        return F.scaled_dot_product_attention(q, k, v, mask.expand(b, 1, n, n))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -39,7 +38,10 @@ def test_a_layer_trains(sizes, padded, dtype):
     compiled = torch.compile(module, backend="fusion", options=ALWAYS, fullgraph=True)
     as_close_as_eager(module, compiled, x)
     (site,) = fused()["attention"]
-    assert (site.forward, site.backward) == ("kernel", "kernel") and "with values of" in site.reason
     kernels, host = profiled(lambda: compiled(x).sum().backward())
-    assert ran("flash_kernel", kernels) and ran("flash_keys_kernel", kernels), kernels
     assert not [name for name in host if name.startswith("fusion::")], "an opaque op"
+    if not padded and sizes != (40, 17):
+        assert site.forward == "library" and not any("softmax" in name for name in kernels), kernels
+        return
+    assert (site.forward, site.backward) == ("kernel", "kernel") and "with values of" in site.reason
+    assert ran("flash_kernel", kernels) and ran("flash_keys_kernel", kernels), kernels

@@ -47,11 +47,12 @@ LOWEST = -3.4028234663852886e38  # of fp32
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256
 # numbers of 16 bits, and for heads of more than 128 with values of at most 128, by the kind of
-# mask. Up to 128 chosen by benchmarks/results/sweep-attention.json, which has all but "dense keys".
+# mask. Up to 128 chosen by benchmarks/results/sweep-attention.json, which has all but "dense keys";
+# the last "plain" by sweep-latent-attention.json.
 FORWARD = {
-    "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
-    "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
-    "dropout": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 2)),
+    "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
+    "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
+    "dropout": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
     "dense": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
     "dense keys": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
     "dense dropout": ((64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
@@ -86,7 +87,7 @@ def forward_config(column: int, itemsize: int, kind: str, few: bool = False) -> 
         return config_of(32, 16 if "dropout" in kind and column > 0 else 32, 8, 1)
     bm, bn, warps, stages = FORWARD[kind][column]
     if few and bm == 128:  # most of a large block would be hidden, or beyond the queries
-        bm, bn, warps = 64, min(bn, 32 if column == 2 else 64), 4
+        bm, bn, warps = 64, min(bn, 32 if column >= 2 else 64), 4
     return config_of(bm, bn, warps, stages)
 
 
