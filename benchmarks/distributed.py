@@ -7,11 +7,11 @@ One process a GPU, through NCCL; without GPUs two processes of a tiny model, thr
 started afresh for each row, so that no memory is left from the one before. Both backends train the
 same weights on the same batches with AdamW; then their steps are timed in turns. --how says how a
 model is spread (benchmarks/rank_runs/wrapping.py). With "alone" each rank trains by itself: that is
-the gain of a single GPU, of which the table says how much the other ways keep; "alone-blocks" is
-that of "fsdp-loss", where blocks and loss are compiled one by one. Nothing is dropped
-out, so that losses differ by rounding alone, unless --dropout asks for it. The same training in
-eager mode shows how far rounding takes a loss. Exit status: 1 where fusion's loss is further than
-that from plain Inductor's, which is not asked with --dropout.
+the gain of a single GPU, of which the table says how much the other ways keep. The gain that
+"fsdp-loss" is compared with is that of "alone-blocks": in both, blocks and loss are compiled one by
+one. Nothing is dropped out, so that losses differ by rounding alone, unless --dropout asks for it.
+The same training in eager mode shows how far rounding takes a loss. Exit status: 1 where fusion's
+loss is further than that from plain Inductor's, which is not asked with --dropout.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--ranks", type=positive, default=gpus or 2, help="processes (default: all)"
     )
-    parser.add_argument("--batch", type=positive, help="of a rank")
+    parser.add_argument("--batch", type=positive, help="sequences of a rank")
     parser.add_argument("--layers", type=positive, help="of each model")
     parser.add_argument("--steps", type=positive, default=200 if gpus else 5)
     parser.add_argument("--rounds", type=positive, default=7 if gpus else 2, help="turns of each")

@@ -62,9 +62,29 @@ def test_the_mask_of_attention_is_read():
     inputs = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
     (one,) = bounds_of(windows, *inputs, only="attention")
     given = torch.empty(4096, 3, 49, 49, dtype=torch.bfloat16, device="meta")
-    fn = lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask)  # noqa: E731
-    (other,) = bounds_of(fn, inputs[0], given, only="attention")
-    assert abs(other.plain / one.plain - 1) < 1e-2  # as where it is an input
+    for fn, mask in (
+        (lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask), given),
+        # a view is not computed
+        (lambda q, m: F.scaled_dot_product_attention(q, q, q, m.expand(-1, 3, -1, -1)),
+         given[:, :1]),
+    ):  # fmt: skip
+        (other,) = bounds_of(fn, inputs[0], mask, only="attention")
+        read = one.plain - 2 * 4096 * 49 * 49 * (3 - mask.shape[1])
+        assert abs(other.plain / read - 1) < 1e-2
+
+
+def test_the_operations_of_attention_are_of_both_sizes():
+    def fn(q, v):
+        mask = torch.ones(8192, 8192, dtype=torch.bool, device=q.device).tril()
+        return F.scaled_dot_product_attention(q, q, v, mask)
+
+    def plain(e):
+        sizes = (4, 16, 8192, 192), (4, 16, 8192, e)
+        inputs = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+        (one,) = bounds_of(fn, *inputs, only="attention")
+        return one.plain
+
+    assert abs(plain(128) / plain(192) - 5 / 6) < 0.02
 
 
 @pytest.mark.parametrize("gather", [lambda i, w: F.embedding(i, w), lambda i, w: w[i]])

@@ -440,7 +440,7 @@ def test_refusals():
     assert "16 to 256" in refusal(*qkv(4, 6, 512))
     assert "4 heads of q for 3" in refusal(*qkv(4, 6, 16, h=4, kv=3))
     assert refusal(*qkv(4, 6, 24, e=16)) is None
-    assert "heads of 8" in refusal(q, k, v[..., :8])
+    assert "values of 8" in refusal(q, k, v[..., :8])
     assert "q and k differ in size" in refusal(q, k[..., :8], v)
     assert "exceed the registers" in refusal(*qkv(4, 6, 64, e=192))
     assert "apart" in refusal(q, k.mT.contiguous().mT, v)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion_backend.patterns.attention import rule
 
 import fusion_backend.decide.gate
 from fusion_backend.kernels.attention.forward import Masking
@@ -39,6 +40,12 @@ def test_head_sizes(sizes, kind):
     d, e = sizes
     dtype = torch.float32 if max(sizes) <= 128 else torch.float16
     check(*qkv(17, 40, d, e=e, dtype=dtype), masks(17, 40, dtype=dtype)[kind], config=None)
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["causal", "bias for all batches", "dropout", "sinks"])
+def test_grouped_heads(kind):
+    check(*qkv(17, 40, 24, h=4, kv=2, e=16), masks(17, 40, h=4)[kind])
 
 
 @runs_kernels
@@ -97,7 +104,8 @@ def inputs_of():
 @pytest.fixture
 def on_gpu(monkeypatch):
     """As if there were a GPU: the gate takes the kernels, which the interpreter then runs."""
-    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+    for module in (fusion_backend.decide.gate, rule):
+        monkeypatch.setattr(module, "on_gpu", lambda t: True)
 
 
 @on_cpu
@@ -128,6 +136,30 @@ def test_a_causal_mask_is_dropped(name, on_gpu):
 
 
 @on_cpu
+def test_values_that_begin_anywhere_have_no_fused_kernel_of_sdpa(on_gpu):
+    """Part of a wider tensor, not at a multiple of 16 bytes."""
+
+    def fn(q, k, v):
+        wide = torch.cat((k[..., :1], v, k[..., :7]), -1)
+        return sdpa(q, k, wide[..., 1 : 1 + E], hidden(causal()))
+
+    inputs = [t.requires_grad_() for t in inputs_of()[:3]]
+    collector = collect(fn, *inputs)
+    (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
+    assert site.forward == "kernel", site
+    compiled_agrees(fn, collector, inputs)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", CAUSAL)
+def test_on_a_cpu_it_stays(name):
+    """SDPA would compute the scores in memory there."""
+    collector = collect(CAUSAL[name], *inputs_of()[:3], options={"fusion.gate": "auto"})
+    (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
+    assert not site.fused and "needs CUDA" in site.reason
+
+
+@on_cpu
 def test_deepseek(on_gpu):
     """A model of transformers, in training."""
     transformers = pytest.importorskip("transformers")
@@ -149,3 +181,4 @@ def test_deepseek(on_gpu):
     found = [s for s in collector.report.sites if s.pattern == "attention"]
     assert len(found) == 2 and all(s.fused for s in found), collector.report
     assert all(s.forward == "library" and s.reason.startswith("causal") for s in found)
+    torch.testing.assert_close(torch.compile(step, backend=collector)(ids), step(ids))

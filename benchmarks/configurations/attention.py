@@ -66,7 +66,8 @@ QUERIES = {
 
 
 def candidates(own: dict, others: dict[int, list], d: int) -> list[dict]:
-    found = [flash.config_of(*sizes) for sizes in others[min(size for size in others if d <= size)]]
+    size = min((size for size in others if d <= size), default=max(others))
+    found = [flash.config_of(*sizes) for sizes in others[size]]
     return [own, *(config for config in found if config != own)]
 
 

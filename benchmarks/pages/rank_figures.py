@@ -43,7 +43,8 @@ def astray(row: dict) -> bool:
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
     measured and gains: in the row of the same model, batch and number of ranks that is "alone", or
-    "alone-blocks" where the blocks and the loss are compiled.
+    "alone-blocks" where the blocks and the loss are compiled one by one. In the other ways that
+    compile blocks less is compiled than in "alone".
     """
     how = row["wrapping"]
     other = COMPILED_ALIKE.get(how, ALONE)

@@ -65,9 +65,7 @@ def fsdp_checkpoint(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wr
     """The same with activation checkpoints: what is inside a block is computed again for its
     backward.
     """
-    for block in blocks(model):
-        block.forward = compiled(checkpointed(block.forward))
-    return sharded(model, mesh)
+    return sharded(blocks_compiled(model, lambda block: compiled(checkpointed(block))), mesh)
 
 
 def blocks_compiled(model: nn.Module, compiled: Compile) -> nn.Module:

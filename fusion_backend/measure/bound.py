@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from fusion_backend.capture.aliases import storages, storages_of
 from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import hinted, pytree
 from fusion_backend.decide.gate import Decision
@@ -68,8 +69,8 @@ class Bound:
 
 def bound(d: Decision) -> Bound:
     """The bound of the forward, and in training that of the gradient of a gather. The result of a
-    library call inside the site is written to memory and read again, and the mask of attention is
-    read, which other calls may share; Inductor may fuse everything else.
+    library call inside the site is written to memory and read again, and a mask that is computed
+    for attention is read, which other calls may share; Inductor may fuse everything else.
     """
     nodes = [*d.match.interior, *d.match.roots]
     calls = [n for n in nodes if library_call(name_of(n))]
@@ -79,7 +80,8 @@ def bound(d: Decision) -> Bound:
     attention = sum(OPERATION * operations(n) for n in calls if name_of(n) == ATTENTION)
     other = sum(multiplying(n) for n in calls if name_of(n) != ATTENTION)
     plain = given + sum(map(size, results)) + between + LAUNCH * max(1, len(calls))
-    masks = [n for n in map(mask_of, calls) if n in d.match.interior]
+    memory = storages_of([value(a) for a in d.match.tensors.values()])
+    masks = [n for n in map(mask_of, calls) if n in d.match.interior and not memory & storages(n)]
     plain += attention + other + sum(size(n.meta["val"]) for n in masks)
     read = [value(a) for a in d.call.args if isinstance(a, (fx.Node, Viewed))]
     written = [v for i, v in enumerate(results) if i not in d.call.unread]
@@ -179,13 +181,10 @@ def mask_of(call: fx.Node) -> fx.Node | None:
 
 def operations(attention: fx.Node) -> float:
     """Of both products, of all queries with all keys."""
-    q, k = (hinted(a.meta["val"].shape) for a in attention.args[:2])
-    if q is None or k is None:
+    q, k, v = (hinted(a.meta["val"].shape) for a in attention.args[:3])
+    if q is None or k is None or v is None:
         return 0.0
-    total = 4.0 * k[-2]
-    for n in q:
-        total *= n
-    return total
+    return 2.0 * math.prod(map(float, q[:-1])) * k[-2] * (q[-1] + v[-1])
 
 
 def value(a: fx.Node | Viewed) -> torch.Tensor | None:

@@ -114,11 +114,12 @@ def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p)
 
 def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
     heads, kv_heads = (number(size) for size in (q.shape[1], k.shape[1]))
-    for d in (number(q.shape[3]), number(v.shape[3])):
+    for what, size in dict(heads=q.shape[3], values=v.shape[3]).items():
+        d = number(size)
         if dynamic(d) or not 16 <= d <= 256:
-            return Reject(f"heads of {d}; the kernel takes 16 to 256")
+            return Reject(f"{what} of {d}; the kernel takes 16 to 256")
         if q.dtype == torch.float32 and d > 128:
-            return Reject(f"heads of {d} in fp32 exceed the registers")
+            return Reject(f"{what} of {d} in fp32 exceed the registers")
     if dynamic(heads) or dynamic(kv_heads) or heads % kv_heads:
         return Reject(f"{heads} heads of q for {kv_heads} of k and v")
     for name, t in dict(q=q, k=k, v=v).items():

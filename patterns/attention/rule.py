@@ -13,9 +13,11 @@ Liu et al. 2021.
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
 of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
-bands, vectors over the keys, dense masks and biases without the scores in memory; also with values
-of another size than queries and keys where SDPA has no fused kernel for that. Its dropout is of a
-new seed at each call, and not with the bits of eager or plain Inductor.
+bands, vectors over the keys, dense masks and biases without the scores in memory. Where values have
+another size than queries and keys, SDPA has a fused kernel on GPUs alone, for as many heads of k
+and v as of q, of sizes that are multiples of 8; elsewhere the site becomes masked_attention without
+a mask, too. Its dropout is of a new seed at each call, and not with the bits of eager or plain
+Inductor.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.inputs import (
     dynamic,
+    number,
     reject_dtypes,
     reject_dynamic,
     same_sizes,
@@ -139,7 +142,7 @@ def _(
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
     simple = simple and all(x is None for x in (cap, sinks, windows))
-    simple = simple and sdpa_takes_sizes(q, v, heads)
+    simple = simple and sdpa_takes_sizes(q, k, v, heads)
     if not simple or any(m.added is not None for m in known.values()):
         options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
         return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
@@ -176,7 +179,8 @@ def masked(
     more += () if sinks is None else ("with sinks",)
     more += () if windows is None else (f"masks of {windows.shape[0]} windows",)
     if not same_sizes(q.shape[-1:], v.shape[-1:]):
-        more += (f"heads of {q.shape[-1]} with values of {v.shape[-1]}",)
+        sizes = number(q.shape[-1]), number(v.shape[-1])
+        more += ("heads of {} with values of {}".format(*sizes),)
     why = why or "; ".join((*map(str, known.values()), *more))
     layout = layout_of(known, q, k, tensors, fill, training, sinks is not None)
     visible, biases = layout.visible, layout.biases
@@ -211,14 +215,15 @@ def masked(
     return Replacement(masked_attention, tuple(arguments.values()), options, why, otherwise)
 
 
-def sdpa_takes_sizes(q: Tensor, v: Tensor, heads: str) -> bool:
-    """Has SDPA a fused kernel where heads of v have another size? On GPUs two of its kernels take
-    multiples of 8, and as many heads of k and v as of q.
+def sdpa_takes_sizes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> bool:
+    """Has SDPA a fused kernel if heads of v have another size? On GPUs two of its kernels do, for
+    as many heads of k and v as of q, where rows begin at multiples of 8 numbers.
     """
     if same_sizes(q.shape[-1:], v.shape[-1:]):
         return True
-    sizes = q.shape[-1], v.shape[-1]
-    return heads == "same" and all(isinstance(d, int) and d % 8 == 0 for d in sizes)
+    numbers = (n for t in (q, k, v) for n in (t.shape[-1], t.storage_offset(), *t.stride()[:-1]))
+    whole = all(statically_known_true(n % 8 == 0) for n in numbers)
+    return on_gpu(q) and heads == "same" and whole
 
 
 def reject_sdpa(q: Tensor, k: Tensor, v: Tensor, heads: str, scale, p) -> Reject | None:

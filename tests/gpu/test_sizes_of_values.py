@@ -6,6 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.gpu.test_on_gpu import ALWAYS, as_close_as_eager, fused, profiled, ran
+from tests.test_sizes_of_values import (  # noqa: F401
+    test_grouped_heads,
+    test_head_sizes,
+    test_layouts,
+    test_masks,
+    test_only_wanted_gradients,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS = 4

@@ -48,7 +48,8 @@ LOWEST = -3.4028234663852886e38  # of fp32
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256
 # numbers of 16 bits, and for heads of more than 128 with values of at most 128, by the kind of
 # mask. Up to 128 chosen by benchmarks/results/sweep-attention.json, which has all but "dense keys";
-# the last "plain" by sweep-latent-attention.json.
+# the last "plain" by sweep-latent-attention.json. The others of the last two columns do not spill,
+# and have not been timed.
 FORWARD = {
     "plain": ((64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
     "keys": ((128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3)),
@@ -101,8 +102,8 @@ def config_for(q: Tensor, v: Tensor, masking: Masking) -> dict:
     """The configuration of the forward for q `[b, h, n, d]` and v `[b, h / group, m, e]`."""
     column, item, kind = column_of(q, v), q.element_size(), kind_of(masking)
     small = statically_known_true(q.shape[2] <= 64)
-    heads = max(number(q.shape[3]), number(v.shape[3]))
-    if small and item == 2 and heads <= 32 and kind.startswith("dense"):
+    narrow_heads = max(number(q.shape[3]), number(v.shape[3])) <= 32
+    if small and item == 2 and narrow_heads and kind.startswith("dense"):
         return config_of(64, 32, 4, 2)  # as in Swin's windows; with 64 keys it spills
     return forward_config(column, item, kind, small or narrow(masking))
 
