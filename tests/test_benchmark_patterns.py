@@ -163,7 +163,7 @@ def test_rows_by_name():
     name = "layer_norm bf16 rows=16384 n=4096"  # the beginning of others' names
     assert [w.name for w in asked("--rows", name)] == [name]
     found = asked("--rows", f"{name}  train", "hand=1")
-    assert len(found) == 7 and found == [
+    assert len(found) == 9 and found == [
         w for w in WORK if w.name == f"{name} train" or "hand=1" in w.name
     ]
     tiny = asked("--rows", "bf16 rows=64", "--only", "softmax", on_gpu=False)
