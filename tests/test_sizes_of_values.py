@@ -33,7 +33,8 @@ def test_masks(kind):
 
 @runs_kernels
 @product(
-    sizes=[(16, 24), (40, 17), (192, 128), (96, 64), (64, 200)], kind=["causal", "bias", "dropout"]
+    sizes=[(16, 24), (40, 17), (192, 128), (96, 64), (64, 200)],
+    kind=["causal", "bias", "bias for all batches", "dropout"],
 )
 def test_head_sizes(sizes, kind):
     """Odd ones, larger values, and those of DeepSeek, in the tiles that the launcher chooses."""
