@@ -390,6 +390,19 @@ def compiled_agrees(fn, backend, inputs, grad=True) -> None:
         assert want is None or distance(got, want) < 2e-5
 
 
+def becomes_masked_attention(fn, inputs, options, operands):
+    """fn becomes one call of masked_attention, with these options and no operands but q, k, v and
+    these. Returns what was collected.
+    """
+    collector = collect(fn, *inputs)
+    (node,) = fused_nodes(collector.graphs[0])
+    assert str(node.target) == "fusion.masked_attention.default"
+    assert node.kwargs.items() >= options.items()
+    given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
+    assert given == {"q", "k", "v", *operands}
+    return collector
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has this on a GPU")
 @pytest.mark.parametrize("name", FOUND)
 def test_masks_of_graphs(name, taken):

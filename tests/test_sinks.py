@@ -16,7 +16,7 @@ from tests.kernel_checks import DEVICE, distance, randn
 from tests.measured_cases import regions_of
 from tests.test_attention import repeat_kv
 from tests.test_attention_forms import causal, hidden, padded, scores
-from tests.test_flash import NAMES, compiled_agrees
+from tests.test_flash import NAMES, becomes_masked_attention, compiled_agrees
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_empties"),
@@ -95,12 +95,7 @@ def on_gpu(monkeypatch):
 def test_taken(name, grad, on_gpu):
     fn, options, operands = TAKEN[name]
     inputs = [t.requires_grad_(grad) for t in inputs_of()]
-    collector = collect(fn, *inputs)
-    (node,) = fused_nodes(collector.graphs[0])
-    assert str(node.target) == "fusion.masked_attention.default"
-    assert node.kwargs.items() >= options.items()
-    given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
-    assert given == {"q", "k", "v", "sinks", *operands}
+    collector = becomes_masked_attention(fn, inputs, options, {"sinks", *operands})
     compiled_agrees(fn, collector, inputs, grad)
 
 

@@ -11,12 +11,12 @@ from fusion_backend.patterns.attention import rule
 
 import fusion_backend.decide.gate
 from fusion_backend.kernels.attention.forward import Masking
-from fusion_backend.testing import collect, fused_nodes
+from fusion_backend.testing import collect
 from tests.kernel_checks import DEVICE, randn, runs_kernels
 from tests.selection import product
 from tests.test_attention import repeat_kv
 from tests.test_attention_forms import causal, hidden, scores
-from tests.test_flash import NAMES, SMALL, check, compiled_agrees, masks, qkv
+from tests.test_flash import SMALL, becomes_masked_attention, check, compiled_agrees, masks, qkv
 from tests.test_sinks import weights, window
 
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="these decisions are for fake tensors")
@@ -115,12 +115,7 @@ def on_gpu(monkeypatch):
 def test_taken(name, grad, on_gpu):
     fn, options, operands = TAKEN[name]
     inputs = [t.requires_grad_(grad) for t in inputs_of()]
-    collector = collect(fn, *inputs)
-    (node,) = fused_nodes(collector.graphs[0])
-    assert str(node.target) == "fusion.masked_attention.default"
-    assert node.kwargs.items() >= options.items()
-    given = {n for n, t in zip(NAMES, node.args, strict=True) if t is not None}
-    assert given == {"q", "k", "v", *operands}
+    collector = becomes_masked_attention(fn, inputs, options, operands)
     (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
     assert "with values of 16" in site.reason
     compiled_agrees(fn, collector, inputs, grad)

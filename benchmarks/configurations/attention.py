@@ -1,10 +1,10 @@
 """The configurations of the flash attention kernels that are worth timing, and SDPA beside them.
 For benchmarks.sweep.
 
-A piece of work says how many operations it is: 2·b·h·n·m·(d + e) forward, 2.5 times as many
-backward (a little more where d is not e), of those scores alone that the mask leaves: half of them
-where it is causal or half of the keys are padding. GFLOP / ms are TFLOP/s. SDPA has the same mask:
-as an argument of it where it is causal, else dense, as models make it.
+A piece of work says how many operations it is: 2·b·h·n·m·(d + e) forward, about 2.5 times as many
+backward, of those scores alone that the mask leaves: half of them where it is causal or half of the
+keys are padding. GFLOP / ms are TFLOP/s. SDPA has the same mask: as an argument of it where it is
+causal, else dense, as models make it.
 """
 
 from __future__ import annotations

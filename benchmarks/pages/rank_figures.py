@@ -12,7 +12,8 @@ from benchmarks.records.runs import Run
 # times as far as eager's is: all round in bf16, and training takes rounding errors further apart.
 LOSS, EAGER = 0.02, 2.0
 LAST = 10  # steps
-# The ways that spread no model, and which other way is compared with which of them.
+# The ways in which each rank trains the whole model by itself, and the ways that are not compared
+# with the first of them.
 ALONE, BLOCKS = "alone", "alone-blocks"
 COMPILED_ALIKE = {"fsdp-loss": BLOCKS}
 
@@ -43,8 +44,8 @@ def astray(row: dict) -> bool:
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
     measured and gains: in the row of the same model, batch and number of ranks that is "alone", or
-    "alone-blocks" where the blocks and the loss are compiled one by one. In the other ways that
-    compile blocks less is compiled than in "alone".
+    "alone-blocks" where the blocks and the loss are compiled one by one. The other ways that
+    compile blocks compile less than "alone" does.
     """
     how = row["wrapping"]
     other = COMPILED_ALIKE.get(how, ALONE)

@@ -31,8 +31,8 @@ def alone(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
 
 
 def alone_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
-    """The same with each block and the loss compiled alone: the gain that one GPU has where the
-    blocks are compiled one by one.
+    """The same with each block and the loss compiled separately: the gain of one GPU to which that
+    of fsdp_loss is compared.
     """
     return blocks_and_loss(model.to(torch.bfloat16), compiled)
 
@@ -52,12 +52,12 @@ def fsdp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
 
 
 def fsdp_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
-    """The same with each block compiled alone."""
+    """The same with each block compiled separately."""
     return sharded(blocks_compiled(model, compiled), mesh)
 
 
 def fsdp_loss(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
-    """The same with the loss compiled, too, as torchtitan has it."""
+    """The same with the loss compiled separately as well, as torchtitan has it."""
     return sharded(blocks_and_loss(model, compiled), mesh)
 
 

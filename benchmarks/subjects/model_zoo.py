@@ -87,7 +87,7 @@ GPT2_MEDIUM = Size(16, 1024, 12, 1024, 16, 4096, 50257)
 BERT_LARGE = Size(32, 512, 12, 1024, 16, 4096, 30522)
 VIT_L = Size(128, 197, 12, 1024, 16, 4096, 1000)
 TINY = Size(2, 16, 2, 64, 4, 128, 128, kv=2, patch=8, image=32)
-TINY_ALIKE = dataclasses.replace(TINY, kv=TINY.heads)
+TINY_UNGROUPED = dataclasses.replace(TINY, kv=TINY.heads)
 ALL = (INFER, TRAIN, DECODE)
 head_dim, experts = (lambda size: size.head), (lambda size: 8 if size.width > 512 else 2)
 ENTRIES = {
@@ -158,7 +158,7 @@ ENTRIES = {
             topk_group=1,
         ),
         Size(2, 4096, 4, 2048, 16, 7168, 102400, kv=16),
-        TINY_ALIKE,
+        TINY_UNGROUPED,
     ),
     "gpt2": Entry(
         hugging_face("GPT2LMHeadModel", "GPT2Config", causal_inputs, gpt2), GPT2_MEDIUM, TINY, ALL

@@ -227,8 +227,8 @@ def _(
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:
-    """What the fused kernels of SDPA do not take, and ours neither: SDPA would fall back to
-    computing the scores in memory.
+    """Shapes that neither the fused kernels of SDPA nor ours take. SDPA would compute the scores in
+    memory.
     """
     if not q.dim() == k.dim() == v.dim() == 4:
         return Reject(

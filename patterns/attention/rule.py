@@ -13,11 +13,12 @@ Liu et al. 2021.
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
 of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
-bands, vectors over the keys, dense masks and biases without the scores in memory. Where values have
-another size than queries and keys, SDPA has a fused kernel on GPUs alone, for as many heads of k
-and v as of q, of sizes that are multiples of 8; elsewhere the site becomes masked_attention without
-a mask, too. Its dropout is of a new seed at each call, and not with the bits of eager or plain
-Inductor.
+bands, vectors over the keys, dense masks and biases without the scores in memory. Its dropout is of
+a new seed at each call, and not with the bits of eager or plain Inductor.
+
+If values have another size than queries and keys, SDPA has fused kernels on GPUs alone, for as many
+heads of k and v as of q, of sizes that are multiples of 8. Otherwise such a site becomes
+masked_attention even if no mask is left.
 """
 
 from __future__ import annotations
@@ -216,8 +217,9 @@ def masked(
 
 
 def sdpa_takes_sizes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> bool:
-    """Has SDPA a fused kernel if heads of v have another size? On GPUs two of its kernels do, for
-    as many heads of k and v as of q, where rows begin at multiples of 8 numbers.
+    """Does SDPA have a fused kernel for heads of v of this size? If the size differs from that of q
+    and k, it has two, on GPUs alone: for as many heads of k and v as of q, whose sizes, and the
+    places in memory where rows begin, are multiples of 8.
     """
     if same_sizes(q.shape[-1:], v.shape[-1:]):
         return True
