@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from fusion_backend.patterns.attention import masked_attention, masking_of
+from torch import Tensor
 
 from benchmarks.configurations.running import Call, compiling
 from benchmarks.workloads.work import attended
@@ -46,6 +48,14 @@ DROPOUT = [
     for mask in (dict(padded=1), dict(bias=1))
 ]
 LATENT = [((4, 16, 4096, 192), dict(e=128, causal=1))]
+SHORT = [
+    ((4096, 3, 49, 32), dict(bias=1)),
+    ((256, 12, 49, 32), dict(bias=1)),
+    ((512, 12, 64, 64), dict(padded=1)),
+    ((512, 12, 64, 64), dict(bias=1, drop=1)),
+    ((256, 12, 128, 64), dict(bias=1)),
+    ((256, 12, 128, 64), dict(padded=1)),
+]
 # Queries and keys a block, warps and stages, to be timed beside the kernels' own choice, for heads
 # of 64, of 128, and of 192 with values of 128.
 FORWARD = {
@@ -75,11 +85,20 @@ def words(config: dict) -> str:
     return " ".join(f"{name.removeprefix('num_')}={number}" for name, number in config.items())
 
 
-def calls(work: list, device) -> Iterator[Call]:
-    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as
-    they are chosen.
-    """
+class Attention(NamedTuple):
+    """A piece of work: its name and operations, what it reads, and SDPA with the same mask."""
 
+    name: str
+    gflop: float
+    operands: tuple  # q, k, v and the masking
+    do: Tensor
+    run: Callable[[], Tensor]
+    back: Callable[[], tuple]
+    needs: tuple[str, ...]  # what has a gradient
+    want: dict[str, Tensor]  # the results; empty where the library drops other probabilities
+
+
+def prepared(work: list, device) -> Iterator[Attention]:
     def tensor(*shape):
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
@@ -93,21 +112,27 @@ def calls(work: list, device) -> Iterator[Call]:
         masking, do = masking_of(*rest), tensor(b, n, h, e).transpose(1, 2)
         gflop = 2e-9 * b * h * n * n * (d + e) * attended(dict(n=n) | kind)
         name = " ".join(f"{word} {number}" if number > 1 else word for word, number in kind.items())
-        name = f"{name} B{b} H{h} S{n} D{d}"
         run, leaves = library(q, k, v, masking)
         back = functools.partial(torch.autograd.grad, run(), leaves, do, retain_graph=True)
-        # The library drops other probabilities: then all must agree with what comes first.
-        want = (
-            {}
-            if masking.dropout
-            else dict(zip(("out", "q", "k", "v", "bias"), (run(), *back()), strict=False))
-        )
+        needs = ("q", "k", "v", "bias")[: len(leaves)]
+        want = {} if masking.dropout else dict(zip(("out", *needs), (run(), *back()), strict=True))
+        name = f"{name} B{b} H{h} S{n} D{d}"
+        yield Attention(name, gflop, (q, k, v, masking), do, run, back, needs, want)
+
+
+def calls(work: list, device) -> Iterator[Call]:
+    """Forward; the two kernels of the backward apart, each with the sums of its rows; and both, as
+    they are chosen.
+    """
+    for name, gflop, operands, do, run, back, all_of, want in prepared(work, device):
+        q, _, v, masking = operands
+        d = q.shape[3]
         title = f"flash forward {name} ({gflop:.1f} GFLOP)"
         for config in candidates(flash.config_for(q, v, masking), FORWARD, d):
-            call = functools.partial(forward, q, k, v, masking, config)
+            call = functools.partial(forward, *operands, config)
             yield Call(title, words(config), checked(call, words(config), want))
         yield Call(title, "SDPA", run)
-        args = q, k, v, masking, *flash.forward(q, k, v, masking, True), do
+        args = *operands, *flash.forward(*operands, True), do
         own = by_keys, by_queries = flash_backward.configs_for(q, v, masking)
         for part, needs, times, configs in (
             ("keys", ("k", "v"), 2, candidates(by_keys, KEYS, d)),
@@ -118,27 +143,43 @@ def calls(work: list, device) -> Iterator[Call]:
                 title = f"flash backward {name}, {part} ({times * gflop:.1f} GFLOP)"
                 yield Call(title, words(config), checked(call, words(config), want))
         title = f"flash backward {name} ({2.5 * gflop:.1f} GFLOP)"
-        call = functools.partial(backward, args, ("q", "k", "v", "bias")[: len(leaves)], own)
+        call = functools.partial(backward, args, all_of, own)
         both = f"keys {words(by_keys)}; queries {words(by_queries)}"
         yield Call(title, both, checked(call, both, want))
         yield Call(title, "SDPA", back)
 
 
-def forward(q, k, v, masking: flash.Masking, config: dict) -> dict[str, torch.Tensor]:
+def short_calls(work: list, device) -> Iterator[Call]:
+    """All scores of a head as one tile, the kernels for any lengths, and SDPA."""
+    for name, gflop, operands, do, run, back, needs, want in prepared(work, device):
+        q, _, v, masking = operands
+        title, blocks = f"flash forward {name} ({gflop:.1f} GFLOP)", flash.config_for(q, v, masking)
+        for what, config in (("as chosen", None), ("in blocks", blocks)):
+            call = functools.partial(forward, *operands, config)
+            yield Call(title, what, checked(call, what, want))
+        yield Call(title, "SDPA", run)
+        args, title = (*operands, *flash.forward(*operands, True), do), f"flash backward {name}"
+        title = f"{title} ({2.5 * gflop:.1f} GFLOP)"
+        apart = flash_backward.configs_for(q, v, masking)
+        for what, configs in (("as chosen", None), ("kernel by kernel", apart)):
+            call = functools.partial(backward, args, needs, configs)
+            yield Call(title, what, checked(call, what, want))
+        yield Call(title, "SDPA", back)
+
+
+def forward(q, k, v, masking: flash.Masking, config: dict | None) -> dict[str, Tensor]:
     return dict(out=flash.forward(q, k, v, masking, True, config)[0])
 
 
 def backward(
-    args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict]
-) -> dict[str, torch.Tensor]:
+    args: tuple, needs: tuple[str, ...], configs: tuple[dict, dict] | None
+) -> dict[str, Tensor]:
     asked = {name: name in needs for name in ("q", "k", "v", "bias", "sinks")}
     grads = zip(asked, flash_backward.backward(*args, asked, configs), strict=True)
     return {name: grad for name, grad in grads if grad is not None}
 
 
-def checked(
-    call: Callable[[], dict], name: str, want: dict[str, torch.Tensor]
-) -> Callable[[], object]:
+def checked(call: Callable[[], dict], name: str, want: dict[str, Tensor]) -> Callable[[], object]:
     """The call, which the first time says so if a result is not what is wanted: a fast wrong kernel
     is none. A result that is not known yet becomes wanted.
     """
@@ -158,9 +199,7 @@ def checked(
     return run
 
 
-def library(
-    q, k, v, masking: flash.Masking
-) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+def library(q, k, v, masking: flash.Masking) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """SDPA with the same mask, and what has a gradient."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v, masking.bias) if t is not None]
     mask = None if masking.keys is None else masking.keys[:, None, None]
@@ -190,6 +229,11 @@ def attention_wide(device):
 def attention_latent(device):
     """Heads of 192 with values of 128."""
     return calls(LATENT, device)
+
+
+def attention_short(device):
+    """Up to 128 queries and keys."""
+    return short_calls(SHORT, device)
 
 
 def attention_dropout(device):

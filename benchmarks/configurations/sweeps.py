@@ -6,6 +6,7 @@ from benchmarks.configurations.attention import (
     attention,
     attention_dropout,
     attention_latent,
+    attention_short,
     attention_wide,
 )
 from benchmarks.configurations.channels import by_channels, group_norms
@@ -53,5 +54,6 @@ SWEEPS = {
     "norm_rotary": norm_rotaries,
     "attention_wide": attention_wide,
     "attention_latent": attention_latent,
+    "attention_short": attention_short,
     "attention_dropout": attention_dropout,
 }

@@ -147,6 +147,11 @@ WORK = [
             # DeepSeek-V2-Lite, and sliding layers of MiMo-V2
             (4, 16, 4096, 192, dict(e=128, window=4096)),
             (1, 64, 4096, 192, dict(e=128, window=128, hand=1, sinks=1)),
+            # windows of Swin-T's first and third stage, and sentences of 64 and 128 tokens
+            (4096, 3, 49, 32, dict(bias=1)),
+            (256, 12, 49, 32, dict(bias=1)),
+            (512, 12, 64, 64, dict(padded=1)),
+            (256, 12, 128, 64, dict(bias=1)),
             (32, 16, 512, 64, dict(padded=1, drop=1)),
             (32, 16, 512, 64, dict(bias=1, drop=1)),
             (8, 16, 2048, 128, dict(padded=1, drop=1)),

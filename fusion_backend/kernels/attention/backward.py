@@ -18,13 +18,15 @@ from fusion_backend.kernels.attention.backward_bias import bias_gradient
 from fusion_backend.kernels.attention.backward_common import Operands, row_sums
 from fusion_backend.kernels.attention.backward_keys import keys_gradients
 from fusion_backend.kernels.attention.backward_queries import queries_gradient
-from fusion_backend.kernels.attention.forward import (
+from fusion_backend.kernels.attention.backward_short import short_gradients
+from fusion_backend.kernels.attention.configs import (
     LOG2E,
     column_of,
     config_of,
     constants_of,
     kind_of,
     narrow,
+    short,
 )
 from fusion_backend.kernels.attention.masking import Masking, mask_arguments, shape_of
 from fusion_backend.kernels.common.inputs import same_sizes
@@ -86,6 +88,16 @@ def configs_for(q: Tensor, v: Tensor, masking: Masking) -> tuple[dict, dict]:
     return keys_config(*what, small), queries_config(*what, small)
 
 
+def config_in_one(q: Tensor, k: Tensor, v: Tensor, masking: Masking, of_bias: bool) -> dict | None:
+    """For all gradients in one kernel, None where several are faster or take what it does not."""
+    if short(q, k, v, masking, 64):
+        return config_of(64, 64, 4, 2)
+    more = masking.dropout is not None or masking.keep is not None
+    return (
+        config_of(128, 128, 8, 2) if of_bias and not more and short(q, k, v, masking, 128) else None
+    )
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, masking: Masking, out: Tensor, lse: Tensor, do: Tensor,
     needs: dict[str, bool], configs: tuple[dict, dict] | None = None,
@@ -97,28 +109,42 @@ def backward(
     where its last stride is not 1. dq, dk and dv have the dtypes and shapes of q, k and v, and lie
     in memory as they do; the gradients of bias and sinks have their dtypes and shapes.
     """
-    by_keys, by_queries = configs or configs_for(q, v, masking)
     do = do if statically_known_true(do.stride(-1) == 1) else do.contiguous()
-    masks, constants = mask_arguments(q, k, masking), constants_of(q, v, masking)
-    read = Operands(q, k, v, do, lse, row_sums(out, do, constants), masks, constants)
-    dq, dk, dv, db = None, None, None, None
-    if needs["k"] or needs["v"]:
-        dk, dv = keys_gradients(read, by_keys)
-    of_bias = masking.bias is not None and needs["bias"]
-    unshared = of_bias and same_sizes(shape_of(masking.bias)[:2], q.shape[:2])
-    if unshared:  # zeros where a kernel leaves scores out, which have no gradient
-        shape, dtype = summed_scores(q, k, masking.bias)
-        db = torch.zeros(shape, dtype=dtype, device=q.device)
-    if needs["q"] or unshared:
-        dq = queries_gradient(read, db, by_queries)
-    if of_bias and not unshared:
-        db = bias_gradient(read, *summed_scores(q, k, masking.bias), bias_config(q, v, by_queries))
+    of_bias = None
+    if masking.bias is not None and needs["bias"]:
+        of_bias = summed_scores(q, k, masking.bias)
+    in_one = None if configs else config_in_one(q, k, v, masking, of_bias is not None)
+    masks, constants = mask_arguments(q, k, masking, not in_one), constants_of(q, v, masking)
+    read = Operands(q, k, v, do, lse, None, masks, constants)
+    if in_one:
+        *found, db = short_gradients(read, of_bias, in_one)
+    else:
+        read = read._replace(sums=row_sums(out, do, constants))
+        *found, db = long_gradients(read, of_bias, needs, *(configs or configs_for(q, v, masking)))
     if db is not None:
         db = db.sum_to_size(shape_of(masking.bias)).view(masking.bias.shape).to(masking.bias.dtype)
     of_sinks = masking.sinks is not None and needs["sinks"]
     dsinks = sinks_gradient(masking, lse, read.sums) if of_sinks else None
-    wanted = (dq, "q"), (dk, "k"), (dv, "v")
-    return *(g if needs[name] else None for g, name in wanted), db, dsinks
+    return *(g if needs[name] else None for g, name in zip(found, "qkv", strict=True)), db, dsinks
+
+
+def long_gradients(
+    operands: Operands, of_bias: tuple[tuple, torch.dtype] | None, needs: dict[str, bool],
+    by_keys: dict, by_queries: dict,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """As short_gradients, kernel by kernel and only what is needed, for any lengths."""
+    q, v = operands.q, operands.v
+    dq, dk, dv, db = None, None, None, None
+    if needs["k"] or needs["v"]:
+        dk, dv = keys_gradients(operands, by_keys)
+    unshared = of_bias is not None and same_sizes(of_bias[0][:2], q.shape[:2])
+    if unshared:  # zeros where a kernel leaves scores out, which have no gradient
+        db = torch.zeros(of_bias[0], dtype=of_bias[1], device=q.device)
+    if needs["q"] or unshared:
+        dq = queries_gradient(operands, db, by_queries)
+    if of_bias is not None and not unshared:
+        db = bias_gradient(operands, *of_bias, bias_config(q, v, by_queries))
+    return dq, dk, dv, db
 
 
 def sinks_gradient(masking: Masking, lse: Tensor, sums: Tensor) -> Tensor:

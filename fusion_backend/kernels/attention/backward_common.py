@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.attention.forward import row_strides
+from fusion_backend.kernels.attention.configs import row_strides
 from fusion_backend.kernels.attention.masking import MaskArguments
 from fusion_backend.kernels.attention.ranges import program_block
 from fusion_backend.kernels.attention.tiles import capped, exponential, masked, row_pointer
@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     v: Tensor  # [b, h / group, m, e]
     do: Tensor  # [b, h, n, e]
     lse: Tensor  # as the forward saves it
-    sums: Tensor  # [b, h, n], rowsum(do · out) in fp32
+    sums: Tensor | None  # [b, h, n], rowsum(do · out) in fp32; None: nobody reads them
     masks: MaskArguments
     constants: dict
 

@@ -15,7 +15,7 @@ from fusion_backend.kernels.attention.backward_common import (
     saved_of_rows,
     score_gradient,
 )
-from fusion_backend.kernels.attention.forward import row_strides
+from fusion_backend.kernels.attention.configs import row_strides
 from fusion_backend.kernels.attention.masking import strides_of
 from fusion_backend.kernels.attention.ranges import (
     key_range,

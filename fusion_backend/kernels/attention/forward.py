@@ -19,12 +19,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.attention.masking import (
-    Masking,
-    hides_exactly,
-    mask_arguments,
-    strides_of,
+from fusion_backend.kernels.attention.configs import (
+    column_of,
+    config_of,
+    constants_of,
+    kind_of,
+    narrow,
+    row_strides,
+    short,
 )
+from fusion_backend.kernels.attention.forward_short import short_forward
+from fusion_backend.kernels.attention.masking import Masking, mask_arguments, strides_of
 from fusion_backend.kernels.attention.ranges import (
     key_range,
     partial_block,
@@ -38,12 +43,8 @@ from fusion_backend.kernels.attention.tiles import (
     row_pointer,
     survivors,
 )
-from fusion_backend.kernels.common.dropout import scale, threshold
 from fusion_backend.kernels.common.inputs import number
-from fusion_backend.kernels.common.launch import interpreted, launch
-
-LOG2E = 1.4426950408889634
-LOWEST = -3.4028234663852886e38  # of fp32
+from fusion_backend.kernels.common.launch import launch
 
 # Queries and keys a block, warps and stages of flash_kernel, for heads of up to 64, 128 and 256
 # numbers of 16 bits, and for heads of more than 128 with values of at most 128, by the kind of
@@ -60,26 +61,6 @@ FORWARD = {
 }
 
 
-def kind_of(masking: Masking) -> str:
-    """The key of a table of configurations. dense: a tile of the mask or the bias is read too. keys
-    and dropout take registers; dropout takes more, and decides where there are both.
-    """
-    more = "dropout" if masking.dropout is not None else "keys" if masking.keys is not None else ""
-    dense = "dense" if masking.bias is not None or masking.keep is not None else ""
-    return " ".join(filter(None, (dense, more))) or "plain"
-
-
-def column_of(q: Tensor, v: Tensor) -> int:
-    """Of a table of configurations, by the sizes of the heads."""
-    e = number(v.shape[3])
-    d = max(number(q.shape[3]), e)
-    return (d > 64) + (d > 128) + (d > 128 >= e)
-
-
-def config_of(bm: int, bn: int, warps: int, stages: int) -> dict:
-    return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
-
-
 def forward_config(column: int, itemsize: int, kind: str, few: bool = False) -> dict:
     """By the sizes of the heads, the bytes of a number, the kind of mask, and whether queries are
     few or the band narrow.
@@ -92,12 +73,6 @@ def forward_config(column: int, itemsize: int, kind: str, few: bool = False) -> 
     return config_of(bm, bn, warps, stages)
 
 
-def narrow(masking: Masking) -> bool:
-    """Is there a band, and so narrow that large blocks would mostly compute what it hides?"""
-    low, high = masking.low, masking.high
-    return low is not None and high is not None and statically_known_true(high - low < 2048)
-
-
 def config_for(q: Tensor, v: Tensor, masking: Masking) -> dict:
     """The configuration of the forward for q `[b, h, n, d]` and v `[b, h / group, m, e]`."""
     column, item, kind = column_of(q, v), q.element_size(), kind_of(masking)
@@ -106,28 +81,6 @@ def config_for(q: Tensor, v: Tensor, masking: Masking) -> dict:
     if small and item == 2 and narrow_heads and kind.startswith("dense"):
         return config_of(64, 32, 4, 2)  # as in Swin's windows; with 64 keys it spills
     return forward_config(column, item, kind, small or narrow(masking))
-
-
-def constants_of(q: Tensor, v: Tensor, masking: Masking) -> dict:
-    """The constants that all kernels take, but for the sizes of their blocks: among them the head
-    sizes of q and k, D, and of v, E, and both as powers of two.
-    """
-    d, e, base = number(q.shape[-1]), number(v.shape[-1]), LOG2E if masking.bias is None else 1.0
-    fills, p = masking.hidden == "fill", 0.0 if masking.dropout is None else masking.dropout.p
-    return dict(
-        SCALE=masking.scale, CAP=masking.cap,
-        FILL=max(masking.fill * base, LOWEST) if fills else None,
-        PADDED=masking.padded, SKIPS=hides_exactly(masking),
-        THRESHOLD=threshold(p), RESCALE=scale(p),
-        D=d, BD=max(16, triton.next_power_of_2(d)), E=e, BE=max(16, triton.next_power_of_2(e)),
-        UPCAST=interpreted(flash_kernel),
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-    )  # fmt: skip
-
-
-def row_strides(t: Tensor) -> tuple:
-    """The strides of batch, head and row of `[b, h, n, d]`; that of d is 1."""
-    return t.stride()[:3]
 
 
 def forward(
@@ -139,8 +92,10 @@ def forward(
 
     q is `[b, h, n, d]`, k `[b, h / group, m, d]` and v `[b, h / group, m, e]`, d and e up to 256,
     all in fp32, bf16 or fp16, of any strides but the last, which is 1. Grid: blocks of queries of
-    all heads and batches.
+    all heads and batches; where scores are one tile, as short_forward.
     """
+    if config is None and short(q, k, v, masking, 64):
+        return short_forward(q, k, v, masking, save)
     b, h, n, _ = q.shape
     config = config or config_for(q, v, masking)
     out = torch.empty((b, n, h, v.shape[3]), dtype=q.dtype, device=q.device).transpose(1, 2)

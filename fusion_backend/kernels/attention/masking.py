@@ -57,7 +57,7 @@ class MaskArguments(NamedTuple):
     bias: Tensor | None
     keep: Tensor | None
     keys: Tensor | None
-    seen: Tensor | None  # see seen_kernel
+    seen: Tensor | None  # see seen_kernel; None: every tile is read
     seed: Tensor | None
     queries: int
     keys_count: int
@@ -125,10 +125,12 @@ def hides_exactly(masking: Masking) -> bool:
     return masking.hidden != "fill" or not bounded
 
 
-def mask_arguments(q: Tensor, k: Tensor, masking: Masking) -> MaskArguments:
-    """For q `[b, h, n, d]` and k `[b, h / group, m, d]`; finds out which keys each batch sees."""
+def mask_arguments(q: Tensor, k: Tensor, masking: Masking, ranges: bool = True) -> MaskArguments:
+    """For q `[b, h, n, d]` and k `[b, h / group, m, d]`; with `ranges` finds out which keys each
+    batch sees.
+    """
     bias, keep, keys = rows_in_memory(masking.bias), rows_in_memory(masking.keep), masking.keys
-    seen = None if keys is None else seen_keys(q, k, masking)
+    seen = seen_keys(q, k, masking) if ranges and keys is not None else None
     return MaskArguments(
         bias, keep, keys, seen, None if masking.dropout is None else masking.dropout.seed,
         q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], masking.low, masking.high,

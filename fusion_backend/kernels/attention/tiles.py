@@ -5,7 +5,7 @@ in either order: the gradients of k and v have their scores transposed. `masks` 
 knows of the scores of one head, (bias, keep, keys, band, seed, head):
 
     bias         a pointer, its strides (batch, head, row, column), and its period: None, or
-                 batches that are so far apart share a bias
+                 batches that are so far apart share a bias; or the tile itself, None and None
     keep         a pointer and its strides (batch, head, row, column)
     keys         a pointer and its strides (batch, column)
     band         (low, high)
@@ -42,11 +42,14 @@ def load_rows(P, at, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.const
 
 @triton.jit
 def scores(s, BIAS, i, j, bias_row, bias_col, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Products as scores: scaled, capped, with their bias, which is read at i and j."""
+    """Products as scores: scaled, capped, with their bias, which is read at i and j if it has
+    strides.
+    """
     BASE: tl.constexpr = 1.4426950408889634 if BIAS is None else 1.0
     s = s * (SCALE * BASE) if CAP is None else capped(s, SCALE, CAP) * (CAP * BASE)
     if BIAS is not None:
-        s += tl.load(BIAS + i * bias_row + j * bias_col).to(tl.float32)
+        tile = BIAS if bias_row is None else tl.load(BIAS + i * bias_row + j * bias_col)
+        s += tile.to(tl.float32)
     return s
 
 
@@ -77,11 +80,13 @@ def masked(
     low, high = band
     i = tl.minimum(row, n - 1 - i0)
     j = tl.minimum(col, m - 1 - j0) if MASKED else col
-    if BIAS is not None:
-        bias_col = bias_strides[3]
+    if BIAS is None or bias_strides is None:
+        s = scores(s, BIAS, i, j, None, None, SCALE, CAP)
+    else:
+        bias_row, bias_col = bias_strides[2], bias_strides[3]
         of_bias = batch if period is None else batch % period
         BIAS = row_pointer(BIAS, bias_strides, of_bias, head, i0) + tl.cast(j0, tl.int64) * bias_col
-    s = scores(s, BIAS, i, j, bias_strides[2], bias_strides[3], SCALE, CAP)
+        s = scores(s, BIAS, i, j, bias_row, bias_col, SCALE, CAP)
     visible = row + col >= 0
     if KEEP is not None:
         keep_row, keep_col = keep_strides[2], keep_strides[3]
