@@ -898,6 +898,12 @@ MUTATIONS = {
         "alone = same_sizes(q.shape[1:2], k.shape[1:2])",
         "tests/test_short_attention.py",
     ),
+    "short: masks of windows count as timed": Mutation(
+        "patterns/attention/op.py",
+        "if windows is None and cap is None and p is None and d in (32, 64):",
+        "if cap is None and p is None and d in (32, 64):",
+        "tests/test_short_attention.py",
+    ),
     "bias: the parts of its gradient overlap": Mutation(
         "fusion_backend/kernels/attention/backward_bias.py",
         "pid, first, step = pid // parts, pid % parts, parts",

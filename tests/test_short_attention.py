@@ -4,6 +4,7 @@ formula in fp64, what they take, and how programs share heads and batches.
 
 import pytest
 import torch
+from fusion_backend.patterns.attention import masked_attention
 
 from fusion_backend.kernels.attention import backward, forward, parts
 from fusion_backend.kernels.attention.configs import short
@@ -157,3 +158,26 @@ def test_how_many_parts(tiles, shared, found):
 def test_sizes_that_only_a_run_knows():
     unknown = torch.SymInt.__new__(torch.SymInt)
     assert parts.parts_of(3, unknown) == 88 and parts.parts_of(unknown, 3) == 1
+
+
+@pytest.mark.parametrize(
+    "sizes, more, known",
+    [
+        (dict(b=256, h=12, n=49, d=32), {}, True),
+        (dict(b=256, h=12, n=49, d=32), dict(windows=torch.zeros(4, 49, 49)), False),
+        (dict(b=256, h=12, n=49, d=32), dict(cap=20.0), False),
+        (dict(b=128, h=12, n=49, d=32), {}, False),
+        (dict(b=512, h=12, n=49, d=48), {}, False),
+        (dict(b=256, h=12, n=65, d=32), {}, False),
+        (dict(b=256, h=12, n=60, d=64), dict(p=0.1), True),
+        (dict(b=100, h=12, n=60, d=64), dict(p=0.1), False),
+        (dict(b=100, h=12, n=60, d=64), {}, True),
+    ],
+)
+def test_which_are_taken_without_a_measurement(sizes, more, known):
+    """Those that were timed: see the rows of short attention in docs/performance.md."""
+    b, h, n, d = sizes.values()
+    q = torch.empty(b, h, n, d, dtype=HALF, device="meta")
+    given = {p.name: more.get(p.name) for p in masked_attention.params} | dict(q=q, k=q, v=q)
+    answer = masked_attention.worthwhile_fn(*given.values(), False)
+    assert (answer is None) == known

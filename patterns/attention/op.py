@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Op, Reject
 from fusion_backend.kernels.attention import backward, forward
-from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.attention.configs import short
+from fusion_backend.kernels.attention.masking import Masking
 from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
 from fusion_backend.kernels.common.dropout import scale as dropout_scale
 from fusion_backend.kernels.common.inputs import (
@@ -178,12 +179,15 @@ def broadcasts(t: Tensor, full: tuple) -> bool:
 
 
 @masked_attention.worthwhile
-def _(q, v, keep, cap, p):
-    d = number(q.shape[3])
-    measured = keep is None and d in (64, 128) and q.element_size() == 2
-    measured = measured and same_sizes(q.shape[3:], v.shape[3:])
-    measured = measured and (cap is None or (d == 128 and p is None))
-    if not measured or statically_known_true(q.numel() < 1 << 23):
+def _(q, k, v, keep, sinks, windows, cap, p):
+    d, alike = number(q.shape[3]), same_sizes(q.shape[3:], v.shape[3:])
+    if keep is not None or q.element_size() != 2 or not alike:
+        return UNMEASURED
+    least, timed = 1 << 23, d == 64 and cap is None or d == 128 and (cap is None or p is None)
+    if windows is None and cap is None and p is None and d in (32, 64):
+        if short(q, k, v, Masking(sinks=sinks), 64):
+            least, timed = 1 << 22, True
+    if not timed or statically_known_true(q.numel() < least):
         return UNMEASURED
 
 

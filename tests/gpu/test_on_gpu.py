@@ -75,9 +75,9 @@ def as_close_as_eager(module, call, x, plain=None) -> None:
     """Output and every gradient are at most twice as far from fp64 as eager's, or as those of
     `plain`.
     """
-    wide = copy.deepcopy(module).double()
+    plain, wide = module if plain is None else plain, copy.deepcopy(module).double()
     exact = results(wide, wide, x.double())
-    eager, ours = results(module, plain or module, x), results(module, call, x)
+    eager, ours = results(module, plain, x), results(module, call, x)
     for name in exact:
         mine, theirs = (joint_distance({name: r[name]}, {name: exact[name]}) for r in (ours, eager))
         assert mine <= 2 * theirs + 1e-7, f"{name}: {mine:.2e} against fp64, not {theirs:.2e}"
