@@ -26,7 +26,8 @@ are meant:
     foreign FILE            a paragraph and two tables of a run of benchmarks.foreign
     compared FILE           a paragraph: how much the sides of a run of benchmarks.compare differ
     block-sizes FILE        a table of a run of benchmarks.block_size
-    swept FILE              a table of a run of benchmarks.sweep
+    swept FILE              a table of a run of benchmarks.sweep: the fastest configurations
+    ways FILE               another, with the time of each configuration
     compiled FILE           a table of a run of benchmarks.compile_kernels
     ranks FILE              a table of a run of benchmarks.distributed
     sums FILE               a table of a run of benchmarks.all_reduce

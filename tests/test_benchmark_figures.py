@@ -252,6 +252,9 @@ def test_sweeps(pages):
     found = asked_for(pages, "swept s.json")
     assert "| flash | SDPA 0.5000 | 0.4000 | 1.25 | BM=128 BN=64 |" in found
     assert "| other | – | 0.1000 | – | rows=1 warps=4 |" in found
+    found = asked_for(pages, "ways s.json")
+    assert "| ms | SDPA | BM=128 BN=64 | BM=64 BN=64 | rows=1 warps=4 |" in found
+    assert "| flash | 0.5000 | 0.4000 | 0.6000 | – |" in found
 
 
 def test_check_finds_a_change(pages, capsys):

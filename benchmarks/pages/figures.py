@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from benchmarks.pages.decoding_figures import decoding
 from benchmarks.pages.foreign_figures import foreign
-from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept
+from benchmarks.pages.kernel_figures import block_sizes, compared, compiled, swept, ways
 from benchmarks.pages.markdown import where, wrapped
 from benchmarks.pages.model_figures import compile_times, models, shares
 from benchmarks.pages.pattern_figures import by_pattern, losses, memory, named_rows, summary
@@ -45,6 +45,7 @@ FIGURES = {
     "compared": Figure(("compare",), compared),
     "block-sizes": Figure(("block_size",), block_sizes),
     "swept": Figure(("sweep",), swept),
+    "ways": Figure(("sweep",), ways),
     "compiled": Figure(("compile_kernels",), compiled),
     "ranks": Figure(("distributed",), ranks),
     "sums": Figure(("all_reduce",), sums),

@@ -73,6 +73,17 @@ def swept(run: Run, _: list[str]) -> str:
     return table(("ms", "library", "the fastest", "ratio", "its configuration"), lines)
 
 
+def ways(run: Run, _: list[str]) -> str:
+    """The time of each way to do each piece of work of benchmarks.sweep."""
+    known = list(dict.fromkeys(row["config"] for row in run.rows))
+    times = {(row["work"], row["config"]): f"{row['ms']:.4f}" for row in run.rows}
+    lines = [
+        [work, *(times.get((work, way), "–") for way in known)]
+        for work in dict.fromkeys(row["work"] for row in run.rows)
+    ]
+    return table(("ms", *known), lines)
+
+
 def compiled(run: Run, _: list[str]) -> str:
     """What a launch of each kernel needs at most, one version of Triton beside the other."""
     versions = sorted({row["triton"] for row in run.rows})
