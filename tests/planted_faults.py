@@ -832,6 +832,18 @@ MUTATIONS = {
         "    if False:",
         "tests/test_windows.py",
     ),
+    "windows: another mask counts as added twice": Mutation(
+        "fusion_backend/ir/windows.py",
+        "if windows is None or windows is not found[0]:",
+        "if windows is None:",
+        "tests/test_windows.py",
+    ),
+    "windows: what is added twice counts once": Mutation(
+        "fusion_backend/ir/windows.py",
+        "    if len(found) > 1:",
+        "    if False:",
+        "tests/test_windows.py",
+    ),
     "windows: masks repeated for more images are the same value": Mutation(
         "fusion_backend/ir/windows.py",
         'c.make("of_window", (windows,), hashable(shape), shape)',

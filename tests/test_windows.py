@@ -61,6 +61,18 @@ TAKEN = {
         lambda q, k, v, x, m: torch.softmax(together(apart(scores(q, k), m)), -1) @ v,
         False,
     ),
+    "added twice, as by Swin V2": (
+        lambda q, k, v, x, m: (
+            torch.softmax(together(apart(scores(q, k) + x, m) + m[None, :, None]), -1) @ v
+        ),
+        True,
+    ),
+    "added three times, the softmax in five dimensions": (
+        lambda q, k, v, x, m: (
+            together(torch.softmax(apart(scores(q, k), m) + m[None, :, None] + m[:, None], -1)) @ v
+        ),
+        False,
+    ),
     "by index, first": (
         lambda q, k, v, x, m: (
             torch.softmax(
@@ -166,6 +178,12 @@ NEAR_MISSES = {
     "softmax over the windows": lambda q, k, v, x, m: (
         together(torch.softmax(apart(scores(q, k), m), 1)) @ v
     ),
+    "two masks": lambda q, k, v, x, m: (
+        torch.softmax(together(apart(scores(q, k), m) + m.exp()[None, :, None]), -1) @ v
+    ),
+    "a mask of windows and one of heads": lambda q, k, v, x, m: (
+        torch.softmax(together(apart(scores(q, k), m) + x[None, None]), -1) @ v
+    ),
     "multiplied": lambda q, k, v, x, m: (
         torch.softmax(together(scores(q, k).view(-1, W, H, S, S) * m[None, :, None]), -1) @ v
     ),
@@ -232,3 +250,15 @@ def test_swin():
     found = [s.reason for s in report.sites if s.pattern == "attention" and not s.covered]
     # the repeated masks of two layers are one value
     assert len(found) == 5 and sum("masks of 16 windows" in why for why in found) == 2, report
+
+
+def test_swin_v2():
+    """Cosine attention with a scale of each head; its masks are added twice."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Swinv2Config(
+        image_size=16, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4
+    )
+    model = transformers.Swinv2Model(config, add_pooling_layer=False).eval()
+    report = collect(lambda x: model(x).last_hidden_state, torch.randn(2, 3, 16, 16)).report
+    found = [s.reason for s in report.sites if s.pattern == "attention" and not s.covered]
+    assert len(found) == 2 and sum("masks of 4 windows" in why for why in found) == 1, report

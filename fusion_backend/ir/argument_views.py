@@ -25,7 +25,8 @@ class Viewed:
 
     `steps` are canonical expressions' operators and attributes, from the node outwards: permute,
     half, slice, unsqueeze, unflatten (rows seen as more dimensions again); not, for the complement
-    of a mask; real and imag, of complex numbers; mul and div by a node that is a number.
+    of a mask; real and imag, of complex numbers; mul and div by a node that is a number; times, of
+    a small mask that is added more than once.
     """
 
     node: fx.Node
@@ -42,7 +43,7 @@ class Viewed:
 
     @functools.cached_property
     def kinds(self) -> tuple:
-        """The steps, without the number that multiplies."""
+        """The steps, without the node that multiplies."""
         return tuple((op, () if op in BY_NUMBERS else attr) for op, attr in self.steps)
 
 
@@ -50,8 +51,8 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
     """The ATen operator of one step over a value, and its arguments after the first."""
     op, attr = step
     rank = value.dim()
-    if op in BY_NUMBERS:
-        return BY_NUMBERS[op], attr
+    if op in BY_NUMBERS or op == "times":
+        return BY_NUMBERS.get(op, aten.mul.Tensor), attr
     if op in OF_COMPLEX:
         return OF_COMPLEX[op], ()
     if op == "not":

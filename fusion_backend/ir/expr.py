@@ -18,6 +18,7 @@ FREE = {
     "every_other",
     "slice",
     "of_window",
+    "times",
     "cast",
     "arange",
 }

@@ -14,7 +14,7 @@ from fusion_backend.match.unify import Bound
 
 HALVES = {torch.bfloat16, torch.float16}
 # The operators that a Viewed may put around a node.
-VIEWS = ("permute", "half", "slice", "unsqueeze", "not", *OF_COMPLEX, *BY_NUMBERS)
+VIEWS = ("permute", "half", "slice", "unsqueeze", "not", "times", *OF_COMPLEX, *BY_NUMBERS)
 
 
 def mixed(env: dict, arguments: dict) -> str:
@@ -125,7 +125,7 @@ def argument_of(
     while e.op in VIEWS and (through or not e.nodes):
         through = False
         number = next((a for a in e.args if a.of_run_time), None)
-        attr = (e.attr,) if e.op == "unsqueeze" else e.attr or ()
+        attr = (e.attr,) if e.op in ("unsqueeze", "times") else e.attr or ()
         steps.insert(0, (e.op, (number.nodes[0],) if number else attr))
         if e.op in BY_NUMBERS and (number is None or (e.op == "div" and e.args[0] is number)):
             return None
