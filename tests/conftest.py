@@ -37,6 +37,7 @@ def pytest_configure(config):
     selection.FULL = config.getoption("--full")
     if not selection.FULL:
         no_vectors()
+        one_thread()
         quick_pytorch.hasten()
 
 
@@ -47,6 +48,15 @@ def no_vectors():
     """
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
     torch._inductor.config.cpp.vec_isa_ok = False
+
+
+def one_thread():
+    """Here and in what tests start, where there is no GPU. Two processes run tests, and threads of
+    one that wait for each other would take the cores of the other.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
