@@ -76,7 +76,9 @@ def pytest_collection_modifyitems(config, items):
             for item in items
             if "full" not in item.keywords and not selection.left_out(item.nodeid)
         ]
-        names = [(item.location[0], getattr(item, "originalname", item.name)) for item in left]
+        files = [item.nodeid.partition("::")[0] for item in left]  # not where it is defined
+        functions = [getattr(item, "originalname", item.name) for item in left]
+        names = list(zip(files, functions, strict=True))
         left = list(itertools.compress(left, selection.sampled(names)))
         taken = {*left}
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
