@@ -12,6 +12,7 @@ import torch
 
 import fusion_backend
 
+from .. import quick_pytorch
 from ..doc_blocks import Block
 from ..eager_kernels import eager_kernels
 
@@ -30,6 +31,7 @@ def with_hooks(blocks: list[Block]) -> str:
 def begin() -> None:
     """On a CPU all sites are fused, and what Inductor would compile runs operator by operator."""
     torch.set_num_threads(1)
+    quick_pytorch.hasten()
     ENTERED.enter_context(eager_kernels())
     compile = torch.compile
 
