@@ -173,7 +173,7 @@ def test_deepseek(on_gpu):
     def step(ids):
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    collector = collect(step, ids)
+    collector = collect(step, ids, options={"fusion.only": "attention"})
     found = [s for s in collector.report.sites if s.pattern == "attention"]
     assert len(found) == 2 and all(s.fused for s in found), collector.report
     assert all(s.forward == "library" and s.reason.startswith("causal") for s in found)
