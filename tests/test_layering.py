@@ -3,6 +3,7 @@ imports.
 """
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -59,6 +60,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT / "fusion_backend").with_suffix("").parts[0]
 
 
+@functools.cache
 def declared(folder: Path) -> dict[str, set[str]]:
     """Each package of a folder and what it may import, by the docstring of its `__init__.py`."""
     table = {}
@@ -76,15 +78,17 @@ def declared(folder: Path) -> dict[str, set[str]]:
     return table
 
 
+@functools.cache
 def rooms() -> dict[str, set[str]]:
     """The packages of fusion_backend, of which "everything" may import all others."""
-    table = declared(ROOT / "fusion_backend")
+    table = dict(declared(ROOT / "fusion_backend"))
     for room, may in table.items():
         if may == {"everything"}:
             table[room] = {*table, *LOOSE, "patterns", ITSELF} - {room}
     return table
 
 
+@functools.cache
 def imports_of(text: str) -> list[tuple[int, str, str]]:
     """Every import in a program, in functions too: (line, module, name), with name "" for a whole
     module.
@@ -281,11 +285,11 @@ def test_a_file_stays_short(path):
 
 @pytest.mark.parametrize("path", CORE + ROOMS, ids=name)
 def test_no_opaque_op(path):
-    calls = [node.lineno for node in ast.walk(ast.parse(path.read_text()))
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    calls = [node.lineno for node in nodes
              if isinstance(node,
              ast.Call) and ast.unparse(node.func).endswith("custom_op")]  # fmt: skip
-    decorators = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node,
-        ast.FunctionDef)
+    decorators = [node.lineno for node in nodes if isinstance(node, ast.FunctionDef)
                   for d in node.decorator_list if ast.unparse(d).endswith("custom_op")]  # fmt: skip
     if name(path) in OPAQUE:
         return
