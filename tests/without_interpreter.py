@@ -6,6 +6,7 @@ process.
 """
 
 import functools
+import gc
 import json
 import os
 import runpy
@@ -75,14 +76,16 @@ def prepare() -> None:
     from benchmarks.host_runs.without_gpu import cpu_tensors_pass
     from fusion_backend.compat.pretended_cuda import code_for_cuda
 
-    from . import traced
+    from . import quick_pytorch, traced
 
     torch.set_num_threads(1)
+    quick_pytorch.hasten()
     traced.trace()
     with cpu_tensors_pass(), code_for_cuda(), torch.no_grad():
         torch.compile(torch.sin)(torch.ones(8, 8))
     torch.compiler.reset()
     fusion_backend.reset()
+    gc.freeze()  # no program looks for garbage among all this
 
 
 def become(command: list[str], environment: dict[str, str], folder: str) -> NoReturn:
