@@ -51,8 +51,10 @@ def step_of(step: tuple[str, tuple], value: torch.Tensor) -> tuple[object, tuple
     """The ATen operator of one step over a value, and its arguments after the first."""
     op, attr = step
     rank = value.dim()
-    if op in BY_NUMBERS or op == "times":
-        return BY_NUMBERS.get(op, aten.mul.Tensor), attr
+    if op in BY_NUMBERS:
+        return BY_NUMBERS[op], attr
+    if op == "times":
+        return aten.mul.Tensor, attr
     if op in OF_COMPLEX:
         return OF_COMPLEX[op], ()
     if op == "not":

@@ -18,7 +18,6 @@ FREE = {
     "every_other",
     "slice",
     "of_window",
-    "times",
     "cast",
     "arange",
 }

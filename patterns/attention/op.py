@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Op, Reject
 from fusion_backend.kernels.attention import backward, forward
+from fusion_backend.kernels.attention.backward import shared
 from fusion_backend.kernels.attention.configs import short
 from fusion_backend.kernels.attention.masking import Masking
 from fusion_backend.kernels.common.dropout import Dropout, tiles_kept
@@ -179,14 +180,18 @@ def broadcasts(t: Tensor, full: tuple) -> bool:
 
 
 @masked_attention.worthwhile
-def _(q, k, v, keep, sinks, windows, cap, p):
+def _(q, k, v, bias, keep, sinks, windows, cap, p):
     d, alike = number(q.shape[3]), same_sizes(q.shape[3:], v.shape[3:])
     if keep is not None or q.element_size() != 2 or not alike:
         return UNMEASURED
-    least, timed = 1 << 23, d == 64 and cap is None or d == 128 and (cap is None or p is None)
-    if windows is None and cap is None and p is None and d in (32, 64):
-        if short(q, k, v, Masking(sinks=sinks), 64):
-            least, timed = 1 << 22, True
+    if d == 32:  # windows of Swin
+        others = windows, cap, p
+        one = bias is not None and shared(bias) and all(other is None for other in others)
+        one = one and short(q, k, v, Masking(sinks=sinks), 64)
+        long = all(statically_known_true(t.shape[2] > 32) for t in (q, k))
+        timed, least = one and long, 1 << 22
+    else:
+        timed, least = d == 128 and p is None or d in (64, 128) and cap is None, 1 << 23
     if not timed or statically_known_true(q.numel() < least):
         return UNMEASURED
 

@@ -43,8 +43,9 @@ def test_a_layer_trains(sizes, padded, dtype):
     module = Layer(*sizes, padded).to("cuda", dtype)
     x = torch.randn(2, 517, 256, device="cuda", dtype=dtype, requires_grad=True)
     compiled = torch.compile(module, backend="fusion", options=ALWAYS, fullgraph=True)
-    # not eager, which is closer to fp64 than plain Inductor with the last of the sizes
-    as_close_as_eager(module, compiled, x, torch.compile(module, fullgraph=True))
+    # with the last of the sizes plain Inductor is further from fp64 than eager
+    plain = torch.compile(module, fullgraph=True) if sizes == (64, 200) else None
+    as_close_as_eager(module, compiled, x, plain)
     (site,) = fused()["attention"]
     kernels, host = profiled(lambda: compiled(x).sum().backward())
     assert not [name for name in host if name.startswith("fusion::")], "an opaque op"

@@ -89,13 +89,22 @@ def configs_for(q: Tensor, v: Tensor, masking: Masking) -> tuple[dict, dict]:
 
 
 def config_in_one(q: Tensor, k: Tensor, v: Tensor, masking: Masking, of_bias: bool) -> dict | None:
-    """For all gradients in one kernel, None where several are faster or take what it does not."""
+    """For all gradients in one kernel; None where several are faster, or the one was not timed.
+    Both were timed by benchmarks/results/sweep-short-attention.json.
+    """
     if short(q, k, v, masking, 64):
         return config_of(64, 64, 4, 2)
-    more = masking.dropout is not None or masking.keep is not None
-    return (
-        config_of(128, 128, 8, 2) if of_bias and not more and short(q, k, v, masking, 128) else None
-    )
+    others = masking.dropout, masking.keys, masking.cap
+    alone = all(other is None for other in others) and masking.hidden != "fill"
+    if not (of_bias and alone and short(q, k, v, masking, 128)):
+        return None
+    long = all(statically_known_true(t.shape[2] > 64) for t in (q, k))
+    return config_of(128, 128, 8, 2) if long and shared(masking.bias) else None
+
+
+def shared(bias: Tensor) -> bool:
+    """Do all batches have one bias?"""
+    return statically_known_true(shape_of(bias)[0] == 1)
 
 
 def backward(

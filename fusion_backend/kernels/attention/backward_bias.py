@@ -18,9 +18,10 @@ from fusion_backend.kernels.attention.backward_common import (
     score_gradient,
 )
 from fusion_backend.kernels.attention.masking import strides_of
-from fusion_backend.kernels.attention.parts import parts_of
 from fusion_backend.kernels.attention.tiles import load_rows, row_pointer, survivors
 from fusion_backend.kernels.common.launch import launch
+
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 
 def bias_gradient(operands: Operands, shape: tuple, dtype: torch.dtype, config: dict) -> Tensor:
@@ -39,6 +40,15 @@ def bias_gradient(operands: Operands, shape: tuple, dtype: torch.dtype, config: 
         b, batches, heads, parts if parts > 1 else None, **operands.constants, **config,
     )  # fmt: skip
     return db[0] if parts == 1 else db.sum(0)
+
+
+def parts_of(tiles, shared) -> int:
+    """How many programs share a tile that `shared` batches and heads are added up for; one where a
+    number is not known at compile time.
+    """
+    if not all(isinstance(size, int) for size in (tiles, shared)):
+        return 1
+    return max(1, min(shared, PROGRAMS // max(tiles, 1)))
 
 
 # Operations: 2 b h n m (d + e). Bytes: the bias and its gradient once; q, k, v and do come from L2.

@@ -19,10 +19,15 @@ from fusion_backend.kernels.attention.backward_common import (
     score_gradient,
 )
 from fusion_backend.kernels.attention.configs import row_strides
-from fusion_backend.kernels.attention.forward_short import bias_tile, program_part
 from fusion_backend.kernels.attention.masking import strides_of
 from fusion_backend.kernels.attention.parts import groups_of
-from fusion_backend.kernels.attention.tiles import load_rows, row_pointer, survivors
+from fusion_backend.kernels.attention.tiles import (
+    bias_tile,
+    load_rows,
+    program_part,
+    row_pointer,
+    survivors,
+)
 from fusion_backend.kernels.common.launch import launch
 
 
@@ -31,7 +36,7 @@ def short_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk and dv, in memory as q, k and v are, and the sums of the scores' gradients of the
     shape and dtype `of_bias`, `[b or 1, h or 1, n, m]`, over what shares a bias; in fp32 if they
-    are sums of parts. Grid: as bias_gradient, or without a bias parts of all heads.
+    are sums of parts. Grid: biases times parts, see groups_of.
     """
     q, k, v = operands.q, operands.k, operands.v
     gradients = tuple(empty_like_in_memory(t) for t in (q, k, v))

@@ -44,12 +44,14 @@ def narrow(masking: Masking) -> bool:
 
 
 def short(q: Tensor, k: Tensor, v: Tensor, masking: Masking, size: int) -> bool:
-    """Do the kernels take it of which a tile is all scores of a head? Up to `size` queries and keys
-    of 16 bits, heads of up to 64 numbers, as many of k and v as of q, no sinks.
+    """May one tile have all scores of a head? With up to `size` queries and keys of 16 bits, heads
+    of up to 64 numbers, as many of k and v as of q, no dense choice of scores and no sinks.
     """
-    lengths = all(statically_known_true(t.shape[2] <= size) for t in (q, k))
-    alone = same_sizes(q.shape[1:2], k.shape[1:2]) and masking.sinks is None
-    return lengths and alone and q.element_size() == 2 and column_of(q, v) == 0
+    lengths = all(statically_known_true(0 < t.shape[2]) for t in (q, k))
+    lengths = lengths and all(statically_known_true(t.shape[2] <= size) for t in (q, k))
+    heads = same_sizes(q.shape[1:2], k.shape[1:2]) and column_of(q, v) == 0
+    scores = masking.keep is None and masking.sinks is None
+    return lengths and heads and scores and q.element_size() == 2
 
 
 def constants_of(q: Tensor, v: Tensor, masking: Masking) -> dict:

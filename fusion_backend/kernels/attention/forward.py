@@ -79,7 +79,7 @@ def config_for(q: Tensor, v: Tensor, masking: Masking) -> dict:
     small = statically_known_true(q.shape[2] <= 64)
     narrow_heads = max(number(q.shape[3]), number(v.shape[3])) <= 32
     if small and item == 2 and narrow_heads and kind.startswith("dense"):
-        return config_of(64, 32, 4, 2)  # as in Swin's windows; with 64 keys it spills
+        return config_of(64, 32, 4, 2)  # with 64 keys it spills
     return forward_config(column, item, kind, small or narrow(masking))
 
 

@@ -13,21 +13,23 @@ from fusion_backend.kernels.attention.configs import config_of, constants_of, ro
 from fusion_backend.kernels.attention.masking import Masking, mask_arguments
 from fusion_backend.kernels.attention.parts import groups_of
 from fusion_backend.kernels.attention.tiles import (
+    bias_tile,
     exponential,
     load_rows,
     masked,
+    program_part,
     row_pointer,
     survivors,
 )
 from fusion_backend.kernels.common.launch import launch
 
-CONFIG = config_of(64, 64, 4, 3)  # by benchmarks/results/sweep-short-attention.json
+CONFIG = config_of(64, 64, 4, 3)  # timed by benchmarks/results/sweep-short-attention.json
 
 
 def short_forward(
     q: Tensor, k: Tensor, v: Tensor, masking: Masking, save: bool
 ) -> tuple[Tensor, Tensor]:
-    """As forward, up to 64 queries and keys. Grid: parts of what shares a bias, see groups_of."""
+    """As forward, up to 64 queries and keys. Grid: biases times parts, see groups_of."""
     (b, h, n, _), e = q.shape, v.shape[3]
     out = torch.empty((b, n, h, e), dtype=q.dtype, device=q.device).transpose(1, 2)
     shape = (b, h, n) if masking.bias is None else (b, h, 2, n)
@@ -44,23 +46,7 @@ def short_forward(
     return out, lse
 
 
-@triton.jit
-def program_part(parts, bias_heads):
-    """Of this program: the first batch and head of those that share a bias, and which part of them
-    it has.
-    """
-    shared = tl.program_id(0) // parts
-    batch, head = (shared // bias_heads).to(tl.int64), (shared % bias_heads).to(tl.int64)
-    return batch, head, tl.program_id(0) % parts
-
-
-@triton.jit
-def bias_tile(BIAS, strides, batch, head, query, key):
-    BIAS += batch * strides[0] + head * strides[1]
-    return tl.load(BIAS + query[:, None] * strides[2] + key[None, :] * strides[3])
-
-
-# Operations: 2 b h n m (d + e). Bytes: q, k, v and out once, the bias once a part.
+# Operations: 2 b h n m (d + e). Bytes: q, k, v and out once, and the bias once for each part.
 @triton.jit
 def flash_short_kernel(
     Q, K, V, OUT, LSE,

@@ -1,4 +1,4 @@
-"""How programs share the batches and heads of a tile that they add up, or whose bias they read."""
+"""How the programs of short attention share batches and heads."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.attention.masking import shape_of
+from fusion_backend.kernels.common.inputs import number, same_sizes
 
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200, which run at once
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 WAVES = 4  # at most
-
-
-def parts_of(tiles, shared) -> int:
-    """How many programs share a tile that `shared` batches and heads have: as few as leave hardly
-    more multiprocessors idle in the last wave than any number does. One where the number of tiles
-    is not known at compile time.
-    """
-    if not isinstance(tiles, int):
-        return 1
-    tiles = max(tiles, 1)
-    most = max(1, PROGRAMS * WAVES // tiles)
-    most = max(1, min(shared, most)) if isinstance(shared, int) else most
-    shares = [busy(tiles * parts) for parts in range(1, most + 1)]
-    return 1 + next(i for i, share in enumerate(shares) if share > 0.99 * max(shares))
-
-
-def busy(programs: int) -> float:
-    """The share of the time that multiprocessors have a program, if all take as long."""
-    return programs / (-(-programs // PROGRAMS) * PROGRAMS)
+MANY = 1 << 20  # in place of a number that only a run knows
+FEW = 16  # parts, if only a run knows how many biases there are
 
 
 def groups_of(q: Tensor, bias: Tensor | None) -> tuple:
-    """(batches, heads, parts): the batches and heads that have a bias of their own, and the
-    programs that share such a tile. Without a bias all batches and heads do.
+    """(batches, heads, parts): how many batches and heads have a bias of their own, and among how
+    many programs those that share one are divided. Without a bias, all are divided.
     """
     (b, h), (batches, heads) = q.shape[:2], (1, 1) if bias is None else shape_of(bias)[:2]
     batches, heads = (1 if statically_known_true(size == 1) else size for size in (batches, heads))
-    return batches, heads, parts_of(batches * heads, (b // batches) * (h // heads))
+    times = 1 if same_sizes((b,), (batches,)) else b // batches
+    return batches, heads, parts_of(number(batches * heads), number(times * (h // heads)))
+
+
+def parts_of(biases, shared) -> int:
+    """Among how many programs the `shared` batches and heads of each bias are divided: as few as
+    are done in the least time.
+    """
+    known = isinstance(shared, int)
+    if not isinstance(biases, int):
+        return max(1, min(shared, FEW)) if known else 1
+    most, biases = max(1, PROGRAMS * WAVES // max(biases, 1)), max(biases, 1)
+    most, shared = (max(1, min(shared, most)), shared) if known else (most, MANY)
+    return min(range(1, most + 1), key=lambda parts: (rounds(biases, shared, parts), parts))
+
+
+def rounds(biases: int, shared: int, parts: int) -> int:
+    """How many batches and heads one multiprocessor's place for a program has, one by one."""
+    return -(-biases * parts // PROGRAMS) * -(-shared // parts)

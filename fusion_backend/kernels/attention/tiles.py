@@ -30,6 +30,23 @@ def row_pointer(P, strides, batch, head, row):
 
 
 @triton.jit
+def program_part(parts, bias_heads):
+    """Of this program of short attention: the first batch and head of those that share a bias, and
+    which part of them it has.
+    """
+    shared = tl.program_id(0) // parts
+    batch, head = (shared // bias_heads).to(tl.int64), (shared % bias_heads).to(tl.int64)
+    return batch, head, tl.program_id(0) % parts
+
+
+@triton.jit
+def bias_tile(BIAS, strides, batch, head, query, key):
+    """Of the bias with these strides: the numbers of queries and keys of one head."""
+    BIAS += batch * strides[0] + head * strides[1]
+    return tl.load(BIAS + query[:, None] * strides[2] + key[None, :] * strides[3])
+
+
+@triton.jit
 def load_rows(P, at, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr):
     """Rows of D numbers as `[rows, BD]`, 0 beyond D."""
     d = tl.arange(0, BD)[None, :]
