@@ -23,9 +23,9 @@ from fusion_backend.kernels.attention.masking import strides_of
 from fusion_backend.kernels.attention.parts import groups_of
 from fusion_backend.kernels.attention.tiles import (
     bias_tile,
-    load_rows,
     program_part,
     row_pointer,
+    rows_of_head,
     survivors,
 )
 from fusion_backend.kernels.common.launch import launch
@@ -92,14 +92,10 @@ def flash_short_gradients_kernel(
             (BIAS, None, None), (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
             (KEYS, (keys_batch, keys_col)), (low, high), SEED, (batch, head, heads, n, m),
         )  # fmt: skip
-        rows = row_pointer(Q, (q_batch, q_head, q_row), batch, head, 0)
-        q = load_rows(rows, query, q_row, D, BD, UPCAST)
-        rows = row_pointer(K, (k_batch, k_head, k_row), batch, head, 0)
-        k = load_rows(rows, key, k_row, D, BD, UPCAST)
-        rows = row_pointer(V, (v_batch, v_head, v_row), batch, head, 0)
-        v = load_rows(rows, key, v_row, E, BE, UPCAST)
-        rows = row_pointer(DO, (do_batch, do_head, do_row), batch, head, 0)
-        do = load_rows(rows, query, do_row, E, BE, UPCAST)
+        q = rows_of_head(Q, (q_batch, q_head, q_row), batch, head, query, D, BD, UPCAST)
+        k = rows_of_head(K, (k_batch, k_head, k_row), batch, head, key, D, BD, UPCAST)
+        v = rows_of_head(V, (v_batch, v_head, v_row), batch, head, key, E, BE, UPCAST)
+        do = rows_of_head(DO, (do_batch, do_head, do_row), batch, head, query, E, BE, UPCAST)
         lse, inverse = saved_of_rows(LSE, (batch * heads + head) * n, query, n, BIAS)
         lse = tl.where(row < n, lse, float("inf"))
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)

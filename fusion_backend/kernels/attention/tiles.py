@@ -58,6 +58,14 @@ def load_rows(P, at, stride, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.const
 
 
 @triton.jit
+def rows_of_head(
+    P, strides, batch, head, at, D: tl.constexpr, BD: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Rows `at` of a head, as load_rows; the strides of batch, head and row."""
+    return load_rows(row_pointer(P, strides, batch, head, 0), at, strides[2], D, BD, UPCAST)
+
+
+@triton.jit
 def scores(s, BIAS, i, j, bias_row, bias_col, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Products as scores: scaled, capped, with their bias, which is read at i and j if it has
     strides.
