@@ -17,7 +17,7 @@ from tests.test_short_attention import (  # noqa: F401
 )
 
 pytestmark = pytest.mark.gpu
-HEADS, HEAD = 4, 32
+BATCH, HEADS, HEAD = 70, 4, 32
 
 
 class Layer(nn.Module):
@@ -27,11 +27,11 @@ class Layer(nn.Module):
         super().__init__()
         self.project = nn.Linear(96, 3 * HEADS * HEAD)
         self.bias = nn.Parameter(torch.randn(HEADS, n, n)) if biased else None
+        self.register_buffer("real", (torch.arange(n) < n - 9).repeat(BATCH, 1))
 
     def forward(self, x):
         heads = self.project(x).view(*x.shape[:2], 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
-        real = torch.arange(x.shape[1], device=x.device) < x.shape[1] - 9
-        mask = real.expand(x.shape[0], 1, 1, -1) if self.bias is None else self.bias[None]
+        mask = self.real[:, None, None, :] if self.bias is None else self.bias[None]
         return F.scaled_dot_product_attention(*heads.unbind(0), mask)
 
 
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 def test_a_layer_trains(n, biased, dtype):
     torch.manual_seed(0)
     module = Layer(n, biased).to("cuda", dtype)
-    x = torch.randn(70, n, 96, device="cuda", dtype=dtype, requires_grad=True)
+    x = torch.randn(BATCH, n, 96, device="cuda", dtype=dtype, requires_grad=True)
     compiled = torch.compile(module, backend="fusion", options=ALWAYS, fullgraph=True)
     as_close_as_eager(module, compiled, x)
     (site,) = fused()["attention"]
