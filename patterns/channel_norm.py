@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
+from fusion_backend.kernels.common.channel_tiles import reject_channels_first
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.channel_norm import (
     ChannelNorm,
     Kind,
     forward,
-    reject_channels_first,
     reject_per_channel,
 )
 from fusion_backend.kernels.norm.channel_norm_backward import backward

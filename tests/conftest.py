@@ -142,7 +142,9 @@ def scratch():
 
 @pytest.fixture
 def poisoned_empties():
-    """An element that a kernel never writes is NaN."""
-    torch.use_deterministic_algorithms(True)
+    """An element that a kernel never writes is NaN. What torch has no such kernel of runs as it is:
+    on GPUs the references of some losses.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

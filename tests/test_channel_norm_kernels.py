@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from fusion_backend.kernels.common.channel_tiles import Tile
 from fusion_backend.kernels.norm import channel_norm as kernels
 from fusion_backend.kernels.norm import channel_norm_backward as gradients
-from fusion_backend.kernels.norm.channel_norm import ChannelNorm, Tile
+from fusion_backend.kernels.norm.channel_norm import ChannelNorm
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Unmeasured
 from tests.kernel_checks import (

@@ -39,6 +39,8 @@ OTHER_WAYS = {
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
+    "channel_softmax": [dict(form=-1)],  # the logarithm
+    "channel_cross_entropy": [dict(form=6)],  # without weights
     "norm_rotary": [dict(form=-1)],  # of neighbours
     # of x as it is, by the reciprocal of the scale, and by the inverse of the largest
     "quantize_per_token": [dict(form=form) for form in (1, 5, 9)],

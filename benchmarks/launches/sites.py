@@ -135,6 +135,16 @@ CASES = [
     ("channel_norm", dict(b=32, c=768, n=7), FULL, True),
     ("channel_norm", dict(b=8, c=1024, n=32), FULL, True),
     ("channel_norm", dict(b=8, c=3, n=224), HALF, True),
+    *(
+        (name, dict(b=b, c=c, n=n), dtype, True)
+        for name in ("channel_softmax", "channel_cross_entropy")
+        for b, c, n, dtype in (
+            (16, 19, 512, HALF),
+            (16, 150, 256, FULL),
+            (2, 1000, 33, HALF),
+            (8, 3, 224, FULL),
+        )
+    ),
     ("quantize_per_token", dict(rows=8192, n=4096), HALF, False),
     ("quantize_per_token", dict(rows=64, n=131072), FULL, False),
     ("rms_norm_quantize", dict(rows=8192, n=4096), HALF, False),

@@ -18,6 +18,8 @@ TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120)]
 # convolutions of a ResNet-50: channels, side, channels of the result, side of the window
 IN_RESNET = [(64, 56, 64, 3), (64, 56, 256, 1), (128, 28, 128, 3), (128, 28, 512, 1)]
 IN_RESNET += [(256, 14, 256, 3), (256, 14, 1024, 1)]
+# images, classes (of Cityscapes, ADE20K, COCO-Stuff at an eighth, and a few) and side
+IN_SEGMENTATION = [(16, 19, 512), (16, 150, 128), (32, 171, 64), (8, 4, 512)]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -113,6 +115,12 @@ WORK = [
         for train in (False, True)
     ),
     Work("channel_norm", dict(b=4, c=96, n=416, length=1), BF16),
+    *(
+        Work(name, dict(b=b, c=c, n=n), BF16, train)
+        for name in ("channel_softmax", "channel_cross_entropy")
+        for b, c, n in IN_SEGMENTATION
+        for train in (False, True)
+    ),
     *(
         Work(name, dict(b=32, c=c, n=n, o=o, k=k, last=1), dtype)
         for name, dtype in (("conv_relu", BF16), ("conv_batch_norm_relu", F32))
@@ -267,6 +275,8 @@ SMALL = [
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     Work("norm_act", dict(rows=64, n=256), BF16, train=True),
     Work("channel_norm", dict(b=2, c=6, n=8), BF16, train=True),
+    Work("channel_softmax", dict(b=2, c=6, n=8), BF16, train=True),
+    Work("channel_cross_entropy", dict(b=2, c=6, n=8), BF16, train=True),
     Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
     Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),

@@ -197,8 +197,8 @@ def attended(case: dict) -> float:
 AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
 WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
-# Arguments (by position) that are made of positions, and get no gradient.
-CONSTANT = {"norm_rotary": (4, 5)}
+# Arguments (by position) that get no gradient: made of positions, and weights of classes.
+CONSTANT = {"norm_rotary": (4, 5), "channel_cross_entropy": (2,)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4),
@@ -214,6 +214,8 @@ PASSES = {
     "token_log_probs": (1, 3),
     "norm_act": (2, 5),
     "channel_norm": (2, 5),
+    "channel_softmax": (2, 5),
+    "channel_cross_entropy": (1, 3),
     "l2_norm": (2, 5),
     "batch_norm": (2, 4),
     "group_norm": (2, 5),
@@ -234,4 +236,5 @@ PLAIN = {
     "modulated_norm": {1: None, 2: None},
     "cross_entropy": {3: 0.0},
     "linear_cross_entropy": {2: None, 5: 0.0},
+    "channel_cross_entropy": {2: None, 4: 0.0},
 }

@@ -29,7 +29,16 @@ def softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype | N
 
 def softmax_of(c: Builder, x: Expr, axis: int, shape) -> Expr:
     x = without_largest(x, (axis,)) or x
+    if over_channels(axis, shape):
+        return c.make("channel_softmax", (x,), "softmax", shape)
     return c.make("softmax", (scaled(c, x) if axis == -1 else x,), axis, shape)
+
+
+def over_channels(axis: int, shape) -> bool:
+    """Is it dimension 1 of `[n, c, ...]`? One operator stands for tensors of any number of
+    dimensions, which an axis counted from the right would tell apart.
+    """
+    return shape is not None and len(shape) >= 3 and axis == 1 - len(shape)
 
 
 def without_largest(x: Expr, axes: tuple[int, ...]) -> Expr | None:

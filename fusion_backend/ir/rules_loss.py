@@ -8,38 +8,56 @@ from fusion_backend.capture.sizes import equals, same
 from fusion_backend.ir.builder import Builder, from_right
 from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const, peel
 from fusion_backend.ir.rules import composite, rule
+from fusion_backend.ir.rules_attention import over_channels
 from fusion_backend.ir.rules_shape import of_rows
 from fusion_backend.ir.schema_args import Call
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
-def loss(c: Builder, call: Call, logits: Expr, target: Expr, ignore_index, smoothing):
-    if call["self"].dim() != 2 or call["target"].dtype != torch.int64:
-        return None
-    if call["weight"] is not None:
+def loss(
+    c: Builder, call: Call, logits: Expr, target: Expr, weight: Expr | None, ignore_index, smoothing
+):
+    if call["target"].dtype != torch.int64:
         return None
     numbers = (c.const(ignore_index), c.const(smoothing))
-    operands = (of_rows(c, logits), target, *numbers)
-    return c.make("cross_entropy", operands, REDUCTIONS[call["reduction"]], call.shape)
+    reduction, rank = REDUCTIONS[call["reduction"]], call["self"].dim()
+    if rank == 2 and weight is None:
+        operands = (of_rows(c, logits), target, *numbers)
+        return c.make("cross_entropy", operands, reduction, call.shape)
+    if rank > 2:
+        weights = () if weight is None else (without_gradient(weight),)
+        operands = (logits, target, *weights, *numbers)
+        return c.make("channel_cross_entropy", operands, reduction, call.shape)
+    return None
+
+
+def without_gradient(weight: Expr) -> Expr:
+    """Class weights, which never have a gradient, detached or not; in any dtype."""
+    weight = peel(weight)
+    return peel(weight.args[0]) if weight.op == "aten.detach.default" else weight
 
 
 @rule("aten::cross_entropy_loss")
 def cross_entropy(
-    c: Builder, call: Call, self: Expr, target: Expr, ignore_index: int, label_smoothing: float
-):
-    return loss(c, call, self, target, ignore_index, label_smoothing)
+    c: Builder, call: Call, self: Expr, target: Expr, weight: Expr | None, ignore_index: int,
+    label_smoothing: float,
+):  # fmt: skip
+    return loss(c, call, self, target, weight, ignore_index, label_smoothing)
 
 
 @rule("aten::nll_loss", "aten::nll_loss_nd")
-def negative_log_likelihood(c: Builder, call: Call, self: Expr, target: Expr, ignore_index: int):
+def negative_log_likelihood(
+    c: Builder, call: Call, self: Expr, target: Expr, weight: Expr | None, ignore_index: int
+):
     """Of log-probabilities that may be cast: autocast of CPU casts them to fp32, and not what they
     are made of.
     """
     self = peel(self)
-    if self.op != "log_softmax" or self.attr != -1:
+    rank = call["self"].dim()
+    if axis_of_log_softmax(self) != (-1 if rank == 2 else 1 - rank):
         return None
-    return loss(c, call, self.args[0], target, ignore_index, 0.0)
+    return loss(c, call, self.args[0], target, weight, ignore_index, 0.0)
 
 
 @rule("aten::log_softmax")
@@ -49,7 +67,17 @@ def log_softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype
     if dtype is not None:
         self = c.cast(self, call["self"].dtype, dtype, call.shape)
     rank = len(call.shape)
-    return c.make("log_softmax", (self,), dim % rank - rank, call.shape)
+    axis = dim % rank - rank
+    if over_channels(axis, call.shape):
+        return c.make("channel_softmax", (self,), "log_softmax", call.shape)
+    return c.make("log_softmax", (self,), axis, call.shape)
+
+
+def axis_of_log_softmax(e: Expr) -> int | None:
+    """Counted from the right; None of anything else."""
+    if (e.op, e.attr) == ("channel_softmax", "log_softmax"):
+        return 1 - len(e.shape)
+    return e.attr if e.op == "log_softmax" else None
 
 
 # Log-probabilities of given tokens, log_softmax(x)[i], as x[i] - log Σ e^x.
@@ -146,9 +174,10 @@ def normalised(c: Builder, x: Expr, axis: int, alike: bool) -> tuple:
     inner, passed, dropped = unwrapped(of_rows(c, x) if axis == -1 else x)
     if dropped or negations(passed):
         return x, None, []
-    if inner.op == "log_softmax" and {e.state for e in (inner, *passed)} == {c.state}:
-        along = "" if inner.attr == axis else f", taken along dimension {axis}"
-        where = f"dimension {inner.attr}{along}"
+    over = axis_of_log_softmax(inner)
+    if over is not None and {e.state for e in (inner, *passed)} == {c.state}:
+        along = "" if over == axis else f", taken along dimension {axis}"
+        where = f"dimension {over}{along}"
         return inner.args[0], ("logsumexp of log_softmax", where), passed
     for y, minus in (inner.args, inner.args[::-1]) if inner.op == "add" and alike else ():
         total, steps, dropped = unwrapped(minus)

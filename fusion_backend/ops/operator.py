@@ -16,7 +16,7 @@ import types
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.torch import new_op, plain_tensors, remove_op
+from fusion_backend.compat.torch import new_op, plain_tensors, remove_op, statically_known_true
 from fusion_backend.kernels.common.launch import interpreting, on_gpu
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
@@ -192,17 +192,19 @@ class Operator:
             if other in needed:
                 needed[other] |= needed[name]
         wanted = list(needed.values())
-        missing = [g is None and not may for g, may in zip(grads, op.backward_missing, strict=True)]
-        if any(missing):
+        zeros = [g is None and not may for g, may in zip(grads, op.backward_missing, strict=True)]
+        if any(zeros):
             grads = [
                 torch.zeros_like(r) if no else g
-                for no, g, r in zip(missing, grads, results, strict=False)
+                for no, g, r in zip(zeros, grads, results, strict=False)
             ]
         if op.backward_plain:
             found = self.run_backward(*grads, *results, wanted, *flat)
         elif taken:
             found = self.backward_call(*grads, *results, wanted, *flat)
             found = found if isinstance(found, tuple) else (found,)
+            tensors = (flat[i] for i in self.tensor_fields)
+            found = [None if missing(g, t) else g for g, t in zip(found, tensors, strict=True)]
         else:
             return self.vjp(flat, needs, grads)
         gradients = dict(zip(self.tensors, found, strict=True))
@@ -267,6 +269,17 @@ class Operator:
                 else [None] * len(wanted)
             )
         return tuple(next(found) if need else None for need in needs)
+
+
+def missing(gradient: Tensor | None, t: Tensor | None) -> bool:
+    """Is it the empty tensor that stands for no gradient, and not the gradient of an empty t?"""
+    if gradient is None or t is None:
+        return True
+    return is_empty_vector(gradient) and not is_empty_vector(t)
+
+
+def is_empty_vector(t: Tensor) -> bool:
+    return t.dim() == 1 and statically_known_true(t.shape[0] == 0)
 
 
 def how_to_draw(device: torch.device) -> tuple[tuple, dict]:

@@ -22,6 +22,7 @@ X, W, B = torch.randn(2, 6, 16), torch.randn(16, 24), torch.randn(24)
 ROW = torch.randn(16)
 TARGET = torch.randint(16, (2, 6))
 TARGET[0, 0] = -100
+CLASSES = torch.randint(4, (2, 6, 8))
 LINEAR, PACKED, BARE = nn.Linear(16, 24), nn.Linear(16, 48), nn.Linear(16, 48, bias=False)
 QX, QW = (
     torch.randint(-100, 100, (32, 16), dtype=torch.int8),
@@ -145,6 +146,10 @@ FOUND = [
     ("channel_norm", "bf16", channels_first, (Q.bfloat16(), B[:4].bfloat16(), B[:4].bfloat16())),
     ("channel_norm", "rms", lambda x: x * torch.rsqrt(x.pow(2).mean(1, True) + 1e-6), (Q.bfloat16(),)),
     ("channel_norm", "unit", lambda x, w: nn.functional.normalize(x, dim=1) * 2 * w, (Q, B[:4, None, None])),
+    ("channel_softmax", "module", nn.Softmax2d(), (Q,)),
+    ("channel_softmax", "logarithm of bf16", lambda x: F.log_softmax(x, 1, dtype=torch.float32), (Q.bfloat16(),)),
+    ("channel_cross_entropy", "module", lambda x, w: nn.CrossEntropyLoss(w, ignore_index=1)(x, CLASSES), (Q, B[:4].exp())),
+    ("channel_cross_entropy", "nll", lambda x: F.nll_loss(F.log_softmax(x, 1), CLASSES), (Q,)),
     ("linear_cross_entropy", "upcast", lambda x: F.cross_entropy(LINEAR(x).float().view(-1, 24), TARGET.view(-1)), (X,)),
     ("rotary", "llama", lambda q, c, s: q * c.unsqueeze(1) + rotate_half(q) * s.unsqueeze(1), (Q, COS, SIN)),
     ("attention", "plain", lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), -1) @ v, (Q, K, V)),

@@ -2,31 +2,26 @@
 is (x - mean) / sqrt(var + eps), in an RMS norm x / sqrt(mean(x²) + eps); with "length" it is
 scale · x / max(‖x‖, eps).
 
-Whoever reads the channels of one position jumps through memory, and reads neighbours of it in every
-cache line. A program therefore takes all channels of BLOCK positions, which are adjacent in memory,
-and holds them: x is read once. Positions are counted through all samples, so that a tile may begin
-in one sample and end in another. All sums are in fp32. channel_norm_backward.py has the gradients.
+A program takes all channels of some positions (common/channel_tiles.py). All sums are in fp32.
+channel_norm_backward.py has the gradients.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number, same_sizes
+from fusion_backend.kernels.common.channel_tiles import Tile, forward_tile, planes, tile
+from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.group_norm import affine
 from fusion_backend.reporting.reject import Reject
 
 Kind = Literal["layer", "rms", "length"]
-MAX_CHANNELS = 1024  # of which a program can hold 16 positions
-MAX_SAMPLE = 1 << 30  # elements of a sample; a tile counts through two of them in 32 bits
 
 
 class ChannelNorm(NamedTuple):
@@ -39,35 +34,6 @@ class ChannelNorm(NamedTuple):
     eps: float
     norm: Kind
     scale: float | None = None
-
-
-class Tile(NamedTuple):
-    """What a program holds: the power of two from the channels on, and positions; its warps."""
-
-    channels: int
-    positions: int
-    warps: int
-    programs: int = 0  # a multiprocessor, which walk through the tiles; 0: all tiles at once
-    stages: int = 0  # of the loop over tiles
-
-
-def reject_channels_first(x: Tensor) -> Reject | None:
-    """Refuse tensors that are not dense in the order of their dimensions, and channels or planes
-    that the kernel cannot be compiled for, or not hold.
-    """
-    if x.dim() < 3:
-        return Reject(f"x has {x.dim()} dimensions: channels of a matrix are the columns of rows")
-    if any(map(dynamic, x.shape[1:])):
-        return Reject("the number of channels or the size of a plane is dynamic")
-    c = number(x.shape[1])
-    if not 1 <= c <= MAX_CHANNELS:
-        return Reject(f"{c} channels are not between 1 and {MAX_CHANNELS}, which a program holds")
-    if c * planes(x) > MAX_SAMPLE:
-        return Reject(f"a sample of {c * planes(x)} elements is larger than {MAX_SAMPLE}")
-    if not dense(x, range(x.dim())):
-        rows = statically_known_true(x.stride(1) == 1)
-        why = "channels-last in memory, where the channels are rows" if rows else "not dense"
-        return Reject(f"x is {why}: {memory(x)}")
 
 
 def reject_per_channel(x: Tensor, **vectors: Tensor | None) -> Reject | None:
@@ -85,18 +51,6 @@ def reject_per_channel(x: Tensor, **vectors: Tensor | None) -> Reject | None:
             )
         if not dense(t, range(t.dim())):
             return Reject(f"{name} is not dense: {memory(t)}")
-
-
-def forward_tile(c: int) -> Tile:
-    """32 elements a thread; 16 positions at least, so that each reading is of 32 bytes."""
-    channels = triton.next_power_of_2(c)
-    positions = max(16, min(1024, 8192 // channels))
-    return Tile(channels, positions, max(4, channels * positions // 1024))
-
-
-def planes(x: Tensor) -> int:
-    """Positions of a sample."""
-    return math.prod(map(number, x.shape[2:]))
 
 
 def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:
@@ -129,24 +83,6 @@ def channel_norm_kernel(
     if NORM == "length":
         factor *= tl.cast(scale, tl.float32)
     tl.store(Y + first + at, affine(x * factor, W, B, ch, ch < C), keep)
-
-
-@triton.jit
-def tile(
-    t, samples, C: tl.constexpr, INNER: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of tile number t: its channels, where its first sample begins, where its elements are from
-    there, `[CHANNELS, BLOCK]`, and which of them exist.
-    """
-    ch = tl.arange(0, CHANNELS)
-    start = tl.cast(t, tl.int64) * BLOCK
-    sample = start // INNER
-    lane = tl.arange(0, BLOCK)
-    position = (start - sample * INNER).to(tl.int32) + lane
-    across = position // INNER * (C * INNER) + position % INNER
-    at = ch[:, None] * INNER + across[None, :]
-    there = lane < tl.cast(samples, tl.int64) * INNER - start
-    return ch, sample * (C * INNER), at, (ch < C)[:, None] & there[None, :]
 
 
 @triton.jit

@@ -15,16 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import grid
-from fusion_backend.kernels.norm.channel_norm import (
-    ChannelNorm,
-    Tile,
-    factor_of,
-    planes,
-    tile,
-)
+from fusion_backend.kernels.norm.channel_norm import ChannelNorm, factor_of
 from fusion_backend.kernels.norm.group_norm import affine
 from fusion_backend.kernels.norm.weight_sums import add_up, write_sums
 

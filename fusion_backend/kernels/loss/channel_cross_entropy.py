@@ -1,0 +1,222 @@
+"""Cross entropy over dimension 1 of logits `[n, c, ...]`, dense, and its gradient.
+
+With class weights w (1 without them), target t and smoothing s, the loss of a position is
+(1 - s) w_t (lse - x_t) + s / c Σ w (lse - x), with lse = log Σ e^x, and 0 where the target is
+ignore_index. A mean divides by the sum of the w_t. A program walks through the channels of its
+positions, which are adjacent in memory: a thread has the sums of its own positions. In fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.common.channel_tiles import planes, positions
+from fusion_backend.kernels.common.inputs import assert_all, dense, memory, number, same_sizes
+from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.loss.cross_entropy import accumulate
+from fusion_backend.reporting.reject import Reject
+
+
+class Classes(NamedTuple):
+    """What is computed: the weight of each class, `[c]` and contiguous, or None."""
+
+    weight: Tensor | None
+    ignore_index: int
+    smoothing: float
+
+
+def reject_classes(logits: Tensor, target: Tensor, weight: Tensor | None) -> Reject | None:
+    """Refuse targets that are not a dense class number for each position, and weights that are not
+    a dense vector.
+    """
+    if not same_sizes(target.shape, (logits.shape[0], *logits.shape[2:])):
+        return Reject(f"target with shape {tuple(target.shape)} is not one class for each position")
+    if not dense(target, range(target.dim())):
+        return Reject(f"target is not dense: {memory(target)}")
+    if weight is not None and not dense(weight, range(weight.dim())):
+        return Reject(f"weight is not dense: {memory(weight)}")
+
+
+class Steps(NamedTuple):
+    """What a program takes: positions, channels at a time, its warps, and the stages of its loop
+    over channels.
+    """
+
+    positions: int
+    channels: int
+    warps: int
+    stages: int
+
+
+def forward_steps(x: Tensor) -> Steps:
+    """A thread has 8 positions, of which 20 channels are on their way; fewer positions where there
+    would be less than a program for each multiprocessor. Swept on an H200.
+    """
+    count, positions = x.shape[0] * planes(x), 256
+    while positions > 64 and statically_known_true(count < positions * 132):
+        positions //= 2
+    return Steps(positions, min(4, triton.next_power_of_2(number(x.shape[1]))), 1, 5)
+
+
+def backward_steps(x: Tensor) -> Steps:
+    """Nothing is added up: more channels at a time, and no stages. Swept on an H200."""
+    c, positions = number(x.shape[1]), forward_steps(x).positions
+    many = Steps(positions, 16, 2, 0)
+    return many if c >= 32 else Steps(positions, min(8, triton.next_power_of_2(c)), 1, 0)
+
+
+def forward(
+    logits: Tensor, target: Tensor, classes: Classes, each: bool, how: Steps | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses in fp32: of `each` position, in target's shape, or their sum; what a mean divides
+    them by, the sum of the weights of the targets; and the lse of each position.
+
+    logits is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16, c up to MAX_CHANNELS; target int64.
+    A target that is no class is an assertion on the device, as in torch. Grid: programs of
+    how.positions.
+    """
+    how = how or forward_steps(logits)
+    programs = programs_of(logits, how)
+    losses, lse = (
+        torch.empty(target.shape, dtype=torch.float32, device=logits.device) if there else None
+        for there in (each, True)
+    )
+    sums = torch.empty(3, programs, dtype=torch.float32, device=logits.device)
+    launch(
+        channel_cross_entropy_kernel, (programs,),
+        logits, target, classes.weight, losses, lse, sums, logits.shape[0],
+        classes.ignore_index, classes.smoothing, **constants(logits, classes, how),
+    )  # fmt: skip
+    total, weights, outside = (part.sum() for part in sums)
+    assert_all(outside == 0, "channel_cross_entropy: a target is out of bounds")
+    return losses if each else total, weights, lse
+
+
+def backward(
+    logits: Tensor, target: Tensor, lse: Tensor, scale: Tensor, classes: Classes,
+    how: Steps | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits, in their shape and dtype, contiguous.
+
+    scale, in fp32, is what the loss of each position is multiplied with: one number, or as many as
+    there are targets. The rest as in the forward. Grid: programs of how.positions.
+    """
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    how = how or backward_steps(logits)
+    launch(
+        channel_cross_entropy_backward_kernel, (programs_of(logits, how),),
+        logits, target, classes.weight, lse, scale.contiguous(), dx, logits.shape[0],
+        classes.ignore_index, classes.smoothing, EACH=scale.dim() > 0,
+        **constants(logits, classes, how),
+    )  # fmt: skip
+    return dx
+
+
+def programs_of(x: Tensor, how: Steps):
+    return (x.shape[0] * planes(x) + how.positions - 1) // how.positions
+
+
+def constants(x: Tensor, classes: Classes, how: Steps) -> dict:
+    return dict(
+        C=number(x.shape[1]), INNER=planes(x), SMOOTH=classes.smoothing != 0.0,
+        CHANNELS=how.channels, BLOCK=how.positions, STAGES=how.stages, num_warps=how.warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def targets_of(TARGET, W, position, there, ignore_index, C: tl.constexpr):
+    """Of each position its class, whether that counts, and its weight."""
+    target = tl.load(TARGET + position, there, 0)
+    counts = there & (target != ignore_index)
+    if W is None:
+        weight = tl.where(counts, 1.0, 0.0)
+    else:
+        weight = tl.load(W + target, counts & (target >= 0) & (target < C), 0.0).to(tl.float32)
+    return target, counts, weight
+
+
+@triton.jit
+def weights_of(W, ch, C: tl.constexpr):
+    """The weights of these classes, 0 behind the last."""
+    if W is None:
+        return tl.where(ch < C, 1.0, 0.0)
+    else:
+        return tl.load(W + ch, ch < C, 0.0).to(tl.float32)
+
+
+# Bytes: logits and targets once, 4 a position for the lse.
+@triton.jit
+def channel_cross_entropy_kernel(
+    X, TARGET, W, LOSS, LSE, SUMS, samples, ignore_index, smoothing,
+    C: tl.constexpr, INNER: tl.constexpr, SMOOTH: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    first, across, there = positions(program, samples, C, INNER, BLOCK)
+    position = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target, counts, weight = targets_of(TARGET, W, position, there, ignore_index, C)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    label = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)  # Σ w x
+    all_weights = 0.0  # Σ w
+    for start in tl.range(0, C, CHANNELS, num_stages=STAGES):
+        ch = start + tl.arange(0, CHANNELS)[:, None]
+        keep = (ch < C) & there[None, :]
+        x = tl.load(X + first + ch * INNER + across[None, :], keep, float("-inf")).to(tl.float32)
+        tops, sums = accumulate(x, tops, sums)
+        label += tl.sum(tl.where(ch == target[None, :], x, 0.0), 0)
+        if SMOOTH:
+            w = weights_of(W, ch, C)
+            weighted += tl.sum(tl.where(keep, w * x, 0.0), 0)
+            all_weights += tl.sum(w)
+    log = tl.log(sums)
+    loss = weight * (log + (tops - label))
+    if SMOOTH:
+        smooth = tl.cast(smoothing, tl.float32)
+        loss = (1.0 - smooth) * loss + smooth / C * (all_weights * (log + tops) - weighted)
+    loss = tl.where(counts, loss, 0.0)
+    tl.store(LSE + position, log + tops, there)
+    if LOSS is not None:
+        tl.store(LOSS + position, loss, there)
+    outside = counts & ((target < 0) | (target >= C))
+    tl.store(SUMS + program, tl.sum(loss))
+    tl.store(SUMS + programs + program, tl.sum(weight))
+    tl.store(SUMS + 2 * programs + program, tl.sum(tl.where(outside, 1.0, 0.0)))
+
+
+# Bytes: logits and targets once, the gradient once, 4 a position for the lse.
+@triton.jit
+def channel_cross_entropy_backward_kernel(
+    X, TARGET, W, LSE, SCALE, DX, samples, ignore_index, smoothing,
+    EACH: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, SMOOTH: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    first, across, there = positions(tl.program_id(0), samples, C, INNER, BLOCK)
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target, counts, weight = targets_of(TARGET, W, position, there, ignore_index, C)
+    lse = tl.load(LSE + position, there, 0.0)
+    scale = tl.load(SCALE + position, there, 0.0) if EACH else tl.load(SCALE)
+    all_weights = 0.0
+    if SMOOTH:
+        smooth = tl.cast(smoothing, tl.float32)
+        weight *= 1.0 - smooth
+        for start in tl.range(0, C, CHANNELS):
+            all_weights += tl.sum(weights_of(W, start + tl.arange(0, CHANNELS), C))
+    for start in tl.range(0, C, CHANNELS, num_stages=STAGES):
+        ch = start + tl.arange(0, CHANNELS)[:, None]
+        at = ch * INNER + across[None, :]
+        keep = (ch < C) & there[None, :]
+        x = tl.load(X + first + at, keep, float("-inf")).to(tl.float32)
+        softmax = tl.exp2((x - lse[None, :]) * 1.4426950408889634)
+        onehot = tl.where(ch == target[None, :], 1.0, 0.0)
+        d = (softmax - onehot) * weight[None, :]
+        if SMOOTH:
+            d += smooth / C * (softmax * all_weights - weights_of(W, ch, C))
+        tl.store(DX + first + at, tl.where(counts[None, :], d * scale, 0.0), keep)

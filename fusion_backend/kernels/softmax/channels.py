@@ -1,0 +1,108 @@
+"""Softmax over dimension 1 of `[n, c, ...]`, dense, and its logarithm, with their gradients.
+
+y = e^(x - top) / Σ e^(x - top), top the largest x of a position; its logarithm is x - top - log Σ.
+dx = y (dy - Σ y dy), and of the logarithm dy - e^y Σ dy. A program takes all channels of some
+positions (common/channel_tiles.py). Computed in fp32; a position of -inf alone is NaN, as in torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
+from fusion_backend.kernels.common.inputs import number
+from fusion_backend.kernels.common.launch import launch
+
+Kind = Literal["softmax", "log_softmax"]
+
+
+def forward_tile(c: int) -> Tile:
+    """32 positions, and as few warps as hold them: each one more adds up the channels in shared
+    memory with the others (swept on an H200).
+    """
+    return tile_of(c, 32)
+
+
+def backward_tile(c: int) -> Tile:
+    return tile_of(c, 64)
+
+
+def tile_of(c: int, positions: int) -> Tile:
+    """32 elements a thread, or 64 of more than 256 channels, and a warp at least."""
+    channels = triton.next_power_of_2(c)
+    positions = max(min(positions, 16384 // channels), 1024 // channels)
+    return Tile(channels, positions, min(8, max(1, channels * positions // 1024)))
+
+
+def forward(x: Tensor, dtype: torch.dtype, kind: Kind, how: Tile | None = None) -> Tensor:
+    """y in x's shape and in `dtype`, contiguous.
+
+    x is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16; c up to MAX_CHANNELS. Grid: tiles of
+    how.positions.
+    """
+    y, c, inner = torch.empty(x.shape, dtype=dtype, device=x.device), number(x.shape[1]), planes(x)
+    how = how or forward_tile(c)
+    launch(
+        channel_softmax_kernel, (tiles(x, how),), x, y, x.shape[0],
+        C=c, INNER=inner, LOG=kind == "log_softmax", CHANNELS=how.channels, BLOCK=how.positions,
+        num_warps=how.warps,
+    )  # fmt: skip
+    return y
+
+
+def backward(
+    dy: Tensor, y: Tensor, dtype: torch.dtype, kind: Kind, how: Tile | None = None
+) -> Tensor:
+    """dx in the shape of y and in `dtype`, contiguous.
+
+    y is what the forward returned; dy is copied where it is not contiguous. Grid: tiles of
+    how.positions.
+    """
+    dx, c, inner = torch.empty(y.shape, dtype=dtype, device=y.device), number(y.shape[1]), planes(y)
+    how = how or backward_tile(c)
+    launch(
+        channel_softmax_backward_kernel, (tiles(y, how),), dy.contiguous(), y, dx, y.shape[0],
+        C=c, INNER=inner, LOG=kind == "log_softmax", CHANNELS=how.channels, BLOCK=how.positions,
+        num_warps=how.warps,
+    )  # fmt: skip
+    return dx
+
+
+def tiles(x: Tensor, how: Tile):
+    return (x.shape[0] * planes(x) + how.positions - 1) // how.positions
+
+
+# Bytes: x once, y once.
+@triton.jit
+def channel_softmax_kernel(
+    X, Y, samples, C: tl.constexpr, INNER: tl.constexpr, LOG: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
+    x = tl.load(X + first + at, keep, float("-inf")).to(tl.float32)
+    x -= tl.max(x, 0, keep_dims=True)
+    e = tl.exp2(x * 1.4426950408889634)
+    total = tl.sum(e, 0, keep_dims=True)
+    y = x - tl.log(total) if LOG else e * (1.0 / total)
+    tl.store(Y + first + at, y, keep)
+
+
+# Bytes: dy and y once, dx once.
+@triton.jit
+def channel_softmax_backward_kernel(
+    DY, Y, DX, samples, C: tl.constexpr, INNER: tl.constexpr, LOG: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    _, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
+    dy = tl.load(DY + first + at, keep, 0.0).to(tl.float32)
+    y = tl.load(Y + first + at, keep, 0.0).to(tl.float32)
+    if LOG:
+        dx = dy - tl.exp2(y * 1.4426950408889634) * tl.sum(dy, 0, keep_dims=True)
+    else:
+        dx = y * (dy - tl.sum(y * dy, 0, keep_dims=True))
+    tl.store(DX + first + at, dx, keep)
