@@ -28,6 +28,7 @@ from benchmarks.foreign_code import (
     policies,
     products,
     recommenders,
+    segmentation,
     sequences,
     serving_parts,
     single_operators,
@@ -67,6 +68,7 @@ FAMILIES = (
     serving_parts,
     image_parts,
     varied_parts,
+    segmentation,
 )
 
 
