@@ -1,4 +1,5 @@
-"""Softmax, or its logarithm, over the channels of a channels-first tensor, dimension 1.
+"""Softmax, or its logarithm, over the channels of a channels-first tensor, dimension 1. The
+logarithm may be written as a difference, x - logsumexp(x).
 
 x is `[n, c, ...]` with one dimension or more behind the channels, dense, in fp32, bf16 or fp16, of
 up to 1024 channels; with upcast "fp32" it is cast first, and the result is fp32. Computed in fp32;
@@ -28,6 +29,8 @@ def channel_softmax(x: Tensor, kind: Kind, upcast: Literal["fp32", "none"]) -> T
 
 
 def normalised(x, dim, kind):
+    if kind == "difference":
+        return x - torch.logsumexp(x, dim, keepdim=True)
     return torch.softmax(x, dim) if kind == "softmax" else torch.log_softmax(x, dim)
 
 
@@ -64,5 +67,5 @@ def _(saved, dy):
 
 
 @channel_softmax.inputs(dict(b=2, c=12, n=5), dict(b=16, c=19, n=512))
-def _(tensor, b, c, n, log=0):
-    return tensor(b, c, n, n), "log_softmax" if log else "softmax", "none"
+def _(tensor, b, c, n):
+    return tensor(b, c, n, n), "softmax", "none"

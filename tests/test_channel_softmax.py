@@ -19,7 +19,7 @@ from tests.selection import product
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "channel_softmax"
 PATTERN = FUSION_RULES[NAME]
-KINDS = ["softmax", "log_softmax"]
+KINDS = ["softmax", "log_softmax", "difference"]
 # one position; one channel; three dimensions and five; 1000 channels; planes that end within a tile
 SHAPES = [(1, 96, 1), (3, 1, 5, 5), (2, 3, 2049), (3, 19, 7, 7), (2, 1000, 3, 3), (2, 6, 3, 4, 5)]
 

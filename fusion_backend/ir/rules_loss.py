@@ -73,6 +73,23 @@ def log_softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype
     return c.make("log_softmax", (self,), axis, call.shape)
 
 
+@composite("add")
+def log_softmax_by_difference(c: Builder, x: Expr, y: Expr, shape):
+    """x - logsumexp(x) over channels."""
+    for value, minus in ((x, y), (y, x)):
+        if minus.op != "mul" or not is_negation(minus) or not over_channels(1 - len(shape), shape):
+            continue
+        total = next(a for a in minus.args if not is_const(a))
+        over = (1 - len(shape),)
+        if total.op == "unsqueeze" and total.attr == over[0]:
+            total, keeps = total.args[0], False
+        else:
+            keeps = True
+        if total.op == "logsumexp" and total.attr == (over, keeps) and total.args[0] is value:
+            return c.make("channel_softmax", (value,), "difference", shape)
+    return None
+
+
 def axis_of_log_softmax(e: Expr) -> int | None:
     """Counted from the right; None of anything else."""
     if (e.op, e.attr) == ("channel_softmax", "log_softmax"):

@@ -131,13 +131,14 @@ def constants(x: Tensor, classes: Classes, how: Steps) -> dict:
 
 @triton.jit
 def targets_of(TARGET, W, position, there, ignore_index, C: tl.constexpr):
-    """Of each position its class, whether that counts, and its weight."""
+    """Of each position its class, -1 where that is none; whether it counts; and its weight."""
     target = tl.load(TARGET + position, there, 0)
     counts = there & (target != ignore_index)
+    target = tl.where((target >= 0) & (target < C), target, -1).to(tl.int32)
     if W is None:
         weight = tl.where(counts, 1.0, 0.0)
     else:
-        weight = tl.load(W + target, counts & (target >= 0) & (target < C), 0.0).to(tl.float32)
+        weight = tl.load(W + target, counts & (target >= 0), 0.0).to(tl.float32)
     return target, counts, weight
 
 
@@ -161,6 +162,8 @@ def channel_cross_entropy_kernel(
     first, across, there = positions(program, samples, C, INNER, BLOCK)
     position = tl.cast(program, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target, counts, weight = targets_of(TARGET, W, position, there, ignore_index, C)
+    tl.store(SUMS + programs + program, tl.sum(weight))
+    tl.store(SUMS + 2 * programs + program, tl.sum(tl.where(counts & (target < 0), 1.0, 0.0)))
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     label = tl.zeros([BLOCK], tl.float32)
@@ -185,10 +188,7 @@ def channel_cross_entropy_kernel(
     tl.store(LSE + position, log + tops, there)
     if LOSS is not None:
         tl.store(LOSS + position, loss, there)
-    outside = counts & ((target < 0) | (target >= C))
     tl.store(SUMS + program, tl.sum(loss))
-    tl.store(SUMS + programs + program, tl.sum(weight))
-    tl.store(SUMS + 2 * programs + program, tl.sum(tl.where(outside, 1.0, 0.0)))
 
 
 # Bytes: logits and targets once, the gradient once, 4 a position for the lse.

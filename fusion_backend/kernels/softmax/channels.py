@@ -1,6 +1,8 @@
 """Softmax over dimension 1 of `[n, c, ...]`, dense, and its logarithm, with their gradients.
 
-y = e^(x - top) / Σ e^(x - top), top the largest x of a position; its logarithm is x - top - log Σ.
+y = e^(x - top) / Σ e^(x - top), top the largest x of a position; its logarithm is x - top - log Σ,
+also written as a difference, x - logsumexp(x). The two differ beside an infinite x alone:
+log_softmax is NaN at all channels, and the difference at those alone, elsewhere -infinity.
 dx = y (dy - Σ y dy), and of the logarithm dy - e^y Σ dy. A program takes all channels of some
 positions (common/channel_tiles.py). Computed in fp32; a position of -inf alone is NaN, as in torch.
 """
@@ -18,7 +20,7 @@ from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 
-Kind = Literal["softmax", "log_softmax"]
+Kind = Literal["softmax", "log_softmax", "difference"]
 
 
 def forward_tile(c: int) -> Tile:
@@ -49,7 +51,7 @@ def forward(x: Tensor, dtype: torch.dtype, kind: Kind, how: Tile | None = None) 
     how = how or forward_tile(c)
     launch(
         channel_softmax_kernel, (tiles(x, how),), x, y, x.shape[0],
-        C=c, INNER=inner, LOG=kind == "log_softmax", CHANNELS=how.channels, BLOCK=how.positions,
+        C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
         num_warps=how.warps,
     )  # fmt: skip
     return y
@@ -67,7 +69,7 @@ def backward(
     how = how or backward_tile(c)
     launch(
         channel_softmax_backward_kernel, (tiles(y, how),), dy.contiguous(), y, dx, y.shape[0],
-        C=c, INNER=inner, LOG=kind == "log_softmax", CHANNELS=how.channels, BLOCK=how.positions,
+        C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
         num_warps=how.warps,
     )  # fmt: skip
     return dx
@@ -80,29 +82,34 @@ def tiles(x: Tensor, how: Tile):
 # Bytes: x once, y once.
 @triton.jit
 def channel_softmax_kernel(
-    X, Y, samples, C: tl.constexpr, INNER: tl.constexpr, LOG: tl.constexpr,
+    X, Y, samples, C: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
     x = tl.load(X + first + at, keep, float("-inf")).to(tl.float32)
-    x -= tl.max(x, 0, keep_dims=True)
+    top = tl.max(x, 0, keep_dims=True)
+    if KIND == "difference":
+        infinite = (top == float("inf")) & (tl.max(tl.where(x != x, 1, 0), 0, keep_dims=True) == 0)
+    x -= top
     e = tl.exp2(x * 1.4426950408889634)
     total = tl.sum(e, 0, keep_dims=True)
-    y = x - tl.log(total) if LOG else e * (1.0 / total)
+    y = e * (1.0 / total) if KIND == "softmax" else x - tl.log(total)
+    if KIND == "difference":
+        y = tl.where(infinite, x, y)
     tl.store(Y + first + at, y, keep)
 
 
 # Bytes: dy and y once, dx once.
 @triton.jit
 def channel_softmax_backward_kernel(
-    DY, Y, DX, samples, C: tl.constexpr, INNER: tl.constexpr, LOG: tl.constexpr,
+    DY, Y, DX, samples, C: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _, first, at, keep = tile(tl.program_id(0), samples, C, INNER, CHANNELS, BLOCK)
     dy = tl.load(DY + first + at, keep, 0.0).to(tl.float32)
     y = tl.load(Y + first + at, keep, 0.0).to(tl.float32)
-    if LOG:
-        dx = dy - tl.exp2(y * 1.4426950408889634) * tl.sum(dy, 0, keep_dims=True)
-    else:
+    if KIND == "softmax":
         dx = y * (dy - tl.sum(y * dy, 0, keep_dims=True))
+    else:
+        dx = dy - tl.exp2(y * 1.4426950408889634) * tl.sum(dy, 0, keep_dims=True)
     tl.store(DX + first + at, dx, keep)

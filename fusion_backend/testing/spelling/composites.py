@@ -269,20 +269,28 @@ COMPOSITE_WORDINGS: dict[str, list] = {
     ],
     # losses
     "cross_entropy_loss": [
-        "F.cross_entropy({self}, {target}, ignore_index={ignore_index}, reduction={how!r}, "
-        "label_smoothing={label_smoothing})",
-        "nn.CrossEntropyLoss(ignore_index={ignore_index}, reduction={how!r}, "
-        "label_smoothing={label_smoothing})"
-        "({self}, {target})",
+        "F.cross_entropy({self}, {target}, {weight}, ignore_index={ignore_index}, "
+        "reduction={how!r}, label_smoothing={label_smoothing})",
+        (
+            "nn.CrossEntropyLoss(ignore_index={ignore_index}, reduction={how!r}, "
+            "label_smoothing={label_smoothing})"
+            "({self}, {target})",
+            lambda a: a.weight is None,
+        ),
         (
             "F.cross_entropy({self}.float(), {target}, "
             "label_smoothing={label_smoothing}).to({type})",
-            lambda a: (a.reduction, a.ignore_index) == (1, -100),
+            lambda a: (a.weight, a.reduction, a.ignore_index) == (None, 1, -100),
         ),
         (
-            "F.cross_entropy({self}, {target}, label_smoothing={label_smoothing}, "
+            "F.cross_entropy({self}, {target}, {weight}, label_smoothing={label_smoothing}, "
             "reduction='none').sum()",
             lambda a: (a.reduction, a.ignore_index) == (2, -100),
+        ),
+        (
+            "F.nll_loss(F.log_softmax({self}, 1), {target}, {weight}, "
+            "ignore_index={ignore_index}, reduction={how!r})",
+            lambda a: a.label_smoothing == 0.0 and a.self.rank > 2,
         ),
         (
             "F.nll_loss(F.log_softmax({self}, -1), {target}, ignore_index={ignore_index}, "
