@@ -5,8 +5,9 @@ fp16, of up to 1024 classes; target `[n, ...]` int64. Positions whose target is 
 count; any other target outside [0, c) is an assertion, as in torch. weight, `[c]`, is what the loss
 of each class is multiplied with, and may be missing; a mean divides by the weights of the targets.
 smoothing mixes the target with the uniform distribution. With upcast "fp32" the logits are cast
-first, and weight and loss are fp32. The sums are in fp32; the backward keeps the logarithm of each
-position's sum, and the sum of the weights. Source: torch.nn.functional.cross_entropy.
+first, and weight and loss are fp32. The sums are in fp32; the backward keeps the largest logit and
+the logarithm of the sum of each position, and the sum of the weights. Source:
+torch.nn.functional.cross_entropy.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from fusion_backend.kernels import reject_dtypes, reject_dynamic
 from fusion_backend.kernels.common.channel_tiles import reject_channels_first
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.loss.channel_cross_entropy import (
-    Classes,
+    Loss,
     backward,
     forward,
-    reject_classes,
+    reject_target_and_weight,
 )
 
 
@@ -63,8 +64,8 @@ def _(logits, target, weight, ignore_index, smoothing, reduction, upcast):
 def _(logits, target, weight, ignore_index, smoothing, reduction, upcast):
     return (
         reject_dtypes(logits=logits)
-        or reject_channels_first(logits)
-        or reject_classes(logits, target, weight)
+        or reject_channels_first(logits=logits)
+        or reject_target_and_weight(logits, target, weight)
         or reject_dynamic(ignore_index=ignore_index, smoothing=smoothing)
     )
 
@@ -74,21 +75,23 @@ def _(logits, target, weight, ignore_index, smoothing, reduction, upcast, traini
     return UNMEASURED
 
 
-@channel_cross_entropy.kernel(saves=("weights", "lse"))
+@channel_cross_entropy.kernel(saves=("weights", "kept"))
 def _(logits, target, weight, ignore_index, smoothing, reduction, upcast, save):
     dtype = torch.float32 if upcast == "fp32" else logits.dtype
-    classes = Classes(weight, ignore_index, smoothing)
-    losses, weights, lse = forward(logits, target, classes, each=reduction == "none")
-    return (losses / weights if reduction == "mean" else losses).to(dtype), weights, lse
+    loss = Loss(weight, ignore_index, smoothing)
+    losses, weights, kept = forward(logits, target, loss, reduction == "none", save)
+    return (losses / weights if reduction == "mean" else losses).to(dtype), weights, kept
 
 
 @channel_cross_entropy.saved
 def _(logits, target, weight, ignore_index, smoothing, reduction, upcast):
-    lse, counts = torch.logsumexp(logits.float(), 1), target != ignore_index
+    x, counts = logits.float(), target != ignore_index
+    top = x.amax(1)
+    kept = torch.stack([top, (x - top[:, None]).exp().sum(1).log()])
     if weight is None:
-        return counts.sum().float(), lse
+        return counts.sum().float(), kept
     weights = weight[torch.where(counts, target, 0)].float()
-    return torch.where(counts, weights, 0.0).sum(), lse
+    return torch.where(counts, weights, 0.0).sum(), kept
 
 
 @channel_cross_entropy.backward
@@ -96,8 +99,8 @@ def _(saved, dloss):
     scale = dloss.float()
     if saved.reduction == "mean":
         scale = scale / saved.weights
-    classes = Classes(saved.weight, saved.ignore_index, saved.smoothing)
-    return backward(saved.logits, saved.target, saved.lse, scale, classes), None, None
+    loss = Loss(saved.weight, saved.ignore_index, saved.smoothing)
+    return backward(saved.logits, saved.target, saved.kept, scale, loss), None, None
 
 
 @channel_cross_entropy.inputs(dict(b=2, c=12, n=5), dict(b=16, c=19, n=512))

@@ -85,7 +85,7 @@ def _(x, scale, weight, bias, eps, norm):
 def _(x, scale, weight, bias, eps, norm):
     return (
         reject_dtypes(x=x, weight=weight, bias=bias)
-        or reject_channels_first(x)
+        or reject_channels_first(x=x)
         or reject_per_channel(x, weight=weight, bias=bias)
         or reject_dynamic(scale=scale, eps=eps)
     )

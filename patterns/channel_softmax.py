@@ -48,7 +48,7 @@ def _(x, kind, upcast):
 
 @channel_softmax.guard
 def _(x, kind, upcast):
-    return reject_dtypes(x=x) or reject_channels_first(x)
+    return reject_dtypes(x=x) or reject_channels_first(x=x)
 
 
 @channel_softmax.worthwhile

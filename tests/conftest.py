@@ -142,8 +142,8 @@ def scratch():
 
 @pytest.fixture
 def poisoned_empties():
-    """An element that a kernel never writes is NaN. What torch has no such kernel of runs as it is:
-    on GPUs the references of some losses.
+    """An element that a kernel never writes is NaN. Operators without a deterministic kernel run as
+    they are: on GPUs, the references of some losses.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusion_backend.kernels.loss import channel_cross_entropy as kernels
-from fusion_backend.kernels.loss.channel_cross_entropy import Classes, Steps
+from fusion_backend.kernels.loss.channel_cross_entropy import Loss, Steps
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import assert_fuses, collect, value_and_gradients
 from tests.kernel_checks import (
@@ -58,9 +58,9 @@ def test_shapes_dtypes_and_forms(shape, dtype, weighted, smoothing, reduction):
     args = arguments(shape, dtype, weighted, smoothing, reduction)
     # with one class loss and gradient are 0, and a distance says nothing
     if shape[1] == 1:
-        losses, _, lse = kernels.forward(*args[:2], Classes(args[2], IGNORED, smoothing), True)
-        scale = torch.ones((), device=DEVICE)
-        dx = kernels.backward(*args[:2], lse, scale, Classes(args[2], IGNORED, smoothing))
+        loss, scale = Loss(args[2], IGNORED, smoothing), torch.ones((), device=DEVICE)
+        losses, _, kept = kernels.forward(*args[:2], loss, True, True)
+        dx = kernels.backward(*args[:2], kept, scale, loss)
         assert losses.abs().max() < 1e-6 and dx.abs().max() < 1e-6
         return
     check(NAME, *args, needs=["logits"])
@@ -79,18 +79,43 @@ def test_a_cast_before_it_is_computed_inside(dtype, reduction):
 @pytest.mark.parametrize("how", [Steps(32, 1, 1, 5), Steps(64, 8, 2, 0), Steps(256, 16, 1, 3)])
 def test_steps(how):
     logits, target, weight, *_ = arguments((3, 19, 70))
-    classes = Classes(weight, IGNORED, 0.1)
-    for got, want in zip(
-        kernels.forward(logits, target, classes, True, how),
-        kernels.forward(logits, target, classes, True),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
-    lse, scale = got, torch.rand(target.shape, device=DEVICE)
-    torch.testing.assert_close(
-        kernels.backward(logits, target, lse, scale, classes, how),
-        kernels.backward(logits, target, lse, scale, classes),
+    loss = Loss(weight, IGNORED, 0.1)
+    mine, other = (
+        kernels.forward(logits, target, loss, True, True, *steps) for steps in ((how,), ())
     )
+    for got, want in zip(mine, other, strict=True):
+        torch.testing.assert_close(got, want)
+    kept, scale = got, torch.rand(target.shape, device=DEVICE)
+    torch.testing.assert_close(
+        kernels.backward(logits, target, kept, scale, loss, how),
+        kernels.backward(logits, target, kept, scale, loss),
+    )
+
+
+@runs_kernels
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("offset", [10, -300, 3000])
+def test_logits_far_from_0_lose_no_more_than_in_eager(offset, smoothing):
+    logits, target, *rest = arguments((2, 19, 6, 5), smoothing=smoothing, reduction="none")
+    leaves = [(logits + offset).to(kind).requires_grad_() for kind in FLOATS[:1] + [torch.float64]]
+    rest = [rest, [rest[0].double(), *rest[1:]]]
+    eager, want = (PATTERN.reference(x, target, *r) for x, r in zip(leaves, rest, strict=True))
+    eager.sum().backward()
+    want.sum().backward()
+    args = (leaves[0].detach(), target, *rest[0])
+    loss, *saves = PATTERN.launched(args, save=True)
+    assert distance(loss, want) <= 1.5 * distance(eager, want) + 1e-7
+    for kept in (saves[1], PATTERN.saved_fn(*args)[1]):
+        scale = torch.ones((), device=DEVICE)
+        dx = kernels.backward(*args[:2], kept, scale, Loss(args[2], IGNORED, smoothing))
+        near = distance(leaves[0].grad, leaves[1].grad)
+        assert distance(dx, leaves[1].grad) <= 1.5 * near + 2e-7
+
+
+@runs_kernels
+def test_without_a_gradient_nothing_is_kept():
+    *_, kept = PATTERN.launched(arguments((2, 5, 3, 4)), save=False)
+    assert not kept.numel()
 
 
 @pytest.mark.parametrize(
@@ -108,10 +133,10 @@ def test_a_few_positions_are_spread_over_more_programs(count, positions):
 def test_where_no_position_counts(reduction):
     logits, target, weight, *rest = arguments((2, 5, 3, 4), reduction=reduction)
     args = (logits, torch.full_like(target, IGNORED), weight, *rest)
-    loss, weights, lse = PATTERN.launched(args, save=True)
+    loss, weights, kept = PATTERN.launched(args, save=True)
     torch.testing.assert_close(loss, PATTERN.reference(*args), equal_nan=True)
     scale = torch.ones((), device=DEVICE) / weights
-    dx = kernels.backward(*args[:2], lse, scale, Classes(weight, IGNORED, 0.0))
+    dx = kernels.backward(*args[:2], kept, scale, Loss(weight, IGNORED, 0.0))
     assert not dx.any()
 
 
@@ -121,17 +146,18 @@ def test_infinities_and_nan_are_those_of_torch(smoothing):
     logits, target, weight, *_ = arguments((2, 4, 6))
     target[0] = torch.tensor([1, 0, 2, 3, 0, 1])
     logits[0, 1, 0], logits[0, :, 1], logits[0, 2, 2] = -math.inf, -math.inf, math.inf
-    logits[0, 3, 3], logits[0, 2, 4], logits[1] = math.nan, -math.inf, logits[1] + 1e4
+    logits[0, 3, 3], logits[0, 2, 4] = math.nan, -math.inf
     args = (logits, target, weight, IGNORED, smoothing, "none", "none")
-    loss, _, lse = PATTERN.launched(args, save=True)
+    loss, _, kept = PATTERN.launched(args, save=True)
     leaf = logits.clone().requires_grad_()
     want = PATTERN.reference(leaf, *args[1:])
-    torch.testing.assert_close(loss, want, equal_nan=True, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(loss, want, equal_nan=True)
     want.sum().backward()
+    there = ~torch.isinf(want)[:, None].expand_as(logits)
     scale = torch.ones((), device=DEVICE)
-    dx = kernels.backward(logits, target, lse, scale, Classes(weight, IGNORED, smoothing))
-    there = ~torch.isinf(want)[:, None].expand_as(dx)
-    torch.testing.assert_close(dx[there], leaf.grad[there], equal_nan=True, rtol=1e-3, atol=1e-3)
+    for saved in (kept, PATTERN.saved_fn(*args)[1]):
+        dx = kernels.backward(logits, target, saved, scale, Loss(weight, IGNORED, smoothing))
+        torch.testing.assert_close(dx[there], leaf.grad[there], equal_nan=True)
 
 
 @runs_kernels
@@ -211,6 +237,20 @@ def test_log_probabilities_that_are_read_elsewhere_stay():
 
     report = assert_fuses(fn, torch.randn(2, 6, 4, 5), pattern="channel_softmax")
     assert [s.pattern for s in report.fused] == ["channel_softmax"]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_that_are_detached_have_the_gradient_of_their_other_readers(smoothing):
+    weight = (torch.rand(6) + 0.1).requires_grad_()
+
+    def fn(x):
+        return F.cross_entropy(x, T, weight.detach(), label_smoothing=smoothing) + weight.sum()
+
+    collector = Kernels({"fusion.gate": "always", "fusion.only": NAME})
+    x = torch.randn(2, 6, 4, 5, requires_grad=True)
+    torch.compile(fn, backend=collector)(x).backward()
+    assert [s.pattern for s in collector.report.fused] == [NAME]
+    assert torch.equal(weight.grad, torch.ones(6)) and x.grad.any()
 
 
 def test_weights_that_want_a_gradient_are_the_error_of_eager():

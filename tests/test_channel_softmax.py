@@ -104,6 +104,8 @@ FOUND = {
         / (x - x.amax(1, keepdim=True)).exp().sum(1, keepdim=True)
     ),
     "in fp32": lambda x: x.bfloat16().softmax(1, dtype=torch.float32),
+    "a difference": lambda x: x - x.logsumexp(1, keepdim=True),
+    "a difference with a dimension of its own": lambda x: -x.logsumexp(1).unsqueeze(1) + x,
     "scaled": lambda x: torch.softmax(x * 0.5, 1) * 2,
 }
 
@@ -118,6 +120,12 @@ def test_any_number_of_dimensions(shape):
     assert_fuses(lambda x: x.softmax(1), torch.randn(shape), pattern=NAME)
 
 
+def without_gradient(x):
+    with torch.no_grad():
+        total = x.logsumexp(1, True)
+    return x - total
+
+
 LEFT_ALONE = {
     "over another dimension": lambda x: x.softmax(2),
     "over the samples": lambda x: x.softmax(0),
@@ -128,12 +136,21 @@ LEFT_ALONE = {
         / (x - x.amax(1, keepdim=True)).exp().sum(1, keepdim=True)
     ),
     "a logarithm of the sum alone": lambda x: x.logsumexp(1),
+    "a difference with that of another dimension": lambda x: x - x.logsumexp(2, True),
+    "a difference that broadcasts along the samples": lambda x: x - x.logsumexp(1).unsqueeze(0),
+    "a difference without the dimension": lambda x: x[0] - x[0].logsumexp(1),
+    "a difference the other way round": lambda x: x.logsumexp(1, True) - x,
+    "a difference with a constant": lambda x: x - x.logsumexp(1, True).detach(),
+    "a difference with the sum of a constant": lambda x: x - x.detach().logsumexp(1, True),
+    "a sum without gradient": without_gradient,
 }
 
 
 @pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_near_misses(fn):
-    x = torch.randn(4, 4, 4, 4)  # where every wrong dimension has the right size
+    x = torch.randn(
+        4, 4, 4, 4, requires_grad=True
+    )  # where every wrong dimension has the right size
     collector = collect(fn, x, options={"fusion.only": NAME})
     assert not collector.report.fused, collector.report
 

@@ -13,7 +13,7 @@ from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import Expr, is_const, number_and_rest, peel
 from fusion_backend.ir.rules import composite, rule
 from fusion_backend.ir.rules_pointwise import choice
-from fusion_backend.ir.rules_shape import repeated
+from fusion_backend.ir.rules_shape import over_channels, repeated, undetached
 from fusion_backend.ir.schema_args import Call
 from fusion_backend.ir.scores import scaled
 
@@ -34,13 +34,6 @@ def softmax_of(c: Builder, x: Expr, axis: int, shape) -> Expr:
     return c.make("softmax", (scaled(c, x) if axis == -1 else x,), axis, shape)
 
 
-def over_channels(axis: int, shape) -> bool:
-    """Is it dimension 1 of `[n, c, ...]`? One operator stands for tensors of any number of
-    dimensions, which an axis counted from the right would tell apart.
-    """
-    return shape is not None and len(shape) >= 3 and axis == 1 - len(shape)
-
-
 def without_largest(x: Expr, axes: tuple[int, ...]) -> Expr | None:
     """z of z − max(z). A softmax does not change with what is subtracted from all elements of a
     row, so that no gradient passes through the maximum, detached or not.
@@ -50,8 +43,7 @@ def without_largest(x: Expr, axes: tuple[int, ...]) -> Expr | None:
         minus, largest = number_and_rest(shift) if shift.op == "mul" else (None, None)
         if minus is None or not is_const(minus) or minus.attr != -1.0:
             continue
-        largest = peel(largest)
-        largest = peel(largest.args[0]) if largest.op == "aten.detach.default" else largest
+        largest = undetached(largest)
         if largest.op != "amax" or largest.attr != axes:
             continue
         if peel(largest.args[0]) is peel(z):

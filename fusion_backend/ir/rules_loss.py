@@ -1,4 +1,6 @@
-"""Rules of losses over rows of logits [..., v], and of the log-probabilities of given tokens."""
+"""Rules of losses over rows of logits `[..., v]` and over channels `[n, c, ...]`, and of the
+log-probabilities of given tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from fusion_backend.capture.sizes import equals, same
 from fusion_backend.ir.builder import Builder, from_right
 from fusion_backend.ir.expr import LOOKED_THROUGH, Expr, is_const, peel
 from fusion_backend.ir.rules import composite, rule
-from fusion_backend.ir.rules_attention import over_channels
-from fusion_backend.ir.rules_shape import of_rows
+from fusion_backend.ir.rules_shape import of_rows, over_channels, undetached
 from fusion_backend.ir.schema_args import Call
 
 REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -26,16 +27,11 @@ def loss(
         operands = (of_rows(c, logits), target, *numbers)
         return c.make("cross_entropy", operands, reduction, call.shape)
     if rank > 2:
-        weights = () if weight is None else (without_gradient(weight),)
+        # class weights never have a gradient, detached or not
+        weights = () if weight is None else (undetached(weight),)
         operands = (logits, target, *weights, *numbers)
         return c.make("channel_cross_entropy", operands, reduction, call.shape)
     return None
-
-
-def without_gradient(weight: Expr) -> Expr:
-    """Class weights, which never have a gradient, detached or not; in any dtype."""
-    weight = peel(weight)
-    return peel(weight.args[0]) if weight.op == "aten.detach.default" else weight
 
 
 @rule("aten::cross_entropy_loss")
@@ -76,16 +72,19 @@ def log_softmax(c: Builder, call: Call, self: Expr, dim: int, dtype: torch.dtype
 @composite("add")
 def log_softmax_by_difference(c: Builder, x: Expr, y: Expr, shape):
     """x - logsumexp(x) over channels."""
+    if shape is None or len(shape) < 3:
+        return None
+    axis = 1 - len(shape)
     for value, minus in ((x, y), (y, x)):
-        if minus.op != "mul" or not is_negation(minus) or not over_channels(1 - len(shape), shape):
+        if not is_negation(minus):
             continue
         total = next(a for a in minus.args if not is_const(a))
-        over = (1 - len(shape),)
-        if total.op == "unsqueeze" and total.attr == over[0]:
-            total, keeps = total.args[0], False
-        else:
-            keeps = True
-        if total.op == "logsumexp" and total.attr == (over, keeps) and total.args[0] is value:
+        keeps = not (total.op == "unsqueeze" and total.attr == axis)
+        total = total if keeps else total.args[0]
+        # under another grad mode or autocast it would be another value
+        if total.state != c.state or minus.state != c.state:
+            continue
+        if (total.op, total.attr) == ("logsumexp", ((axis,), keeps)) and total.args[0] is value:
             return c.make("channel_softmax", (value,), "difference", shape)
     return None
 

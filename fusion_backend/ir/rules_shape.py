@@ -7,7 +7,7 @@ import torch
 from fusion_backend.capture.attention import MARK
 from fusion_backend.capture.sizes import equals, hashable, same
 from fusion_backend.ir.builder import Builder
-from fusion_backend.ir.expr import LOOKED_THROUGH, NUMBERS, Expr
+from fusion_backend.ir.expr import LOOKED_THROUGH, NUMBERS, Expr, peel
 from fusion_backend.ir.heads import splits, weights_times_values
 from fusion_backend.ir.operator_families import (
     EXPANSIONS,
@@ -336,3 +336,16 @@ def joined(c: Builder, call: Call, tensors: list[Expr], dim: int):
     if all(e.op == "unsqueeze" and e.attr == axis for e in tensors):
         return c.make("stack", (e.args[0] for e in tensors), axis, call.shape)
     return c.make("cat", tensors, axis, call.shape)
+
+
+def over_channels(axis: int, shape) -> bool:
+    """Is it dimension 1 of `[n, c, ...]`? One operator stands for tensors of any number of
+    dimensions, which an axis counted from the right would tell apart.
+    """
+    return shape is not None and len(shape) >= 3 and axis == 1 - len(shape)
+
+
+def undetached(e: Expr) -> Expr:
+    """A value without a detach of it, and without the casts around either."""
+    e = peel(e)
+    return peel(e.args[0]) if e.op == "aten.detach.default" else e

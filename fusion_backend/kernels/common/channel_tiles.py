@@ -34,12 +34,15 @@ class Tile(NamedTuple):
     stages: int = 0  # of the loop over tiles
 
 
-def reject_channels_first(x: Tensor) -> Reject | None:
+def reject_channels_first(**tensor: Tensor) -> Reject | None:
     """Refuse tensors that are not dense in the order of their dimensions, and channels or planes
     that the kernel cannot be compiled for, or not hold.
     """
+    ((name, x),) = tensor.items()
     if x.dim() < 3:
-        return Reject(f"x has {x.dim()} dimensions: channels of a matrix are the columns of rows")
+        return Reject(
+            f"{name} has {x.dim()} dimensions: channels of a matrix are the columns of rows"
+        )
     if any(map(dynamic, x.shape[1:])):
         return Reject("the number of channels or the size of a plane is dynamic")
     c = number(x.shape[1])
@@ -50,14 +53,7 @@ def reject_channels_first(x: Tensor) -> Reject | None:
     if not dense(x, range(x.dim())):
         rows = statically_known_true(x.stride(1) == 1)
         why = "channels-last in memory, where the channels are rows" if rows else "not dense"
-        return Reject(f"x is {why}: {memory(x)}")
-
-
-def forward_tile(c: int) -> Tile:
-    """32 elements a thread; 16 positions at least, so that each reading is of 32 bytes."""
-    channels = triton.next_power_of_2(c)
-    positions = max(16, min(1024, 8192 // channels))
-    return Tile(channels, positions, max(4, channels * positions // 1024))
+        return Reject(f"{name} is {why}: {memory(x)}")
 
 
 def planes(x: Tensor) -> int:

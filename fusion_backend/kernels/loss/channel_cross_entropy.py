@@ -19,19 +19,22 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.channel_tiles import planes, positions
 from fusion_backend.kernels.common.inputs import assert_all, dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.kernels.loss.cross_entropy import accumulate
 from fusion_backend.reporting.reject import Reject
 
+MULTIPROCESSORS = 132  # of an H200
 
-class Classes(NamedTuple):
-    """What is computed: the weight of each class, `[c]` and contiguous, or None."""
+
+class Loss(NamedTuple):
+    """The options of the loss; weight is `[c]`, contiguous, or None."""
 
     weight: Tensor | None
     ignore_index: int
     smoothing: float
 
 
-def reject_classes(logits: Tensor, target: Tensor, weight: Tensor | None) -> Reject | None:
+def reject_target_and_weight(
+    logits: Tensor, target: Tensor, weight: Tensor | None
+) -> Reject | None:
     """Refuse targets that are not a dense class number for each position, and weights that are not
     a dense vector.
     """
@@ -55,11 +58,11 @@ class Steps(NamedTuple):
 
 
 def forward_steps(x: Tensor) -> Steps:
-    """A thread has 8 positions, of which 20 channels are on their way; fewer positions where there
-    would be less than a program for each multiprocessor. Swept on an H200.
+    """8 positions a thread, of each of which 20 channels are on their way; fewer where there would
+    be less than a program for each multiprocessor. Swept on an H200.
     """
     count, positions = x.shape[0] * planes(x), 256
-    while positions > 64 and statically_known_true(count < positions * 132):
+    while positions > 64 and statically_known_true(count < positions * MULTIPROCESSORS):
         positions //= 2
     return Steps(positions, min(4, triton.next_power_of_2(number(x.shape[1]))), 1, 5)
 
@@ -72,34 +75,34 @@ def backward_steps(x: Tensor) -> Steps:
 
 
 def forward(
-    logits: Tensor, target: Tensor, classes: Classes, each: bool, how: Steps | None = None
+    logits: Tensor, target: Tensor, loss: Loss, each: bool, save: bool, how: Steps | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses in fp32: of `each` position, in target's shape, or their sum; what a mean divides
-    them by, the sum of the weights of the targets; and the lse of each position.
+    """The losses in fp32, of `each` position in target's shape, or their sum; the sum of the
+    weights of the targets; and what the gradient reads, empty unless `save`: the largest logit of
+    each position and log Σ e^(x - that), `[2, n, ...]` in fp32. Their sum would be rounded, which
+    is worse than eager for large logits.
 
     logits is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16, c up to MAX_CHANNELS; target int64.
     A target that is no class is an assertion on the device, as in torch. Grid: programs of
     how.positions.
     """
     how = how or forward_steps(logits)
-    programs = programs_of(logits, how)
-    losses, lse = (
-        torch.empty(target.shape, dtype=torch.float32, device=logits.device) if there else None
-        for there in (each, True)
-    )
-    sums = torch.empty(3, programs, dtype=torch.float32, device=logits.device)
+    programs, empty = programs_of(logits, how), dict(dtype=torch.float32, device=logits.device)
+    losses = torch.empty(target.shape, **empty) if each else None
+    kept = torch.empty(2, *target.shape, **empty) if save else torch.empty(0, **empty)
+    sums = torch.empty(3, programs, **empty)
     launch(
         channel_cross_entropy_kernel, (programs,),
-        logits, target, classes.weight, losses, lse, sums, logits.shape[0],
-        classes.ignore_index, classes.smoothing, **constants(logits, classes, how),
+        logits, target, loss.weight, losses, kept if save else None, sums, logits.shape[0],
+        loss.ignore_index, loss.smoothing, **constants(logits, loss, how),
     )  # fmt: skip
     total, weights, outside = (part.sum() for part in sums)
     assert_all(outside == 0, "channel_cross_entropy: a target is out of bounds")
-    return losses if each else total, weights, lse
+    return losses if each else total, weights, kept
 
 
 def backward(
-    logits: Tensor, target: Tensor, lse: Tensor, scale: Tensor, classes: Classes,
+    logits: Tensor, target: Tensor, kept: Tensor, scale: Tensor, loss: Loss,
     how: Steps | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits, in their shape and dtype, contiguous.
@@ -111,9 +114,9 @@ def backward(
     how = how or backward_steps(logits)
     launch(
         channel_cross_entropy_backward_kernel, (programs_of(logits, how),),
-        logits, target, classes.weight, lse, scale.contiguous(), dx, logits.shape[0],
-        classes.ignore_index, classes.smoothing, EACH=scale.dim() > 0,
-        **constants(logits, classes, how),
+        logits, target, loss.weight, kept, scale.contiguous(), dx, logits.shape[0],
+        loss.ignore_index, loss.smoothing, EACH=scale.dim() > 0,
+        **constants(logits, loss, how),
     )  # fmt: skip
     return dx
 
@@ -122,9 +125,9 @@ def programs_of(x: Tensor, how: Steps):
     return (x.shape[0] * planes(x) + how.positions - 1) // how.positions
 
 
-def constants(x: Tensor, classes: Classes, how: Steps) -> dict:
+def constants(x: Tensor, loss: Loss, how: Steps) -> dict:
     return dict(
-        C=number(x.shape[1]), INNER=planes(x), SMOOTH=classes.smoothing != 0.0,
+        C=number(x.shape[1]), INNER=planes(x), SMOOTH=loss.smoothing != 0.0,
         CHANNELS=how.channels, BLOCK=how.positions, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
 
@@ -151,10 +154,10 @@ def weights_of(W, ch, C: tl.constexpr):
         return tl.load(W + ch, ch < C, 0.0).to(tl.float32)
 
 
-# Bytes: logits and targets once, 4 a position for the lse.
+# Bytes: logits and targets once, 8 a position for what is kept.
 @triton.jit
 def channel_cross_entropy_kernel(
-    X, TARGET, W, LOSS, LSE, SUMS, samples, ignore_index, smoothing,
+    X, TARGET, W, LOSS, KEPT, SUMS, samples, ignore_index, smoothing,
     C: tl.constexpr, INNER: tl.constexpr, SMOOTH: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -164,44 +167,57 @@ def channel_cross_entropy_kernel(
     target, counts, weight = targets_of(TARGET, W, position, there, ignore_index, C)
     tl.store(SUMS + programs + program, tl.sum(weight))
     tl.store(SUMS + 2 * programs + program, tl.sum(tl.where(counts & (target < 0), 1.0, 0.0)))
-    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
     label = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)  # Σ w x
+    weighted = tl.zeros([BLOCK], tl.float32)  # Σ w (x - top)
     all_weights = 0.0  # Σ w
     for start in tl.range(0, C, CHANNELS, num_stages=STAGES):
         ch = start + tl.arange(0, CHANNELS)[:, None]
         keep = (ch < C) & there[None, :]
         x = tl.load(X + first + ch * INNER + across[None, :], keep, float("-inf")).to(tl.float32)
-        tops, sums = accumulate(x, tops, sums)
         label += tl.sum(tl.where(ch == target[None, :], x, 0.0), 0)
+        before, top = top, tl.maximum(top, tl.max(x, 0))
+        x -= finite(top)[None, :]  # before it is multiplied: large numbers that differ little
+        e = tl.exp2(x * 1.4426950408889634)
+        sums *= tl.exp2((before - finite(top)) * 1.4426950408889634)
+        sums += tl.sum(e, 0)
         if SMOOTH:
             w = weights_of(W, ch, C)
+            weighted += (finite(before) - finite(top)) * all_weights
             weighted += tl.sum(tl.where(keep, w * x, 0.0), 0)
             all_weights += tl.sum(w)
     log = tl.log(sums)
-    loss = weight * (log + (tops - label))
+    loss = weight * (log + (top - label))
     if SMOOTH:
         smooth = tl.cast(smoothing, tl.float32)
-        loss = (1.0 - smooth) * loss + smooth / C * (all_weights * (log + tops) - weighted)
+        loss = (1.0 - smooth) * loss + smooth / C * (all_weights * log - weighted)
     loss = tl.where(counts, loss, 0.0)
-    tl.store(LSE + position, log + tops, there)
+    if KEPT is not None:
+        tl.store(KEPT + position, top, there)
+        tl.store(KEPT + tl.cast(samples, tl.int64) * INNER + position, log, there)
     if LOSS is not None:
         tl.store(LOSS + position, loss, there)
     tl.store(SUMS + program, tl.sum(loss))
 
 
-# Bytes: logits and targets once, the gradient once, 4 a position for the lse.
+@triton.jit
+def finite(top):
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+# Bytes: logits and targets once, the gradient once, 8 a position of what was kept.
 @triton.jit
 def channel_cross_entropy_backward_kernel(
-    X, TARGET, W, LSE, SCALE, DX, samples, ignore_index, smoothing,
+    X, TARGET, W, KEPT, SCALE, DX, samples, ignore_index, smoothing,
     EACH: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, SMOOTH: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     first, across, there = positions(tl.program_id(0), samples, C, INNER, BLOCK)
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     target, counts, weight = targets_of(TARGET, W, position, there, ignore_index, C)
-    lse = tl.load(LSE + position, there, 0.0)
+    top = tl.load(KEPT + position, there, 0.0)[None, :]
+    log = tl.load(KEPT + tl.cast(samples, tl.int64) * INNER + position, there, 0.0)[None, :]
     scale = tl.load(SCALE + position, there, 0.0) if EACH else tl.load(SCALE)
     all_weights = 0.0
     if SMOOTH:
@@ -214,7 +230,7 @@ def channel_cross_entropy_backward_kernel(
         at = ch * INNER + across[None, :]
         keep = (ch < C) & there[None, :]
         x = tl.load(X + first + at, keep, float("-inf")).to(tl.float32)
-        softmax = tl.exp2((x - lse[None, :]) * 1.4426950408889634)
+        softmax = tl.exp2((x - top - log) * 1.4426950408889634)
         onehot = tl.where(ch == target[None, :], 1.0, 0.0)
         d = (softmax - onehot) * weight[None, :]
         if SMOOTH:

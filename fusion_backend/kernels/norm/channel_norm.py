@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.channel_tiles import Tile, forward_tile, planes, tile
+from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
 from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.group_norm import affine
@@ -51,6 +51,13 @@ def reject_per_channel(x: Tensor, **vectors: Tensor | None) -> Reject | None:
             )
         if not dense(t, range(t.dim())):
             return Reject(f"{name} is not dense: {memory(t)}")
+
+
+def forward_tile(c: int) -> Tile:
+    """32 elements a thread; 16 positions at least, so that each reading is of 32 bytes."""
+    channels = triton.next_power_of_2(c)
+    positions = max(16, min(1024, 8192 // channels))
+    return Tile(channels, positions, max(4, channels * positions // 1024))
 
 
 def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:

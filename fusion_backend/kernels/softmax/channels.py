@@ -24,18 +24,19 @@ Kind = Literal["softmax", "log_softmax", "difference"]
 
 
 def forward_tile(c: int) -> Tile:
-    """32 positions, and as few warps as hold them: each one more adds up the channels in shared
-    memory with the others (swept on an H200).
+    """As few warps as hold 32 positions, or 1024 elements: each warp more adds up the channels in
+    shared memory with the others. Swept on an H200.
     """
     return tile_of(c, 32)
 
 
 def backward_tile(c: int) -> Tile:
+    """As above, of 64 positions."""
     return tile_of(c, 64)
 
 
 def tile_of(c: int, positions: int) -> Tile:
-    """32 elements a thread, or 64 of more than 256 channels, and a warp at least."""
+    """1024 elements a warp, and more where that would be more than 8 warps."""
     channels = triton.next_power_of_2(c)
     positions = max(min(positions, 16384 // channels), 1024 // channels)
     return Tile(channels, positions, min(8, max(1, channels * positions // 1024)))

@@ -283,9 +283,8 @@ COMPOSITE_WORDINGS: dict[str, list] = {
             lambda a: (a.weight, a.reduction, a.ignore_index) == (None, 1, -100),
         ),
         (
-            "F.cross_entropy({self}, {target}, {weight}, label_smoothing={label_smoothing}, "
-            "reduction='none').sum()",
-            lambda a: (a.reduction, a.ignore_index) == (2, -100),
+            "F.cross_entropy({self}, {target}, {weight}, reduction='none').sum()",
+            lambda a: (a.reduction, a.ignore_index, a.label_smoothing) == (2, -100, 0.0),
         ),
         (
             "F.nll_loss(F.log_softmax({self}, 1), {target}, {weight}, "
