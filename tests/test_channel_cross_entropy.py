@@ -287,8 +287,9 @@ def test_a_segmentation_model_trains(dtype, dynamic):
     target = targets(2, 5, 7, classes=9)
     collector = Kernels({"fusion.gate": "always", "fusion.only": NAME})
     compiled = torch.compile(head, backend=collector, dynamic=dynamic)
-    if dynamic:
-        torch._dynamo.mark_static(x, 2), torch._dynamo.mark_static(x, 3)
+    if dynamic:  # the batch alone
+        torch._dynamo.mark_static(x, [2, 3])
+        torch._dynamo.mark_static(target, [1, 2])
 
     def gradients(run, of, x):
         return torch.autograd.grad(run(x, target), list(of.parameters()))

@@ -148,9 +148,8 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_near_misses(fn):
-    x = torch.randn(
-        4, 4, 4, 4, requires_grad=True
-    )  # where every wrong dimension has the right size
+    # every wrong dimension has the right size
+    x = torch.randn(4, 4, 4, 4, requires_grad=True)
     collector = collect(fn, x, options={"fusion.only": NAME})
     assert not collector.report.fused, collector.report
 

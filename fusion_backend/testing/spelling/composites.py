@@ -1,6 +1,4 @@
-"""Wordings of composites: normalisation, matrix products, dropout, losses, attention. Continues
-wordings.py.
-"""
+"""Wordings of composites: norms, matrix products, dropout, losses, attention, after wordings.py."""
 
 from __future__ import annotations
 
