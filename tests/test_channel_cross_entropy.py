@@ -143,10 +143,10 @@ def test_where_no_position_counts(reduction):
 @runs_kernels
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_infinities_and_nan_are_those_of_torch(smoothing):
-    logits, target, weight, *_ = arguments((2, 4, 6))
-    target[0] = torch.tensor([1, 0, 2, 3, 0, 1])
+    logits, target, weight, *_ = arguments((2, 9, 6))
+    target[0] = torch.tensor([1, 0, 2, 3, 0, 7])
     logits[0, 1, 0], logits[0, :, 1], logits[0, 2, 2] = -math.inf, -math.inf, math.inf
-    logits[0, 3, 3], logits[0, 2, 4] = math.nan, -math.inf
+    logits[0, 3, 3], logits[0, 2, 4], logits[0, :5, 5] = math.nan, -math.inf, -math.inf
     args = (logits, target, weight, IGNORED, smoothing, "none", "none")
     loss, _, kept = PATTERN.launched(args, save=True)
     leaf = logits.clone().requires_grad_()

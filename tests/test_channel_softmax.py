@@ -56,6 +56,7 @@ def test_tiles_that_hold_few_positions_or_many(kind):
 def test_infinities_and_nan_are_those_of_torch(kind):
     x = randn(2, 4, 6)
     x[0, 1, 0], x[0, :, 1], x[0, 2, 2], x[0, 3, 3] = -math.inf, -math.inf, math.inf, math.nan
+    x[1, 1, 4], x[1, 2, 4] = math.inf, math.nan
     x[1, 0] += 1e4
     y = kernels.forward(x, x.dtype, kind)
     want = PATTERN.reference(x, kind, "none")
