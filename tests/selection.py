@@ -11,9 +11,10 @@ import pytest
 
 FULL = False  # set by conftest.py from the option
 
-# Files of many cases that are alike: by default every k-th case of each test function runs, the
-# first in any case. What runs less there is run for every pattern by test_every_pattern.py (kernels
-# against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is recognised).
+# Files, or functions, of many cases that are alike: by default every k-th case of each function
+# runs, the first in any case. What runs less there is run for every pattern by
+# test_every_pattern.py (kernels against fp64, in fp32 and bf16, forward and backward) and by
+# tests/graphs (what is recognised).
 SAMPLED = {
     "tests/test_attention.py": 3,
     "tests/test_attention_forms.py": 4,
@@ -21,12 +22,17 @@ SAMPLED = {
     "tests/test_attention_spellings.py": 3,
     "tests/test_benchmark_models.py": 2,
     "tests/test_benchmarks.py": 2,
+    "tests/test_channel_cross_entropy.py": 3,
     "tests/test_channel_kernels.py": 5,
     "tests/test_channel_norm.py": 3,
     "tests/test_channel_norm_kernels.py": 3,
+    "tests/test_channel_softmax.py": 2,
     "tests/test_check_pattern.py": 2,
     "tests/test_depth.py": 5,
-    "tests/test_dropout.py": 3,
+    "tests/test_dropout.py": 4,
+    # each part of the contract has a function of its own there, for every pattern
+    "tests/test_every_pattern.py::test_pattern_keeps_the_contract": 3,
+    "tests/test_filled.py": 3,
     "tests/test_flash.py": 8,
     "tests/test_flash_dropout.py": 5,
     "tests/test_flash_shapes.py": 6,
@@ -37,6 +43,7 @@ SAMPLED = {
     "tests/test_modulated_norm.py": 3,
     "tests/test_norm_act.py": 3,
     "tests/test_norm_kernels.py": 8,
+    "tests/test_norm_rotary.py": 2,
     "tests/test_norm_spellings.py": 3,
     "tests/test_padded_logits.py": 2,
     "tests/test_patch_embedding.py": 2,
@@ -45,10 +52,15 @@ SAMPLED = {
     "tests/test_recognition.py": 9,
     "tests/test_relative_bias.py": 8,
     "tests/test_scale.py": 5,
+    "tests/test_short_attention.py": 2,
+    "tests/test_sinks.py": 2,
+    "tests/test_sizes_of_values.py": 2,
     "tests/test_softmax_kernels.py": 8,
     "tests/test_spellings.py": 8,
     "tests/test_token_log_probs.py": 4,
     "tests/test_token_log_probs_kernels.py": 5,
+    "tests/test_windows.py": 2,
+    "tests/ranks/test_async_tensor_parallel.py": 2,
 }
 
 IN_TWO_PROCESSES = "[alone] runs the command in one process; of two, tests/ranks has the trainings"
@@ -56,6 +68,8 @@ IN_TWO_PROCESSES = "[alone] runs the command in one process; of two, tests/ranks
 # brackets is all cases of a function.
 LEFT_OUT = {
     "tests/oracle/test_distributed.py::test_two_processes[dtensor]": "[fsdp2], which has DTensors",
+    "tests/oracle/test_distributed.py::test_two_processes[ddp]": "the page's program with it, in "
+    "ranks/test_page.py",
     "tests/oracle/test_distributed.py::test_two_processes[fsdp2_by_layer]": "[fsdp2] and [ddp]",
     "tests/oracle/test_distributed.py::test_two_processes[tensor_parallel]": "[fsdp2]",
     "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
@@ -75,6 +89,8 @@ LEFT_OUT = {
     "in test_fingerprint.py, the processes in oracle/test_second_process_cache.py",
     "tests/test_edited_helpers.py::test_what_was_loaded_is_what_runs": "the same",
     "tests/test_edited_helpers.py::test_without_an_edit_everything_is": "the same",
+    "tests/test_flash_dropout.py::test_checkpoint_draws_the_same_again": "the test of this name in "
+    "test_dropout.py",
     "tests/test_masks_around_bodies.py::test_through_inductor": "test_a_mask_from_around_the_body",
     "tests/test_models.py::test_every_layer_norm_is_found[gpt2]": "test_model[gpt2-inference]",
     "tests/test_models.py::test_every_layer_norm_is_found[llama]": "test_recognition.py",
@@ -108,7 +124,8 @@ def sampled(names: list[tuple[str, str]]) -> list[bool]:
     kept = []
     for file, function in names:
         seen[file, function] = seen.get((file, function), -1) + 1
-        kept.append(seen[file, function] % SAMPLED.get(file, 1) == 0)
+        every = SAMPLED.get(f"{file}::{function}", SAMPLED.get(file, 1))
+        kept.append(seen[file, function] % every == 0)
     return kept
 
 

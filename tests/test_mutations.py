@@ -7,7 +7,7 @@ import importlib
 import pytest
 
 from tests.mutations import MUTATIONS, ROOT
-from tests.selection import LEFT_OUT, SAMPLED, left_out
+from tests.selection import LEFT_OUT, left_out
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -18,12 +18,14 @@ def test_the_text_to_be_replaced_stands_once_in_its_file(name):
 
 
 def runs_by_default(path: str) -> bool:
-    """Of a folder or a file: all of it. Of a test: its first case, or more."""
+    """Of a folder or a file: all of it, or the sample that `tests.mutations` runs, too. Of a test:
+    its first case, or more.
+    """
     if left_out(path):
         return False
     file, _, function = path.partition("::")
     if not function:
-        return not any(name.startswith(file) for name in (*SAMPLED, *LEFT_OUT))
+        return not any(name.startswith(file) for name in LEFT_OUT)
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     marks = [mark.name for mark in getattr(getattr(module, function), "pytestmark", ())]
     return "full" not in marks
@@ -36,6 +38,6 @@ def test_what_catches_it_runs_by_default(name):
 
 
 def test_what_is_left_out_does_not_run_by_default():
-    assert not any(map(runs_by_default, SAMPLED)) and not any(map(runs_by_default, LEFT_OUT))
+    assert not any(map(runs_by_default, LEFT_OUT))
     of_full = "tests/test_template_cache.py::test_a_second_process_reads_the_templates"
     assert not runs_by_default(of_full) and runs_by_default(of_full.partition("::")[0])

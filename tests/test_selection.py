@@ -105,4 +105,12 @@ def test_of_a_file_of_many_cases_every_third_runs():
     file, other = next(path for path, k in SAMPLED.items() if k == 3), "tests/test_backend.py"
     names = [(file, "a")] * 4 + [(file, "b")] + [(other, "a")] * 2
     assert sampled(names) == [True, False, False, True, True, True, True]
-    assert all((Path(__file__).parent.parent / path).exists() for path in SAMPLED)
+    files = (path.partition("::")[0] for path in SAMPLED)
+    assert all((Path(__file__).parent.parent / path).exists() for path in files)
+
+
+def test_a_function_may_have_a_sample_of_its_own(monkeypatch):
+    monkeypatch.setitem(SAMPLED, "tests/test_a.py", 3)
+    monkeypatch.setitem(SAMPLED, "tests/test_a.py::f", 2)
+    names = [("tests/test_a.py", function) for function in "fgfgfgfg"]
+    assert sampled(names) == [True, True, False, False, True, False, False, True]
