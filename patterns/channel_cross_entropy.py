@@ -38,7 +38,7 @@ def channel_cross_entropy(
 ) -> Tensor:  # fmt: skip
     # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
     logits = logits.float() if upcast == "fp32" else logits
-    # torch has no gradient of it
+    # torch has no gradient of class weights
     weight = weight if weight is None else weight.detach().to(logits.dtype)
     return F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=smoothing,
