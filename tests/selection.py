@@ -11,10 +11,10 @@ import pytest
 
 FULL = False  # set by conftest.py from the option
 
-# Files, or functions, of many cases that are alike: by default every k-th case of each function
-# runs, the first in any case. What runs less there is run for every pattern by
-# test_every_pattern.py (kernels against fp64, in fp32 and bf16, forward and backward) and by
-# tests/graphs (what is recognised).
+# Files, or functions, of many cases: by default every k-th case of each function runs, the first in
+# any case. What runs less of kernels and patterns is run for every pattern by test_every_pattern.py
+# (kernels against fp64, in fp32 and bf16, forward and backward) and by tests/graphs (what is
+# recognised). The files of tests/oracle compare whole modules with eager; their cases share much.
 SAMPLED = {
     "tests/test_attention.py": 3,
     "tests/test_attention_forms.py": 4,
@@ -75,8 +75,8 @@ IN_TWO_PROCESSES = "[alone] runs the command in one process; of two, tests/ranks
 # Dear tests that are left to --full, each with what runs by default instead. A name without
 # brackets is all cases of a function.
 LEFT_OUT = {
-    "tests/oracle/test_distributed.py::test_two_processes": "ranks/test_trainings.py with FSDP2 and "
-    "tensor parallelism, and ranks/test_page.py with DDP",
+    "tests/oracle/test_distributed.py::test_two_processes": "ranks/test_trainings.py with FSDP2 "
+    "and tensor parallelism, and ranks/test_page.py with DDP",
     "tests/oracle/test_second_process_cache.py::test_edited_kernel": "test_edited_backward, and "
     "the key in test_fingerprint.py",
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
