@@ -832,12 +832,6 @@ MUTATIONS = {
         "    if False:",
         "tests/test_windows.py",
     ),
-    "windows: another mask counts as added twice": Mutation(
-        "fusion_backend/ir/windows.py",
-        "if windows is None or windows is not found[0]:",
-        "if windows is None:",
-        "tests/test_windows.py",
-    ),
     "windows: what is added twice counts once": Mutation(
         "fusion_backend/ir/windows.py",
         "    if len(found) > 1:",

@@ -179,6 +179,9 @@ NEAR_MISSES = {
     "two masks": lambda q, k, v, x, m: (
         torch.softmax(together(apart(scores(q, k), m) + m.exp()[None, :, None]), -1) @ v
     ),
+    "two masks, the softmax in five dimensions": lambda q, k, v, x, m: (
+        together(torch.softmax(apart(scores(q, k), m) + m.flip(0)[None, :, None], -1)) @ v
+    ),
     "a mask of windows and one of heads": lambda q, k, v, x, m: (
         torch.softmax(together(apart(scores(q, k), m) + x[None, None]), -1) @ v
     ),
