@@ -1068,8 +1068,8 @@ MUTATIONS = {
     ),
     "channels: a few positions are not spread": Mutation(
         "fusion_backend/kernels/loss/channel_cross_entropy.py",
-        "count < positions * MULTIPROCESSORS",
-        "count < positions",
+        "tiles_of(x, size) < MULTIPROCESSORS",
+        "tiles_of(x, size) < 1",
         "tests/test_channel_cross_entropy.py::test_a_few_positions_are_spread_over_more_programs",
     ),
     "channels: targets may lie anyhow": Mutation(

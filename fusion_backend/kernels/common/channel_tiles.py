@@ -61,6 +61,11 @@ def planes(x: Tensor) -> int:
     return math.prod(map(number, x.shape[2:]))
 
 
+def tiles_of(x: Tensor, positions: int):
+    """How many tiles of so many positions there are, counted through all samples."""
+    return (x.shape[0] * planes(x) + positions - 1) // positions
+
+
 @triton.jit
 def tile(
     t, samples, C: tl.constexpr, INNER: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr

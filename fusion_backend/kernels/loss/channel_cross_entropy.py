@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.channel_tiles import planes, positions
+from fusion_backend.kernels.common.channel_tiles import planes, positions, tiles_of
 from fusion_backend.kernels.common.inputs import assert_all, dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.reporting.reject import Reject
@@ -58,20 +58,20 @@ class Steps(NamedTuple):
 
 
 def forward_steps(x: Tensor) -> Steps:
-    """8 positions a thread, of each of which 20 channels are on their way; fewer where there would
-    be less than a program for each multiprocessor. Swept on an H200.
+    """8 positions a thread, and 20 channels of each on their way from memory. There are fewer
+    positions where not every multiprocessor would have a program.
     """
-    count, positions = x.shape[0] * planes(x), 256
-    while positions > 64 and statically_known_true(count < positions * MULTIPROCESSORS):
-        positions //= 2
-    return Steps(positions, min(4, triton.next_power_of_2(number(x.shape[1]))), 1, 5)
+    size = 256
+    while size > 64 and statically_known_true(tiles_of(x, size) < MULTIPROCESSORS):
+        size //= 2
+    return Steps(size, min(4, triton.next_power_of_2(number(x.shape[1]))), 1, 5)
 
 
 def backward_steps(x: Tensor) -> Steps:
-    """Nothing is added up: more channels at a time, and no stages. Swept on an H200."""
-    c, positions = number(x.shape[1]), forward_steps(x).positions
-    many = Steps(positions, 16, 2, 0)
-    return many if c >= 32 else Steps(positions, min(8, triton.next_power_of_2(c)), 1, 0)
+    """Nothing is added up: more channels at a time, and no stages."""
+    c, size = number(x.shape[1]), forward_steps(x).positions
+    channels, warps = (16, 2) if c >= 32 else (min(8, triton.next_power_of_2(c)), 1)
+    return Steps(size, channels, warps, 0)
 
 
 def forward(
@@ -87,7 +87,8 @@ def forward(
     how.positions.
     """
     how = how or forward_steps(logits)
-    programs, empty = programs_of(logits, how), dict(dtype=torch.float32, device=logits.device)
+    programs = tiles_of(logits, how.positions)
+    empty = dict(dtype=torch.float32, device=logits.device)
     losses = torch.empty(target.shape, **empty) if each else None
     kept = torch.empty(2, *target.shape, **empty) if save else torch.empty(0, **empty)
     sums = torch.empty(3, programs, **empty)
@@ -113,16 +114,12 @@ def backward(
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     how = how or backward_steps(logits)
     launch(
-        channel_cross_entropy_backward_kernel, (programs_of(logits, how),),
+        channel_cross_entropy_backward_kernel, (tiles_of(logits, how.positions),),
         logits, target, loss.weight, kept, scale.contiguous(), dx, logits.shape[0],
         loss.ignore_index, loss.smoothing, EACH=scale.dim() > 0,
         **constants(logits, loss, how),
     )  # fmt: skip
     return dx
-
-
-def programs_of(x: Tensor, how: Steps):
-    return (x.shape[0] * planes(x) + how.positions - 1) // how.positions
 
 
 def constants(x: Tensor, loss: Loss, how: Steps) -> dict:

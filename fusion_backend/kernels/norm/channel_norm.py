@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
+from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile, tiles_of
 from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.group_norm import affine
@@ -69,7 +69,7 @@ def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:
     y, c, inner = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1], planes(x)
     c = number(c)
     how = how or forward_tile(c)
-    tiles = (x.shape[0] * inner + how.positions - 1) // how.positions
+    tiles = tiles_of(x, how.positions)
     launch(
         channel_norm_kernel, (tiles,), x, norm.weight, norm.bias, y, x.shape[0], norm.eps,
         1.0 if norm.scale is None else norm.scale, C=c, INNER=inner, NORM=norm.norm,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
+from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile, tiles_of
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 
@@ -25,7 +25,7 @@ Kind = Literal["softmax", "log_softmax", "difference"]
 
 def forward_tile(c: int) -> Tile:
     """As few warps as hold 32 positions, or 1024 elements: each warp more adds up the channels in
-    shared memory with the others. Swept on an H200.
+    shared memory with the others.
     """
     return tile_of(c, 32)
 
@@ -51,7 +51,7 @@ def forward(x: Tensor, dtype: torch.dtype, kind: Kind, how: Tile | None = None) 
     y, c, inner = torch.empty(x.shape, dtype=dtype, device=x.device), number(x.shape[1]), planes(x)
     how = how or forward_tile(c)
     launch(
-        channel_softmax_kernel, (tiles(x, how),), x, y, x.shape[0],
+        channel_softmax_kernel, (tiles_of(x, how.positions),), x, y, x.shape[0],
         C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
         num_warps=how.warps,
     )  # fmt: skip
@@ -69,15 +69,11 @@ def backward(
     dx, c, inner = torch.empty(y.shape, dtype=dtype, device=y.device), number(y.shape[1]), planes(y)
     how = how or backward_tile(c)
     launch(
-        channel_softmax_backward_kernel, (tiles(y, how),), dy.contiguous(), y, dx, y.shape[0],
-        C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
+        channel_softmax_backward_kernel, (tiles_of(y, how.positions),),
+        dy.contiguous(), y, dx, y.shape[0], C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
         num_warps=how.warps,
     )  # fmt: skip
     return dx
-
-
-def tiles(x: Tensor, how: Tile):
-    return (x.shape[0] * planes(x) + how.positions - 1) // how.positions
 
 
 # Bytes: x once, y once.
