@@ -70,8 +70,8 @@ def backward(
     how = how or backward_tile(c)
     launch(
         channel_softmax_backward_kernel, (tiles_of(y, how.positions),),
-        dy.contiguous(), y, dx, y.shape[0], C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
-        num_warps=how.warps,
+        dy.contiguous(), y, dx, y.shape[0], C=c, INNER=inner, KIND=kind,
+        CHANNELS=how.channels, BLOCK=how.positions, num_warps=how.warps,
     )  # fmt: skip
     return dx
 
