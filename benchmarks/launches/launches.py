@@ -77,7 +77,7 @@ class Computed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and not any(
-            name in func.__name__ for name in ("empty", "zeros", "transpose")
+            name in func.__name__ for name in ("empty", "zeros", "transpose", "select")
         ):
             self.seen.append(out)
         return out
