@@ -127,7 +127,7 @@ def test_refusals():
         ("dropout_add_layer_norm", (x, x, w.half(), w, 0.1, 1e-5), "weight is torch.float16"),
         (
             "cross_entropy",
-            (x, torch.zeros(8, dtype=torch.long)[::2], -100, 0.0, "mean", "none"),
+            (x, torch.zeros(8, dtype=torch.long)[::2], None, -100, 0.0, "mean", "none"),
             "target has shape",
         ),
         ("quantize_per_token", (x.double(), None, "scale", "largest", "none"), "float64"),

@@ -98,7 +98,8 @@ def test_softmax_of_programs_that_walk_through_rows():
 )
 @pytest.mark.parametrize("v", [1, 100, 9001])
 @pytest.mark.parametrize("large", [False, True])
-def test_cross_entropy(large, v, reduction, smoothing, dtype, monkeypatch):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(weighted, large, v, reduction, smoothing, dtype, monkeypatch):
     if large:  # the gradient of many logits
         monkeypatch.setattr(cross_entropies, "FEW", 0)
     target = torch.arange(5) * 7 % v
@@ -109,10 +110,12 @@ def test_cross_entropy(large, v, reduction, smoothing, dtype, monkeypatch):
                 "cross_entropy",
                 randn(5, v, dtype=dtype),
                 target,
+                (torch.rand(v) + 0.1).to(dtype) if weighted else None,
                 -100,
                 smoothing,
                 reduction,
                 upcast,
+                needs=["logits"],
             )
 
 
@@ -123,12 +126,12 @@ def test_cross_entropy_as_torch_has_it(large, monkeypatch):
         monkeypatch.setattr(cross_entropies, "FEW", 0)
     kernel = FUSION_RULES["cross_entropy"].kernel_fn
     x, none = randn(3, 10), torch.full((3,), -100)
-    assert kernel(x, none, -100, 0.0, "mean", "none", True)[0].isnan()
-    assert kernel(x, none, -100, 0.0, "sum", "none", True)[0] == 0
+    assert kernel(x, none, None, -100, 0.0, "mean", "none", True)[0].isnan()
+    assert kernel(x, none, None, -100, 0.0, "sum", "none", True)[0] == 0
     for reduction, smoothing in itertools.product(("mean", "sum", "none"), (0.0, 0.1)):
         numbers = dict(ignore_index=-100, smoothing=smoothing, reduction=reduction, upcast="none")
-        loss, rows = kernel(x, none, *numbers.values(), True)
-        saved = SimpleNamespace(logits=x, target=none, rows=rows, **numbers)
+        loss, rows = kernel(x, none, None, *numbers.values(), True)
+        saved = SimpleNamespace(logits=x, target=none, weight=None, rows=rows, **numbers)
         assert (
             FUSION_RULES["cross_entropy"].backward_fn(saved, torch.ones_like(loss))[0].eq(0).all()
         )
@@ -136,23 +139,23 @@ def test_cross_entropy_as_torch_has_it(large, monkeypatch):
         torch.tensor([1, -100, 2]),
         dict(ignore_index=-100, smoothing=0.0, reduction="none", upcast="none"),
     )
-    loss, rows = kernel(x, some, *numbers.values(), True)
-    saved = SimpleNamespace(logits=x, target=some, rows=rows, **numbers)
+    loss, rows = kernel(x, some, None, *numbers.values(), True)
+    saved = SimpleNamespace(logits=x, target=some, weight=None, rows=rows, **numbers)
     d = FUSION_RULES["cross_entropy"].backward_fn(saved, torch.tensor([1.0, math.inf, math.nan]))[0]
     assert d[0].isfinite().all() and d[1].eq(0).all() and d[2].isnan().all()
     x[0], x[1, 2], x[2, 3] = -math.inf, math.nan, math.inf
     target = torch.tensor([1, 2, 4])
-    got = kernel(x, target, -100, 0.0, "none", "none", True)[0]
+    got = kernel(x, target, None, -100, 0.0, "none", "none", True)[0]
     torch.testing.assert_close(got, F.cross_entropy(x, target, reduction="none"), equal_nan=True)
     # a logit that is infinite makes the loss and the gradient of its row NaN, whoever computes it
     pattern, counted = FUSION_RULES["cross_entropy"], torch.tensor([1, -100, 4])
     x[0] = 0.0
     for rows in (
-        kernel(x, counted, *numbers.values(), True)[1],
-        pattern.saved_fn(x, counted, *numbers.values()),
+        kernel(x, counted, None, *numbers.values(), True)[1],
+        pattern.saved_fn(x, counted, None, *numbers.values()),
     ):
-        saved = SimpleNamespace(logits=x, target=counted, rows=rows, **numbers)
+        saved = SimpleNamespace(logits=x, target=counted, weight=None, rows=rows, **numbers)
         d = pattern.backward_fn(saved, torch.ones(3))[0]
         assert d[0].isfinite().all() and d[2].isnan().all()
     with pytest.raises(RuntimeError, match="out of bounds"):
-        kernel(x, torch.tensor([1, 2, 10]), -100, 0.0, "none", "none", True)
+        kernel(x, torch.tensor([1, 2, 10]), None, -100, 0.0, "none", "none", True)

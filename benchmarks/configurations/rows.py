@@ -12,7 +12,6 @@ import triton
 from benchmarks.configurations.running import Call, read_ahead, row_configs, said
 from fusion_backend.kernels.common.cooperative_rows import shareable
 from fusion_backend.kernels.common.rows import Config
-from fusion_backend.kernels.loss import cross_entropy
 from fusion_backend.kernels.norm import l2_norm
 from fusion_backend.kernels.quantize import quantize
 from fusion_backend.kernels.softmax import backward as softmax_backward
@@ -68,28 +67,6 @@ def quantisations(device) -> Iterator[Call]:
         if part < n and part // (32 * warps) >= 8:
             run = functools.partial(quantize.forward, x, None, None, None, 1e-5, (part, 1, warps))
             yield Call(f"quantize_per_token {rows}x{n}", f"BLOCK={part} warps={warps}", run)
-
-
-def losses(device) -> Iterator[Call]:
-    rows, v = (8192, 128256) if torch.cuda.is_available() else (16, 1000)
-    x, target = (
-        torch.randn(rows, v, device=device, dtype=torch.bfloat16),
-        torch.randint(v, (rows,), device=device),
-    )
-    scale = torch.ones((), device=device)
-    for warps, each in itertools.product((2, 4, 8), (1, 2, 4, 8)):
-        block = min(256 * warps, triton.next_power_of_2(v))
-        run = functools.partial(cross_entropy.forward, x, target, -100, 0.0, (block, each, warps))
-        yield Call(f"cross_entropy {rows}x{v}", f"BLOCK={block} each={each} warps={warps}", run)
-    for block, warps, stages in itertools.product((2048, 8192, 16384), (4, 8, 16, 32), (1, 2)):
-        if 8 <= block // (32 * warps) <= 32:
-            words = f"BLOCK={block} warps={warps} stages={stages}"
-            # as linear_cross_entropy does; last, for it changes x
-            part = x[: rows // 4], target[: rows // 4]
-            run = functools.partial(
-                cross_entropy.gradient_in_place, *part, scale, -100, 0.0, (block, warps, stages)
-            )
-            yield Call(f"cross_entropy in place {rows // 4}x{v}", words, run)
 
 
 def l2_norms(device) -> Iterator[Call]:

@@ -11,6 +11,7 @@ from benchmarks.configurations.attention import (
 )
 from benchmarks.configurations.channels import by_channels, group_norms
 from benchmarks.configurations.elementwise import elementwise, integers
+from benchmarks.configurations.losses import channel_losses, losses, soft_losses
 from benchmarks.configurations.modulated import modulated_norms
 from benchmarks.configurations.norms import dropouts, few_rows, normalisations
 from benchmarks.configurations.products import few_rows as few_rows_of_products
@@ -24,7 +25,7 @@ from benchmarks.configurations.products import (
     specialised,
 )
 from benchmarks.configurations.rotary import norm_rotaries
-from benchmarks.configurations.rows import l2_norms, losses, quantisations, softmaxes
+from benchmarks.configurations.rows import l2_norms, quantisations, softmaxes
 
 SWEEPS = {
     "add_mul_exp": elementwise,
@@ -44,6 +45,8 @@ SWEEPS = {
     "quantize_per_token": quantisations,
     "rms_norm_quantize": quantisations,
     "cross_entropy": losses,
+    "soft_cross_entropy": soft_losses,
+    "channel_cross_entropy": channel_losses,
     "l2_norm": l2_norms,
     "batch_norm": by_channels,
     "bias_act": by_channels,

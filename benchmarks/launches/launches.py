@@ -41,6 +41,9 @@ OTHER_WAYS = {
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "channel_softmax": [dict(form=-1)],  # the logarithm
     "channel_cross_entropy": [dict(form=6)],  # without weights
+    "cross_entropy": [dict(form=6)],  # without weights
+    "soft_cross_entropy": [dict(form=12), dict(form=24)],  # without weights, and a divergence
+    "distillation_loss": [dict(form=6), dict(form=12)],  # of logarithms, and a cross entropy
     "norm_rotary": [dict(form=-1)],  # of neighbours
     # of x as it is, by the reciprocal of the scale, and by the inverse of the largest
     "quantize_per_token": [dict(form=form) for form in (1, 5, 9)],

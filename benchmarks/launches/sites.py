@@ -122,6 +122,17 @@ CASES = [
     ("token_log_probs", dict(b=4, s=2048, v=262144), torch.float16, True),
     ("token_log_probs", dict(b=3, s=700, v=2049), HALF, True),
     ("token_log_probs", dict(b=3, s=7, v=1), FULL, True),
+    *(
+        (name, dict(rows=rows, v=v), dtype, True)
+        for name in ("soft_cross_entropy", "distillation_loss")
+        for rows, v, dtype in (
+            (8192, 128256, HALF),
+            (8192, 128256, FULL),
+            (4096, 1000, torch.float16),
+            (7, 2049, HALF),
+            (7, 1, FULL),
+        )
+    ),
     ("norm_act", dict(rows=16384, n=4096), HALF, True),
     ("norm_act", dict(rows=16384, n=8192), HALF, True),
     ("norm_act", dict(rows=16384, n=1024, silu=1), torch.float16, True),

@@ -98,6 +98,7 @@ WORK = [
     ),
     Work("cross_entropy", dict(rows=8192, v=128256), BF16, train=True),
     Work("cross_entropy", dict(rows=16384, v=50257), BF16, train=True),
+    *(Work("cross_entropy", dict(rows=8192, v=128256, weighted=1), BF16, t) for t in (False, True)),
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=8192, k=1024, v=151936), BF16, train=True, linear=True),
     Work("linear_cross_entropy", dict(rows=16384, k=1024, v=30522), BF16, train=True, linear=True),
@@ -127,6 +128,12 @@ WORK = [
         for c, n, o, k in IN_RESNET
     ),
     *(Work("token_log_probs", dict(b=4, s=2048, v=128256), BF16, train) for train in (False, True)),
+    *(
+        Work(name, dict(rows=rows, v=v), BF16, train)
+        for name in ("soft_cross_entropy", "distillation_loss")
+        for rows, v in ((8192, 128256), (8192, 32000), (4096, 1000))
+        for train in (False, True)
+    ),
     Work("attention", dict(b=4, h=16, n=4096, d=128, causal=1), BF16),
     Work("attention", dict(b=4, h=32, n=2048, d=64, causal=1), BF16),
     *(
@@ -280,6 +287,8 @@ SMALL = [
     Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
     Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),
+    Work("soft_cross_entropy", dict(rows=64, v=1000), BF16, train=True),
+    Work("distillation_loss", dict(rows=64, v=1000), BF16, train=True),
     *(
         Work("attention", dict(b=2, h=2, n=40, d=16) | {mask: 1}, F32, train=True)
         for mask in ("bias", "padded")

@@ -66,7 +66,8 @@ class Work(NamedTuple):
             for i in WEIGHTS.get(self.pattern, (1,)):
                 args[i] = args[i].t().contiguous().t()
         for i, value in PLAIN.get(self.pattern, {}).items():
-            args[i] = value
+            if value is not None or not self.case.get("weighted"):
+                args[i] = value
         for i, a in enumerate(args):
             if isinstance(a, Tensor) and i not in CONSTANT.get(self.pattern, ()):
                 a.requires_grad_(self.train and a.is_floating_point())
@@ -197,8 +198,10 @@ def attended(case: dict) -> float:
 AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
 WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
-# Arguments (by position) that get no gradient: made of positions, and weights of classes.
+# Arguments (by position) that get no gradient: made of positions, weights of classes, and what
+# logits are compared with.
 CONSTANT = {"norm_rotary": (4, 5), "channel_cross_entropy": (2,)}
+CONSTANT |= {"soft_cross_entropy": (1,), "distillation_loss": (1,), "cross_entropy": (2,)}
 # How often a tensor of the size is read or written, at least: forward alone, and with the backward.
 PASSES = {
     "add_mul": (4, 4),
@@ -212,6 +215,8 @@ PASSES = {
     "add_layer_norm": (4, 8),
     "cross_entropy": (1, 3),
     "token_log_probs": (1, 3),
+    "soft_cross_entropy": (2, 5),
+    "distillation_loss": (2, 5),
     "norm_act": (2, 5),
     "channel_norm": (2, 5),
     "channel_softmax": (2, 5),
@@ -234,7 +239,8 @@ PLAIN = {
     "rms_norm_quantize": {2: None},
     "add_rms_norm": {3: None},
     "modulated_norm": {1: None, 2: None},
-    "cross_entropy": {3: 0.0},
+    "cross_entropy": {2: None, 4: 0.0},
     "linear_cross_entropy": {2: None, 5: 0.0},
     "channel_cross_entropy": {2: None, 4: 0.0},
+    "soft_cross_entropy": {2: None, 3: 1.0, 4: None},
 }

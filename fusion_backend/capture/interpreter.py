@@ -21,6 +21,7 @@ from fusion_backend.compat.sums_over_ranks import (
     sum_over_ranks,
 )
 from fusion_backend.compat.torch import (
+    LOG_USAGE,
     STATE_FUNCTIONS,
     FakeTensor,
     HigherOrderOperator,
@@ -189,6 +190,8 @@ class CaptureInterpreter(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if any(is_opaque(a) for a in pytree.tree_leaves((args, kwargs))):
             return "it reads a value that was copied"
+        if n.target is LOG_USAGE:
+            return "it only counts how often it is called"
         example = n.meta.get("example_value")
         if example is None and n.op == "call_function" and n.target is not operator.setitem:
             self.state_changed_by = n

@@ -46,6 +46,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 aten = torch.ops.aten
 LINEAR = torch._C._nn.linear  # F.linear in a graph of Dynamo
+# What nn.Module calls where it is made, in a graph of Dynamo too.
+LOG_USAGE = torch._C._log_api_usage_once
 TO_COPY, UNSAFE_VIEW = aten._to_copy.default, aten._unsafe_view.default
 
 # Operators, the nodes of a graph, and memory.

@@ -29,6 +29,7 @@ from fusion_backend.ir import (
     rules_pointwise,
     rules_product,
     rules_shape,
+    rules_soft_loss,
 )
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import Expr
@@ -45,6 +46,7 @@ OUR_RULES += (
     rules_conv,
     rules_attention,
     rules_loss,
+    rules_soft_loss,
     rules_collective,
 )
 

@@ -23,12 +23,12 @@ def loss(
         return None
     numbers = (c.const(ignore_index), c.const(smoothing))
     reduction, rank = REDUCTIONS[call["reduction"]], call["self"].dim()
-    if rank == 2 and weight is None:
-        operands = (of_rows(c, logits), target, *numbers)
+    # class weights never have a gradient, detached or not
+    weights = () if weight is None else (undetached(weight),)
+    if rank == 2:
+        operands = (of_rows(c, logits), target, *weights, *numbers)
         return c.make("cross_entropy", operands, reduction, call.shape)
     if rank > 2:
-        # class weights never have a gradient, detached or not
-        weights = () if weight is None else (undetached(weight),)
         operands = (logits, target, *weights, *numbers)
         return c.make("channel_cross_entropy", operands, reduction, call.shape)
     return None

@@ -57,7 +57,15 @@ CASES = [
     (
         "cross_entropy",
         128_256,
-        lambda x, v, rows: (x(), torch.arange(rows, device="cuda"), -100, 0.1, "none", "none"),
+        lambda x, v, rows: (
+            x(),
+            torch.arange(rows, device="cuda"),
+            None,
+            -100,
+            0.1,
+            "none",
+            "none",
+        ),
     ),
     ("group_norm", 4096, lambda x, v, rows: (x().view(-1, 32, 128), 8, v(32), v(32), 1e-5, "silu")),
     (

@@ -2,7 +2,8 @@
 
 loss = lse - logit of the target, with lse = log Σ e^logit; with smoothing s: (1 - s) loss + s (lse
 - mean of the logits). gradient = (softmax - (1 - s) onehot - s / v) · scale. Both 0 where the
-target is ignore_index. Sums in fp32.
+target is ignore_index. With class weights w the loss is that of the target times its weight, and
+with smoothing (1 - s) w_t loss + s / v Σ w (lse - logit). Sums in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import as_rows, assert_all, dynamic, number
+from fusion_backend.kernels.common.inputs import (
+    as_rows,
+    assert_all,
+    dense,
+    dynamic,
+    memory,
+    number,
+    same_sizes,
+)
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.reporting.reject import Reject
 
@@ -21,6 +30,14 @@ def reject_target(target: Tensor) -> Reject | None:
     """Refuse targets that are not a dense vector of class numbers."""
     if target.dim() != 1 or dynamic(target.stride(0)) or target.stride(0) != 1:
         return Reject(f"target has shape {tuple(target.shape)} and strides {target.stride()}")
+
+
+def reject_weight(logits: Tensor, weight: Tensor | None) -> Reject | None:
+    """Refuse class weights that are not a dense vector of one number a class."""
+    if weight is not None and not (
+        same_sizes(weight.shape, logits.shape[-1:]) and dense(weight, range(weight.dim()))
+    ):
+        return Reject(f"weight is not a dense vector of one number a class: {memory(weight)}")
 
 
 def valid(target, ignore_index, classes):
@@ -47,14 +64,14 @@ def config(v: int, block: int, warps: int, stages: int) -> dict:
 
 def forward(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float,
-    how: tuple[int, int, int] | None = None,
+    how: tuple[int, int, int] | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of each row the loss, `[rows]`, and what the gradient reads, `[2, rows]`: the logarithm of
     the sum of its exponentials (infinity if its target is ignored), and the target's logit. In
     fp32.
 
     logits is `[..., v]` in fp32, bf16 or fp16, its columns one element apart (else it is copied);
-    target `[rows]` int64, contiguous. Grid: rows.
+    target `[rows]` int64, contiguous; weight `[v]`, contiguous. Grid: rows.
     """
     v = number(logits.shape[-1])
     lanes, each, warps = how or sums_config(v, 4 if v <= 4096 else 8)
@@ -62,7 +79,7 @@ def forward(
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     kept = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     launch(
-        cross_entropy_kernel, (rows,), x, target, losses, kept, ignore_index, smoothing,
+        cross_entropy_kernel, (rows,), x, target, weight, losses, kept, ignore_index, smoothing,
         STRIDE=stride, V=v, LANES=lanes, LOGITS=each, SMOOTH=smoothing != 0.0, num_warps=warps,
     )  # fmt: skip
     return losses, kept
@@ -93,31 +110,41 @@ def gradient_in_place(
 # Bound by its instructions: each lane takes several logits for one new largest value.
 @triton.jit
 def sums_of_row(
-    X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr, SMOOTH: tl.constexpr
+    X, W, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr, SMOOTH: tl.constexpr
 ):
-    """The largest logit of a row (0 for -inf), the sum of the e^(x - that), and where it is asked
-    for, of the row.
+    """The largest logit of a row (0 for -inf), the sum of the e^(x - that), and where they are
+    asked for, those of the row, times its weights if there are, and of the weights.
     """
     col = tl.arange(0, LOGITS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     # the largest logit of each lane, and its sum of e^(x - top)
     tops = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     plain = tl.zeros([LANES], tl.float32)
+    weights = tl.zeros([LANES], tl.float32)
     WHOLE: tl.constexpr = V // (LOGITS * LANES) * (LOGITS * LANES)
     for start in tl.range(0, WHOLE, LOGITS * LANES):
         x = tl.load(X + start + col).to(tl.float32)
         tops, sums = accumulate(x, tops, sums)
         if SMOOTH:
+            if W is not None:
+                w = tl.load(W + start + col).to(tl.float32)
+                x *= w
+                weights += tl.sum(w, 0)
             plain += tl.sum(x, 0)
     if WHOLE < V:
         keep = WHOLE + col < V
         x = tl.load(X + WHOLE + col, keep, float("-inf")).to(tl.float32)
         tops, sums = accumulate(x, tops, sums)
         if SMOOTH:
+            if W is not None:
+                w = tl.load(W + WHOLE + col, keep, 0.0).to(tl.float32)
+                x *= w
+                weights += tl.sum(w, 0)
             plain += tl.sum(tl.where(keep, x, 0.0), 0)
     top = tl.max(tops)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    return shift, tl.sum(sums * tl.exp2((tops - shift) * 1.4426950408889634)), tl.sum(plain)
+    sum = tl.sum(sums * tl.exp2((tops - shift) * 1.4426950408889634))
+    return shift, sum, tl.sum(plain), tl.sum(weights)
 
 
 @triton.jit
@@ -132,11 +159,19 @@ def accumulate(x, tops, sums):
 
 
 @triton.jit
-def loss_of_row(top, sum, label, plain, smoothing, V: tl.constexpr, SMOOTH: tl.constexpr):
+def loss_of_row(
+    top, sum, label, plain, smoothing, weight, weights, V: tl.constexpr, SMOOTH: tl.constexpr
+):
     smooth = tl.cast(smoothing, tl.float32)
-    loss = (1.0 - smooth) * (top - label) + tl.log(sum)
-    if SMOOTH:
-        loss += smooth * (top - plain / V)
+    if weight is None:
+        loss = (1.0 - smooth) * (top - label) + tl.log(sum)
+        if SMOOTH:
+            loss += smooth * (top - plain / V)
+    else:
+        log = tl.log(sum)
+        loss = (1.0 - smooth) * weight * (log + (top - label))
+        if SMOOTH:
+            loss += smooth / V * (weights * (log + top) - plain)
     return loss
 
 
@@ -161,16 +196,18 @@ def gradient_of_row(
 # Bytes: logits once.
 @triton.jit
 def cross_entropy_kernel(
-    X, TARGET, LOSS, KEPT, ignore_index, smoothing,
+    X, TARGET, W, LOSS, KEPT, ignore_index, smoothing,
     STRIDE: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += row * STRIDE
-    top, sum, plain = sums_of_row(X, V, LANES, LOGITS, SMOOTH)
+    top, sum, plain, weights = sums_of_row(X, W, V, LANES, LOGITS, SMOOTH)
     target = tl.load(TARGET + row)
-    label = tl.load(X + target, (target >= 0) & (target < V), 0.0).to(tl.float32)
-    loss = loss_of_row(top, sum, label, plain, smoothing, V, SMOOTH)
+    inside = (target >= 0) & (target < V)
+    label = tl.load(X + target, inside, 0.0).to(tl.float32)
+    weight = None if W is None else tl.load(W + target, inside, 0.0).to(tl.float32)
+    loss = loss_of_row(top, sum, label, plain, smoothing, weight, weights, V, SMOOTH)
     tl.store(LOSS + row, tl.where(target == ignore_index, 0.0, loss))
     tl.store(KEPT + row, tl.where(target == ignore_index, float("inf"), tl.log(sum) + top))
     tl.store(KEPT + tl.num_programs(0) + row, label)
@@ -189,8 +226,8 @@ def cross_entropy_in_place_kernel(
     # first writer.
     target = tl.load(TARGET + row)
     label = tl.load(X + target, (target >= 0) & (target < V), 0.0).to(tl.float32)
-    top, sum, plain = sums_of_row(X, V, LANES, LOGITS, SMOOTH)
-    loss = loss_of_row(top, sum, label, plain, smoothing, V, SMOOTH)
+    top, sum, plain, weights = sums_of_row(X, None, V, LANES, LOGITS, SMOOTH)
+    loss = loss_of_row(top, sum, label, plain, smoothing, None, weights, V, SMOOTH)
     tl.store(LOSS + row, tl.where(target == ignore_index, 0.0, loss))
     scale = tl.load(SCALE + (row if EACH else 0))
     gradient_of_row(X, X, top, 1.0 / sum, target, scale, ignore_index, smoothing, V, BLOCK, STAGES)

@@ -194,6 +194,7 @@ DERIVED: dict[str, Callable] = {
     "first": lambda a: pair_of(a)[0],
     "second": lambda a: pair_of(a)[1],
     "how": lambda a: ("none", "mean", "sum")[a.reduction],
+    "keepdim": lambda a: False,  # of a reduction of everything
     "unroot": lambda a: 1 / a.root,
     "n": lambda a: math.prod(a.self.shape[d] for d in dims_of(a)),
     "inverse": lambda a: 1 / a.other,

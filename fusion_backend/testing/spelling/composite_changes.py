@@ -204,6 +204,13 @@ COMPOSITE_CHANGES: dict[str, list] = {
         "F.nll_loss({self}, {target}, reduction={how!r})",
         "F.multi_margin_loss({self}, {target}, reduction={how!r})",
     ],
+    "kl_div": [
+        "F.kl_div({self}, {target}, reduction={how!r}, log_target=not {log_target})",
+        "F.kl_div({target}, {self}, reduction={how!r}, log_target={log_target})",
+        "F.kl_div({self}.exp(), {target}, reduction={how!r}, log_target={log_target})",
+        "F.kl_div({self}, 2 * {target}, reduction={how!r}, log_target={log_target})",
+        "F.mse_loss({self}, {target}, reduction={how!r})",
+    ],
     # attention
     "scaled_dot_product_attention": [
         "F.scaled_dot_product_attention({query}, {key}, {value}, {attn_mask}, 0.0, {is_causal}, "

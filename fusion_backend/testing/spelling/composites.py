@@ -39,6 +39,16 @@ def each_channel(a) -> bool:
     return a.num_groups == a.input.shape[1]
 
 
+def of_labels(a) -> bool:
+    return not a.target.floating
+
+
+def of_probabilities(a, reduction: int) -> bool:
+    """A cross entropy of soft targets that is easily written by hand."""
+    plain = (a.weight, a.label_smoothing, a.reduction) == (None, 0.0, reduction)
+    return plain and a.target.floating and a.self.rank == 2
+
+
 def simple(a) -> bool:
     return (a.weight, a.reduction, a.ignore_index, a.label_smoothing) == (None, 1, -100, 0.0)
 
@@ -287,18 +297,21 @@ COMPOSITE_WORDINGS: dict[str, list] = {
         (
             "F.nll_loss(F.log_softmax({self}, 1), {target}, {weight}, "
             "ignore_index={ignore_index}, reduction={how!r})",
-            lambda a: a.label_smoothing == 0.0 and a.self.rank > 2,
+            lambda a: of_labels(a) and a.label_smoothing == 0.0 and a.self.rank > 2,
         ),
         (
             "F.nll_loss(F.log_softmax({self}, -1), {target}, ignore_index={ignore_index}, "
             "reduction={how!r})",
-            lambda a: (a.weight, a.label_smoothing) == (None, 0.0) and a.self.rank == 2,
+            lambda a: (
+                of_labels(a) and (a.weight, a.label_smoothing) == (None, 0.0) and a.self.rank == 2
+            ),
         ),
         (
             "F.nll_loss({self}.log_softmax(dim=-1, dtype=torch.float32), {target}, "
             "reduction={how!r}).to({type})",
             lambda a: (
-                (a.weight, a.label_smoothing, a.ignore_index) == (None, 0.0, -100)
+                of_labels(a)
+                and (a.weight, a.label_smoothing, a.ignore_index) == (None, 0.0, -100)
                 and a.self.rank == 2
             ),
         ),
@@ -306,11 +319,35 @@ COMPOSITE_WORDINGS: dict[str, list] = {
         ("nn.CrossEntropyLoss()({self}, {target})", simple),
         (
             "F.nll_loss(F.log_softmax({self}, -1), {target})",
-            lambda a: simple(a) and a.self.rank == 2,
+            lambda a: simple(a) and of_labels(a) and a.self.rank == 2,
         ),
         (
             "F.nll_loss(torch.log_softmax({self}, dim=1), {target})",
-            lambda a: simple(a) and a.self.rank == 2,
+            lambda a: simple(a) and of_labels(a) and a.self.rank == 2,
+        ),
+        (
+            "(-{target} * F.log_softmax({self}, -1)).sum(-1)",
+            lambda a: of_probabilities(a, 0),
+        ),
+        (
+            "(-{target} * {self}.log_softmax(1)).sum(1).mean()",
+            lambda a: of_probabilities(a, 1),
+        ),
+        (
+            "torch.sum(torch.log_softmax({self}, 1) * -{target})",
+            lambda a: of_probabilities(a, 2),
+        ),
+    ],
+    "kl_div": [
+        "F.kl_div({self}, {target}, reduction={how!r}, log_target={log_target})",
+        "nn.KLDivLoss(reduction={how!r}, log_target={log_target})({self}, {target})",
+        (
+            "F.kl_div({self}, {target}, reduction='none', log_target={log_target}).sum()",
+            lambda a: a.reduction == 2,
+        ),
+        (
+            "{target}.exp() * ({target} - {self})",
+            lambda a: a.log_target and a.reduction == 0 and a.target.name == "log_softmax",
         ),
     ],
     "log_softmax": [
