@@ -105,10 +105,12 @@ def finite_tops(x: Tensor) -> Tensor:
     return torch.where(top == -math.inf, 0.0, top)
 
 
-def forward_config(v: int) -> tuple[int, int, int]:
-    """Lanes, logits a lane and warps for the sums: 8 neighbours a thread, up to 4 times."""
+def forward_config(v: int, weighted: bool) -> tuple[int, int, int]:
+    """Lanes, logits a lane and warps for the sums: 8 neighbours a thread, up to 4 times, or twice
+    where weights take registers too.
+    """
     warps = 1 if v <= 4096 else 4
-    size = min(triton.next_power_of_2(v), 1024 * warps)
+    size = min(triton.next_power_of_2(v), (512 if weighted else 1024) * warps)
     lanes = min(size, 256 * warps)
     return lanes, size // lanes, warps
 
@@ -124,7 +126,7 @@ def forward(
     forward_config. Grid: rows.
     """
     v = number(x.shape[-1])
-    lanes, each, warps = how or forward_config(v)
+    lanes, each, warps = how or forward_config(v, target.weight is not None)
     x, y, (length, places) = in_rows(x, target.y)
     rows = x.numel() // max(v, 1)
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
