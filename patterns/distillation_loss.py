@@ -113,19 +113,16 @@ def _(logits, teacher, scale, teacher_scale, loss, reduction, upcast, save):
 
 @distillation_loss.saved
 def _(logits, teacher, scale, teacher_scale, loss, reduction, upcast):
-    rows = []
-    pairs = [(logits, scale), (teacher, teacher_scale)]
-    x, y = (t.reshape(-1, t.shape[-1]).float() * factor for t, factor in pairs)
-    for t in (x, y):
+    rows, moved = [], []
+    for t, factor in ((logits, scale), (teacher, teacher_scale)):
+        t = t.reshape(-1, t.shape[-1]).float() * factor
         top = finite_tops(t)
-        rows += [top, (t - top[:, None]).exp().sum(1).log()]
-    log_q, log_p = torch.log_softmax(x, -1), torch.log_softmax(y, -1)
-    if loss in ("cross_entropy", "negated"):
-        terms = -log_p.exp() * log_q
-    else:
-        log = loss == "log_target"
-        terms = F.kl_div(log_q, log_p if log else log_p.exp(), reduction="none", log_target=log)
-    return torch.stack([*rows, terms.sum(1)])
+        moved.append(t - top[:, None])
+        rows += [top, moved[-1].exp().sum(1).log()]
+    (x, y), divergence = moved, loss in ("kl_div", "log_target")
+    p = torch.softmax(y, 1)
+    log_p = torch.where(p == 0, 0.0, y) if loss == "kl_div" else y
+    return torch.stack([*rows, (p * ((log_p if divergence else 0.0) - x)).sum(1)])
 
 
 @distillation_loss.backward

@@ -25,6 +25,7 @@ from fusion_backend.compat.torch import (
 )
 
 aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
 
 
 def resolve(view: View) -> set[fx.Node]:
@@ -133,16 +134,38 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
     log, out = run_logged(op, args, kwargs, device, dtype, True)
     casts: dict[int, torch.dtype] = {}
     for first in range(len(log) + 1):
-        cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
-        arguments = pytree.tree_unflatten(cast, spec)
+        arguments = cast_by(casts, leaves, spec)
         if same_without_autocast(op, arguments, device, dtype, log[first:], out):
             return casts
         func, operands, options, _ = log[first] if first < len(log) else (None, (), {}, None)
         sources = [i for i, leaf in enumerate(leaves) if operands and leaf is operands[0]]
-        if func is not TO_COPY or set(options) != {"dtype"} or not sources:
-            return casts_of_views(op, leaves, spec, device, dtype, log, out)
+        if not casts_alone(func, operands, options) or not sources:
+            known = op, leaves, spec, device, dtype, log, out
+            return casts_by_dtype(*known) or casts_of_views(*known) or casts_of_roundings(*known)
         casts |= dict.fromkeys(sources, options["dtype"])
     return None
+
+
+def casts_alone(func, operands, options) -> bool:
+    """Does it change the dtype of a tensor, and neither its layout nor its device?"""
+    if func is not TO_COPY or "dtype" not in options:
+        return False
+    x, others = operands[0], {k: v for k, v in options.items() if k != "dtype"}
+    return all(k in ("layout", "device") and getattr(x, k) == v for k, v in others.items())
+
+
+def casts_by_dtype(
+    op, leaves, spec, device: str, dtype: torch.dtype, log: list, out
+) -> dict[int, torch.dtype] | None:
+    """Like `casts_of`, for an operator whose argument `dtype` autocast sets to fp32, as it does on
+    CUDA for sums and softmax, and which casts what it reads.
+    """
+    if not any(a.name == "dtype" for a in schema_of(op).arguments):
+        return None
+    casts = in_fp32(leaves)
+    arguments = cast_by(casts, leaves, spec)
+    explained = casts and same_without_autocast(op, arguments, device, dtype, log, out)
+    return casts if explained else None
 
 
 def casts_of_views(
@@ -157,18 +180,51 @@ def casts_of_views(
     casts: dict[int, torch.dtype] = {}
     for func, operands, options, result in log:
         sources = [views[id(v)] for v in pytree.tree_leaves((operands, options)) if id(v) in views]
-        if func is TO_COPY and set(options) == {"dtype"}:
+        if casts_alone(func, operands, options):
             casts |= dict.fromkeys(sources, options["dtype"])
         elif only_moves(func):
             views |= {id(v): i for v in pytree.tree_leaves(result) for i in sources}
         elif sources:
             return None
-    cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
-    arguments = pytree.tree_unflatten(cast, spec)
-    plain, plain_out = run_logged(op, *arguments, device, dtype, False)
+    return casts if casts and same_steps(op, leaves, spec, casts, device, dtype, log, out) else None
+
+
+def casts_of_roundings(
+    op, leaves, spec, device: str, dtype: torch.dtype, log: list, out
+) -> dict[int, torch.dtype] | None:
+    """Like `casts_of`, for an operator that computes in 16 bits before autocast casts to fp32, as a
+    cross entropy does on CUDA: its log-softmax is rounded. A cast of what it reads rounds less.
+    """
+    for func, operands, options, _ in log:
+        if func is TO_COPY:
+            wider = casts_alone(func, operands, options) and operands[0].dtype in HALF
+            if not wider or options["dtype"] != torch.float32:
+                return None
+    casts = in_fp32(leaves)
+    return casts if casts and same_steps(op, leaves, spec, casts, device, dtype, log, out) else None
+
+
+def in_fp32(leaves) -> dict[int, torch.dtype]:
+    """Casts of all tensors of 16 bits."""
+    tensors = [(i, v) for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
+    return {i: torch.float32 for i, v in tensors if v.dtype in HALF}
+
+
+def same_steps(
+    op, leaves, spec, casts: dict, device: str, dtype: torch.dtype, log: list, out
+) -> bool:
+    """Does the operator do the same with these casts and without autocast, but for casts and moves
+    inside?
+    """
+    plain, plain_out = run_logged(op, *cast_by(casts, leaves, spec), device, dtype, False)
     steps = [[f for f, *_ in ran if f is not TO_COPY and not only_moves(f)] for ran in (log, plain)]
-    explained = steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out)
-    return casts if casts and explained else None
+    return steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out)
+
+
+def cast_by(casts: dict, leaves, spec):
+    """The arguments, cast."""
+    cast = [leaf.to(casts[i]) if i in casts else leaf for i, leaf in enumerate(leaves)]
+    return pytree.tree_unflatten(cast, spec)
 
 
 def same_without_autocast(op, arguments, device: str, dtype: torch.dtype, log: list, out) -> bool:

@@ -119,8 +119,9 @@ def forward(
     x: Tensor, target: Target, how: tuple[int, int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, `[rows]`, and what the gradient reads, `[5, rows]`: the largest of the
-    scaled logits and the logarithm of the sum of the e^(x - that); the same of a teacher, or the
-    sum of the probabilities and 0; and the loss. In fp32.
+    scaled logits and the logarithm of the sum of the e^(x - that); the same of a teacher and the
+    mean over p of log p - log q, without these logarithms and the log p of a cross entropy, or the
+    sum of given probabilities and zeros. In fp32.
 
     x is `[..., v]` in fp32, bf16 or fp16, as target.y, their columns one element apart. how: as
     forward_config. Grid: rows.
@@ -272,27 +273,30 @@ def soft_targets_kernel(
     top = finite(tl.max(tops))
     all_of_x = tl.sum(sums * tl.exp2((tops - top) * 1.4426950408889634))
     log = tl.log(all_of_x)
-    terms += mass * (top - finite(tops))
+    moved = top - finite(tops)
     if TEACHER:
         first = finite(tl.max(y_tops))
         share = tl.exp2((y_tops - first) * 1.4426950408889634)
         if DIVERGENCE:
-            terms -= mass * (first - finite(y_tops))
+            moved -= first - finite(y_tops)
+        terms += mass * moved
         all_of_y = tl.sum(mass * share)
         second = tl.log(all_of_y)
         # of nearly the same distributions the quotient is nearly 1, and nothing is lost
         log_of_sums = tl.log(all_of_x / all_of_y) if DIVERGENCE else log
-        loss = tl.sum(terms * share) / all_of_y + log_of_sums
+        mean = tl.sum(terms * share) / all_of_y
+        loss = mean + log_of_sums
     else:
         first = tl.sum(mass)
         second = 0.0
-        loss = tl.sum(terms) + first * log
+        mean = 0.0
+        loss = tl.sum(terms + mass * moved) + first * log
     tl.store(LOSS + row, loss)
     tl.store(KEPT + row, top)
     tl.store(KEPT + rows + row, log)
     tl.store(KEPT + 2 * rows + row, first)
     tl.store(KEPT + 3 * rows + row, second)
-    tl.store(KEPT + 4 * rows + row, loss)
+    tl.store(KEPT + 4 * rows + row, mean)
 
 
 # Bytes: logits and target once, each gradient once.
@@ -311,29 +315,30 @@ def soft_targets_backward_kernel(
     d = tl.load(DLOSS + (row if EACH else 0)).to(tl.float32)
     top, log = tl.load(KEPT + row), tl.load(KEPT + rows + row)
     first, second = tl.load(KEPT + 2 * rows + row), tl.load(KEPT + 3 * rows + row)
-    loss = tl.load(KEPT + 4 * rows + row)
+    mean = tl.load(KEPT + 4 * rows + row)
     lane = tl.arange(0, BLOCK)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         col = start + lane
         keep = col < V
-        x = tl.load(X + col, keep, 0.0).to(tl.float32) * scale - top - log
+        x = tl.load(X + col, keep, 0.0).to(tl.float32) * scale - top
         y = tl.load(Y + col, keep, 0.0).to(tl.float32)
         if TEACHER:
-            y = y * y_scale - first - second
-            p = tl.exp2(y * 1.4426950408889634)
+            y = y * y_scale - first
+            p = tl.exp2((y - second) * 1.4426950408889634)
             mass = 1.0
         else:
             p = probabilities(y, col, W, V, smoothing, SMOOTH)
             mass = first
         if DX is not None:
-            q = tl.exp2(x * 1.4426950408889634)
+            q = tl.exp2((x - log) * 1.4426950408889634)
             tl.store(DX + row * V + col, (mass * q - p) * (d * scale), keep)
         if DY is not None:
             if TEACHER:
-                inner_term = (y - x if DIVERGENCE else -x) - loss
-                dy = tl.where(p == 0.0, 0.0, p * inner_term) * (d * y_scale)
+                apart = (y - x if DIVERGENCE else -x) - mean
+                dy = tl.where(p == 0.0, 0.0, p * apart) * (d * y_scale)
             else:
-                dy = (tl.log(p) + 1.0 - x if DIVERGENCE else -x) * d
+                dy = (tl.log(p) + 1.0 if DIVERGENCE else 0.0) - (x - log)
+                dy *= d
                 if SMOOTH:
                     dy *= 1.0 - tl.cast(smoothing, tl.float32)
                 if W is not None:
