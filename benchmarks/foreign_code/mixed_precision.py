@@ -24,7 +24,7 @@ def heads_of(x, count, heads):
 
 
 @problem("nanoGPT without flash attention: a block, the head, and its loss", TEXT, FEW, TRAINS)
-def nano_gpt(b, s, width, heads, v):
+def nano_gpt_under_autocast(b, s, width, heads, v):
     def forward(m, x, y):
         with under_autocast(x):
             q, k, value = heads_of(m.attn(m.norm1(x)), 3, heads)
@@ -50,7 +50,7 @@ def nano_gpt(b, s, width, heads, v):
     FEW,
     TRAINS,
 )
-def t5_layer(b, s, width, heads, v):
+def t5_under_autocast(b, s, width, heads, v):
     def norm(x, weight):
         variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
         return weight * (x * torch.rsqrt(variance + 1e-6))
@@ -78,7 +78,7 @@ def t5_layer(b, s, width, heads, v):
     FEW,
     TRAINS,
 )
-def vit_layer(b, s, width, heads, v):
+def vit_under_autocast(b, s, width, heads, v):
     def forward(m, x, y):
         with under_autocast(x):
             q, k, value = heads_of(m.qkv(m.norm1(x)), 3, heads)
@@ -94,7 +94,7 @@ def vit_layer(b, s, width, heads, v):
 
 
 @problem("PPO on a language model: log-probabilities of tokens and their ratio", TEXT, FEW, TRAINS)
-def policy_ratio(b, s, width, heads, v):
+def ratio_under_autocast(b, s, width, heads, v):
     def forward(m, x, tokens, before, advantage):
         with under_autocast(x):
             logp = F.log_softmax(m.head(x), dim=-1)
