@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from fusion_backend.compat.torch import assert_all  # noqa: F401  (for rooms)
 from fusion_backend.reporting.reject import Reject
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.channel_tiles import planes, positions, tiles_of
-from fusion_backend.kernels.common.inputs import assert_all, dense, memory, number, same_sizes
-from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
+from fusion_backend.kernels.common.launch import assert_all, launch
 from fusion_backend.reporting.reject import Reject
 
 MULTIPROCESSORS = 132  # of an H200

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import (
     as_rows,
-    assert_all,
     dense,
     dynamic,
     memory,
     number,
     same_sizes,
 )
-from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.launch import assert_all, launch
 from fusion_backend.reporting.reject import Reject
 
 

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_backend.kernels.common.inputs import assert_all, dynamic, number
-from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.inputs import dynamic, number
+from fusion_backend.kernels.common.launch import assert_all, launch
 from fusion_backend.kernels.loss.cross_entropy import config, sums_config
 
 

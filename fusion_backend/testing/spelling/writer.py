@@ -15,12 +15,13 @@ from fusion_backend.testing.spelling.calls import Call, Fields, applicable
 from fusion_backend.testing.spelling.changes import BETWEEN, RETURNED, TAMPERED
 from fusion_backend.testing.spelling.composites import COMPOSITE_WORDINGS
 from fusion_backend.testing.spelling.disguises import DISGUISES, FRAMES
+from fusion_backend.testing.spelling.losses import LOSS_WORDINGS
 from fusion_backend.testing.spelling.shapes import SHAPE_WORDINGS
 from fusion_backend.testing.spelling.traced_form import TracedForm, Variant
 from fusion_backend.testing.spelling.wordings import WORDINGS
 
 HEADER = "import math\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n"
-ALL_WORDINGS = WORDINGS | SHAPE_WORDINGS | COMPOSITE_WORDINGS
+ALL_WORDINGS = WORDINGS | SHAPE_WORDINGS | COMPOSITE_WORDINGS | LOSS_WORDINGS
 DISGUISED = 0.1  # how often a value is
 MODES = ("fp32", "fp32", "fp32", "bf16", "island")  # an island is float32 code on bf16 tensors
 MODULE = re.compile(r"nn\.[A-Z]\w*\([^()]*(?:\([^()]*\))?[^()]*\)(?:\.eval\(\))?(?=\()")

@@ -1,0 +1,59 @@
+"""On a GPU under autocast: attention by hand, losses and log-probabilities are found, and are as
+near to fp32 as eager is.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusion_backend
+from tests.kernel_checks import distance
+
+pytestmark = pytest.mark.gpu
+B, S, WIDTH, HEADS, V = 4, 130, 128, 2, 1000
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, V)
+        self.register_buffer("mask", torch.tril(torch.ones(S, S)))
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, V))
+
+    def forward(self, x, y):
+        q, k, v = self.qkv(x).view(B, S, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.mT / math.sqrt(WIDTH // HEADS)).masked_fill(self.mask == 0, -math.inf)
+        x = x + (F.softmax(scores, -1) @ v).transpose(1, 2).reshape(B, S, WIDTH)
+        logits = self.head(x)
+        weighted = F.cross_entropy(logits.flatten(0, 1), y.flatten(), self.weight)
+        taken = self.head(x * 0.5).log_softmax(-1).gather(-1, y[..., None])
+        soft = F.kl_div(
+            F.log_softmax(self.head(x * 2) / 2, -1), F.softmax(self.head(-x), -1), reduction="sum"
+        )
+        return weighted + taken.mean() + soft / (B * S)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_and_its_losses(dtype):
+    torch.manual_seed(0)
+    layer = Layer().cuda()
+    x, y = torch.randn(B, S, WIDTH, device="cuda"), torch.randint(V, (B, S), device="cuda")
+    options = {
+        "fusion.gate": "always",
+        "fusion.only": "attention, cross_entropy, token_log_probs, distillation_loss",
+    }
+    compiled = torch.compile(layer, backend="fusion", options=options, dynamic=False)
+
+    def computed(run, enabled=True):
+        with torch.autocast("cuda", dtype, enabled=enabled):
+            out = run(x, y)
+        return out.detach(), *torch.autograd.grad(out, list(layer.parameters()))
+
+    got, eager, want = computed(compiled), computed(layer), computed(layer, enabled=False)
+    found = sorted(s.pattern for s in fusion_backend.report().fused)
+    assert found == ["attention", "cross_entropy", "distillation_loss", "token_log_probs"]
+    for mine, its, right in zip(got, eager, want, strict=True):
+        assert distance(mine, right) <= 1.5 * distance(its, right) + 1e-3
