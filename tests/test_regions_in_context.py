@@ -122,3 +122,33 @@ def test_what_makes_integers_of_a_value_reads_it_in_the_region():
     with contest(cut) as held:
         assert held.compile_s > 0
         assert [v.value.dtype for v in held.plain.values[:-1]].count(torch.int64) == 2
+
+
+TARGETS = {
+    "under no_grad": True,
+    "in place": True,
+    "elementwise": False,
+    "by a product": False,
+    "an input": False,
+}
+
+
+@pytest.mark.parametrize("how, beyond", TARGETS.items(), ids=TARGETS)
+def test_targets_that_a_region_does_not_reach(how, beyond):
+    """Inductor computes them in the kernel of the loss; a trial would read them from memory."""
+
+    def fn(x, t):
+        with torch.no_grad():
+            if how == "under no_grad":
+                t = t * 0.4 + 0.1
+            elif how == "in place":
+                t = torch.full_like(t, 0.1)
+                t[:, 0] = 0.5
+            elif how == "by a product":
+                t = t @ t
+        t = t * 0.5 if how == "elementwise" else t
+        return -(F.log_softmax(x, -1) * t).sum(-1)
+
+    x, t = torch.randn(16, 16, requires_grad=True), torch.rand(16, 16)
+    _, (region,) = regions_of(fn, x, t, only="soft_cross_entropy")
+    assert ("another grad mode" in region.problem) == beyond, region.problem

@@ -253,6 +253,19 @@ class Regions:
         convolutions = {u for u in read(apart) if convolution(u) and measurable(u)}
         return apart | convolutions | {*filter(makes_integers, readers)}
 
+    def beyond(self, a: fx.Node, root: fx.Node) -> bool:
+        """Is an argument that needs no gradient, of a site that has one, computed in place or in
+        another grad mode, as targets of a loss are? A region does not reach there; Inductor does.
+        """
+        value = a.meta.get("val")
+        if a.op != "call_function" or not isinstance(value, torch.Tensor) or self.view.trains(a):
+            return False
+        if not value.is_floating_point() or not self.view.trains(root):
+            return False
+        other = self.view.region.get(a) != self.view.region.get(root)
+        another = other and elementwise(a) and len(a.users) == 1
+        return another or bool(self.writers) and not self.writers.keys().isdisjoint(storages(a))
+
     def problem(
         self,
         nodes: list[fx.Node],
@@ -276,6 +289,12 @@ class Regions:
         gpus = {str(t.device) for n in every for t in tensors(n) if t.device.type != "cpu"}
         if len(gpus) > 1:
             return f"it is computed on {' and '.join(sorted(gpus))}"
+        arguments = (a for d in sites for a in call_reads(d) if a not in inside)
+        if made := next((a for a in arguments if self.beyond(a, sites[0].match.roots[0])), None):
+            return (
+                f"{made.name} is computed in place or in another grad mode, which no trial has: "
+                "Inductor may compute it together with what reads it"
+            )
         for n in nodes:
             whole = [a for a in n.all_input_nodes if is_index(a)]
             if name_of(n) in INDEXING and not all(known_range(a, inside) for a in whole):
