@@ -25,8 +25,8 @@ from fusion_backend.kernels.loss.soft_targets import (
     Target,
     backward,
     finite_tops,
+    for_each_row,
     forward,
-    of_rows,
     reduced,
     reject_operands,
 )
@@ -105,9 +105,9 @@ def of_teacher(teacher, scale, teacher_scale, loss) -> Target:
 @distillation_loss.kernel(saves=("kept",))
 def _(logits, teacher, scale, teacher_scale, loss, reduction, upcast, save):
     losses, kept = forward(logits, of_teacher(teacher, scale, teacher_scale, loss))
-    dtype = torch.promote_types(logits.dtype, teacher.dtype)
     losses = -losses if loss == "negated" else losses
-    dtype = torch.float32 if upcast == "fp32" else dtype
+    narrow = torch.promote_types(logits.dtype, teacher.dtype)
+    dtype = torch.float32 if upcast == "fp32" else narrow
     return reduced(losses, logits, reduction, loss != "cross_entropy", dtype), kept
 
 
@@ -128,7 +128,7 @@ def _(logits, teacher, scale, teacher_scale, loss, reduction, upcast):
 @distillation_loss.backward
 def _(saved, dloss):
     dloss = -dloss if saved.loss == "negated" else dloss
-    dloss = of_rows(dloss, saved.logits, saved.reduction, saved.loss != "cross_entropy")
+    dloss = for_each_row(dloss, saved.logits, saved.reduction, saved.loss != "cross_entropy")
     target = of_teacher(saved.teacher, saved.scale, saved.teacher_scale, saved.loss)
     needs = saved.needs["logits"], saved.needs["teacher"]
     return backward(saved.logits, target, saved.kept, dloss, needs)

@@ -3,12 +3,12 @@
 With q = softmax(scale · logits): "cross_entropy" is -Σ p log q, as F.cross_entropy has it for soft
 targets, "negated" Σ p log q, and "kl_div" the divergence Σ p (log p - log q). logits and target are
 `[..., v]`, each in fp32, bf16 or fp16. Only a cross entropy has weights of the classes, `[v]`, and
-smoothing, p (1 - s) + s / v; both may be missing. "rows" is a loss for each row, `[...]`; a "mean"
-of a cross entropy divides by the number of rows, one of a divergence by that of classes of all
-rows. With upcast "fp32" the logits are cast first. The sums are in fp32; the backward keeps of each
-row the largest logit, the logarithm of the sum of e^(x - largest), and the sum of the
-probabilities. Source: torch.nn.functional.cross_entropy and kl_div; soft targets as in Szegedy et
-al. 2016 and Zhang et al. 2018 (mixup).
+smoothing, p (1 - s) + s / v; both may be missing. Weights that want a gradient are not recognised.
+"rows" is a loss for each row, `[...]`; a "mean" of "cross_entropy" divides by the number of rows,
+any other by that of the classes of all rows. With upcast "fp32" the logits are cast first. The sums
+are in fp32; the backward keeps of each row the largest logit, the logarithm of the sum of e^(x -
+largest), and the sum of the probabilities. Source: torch.nn.functional.cross_entropy and kl_div;
+soft targets as in Szegedy et al. 2016 and Zhang et al. 2018 (mixup).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fusion_backend.kernels.loss.soft_targets import (
     Target,
     backward,
     finite_tops,
+    for_each_row,
     forward,
-    of_rows,
     reduced,
     reject_operands,
 )
@@ -44,8 +44,9 @@ def soft_cross_entropy(
     logits = (logits.float() if upcast == "fp32" else logits) * scale
     if loss == "cross_entropy":
         v, smoothing = logits.shape[-1], 0.0 if smoothing is None else smoothing
-        # torch has no gradient of class weights
-        weight = weight if weight is None else weight.detach()
+        target = target.to(torch.promote_types(logits.dtype, target.dtype))
+        # weights that want a gradient, which they have beside probabilities, are not recognised
+        weight = weight if weight is None else weight.detach().to(target.dtype)
         out = F.cross_entropy(
             logits.reshape(-1, v), target.reshape(-1, v), weight, label_smoothing=smoothing,
             reduction="none" if reduction == "rows" else reduction,
@@ -125,7 +126,7 @@ def _(logits, target, weight, scale, smoothing, loss, reduction, upcast):
 def _(saved, dloss):
     dloss = -dloss if saved.loss == "negated" else dloss
     elements = saved.loss != "cross_entropy"
-    dloss = of_rows(dloss, saved.logits, saved.reduction, elements)
+    dloss = for_each_row(dloss, saved.logits, saved.reduction, elements)
     target = of_probabilities(saved.target, saved.weight, saved.scale, saved.smoothing, saved.loss)
     needs = saved.needs["logits"], saved.needs["target"]
     return *backward(saved.logits, target, saved.kept, dloss, needs), None

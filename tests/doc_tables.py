@@ -47,6 +47,7 @@ TITLES = {
     "rules_product": "matrix products",
     "rules_attention": "attention",
     "rules_loss": "losses",
+    "rules_soft_loss": "losses of probabilities",
     "rules_collective": "sums over ranks",
 }
 

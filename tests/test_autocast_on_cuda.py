@@ -10,7 +10,7 @@ import torch.cuda.amp.common
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion_backend.capture.autocast import casts_of
+from fusion_backend.capture.autocast import casts_of, casts_of_roundings
 from fusion_backend.testing import collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:fusion:RuntimeWarning")  # no GPU: no kernel
@@ -55,6 +55,13 @@ def test_class_weights_are_cast_late(dtype):
     args = x, target, cuda(8, dtype=dtype, grad=False)
     fp32 = torch.float32
     assert casts_of(aten.cross_entropy_loss.default, args, {}, "cuda", dtype) == {0: fp32, 2: fp32}
+
+
+def test_an_operator_that_rounds_what_it_has_is_not_understood():
+    x = cuda(4, 8, dtype=torch.bfloat16)
+    log = [(aten._to_copy.default, (x,), {"dtype": torch.float16}, x)]
+    known = aten.cross_entropy_loss.default, [x], None, "cuda", torch.bfloat16, log, x
+    assert casts_of_roundings(*known) is None
 
 
 @pytest.mark.parametrize("dtype", HALF)

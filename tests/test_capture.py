@@ -241,6 +241,18 @@ def test_the_same_code_under_no_grad_is_another_value():
     assert any("change of grad mode" in s.reason for s in report.sites if not s.fused), str(report)
 
 
+def test_a_module_that_is_made_on_the_way_changes_no_state():
+    """PyTorch counts how many are made, by a call that Dynamo keeps."""
+
+    def f(x, target):
+        logits = x.bfloat16().float()
+        return torch.nn.CrossEntropyLoss()(logits.view(-1, 8), target)
+
+    x, target = torch.randn(2, 3, 8, requires_grad=True), torch.arange(6)
+    report = assert_fuses(f, x, target, pattern="cross_entropy")
+    assert len(report.sites) == 1 and [g.error for g in report.graphs] == [None], str(report)
+
+
 def test_an_operator_that_autocast_changes_otherwise_is_not_fused(monkeypatch):
     """What no cast expresses: here the sum counts as such."""
     monkeypatch.setattr(

@@ -67,7 +67,6 @@ BESIDE_A_TEACHER = {
 BY_HAND = "by hand, with logsumexp"  # of a teacher it is not found: a sum of four values
 
 
-@runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", BESIDE_PROBABILITIES.values(), ids=BESIDE_PROBABILITIES)
 def test_beside_probabilities(fn, dtype):
@@ -77,7 +76,6 @@ def test_beside_probabilities(fn, dtype):
     assert [s.pattern for s in report.fused] == [GIVEN]
 
 
-@runs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BESIDE_A_TEACHER)
 def test_beside_a_teacher(name, dtype):
@@ -108,6 +106,11 @@ def test_rows_of_logits_with_class_weights():
     assert_fuses(fn, torch.randn(2, 2, 6, requires_grad=True), pattern=LABELS)
 
 
+def without_gradients(fn, *args):
+    with torch.no_grad():
+        return fn(*args)
+
+
 LEFT_ALONE = {
     "of the probabilities": lambda x, p: (p * x.softmax(-1)).sum(-1),
     "of the logits": lambda x, p: (p * x).sum(-1),
@@ -126,14 +129,41 @@ LEFT_ALONE = {
     "a sum of logarithms": lambda x, p: (p.softmax(-1) * (log_q(p) + log_q(x))).sum(-1),
     "channels": lambda x, p: F.cross_entropy(x[..., None], p[..., None]),
     "one number": lambda x, p: (0.5 * log_q(x)).sum(-1),
+    "a teacher of the rows": lambda x, p: (p.softmax(0) * (log_q(p) - log_q(x))).sum(-1),
+    "a larger target": lambda x, p: (p[None].expand(2, 4, 6) * log_q(x)).sum(-1),
+    "probabilities without gradient mode": lambda x, p: (
+        without_gradients(p.softmax, -1) * (log_q(p) - log_q(x))
+    ).sum(-1),
+    "a difference without gradient mode": lambda x, p: (
+        p.softmax(-1) * without_gradients(lambda: log_q(p) - log_q(x))
+    ).sum(-1),
+    "log-probabilities without gradient mode": lambda x, p: (
+        p * without_gradients(log_q, x)
+    ).sum(-1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_near_misses(fn):
     options = {"fusion.only": f"{GIVEN}, {TEACHER}"}
-    collector = collect(fn, torch.randn(4, 6), P, options=options)
-    assert not collector.report.fused, collector.report
+    x, p = torch.randn(4, 6, requires_grad=True), P.clone().requires_grad_()
+    report = collect(fn, x, p, options=options).report
+    assert [g.error for g in report.graphs] == [None] and not report.fused, report
+
+
+def test_class_weights_of_soft_targets_that_want_a_gradient_stay():
+    """Beside labels eager refuses them; here it has their gradient."""
+    x, w = torch.randn(4, 6, requires_grad=True), W.clone().requires_grad_()
+    for fn in (
+        lambda x, p, w: F.cross_entropy(x, p, w),
+        lambda x, p, w: F.cross_entropy(x, p, w.softmax(0), label_smoothing=0.1),
+        lambda x, p, w: F.cross_entropy(x, p, x[0].exp()),
+    ):
+        report = collect(fn, x, P, w).report
+        assert [g.error for g in report.graphs] == [None]
+        assert GIVEN not in {s.pattern for s in report.fused}, report
+    assert_fuses(lambda x, p, w: F.cross_entropy(x, p, w.detach()), x, P, w, pattern=GIVEN)
+    assert_fuses(F.cross_entropy, x, P, W, pattern=GIVEN)
 
 
 def test_log_probabilities_that_are_read_elsewhere_stay():

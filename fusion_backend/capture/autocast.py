@@ -141,7 +141,7 @@ def casts_of(op, args, kwargs, device: str, dtype: torch.dtype) -> dict[int, tor
         sources = [i for i, leaf in enumerate(leaves) if operands and leaf is operands[0]]
         if not casts_alone(func, operands, options) or not sources:
             known = op, leaves, spec, device, dtype, log, out
-            return casts_by_dtype(*known) or casts_of_views(*known) or casts_of_roundings(*known)
+            return casts_of_views(*known) or casts_of_roundings(*known)
         casts |= dict.fromkeys(sources, options["dtype"])
     return None
 
@@ -152,20 +152,6 @@ def casts_alone(func, operands, options) -> bool:
         return False
     x, others = operands[0], {k: v for k, v in options.items() if k != "dtype"}
     return all(k in ("layout", "device") and getattr(x, k) == v for k, v in others.items())
-
-
-def casts_by_dtype(
-    op, leaves, spec, device: str, dtype: torch.dtype, log: list, out
-) -> dict[int, torch.dtype] | None:
-    """Like `casts_of`, for an operator whose argument `dtype` autocast sets to fp32, as it does on
-    CUDA for sums and softmax, and which casts what it reads.
-    """
-    if not any(a.name == "dtype" for a in schema_of(op).arguments):
-        return None
-    casts = in_fp32(leaves)
-    arguments = cast_by(casts, leaves, spec)
-    explained = casts and same_without_autocast(op, arguments, device, dtype, log, out)
-    return casts if explained else None
 
 
 def casts_of_views(
@@ -192,8 +178,10 @@ def casts_of_views(
 def casts_of_roundings(
     op, leaves, spec, device: str, dtype: torch.dtype, log: list, out
 ) -> dict[int, torch.dtype] | None:
-    """Like `casts_of`, for an operator that computes in 16 bits before autocast casts to fp32, as a
-    cross entropy does on CUDA: its log-softmax is rounded. A cast of what it reads rounds less.
+    """Like `casts_of`, for an operator that reads 16 bits and gives fp32. Autocast has set its
+    argument `dtype`, as that of sums and of the softmax of fp16 on CUDA; or it casts what the
+    operator has computed, as in a cross entropy, whose log-softmax is rounded. A cast of what is
+    read is the same, or rounds less.
     """
     for func, operands, options, _ in log:
         if func is TO_COPY:
@@ -216,7 +204,10 @@ def same_steps(
     """Does the operator do the same with these casts and without autocast, but for casts and moves
     inside?
     """
-    plain, plain_out = run_logged(op, *cast_by(casts, leaves, spec), device, dtype, False)
+    try:
+        plain, plain_out = run_logged(op, *cast_by(casts, leaves, spec), device, dtype, False)
+    except RuntimeError:  # two dtypes
+        return False
     steps = [[f for f, *_ in ran if f is not TO_COPY and not only_moves(f)] for ran in (log, plain)]
     return steps[0] == steps[1] and dtypes_of(out) == dtypes_of(plain_out)
 

@@ -23,14 +23,17 @@ SIGNS = {"-p log q": "p log q", "p log q": "-p log q"}
 def terms_of(
     c: Builder, log_q: Expr, target: Expr, attr: str, shape, more: tuple[Expr, ...] = ()
 ) -> Expr | None:
-    """Of log-probabilities, or of anything else None. The target: probabilities, or of the
-    divergence e^t (t - log q) their logarithm.
+    """Of log-probabilities; None of anything else. target: probabilities; their logarithm if attr
+    begins with e^t.
     """
     logits, target = logits_of(c, log_q), peel(target)
     if logits is None or not same(target.shape, shape) or not same(logits.shape, shape):
         return None
-    logarithm = attr.startswith("e^t")
-    teacher = logits_of(c, target) if logarithm else None if more else of_softmax(c, target)
+    logarithm, teacher = attr.startswith("e^t"), None
+    if logarithm:
+        teacher = logits_of(c, target)
+    elif not more:
+        teacher = of_softmax(c, target)
     if teacher is not None:
         operands = (*with_scale(c, logits), *with_scale(c, teacher))
         return c.make(TERMS, operands, f"{attr}, of a teacher", shape)
@@ -89,6 +92,9 @@ def soft_cross_entropy(
     """Of probabilities as targets, over the last of two dimensions."""
     if not call["target"].dtype.is_floating_point or call["self"].dim() != 2:
         return None
+    if weight is not None and undetached(weight) is peel(weight):
+        if any(map(c.trains, weight.nodes)):  # beside probabilities it has a gradient
+            return None
     smoothing = c.const(label_smoothing)
     smoothed = () if is_const(smoothing) and not smoothing.attr else (smoothing,)
     more = (*(() if weight is None else (undetached(weight),)), *smoothed)
@@ -125,10 +131,10 @@ def product_with_log_probabilities(c: Builder, x: Expr, y: Expr, shape):
         return None
     for one, other in ((x, y), (y, x)):
         if is_const(other) and other.attr == -1.0 and one.op == TERMS:
-            flipped = next((s for s in SIGNS if one.attr.split(",")[0] == s), None)
-            if flipped is None or one.state != c.state:
+            sign, comma, more = one.attr.partition(",")
+            if sign not in SIGNS or one.state != c.state:
                 return None
-            return c.make(TERMS, one.args, SIGNS[flipped] + one.attr[len(flipped) :], shape)
+            return c.make(TERMS, one.args, SIGNS[sign] + comma + more, shape)
         log = peel(other)
         if logits_of(c, log) is not None:
             sign, target = "p log q", one

@@ -19,6 +19,7 @@ from fusion_backend.kernels.common.inputs import (
     dynamic,
     memory,
     number,
+    reject_dtypes,
     same_sizes,
 )
 from fusion_backend.kernels.common.launch import assert_all, launch
@@ -33,10 +34,11 @@ def reject_target(target: Tensor) -> Reject | None:
 
 def reject_weight(logits: Tensor, weight: Tensor | None) -> Reject | None:
     """Refuse class weights that are not a dense vector of one number a class."""
-    if weight is not None and not (
-        same_sizes(weight.shape, logits.shape[-1:]) and dense(weight, range(weight.dim()))
-    ):
+    if weight is None:
+        return None
+    if not same_sizes(weight.shape, logits.shape[-1:]) or not dense(weight, range(weight.dim())):
         return Reject(f"weight is not a dense vector of one number a class: {memory(weight)}")
+    return reject_dtypes(weight=weight)
 
 
 def valid(target, ignore_index, classes):

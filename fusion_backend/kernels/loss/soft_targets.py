@@ -3,7 +3,8 @@
 With q = softmax(scale · x) and p the probabilities, the cross entropy is -Σ p log q, and the
 divergence Σ p (log p - log q). p is given, or the softmax of other logits, a teacher's; given
 probabilities may be smoothed, p (1 - s) + s / v, and multiplied by weights of the classes. Each row
-is read once, forward and backward; sums in fp32.
+is read once, forward and backward; sums in fp32. Where p is 0, the gradient of a teacher's logit is
+0, and that of a given p in a divergence infinite; eager's are NaN there.
 """
 
 from __future__ import annotations
@@ -16,16 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import (
-    dense,
-    dynamic,
-    memory,
-    number,
-    reject_dtypes,
-    same_sizes,
-)
+from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, same_sizes
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.kernels.loss.cross_entropy import config
+from fusion_backend.kernels.loss.cross_entropy import config, reject_weight
 from fusion_backend.kernels.loss.token_log_probs import first_of_row, rows_of
 from fusion_backend.reporting.reject import Reject
 
@@ -74,11 +68,11 @@ def reject_operands(
             return Reject(f"the columns of {which} are {t.stride(-1)} apart")
     if not same_sizes(logits.shape, other.shape):
         return Reject(f"logits has shape {tuple(logits.shape)} and {name} {tuple(other.shape)}")
-    if weight is not None and not (
-        same_sizes(weight.shape, logits.shape[-1:]) and dense(weight, range(weight.dim()))
-    ):
-        return Reject(f"weight is not a dense vector of one number a class: {memory(weight)}")
-    return reject_dtypes(logits=logits) or reject_dtypes(**{name: other})
+    return (
+        reject_weight(logits, weight)
+        or reject_dtypes(logits=logits)
+        or reject_dtypes(**{name: other})
+    )
 
 
 def reduced(losses: Tensor, logits: Tensor, reduction: str, elements: bool, dtype: torch.dtype):
@@ -89,7 +83,7 @@ def reduced(losses: Tensor, logits: Tensor, reduction: str, elements: bool, dtyp
     return (total / count(logits, elements) if reduction == "mean" else total).to(dtype)
 
 
-def of_rows(dloss: Tensor, logits: Tensor, reduction: str, elements: bool) -> Tensor:
+def for_each_row(dloss: Tensor, logits: Tensor, reduction: str, elements: bool) -> Tensor:
     """What the loss of each row is multiplied with, from the gradient of what `reduced` gives."""
     dloss = dloss.float()
     return dloss / count(logits, elements) if reduction == "mean" else dloss.contiguous()
@@ -118,10 +112,12 @@ def forward_config(v: int, weighted: bool) -> tuple[int, int, int]:
 def forward(
     x: Tensor, target: Target, how: tuple[int, int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, `[rows]`, and what the gradient reads, `[5, rows]`: the largest of the
-    scaled logits and the logarithm of the sum of the e^(x - that); the same of a teacher and the
-    mean over p of log p - log q, without these logarithms and the log p of a cross entropy, or the
-    sum of given probabilities and zeros. In fp32.
+    """The loss of each row, `[rows]`, and what the gradient reads, `[5, rows]`, in fp32:
+
+    0, 1    the largest of the scaled logits, and log Σ e^(x - that)
+    2, 3    of a teacher the same; or the sum of given probabilities, and 0
+    4       of a teacher the mean over p of (y - its largest) - (x - its largest), without the y in
+            a cross entropy; or 0
 
     x is `[..., v]` in fp32, bf16 or fp16, as target.y, their columns one element apart. how: as
     forward_config. Grid: rows.
