@@ -48,7 +48,8 @@ def distillation_loss(
 ) -> Tensor:  # fmt: skip
     # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
     if upcast == "fp32":
-        logits, teacher = logits.float(), teacher.float()
+        wider = torch.promote_types(logits.dtype, torch.float32)
+        logits, teacher = logits.to(wider), teacher.to(wider)
     logits, teacher = logits * scale, teacher * teacher_scale
     p = torch.log_softmax(teacher, -1) if loss == "log_target" else torch.softmax(teacher, -1)
     if loss == "cross_entropy":

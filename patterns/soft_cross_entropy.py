@@ -41,7 +41,8 @@ def soft_cross_entropy(
     upcast: Literal["fp32", "none"],
 ) -> Tensor:  # fmt: skip
     # "fp32" comes first: of two forms that fit, the one that reads the narrow logits.
-    logits = (logits.float() if upcast == "fp32" else logits) * scale
+    wider = torch.promote_types(logits.dtype, torch.float32)
+    logits = (logits.to(wider) if upcast == "fp32" else logits) * scale
     if loss == "cross_entropy":
         v, smoothing = logits.shape[-1], 0.0 if smoothing is None else smoothing
         target = target.to(torch.promote_types(logits.dtype, target.dtype))

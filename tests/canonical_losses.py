@@ -4,6 +4,7 @@ test_canonical.py.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.canonical_cases import LABELS, R
 
@@ -19,6 +20,30 @@ LOSSES = {
         F.cross_entropy,
         lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
         lambda x, t: torch.ops.aten.nll_loss(torch.log_softmax(x, 1), t),
+    ),
+    "a divergence from a teacher": (
+        (R, R),
+        lambda x, t: F.kl_div(F.log_softmax(x / 2, -1), F.softmax(t / 2, -1), reduction="sum"),
+        lambda x, t: F.kl_div(
+            torch.log_softmax(x * 0.5, 1), (t / 2).softmax(-1), reduction="none"
+        ).sum(),
+        lambda x, t: nn.KLDivLoss(reduction="sum")(
+            x / 2 - (x / 2).logsumexp(-1, True), F.softmax(t * 0.5, 1)
+        ),
+    ),
+    "a divergence from the logarithms of a teacher": (
+        (R, R),
+        lambda x, t: F.kl_div(
+            F.log_softmax(x, -1), F.log_softmax(t, -1), reduction="none", log_target=True
+        ).sum(-1),
+        lambda x, t: (t.softmax(-1) * (t.log_softmax(-1) - x.log_softmax(-1))).sum(1),
+        lambda x, t: (t.log_softmax(1).exp() * (t.log_softmax(-1) - x.log_softmax(1))).sum(-1),
+    ),
+    "cross entropy of soft targets": (
+        (R, R),
+        lambda x, t: F.cross_entropy(x / 3, t, reduction="none"),
+        lambda x, t: (-t * F.log_softmax(x / 3, -1)).sum(-1),
+        lambda x, t: (F.log_softmax(x / 3, 1) * -t).sum(dim=1),
     ),
     "log-probabilities of tokens": (
         (R, LABELS),

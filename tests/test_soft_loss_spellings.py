@@ -137,6 +137,9 @@ LEFT_ALONE = {
     "a difference without gradient mode": lambda x, p: (
         p.softmax(-1) * without_gradients(lambda: log_q(p) - log_q(x))
     ).sum(-1),
+    "an exponential without gradient mode": lambda x, p: (
+        without_gradients(log_q(p).exp) * (log_q(p) - log_q(x))
+    ).sum(-1),
     "log-probabilities without gradient mode": lambda x, p: (
         p * without_gradients(log_q, x)
     ).sum(-1),
@@ -163,6 +166,8 @@ def test_class_weights_of_soft_targets_that_want_a_gradient_stay():
         assert [g.error for g in report.graphs] == [None]
         assert GIVEN not in {s.pattern for s in report.fused}, report
     assert_fuses(lambda x, p, w: F.cross_entropy(x, p, w.detach()), x, P, w, pattern=GIVEN)
+    with torch.no_grad():
+        assert_fuses(F.cross_entropy, x, P, w, pattern=GIVEN)
     assert_fuses(F.cross_entropy, x, P, W, pattern=GIVEN)
 
 
@@ -200,6 +205,19 @@ def test_a_teacher_without_gradient_mode_gives_probabilities():
 )
 def test_values_and_gradients(fn, pattern):
     check_spelling(pattern, fn, randn(5, 70).requires_grad_(), randn(5, 70).requires_grad_())
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_around_a_temperature(dtype):
+    def fn(x, t):
+        log_p, p = (
+            f(z / 2, -1, dtype=torch.float32) for f, z in ((F.log_softmax, x), (F.softmax, t))
+        )
+        return F.kl_div(log_p, p, reduction="sum")
+
+    inputs = [randn(5, 70, dtype=dtype).requires_grad_() for _ in range(2)]
+    check_spelling(TEACHER, fn, *inputs)
 
 
 @runs_kernels

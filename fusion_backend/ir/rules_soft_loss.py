@@ -92,7 +92,8 @@ def soft_cross_entropy(
     """Of probabilities as targets, over the last of two dimensions."""
     if not call["target"].dtype.is_floating_point or call["self"].dim() != 2:
         return None
-    if weight is not None and undetached(weight) is peel(weight):
+    grad_mode = not c.state or c.state[0]
+    if weight is not None and grad_mode and undetached(weight) is peel(weight):
         if any(map(c.trains, weight.nodes)):  # beside probabilities it has a gradient
             return None
     smoothing = c.const(label_smoothing)
@@ -119,9 +120,9 @@ def soft_cross_entropy(
 @composite("squeeze")
 def over_everything(c: Builder, x: Expr, shape):
     """A sum or mean of all terms, of however many dimensions."""
-    if x.op not in ("sum", "mean") or x.args[0].op != TERMS or shape != ():
+    if x.op not in ("sum", "mean") or shape != () or peel(x.args[0]).op != TERMS:
         return None
-    return c.make(f"{x.op}_of_everything", x.args, None, shape)
+    return c.make(f"{x.op}_of_everything", (peel(x.args[0]),), None, shape)
 
 
 @composite("mul")

@@ -177,7 +177,6 @@ NOT_FOUND = [
     ("attention", "another axis", lambda q, k, v: torch.softmax(q @ k.mT, -2) @ v, (Q, K, V)),
     ("attention", "weights returned", lambda q, k, v: (lambda p: (p @ v, p))(torch.softmax(q @ k.mT, -1)), (Q, K, V)),
     ("linear_act", "another gelu", lambda x: (lambda y: 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.044715 * y**3))))(LINEAR(x)), (X,)),
-    ("cross_entropy", "weighted", lambda x: F.cross_entropy(x.view(-1, 16), TARGET.view(-1), ROW.exp()), (X,)),
     ("norm_act", "of a sum", lambda x: F.gelu(F.layer_norm(x, (16,)) + x), (X,)),
     ("channel_norm", "rows", lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-6), (Q,)),
     ("token_log_probs", "entropy too", lambda x: (lambda y: (y.gather(-1, TARGET[:, 1:, None]), (y.exp() * y).sum()))(F.log_softmax(x[:, 1:], -1)), (X,)),

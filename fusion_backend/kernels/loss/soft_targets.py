@@ -279,7 +279,7 @@ def soft_targets_kernel(
         all_of_y = tl.sum(mass * share)
         second = tl.log(all_of_y)
         # of nearly the same distributions the quotient is nearly 1, and nothing is lost
-        log_of_sums = tl.log(tl.div_rn(all_of_x, all_of_y)) if DIVERGENCE else log
+        log_of_sums = tl.log(all_of_x / all_of_y) if DIVERGENCE else log
         mean = tl.sum(terms * share) / all_of_y
         loss = mean + log_of_sums
     else:
