@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend.testing import assert_fuses, collect
+from fusion_backend.testing import assert_fuses, collect, fused_nodes, rewritten
 from tests.kernel_checks import DEVICE, Kernels, distance, randn, runs_kernels
 from tests.spelled import check_spelling
 
@@ -218,6 +218,20 @@ def test_a_cast_around_a_temperature(dtype):
 
     inputs = [randn(5, 70, dtype=dtype).requires_grad_() for _ in range(2)]
     check_spelling(TEACHER, fn, *inputs)
+
+
+def test_the_scale_of_a_cast_product():
+    """Autocast casts the quotient; the site reads what was divided."""
+
+    def fn(x, t):
+        return F.kl_div(
+            F.log_softmax((x / 2).float(), -1), F.softmax((t / 2).float(), -1), reduction="sum"
+        )
+
+    inputs = [torch.randn(4, 6, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    gm = rewritten(fn, *inputs)
+    (node,) = fused_nodes(gm)
+    assert node.args[2:4] == (0.5, 0.5) and not [n for n in gm.graph.nodes if "div" in n.name]
 
 
 @runs_kernels

@@ -59,16 +59,10 @@ def of_softmax(c: Builder, e: Expr) -> Expr | None:
 
 
 def with_scale(c: Builder, x: Expr) -> tuple[Expr, Expr]:
-    """x and the number that multiplies it; casts of the product become casts of x."""
-    casts, inner = [], x
-    while inner.op == "cast":
-        casts.append(inner)
-        inner = inner.args[0]
-    inner, number = without_factor(inner)
+    """x and the number that multiplies it, inside a cast or not."""
+    inner, number = without_factor(peel(x))
     if number is None:
         return x, c.const(1.0)
-    for e in reversed(casts):
-        inner = c.make("cast", (inner,), e.attr, e.shape)
     return inner, c.const(number) if isinstance(number, float) else number
 
 
@@ -150,7 +144,7 @@ def product_with_log_probabilities(c: Builder, x: Expr, y: Expr, shape):
 def of_difference(c: Builder, p: Expr, difference: Expr, shape) -> Expr | None:
     """p (log p - log q), with p the softmax of which log p is the logarithm."""
     p = peel(p)
-    if p.op not in ("softmax", "exp") or p.state != c.state:
+    if p.op not in ("softmax", "exp"):
         return None
     for log_p, minus in (difference.args, difference.args[::-1]):
         minus, log_p = peel(minus), peel(log_p)
