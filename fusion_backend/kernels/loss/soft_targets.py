@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import dynamic, number, reject_dtypes, same_sizes
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.loss.channel_cross_entropy import finite
 from fusion_backend.kernels.loss.cross_entropy import config, reject_weight
 from fusion_backend.kernels.loss.token_log_probs import first_of_row, rows_of
 from fusion_backend.reporting.reject import Reject
@@ -171,11 +172,6 @@ def in_rows(x: Tensor, y: Tensor) -> tuple:
 
 def steps(places: list) -> tuple:
     return tuple(step for place in places for step in (place.outer, place.inner))
-
-
-@triton.jit
-def finite(top):
-    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
