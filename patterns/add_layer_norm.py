@@ -1,9 +1,10 @@
 """Residual sum and its layer normalisation: h = x + residual, and (h - mean) / sqrt(var + eps) ·
 weight + bias.
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long;
-weight and bias `[n]`, the bias may be missing. Returns the normalised value and h, both computed in
-fp32 and rounded once.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; one
+of them may be in fp32 and the other in 16 bits, as under autocast. weight and bias are `[n]` and
+have the dtype of the sum; the bias may be missing. Returns the normalised value and h, both
+computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from fusion_backend import BackwardOnly, Pattern, Unmeasured
 from fusion_backend.kernels import (
-    reject_dtypes,
     reject_dynamic,
     reject_rows,
     reject_shapes,
     reject_vectors,
 )
-from fusion_backend.kernels.common.rows import RESULTS
-from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.common.inputs import reject_dtypes_of_sum
+from fusion_backend.kernels.common.rows import RESULTS, UNMEASURED
+from fusion_backend.kernels.norm.backward import backward_of_sum
 from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
 
@@ -45,7 +46,7 @@ def _(x, residual, weight, bias, eps):
         reject_rows(x)
         or reject_shapes(x=x, residual=residual)
         or reject_vectors(weight=weight, bias=bias)
-        or reject_dtypes(x=x, residual=residual, weight=weight, bias=bias)
+        or reject_dtypes_of_sum(x, residual, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )
 
@@ -61,6 +62,8 @@ def _(around, training):
 
 @add_layer_norm.worthwhile
 def _(x, residual, weight, bias, eps, training):
+    if x.dtype != residual.dtype:
+        return UNMEASURED
     if no := small_in_fp32(x, training):
         return no
     if training:
@@ -71,8 +74,9 @@ def _(x, residual, weight, bias, eps, training):
 
 
 @add_layer_norm.kernel(saves=("mean", "rstd"))
-def _(x, residual, weight, bias, eps, save, read):
-    return forward(x, residual, Norm(weight, bias, None, eps, True), save, sum_is_read=read[1])
+def _(x, residual, weight, bias, eps, save, read, result_dtype):
+    norm = Norm(weight, bias, None, eps, True)
+    return forward(x, residual, norm, save, sum_is_read=read[1], dtype=result_dtype)
 
 
 @add_layer_norm.saved
@@ -85,9 +89,7 @@ def _(x, residual, weight, bias, eps):
 @add_layer_norm.backward(result=True, same={"residual": "x"})
 def _(saved, dy, dh=None):
     norm = Norm(saved.weight, saved.bias, None, saved.eps, True)
-    needs = [saved.needs[name] for name in ("x", "weight", "bias")]
-    d, dweight, dbias = backward(dy, dh, saved.result[1], saved.mean, saved.rstd, norm, needs)
-    return d, None, dweight, dbias
+    return backward_of_sum(saved, dy, dh, saved.mean, norm)
 
 
 @add_layer_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

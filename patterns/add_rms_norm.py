@@ -1,9 +1,10 @@
 """Residual sum and its RMS normalisation: h = x + residual, and h / sqrt(mean(h²) + eps) · (weight
 + offset).
 
-x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long,
-weight `[n]`; offset may be missing (Gemma: 1). Returns the normalised value and h, both computed in
-fp32 and rounded once.
+x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, their rows up to 131072 long; one
+of them may be in fp32 and the other in 16 bits, as under autocast. weight is `[n]` and has the
+dtype of the sum; offset may be missing (Gemma: 1). Returns the normalised value and h, both
+computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Unmeasured
 from fusion_backend.kernels import (
-    reject_dtypes,
     reject_dynamic,
     reject_rows,
     reject_shapes,
     reject_vectors,
 )
-from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.common.inputs import reject_dtypes_of_sum
+from fusion_backend.kernels.common.rows import UNMEASURED
+from fusion_backend.kernels.norm.backward import backward_of_sum
 from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
 
@@ -46,7 +48,7 @@ def _(x, residual, weight, offset, eps):
         reject_rows(x)
         or reject_shapes(x=x, residual=residual)
         or reject_vectors(weight=weight)
-        or reject_dtypes(x=x, residual=residual, weight=weight)
+        or reject_dtypes_of_sum(x, residual, weight=weight)
         or reject_dynamic(offset=offset, eps=eps)
     )
 
@@ -62,13 +64,15 @@ def _(around, training):
 
 @add_rms_norm.worthwhile
 def _(x, residual, weight, offset, eps, training):
+    if x.dtype != residual.dtype:
+        return UNMEASURED
     return small_in_fp32(x, training) or not_forward(x, residual=True)
 
 
 @add_rms_norm.kernel(saves=("rstd",))
-def _(x, residual, weight, offset, eps, save, read):
+def _(x, residual, weight, offset, eps, save, read, result_dtype):
     norm = Norm(weight, None, offset, eps, False)
-    y, h, _, rstd = forward(x, residual, norm, save, sum_is_read=read[1])
+    y, h, _, rstd = forward(x, residual, norm, save, sum_is_read=read[1], dtype=result_dtype)
     return y, h, rstd
 
 
@@ -83,9 +87,7 @@ def _(x, residual, weight, offset, eps):
 @add_rms_norm.backward(result=True, same={"residual": "x"})
 def _(saved, dy, dh=None):
     norm = Norm(saved.weight, None, saved.offset, saved.eps, False)
-    needs = (saved.needs["x"], saved.needs["weight"], False)
-    d, dweight, _ = backward(dy, dh, saved.result[1], None, saved.rstd, norm, needs)
-    return d, None, dweight
+    return backward_of_sum(saved, dy, dh, None, norm)[:3]
 
 
 @add_rms_norm.inputs(dict(rows=7, n=100), dict(rows=16384, n=4096))

@@ -105,5 +105,8 @@ def _(saved, dy):
 
 
 @group_norm.inputs(dict(b=2, c=60, n=4, groups=2), dict(b=16, c=480, n=64, groups=32))
-def _(tensor, b, c, n, groups):
-    return tensor(b, c, n, n), groups, tensor(c), tensor(c), 1e-5, "identity"
+def _(tensor, b, c, n, groups, silu=0, channels_last=0):
+    x, act = tensor(b, c, n, n), "silu" if silu else "identity"
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    return x, groups, tensor(c), tensor(c), 1e-5, act

@@ -79,8 +79,9 @@ def _(x, weight, bias, eps, training):
 
 
 @layer_norm.kernel(saves=("mean", "rstd"))
-def _(x, weight, bias, eps, save):
-    y, _, mean, rstd = forward(x, None, Norm(weight, bias, None, eps, True), save)
+def _(x, weight, bias, eps, save, result_dtype):
+    norm = Norm(weight, bias, None, eps, True)
+    y, _, mean, rstd = forward(x, None, norm, save, dtype=result_dtype)
     return y, mean, rstd
 
 

@@ -133,8 +133,9 @@ def _(x, weight, bias, scale, shift, eps, norm, training):
 
 
 @modulated_norm.kernel(saves=("mean", "rstd"))
-def _(x, weight, bias, scale, shift, eps, norm, save):
-    return forward(x, Modulation(weight, bias, scale, shift, eps, norm == "layer"), save)
+def _(x, weight, bias, scale, shift, eps, norm, save, result_dtype):
+    modulation = Modulation(weight, bias, scale, shift, eps, norm == "layer")
+    return forward(x, modulation, save, dtype=result_dtype)
 
 
 @modulated_norm.saved

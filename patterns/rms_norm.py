@@ -55,8 +55,9 @@ def _(x, weight, offset, eps, training):
 
 
 @rms_norm.kernel(saves=("rstd",))
-def _(x, weight, offset, eps, save):
-    y, _, _, rstd = forward(x, None, Norm(weight, None, offset, eps, False), save)
+def _(x, weight, offset, eps, save, result_dtype):
+    norm = Norm(weight, None, offset, eps, False)
+    y, _, _, rstd = forward(x, None, norm, save, dtype=result_dtype)
     return y, rstd
 
 

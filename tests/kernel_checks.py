@@ -132,8 +132,10 @@ SEED = torch.tensor([4567890123456789012], device=DEVICE)
 PART = (128, 1, 4)  # a configuration that walks through rows longer than 128
 
 
-def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=None, module=None):
-    """Results and gradients of a pattern's kernels against its reference in fp64."""
+def check(name: str, *args, kernel=None, needs=None, factor: float = 5, narrow=None):
+    """Results and gradients of a pattern's kernels against its reference in fp64; `narrow` is the
+    dtype of the first result, if it is not that of the reference.
+    """
     pattern = FUSION_RULES[name]
     assert pattern.guard_fn(*args) is None
     many = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
@@ -141,7 +143,9 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     seed = dict.fromkeys(pattern.seed_arguments, SEED)
     reference = lambda *args: (pattern.seeded_fn or pattern.reference)(*args, *seed.values())  # noqa: E731
     got = many(
-        pattern.launched((*args, *seed.values()), bool(save)) if kernel is None else kernel(*args)
+        pattern.launched((*args, *seed.values()), bool(save), result_dtype=narrow)
+        if kernel is None
+        else kernel(*args)
     )
     inputs = dict(zip((p.name for p in pattern.params), args, strict=True))
     tensors = [p.name for p in pattern.params if p.tensor]
@@ -149,7 +153,8 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     needs = {k: k in floats and (needs is None or k in needs) for k in tensors}
     leaves = {k: exact(v).requires_grad_(needs[k]) if k in floats else v for k, v in inputs.items()}
     want = many(reference(*leaves.values()))
-    eager = many(reference(*args))
+    first, *others = many(reference(*args))
+    eager = first.to(narrow or first.dtype), *others
     for g, w, e in zip(got, want, eager, strict=False):
         assert (g.dtype, g.shape, steps(g)) == (e.dtype, e.shape, steps(e))
         if w.numel() and w.is_floating_point():
@@ -170,6 +175,7 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, config=N
     found |= {
         k: grads[other] if other in (0, 1) else found[other]
         for k, other in pattern.backward_same.items()
+        if found[k] is None
     }
     for k in wanted:
         assert found[k].shape == inputs[k].shape and found[k].dtype == inputs[k].dtype

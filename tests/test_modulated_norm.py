@@ -154,7 +154,7 @@ def test_scale_of_another_dtype():
 def test_far_from_zero():
     x = randn(2, 3, 1000) + 1000
     args = None, None, *modulation(x), 1e-5, "layer"
-    got = PATTERN.kernel_fn(x, *args, False)[0]
+    got = PATTERN.kernel_fn(x, *args, False, None)[0]
     want = PATTERN.reference(
         *(a.double() if isinstance(a, torch.Tensor) else a for a in (x, *args))
     )
@@ -165,7 +165,7 @@ def test_far_from_zero():
 def test_no_tokens():
     x = randn(3, 0, 33)
     scale, shift = modulation(x)
-    y, mean, rstd = PATTERN.kernel_fn(x, None, None, scale, shift, 1e-5, "layer", True)
+    y, mean, rstd = PATTERN.kernel_fn(x, None, None, scale, shift, 1e-5, "layer", True, None)
     assert y.shape == x.shape and len(mean) == len(rstd) == 0
     needs = dict.fromkeys(("x", "weight", "bias", "scale", "shift"), True)
     how = modulated.Modulation(None, None, scale, shift, 1e-5, True)
@@ -177,7 +177,7 @@ def test_no_tokens():
 def test_gradients_repeat():
     x, dy = randn(3, 50, 64), randn(3, 50, 64)
     scale, shift = modulation(x)
-    _, mean, rstd = PATTERN.kernel_fn(x, None, None, scale, shift, 1e-5, "layer", True)
+    _, mean, rstd = PATTERN.kernel_fn(x, None, None, scale, shift, 1e-5, "layer", True, None)
     needs = dict.fromkeys(("x", "weight", "bias", "scale", "shift"), True)
     how = modulated.Modulation(None, None, scale, shift, 1e-5, True)
     first, second = (modulated_backward.backward(dy, x, mean, rstd, how, needs) for _ in range(2))

@@ -97,14 +97,14 @@ def test_layer_norm_of_padded_and_strided_rows():
 def test_layer_norm_far_from_zero(n):
     """Two passes, or Welford's: a mean of 1000 costs no more digits than it must."""
     x = randn(3, n) + 1000
-    out = FUSION_RULES["layer_norm"].kernel_fn(x, None, None, 1e-5, False)[0]
+    out = FUSION_RULES["layer_norm"].kernel_fn(x, None, None, 1e-5, False, None)[0]
     assert distance(out, FUSION_RULES["layer_norm"].reference(x.double(), None, None, 1e-5)) < 1e-4
 
 
 @runs_kernels
 def test_layer_norm_gradients_repeat():
     x, w, b, dy = randn(300, 64), randn(64), randn(64), randn(300, 64)
-    _, mean, rstd = FUSION_RULES["layer_norm"].kernel_fn(x, w, b, 1e-5, True)
+    _, mean, rstd = FUSION_RULES["layer_norm"].kernel_fn(x, w, b, 1e-5, True, None)
     needs = dict.fromkeys(("x", "weight", "bias"), True)
     saved = SimpleNamespace(x=x, weight=w, bias=b, eps=1e-5, mean=mean, rstd=rstd, needs=needs)
     first, second = (FUSION_RULES["layer_norm"].backward_fn(saved, dy) for _ in range(2))
@@ -272,10 +272,10 @@ def test_norms_of_rows_that_are_split(n, name, dtype, monkeypatch):
     if name == "layer_norm":
         check(name, x, None, None, 1e-5)
         far = randn(3, n) + 1000
-        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False, None)[0]
         assert distance(got, F.layer_norm(far.double(), (n,))) < 1e-4
         far[0, 1], far[1, 2] = math.nan, math.inf
-        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False)[0]
+        got = FUSION_RULES[name].kernel_fn(far, None, None, 1e-5, False, None)[0]
         torch.testing.assert_close(
             got, F.layer_norm(far, (n,)), equal_nan=True, rtol=1e-3, atol=1e-3
         )

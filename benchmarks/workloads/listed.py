@@ -249,6 +249,20 @@ WORK = [
         for train in (False, True)
         for b, t, n in TOKENS
     ),
+    *(
+        Work(name, dict(rows=rows, n=n, autocast=1), BF16, train)
+        for train in (False, True)
+        for name in ("layer_norm", "add_layer_norm", "add_rms_norm")
+        for rows, n in ((16384, 768), (16384, 4096))
+    ),
+    Work("rms_norm", dict(rows=16384, n=4096, autocast=1), BF16, train=True),
+    Work("dropout_add_layer_norm", dict(rows=16384, n=768, autocast=1), BF16, train=True),
+    Work("modulated_norm", dict(b=8, t=1024, n=1152, autocast=1), BF16, train=True),
+    *(
+        Work("group_norm", dict(b=64, c=320, n=64, groups=32, silu=1) | form, BF16, train)
+        for train in (False, True)
+        for form in ({}, dict(channels_last=1))
+    ),
 ]
 SMALL = [
     Work("add_mul", dict(size=10_000), F32),
@@ -265,6 +279,7 @@ SMALL = [
         for mask in ("additive", "boolean")
     ),
     Work("add_layer_norm", dict(rows=64, n=256), BF16, train=True),
+    Work("add_layer_norm", dict(rows=64, n=256, autocast=1), BF16, train=True),
     Work("norm_rotary", dict(b=2, h=3, n=16, d=16, transposed=1), BF16, train=True),
     Work("modulated_norm", dict(b=2, t=32, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),

@@ -49,8 +49,12 @@ class Work(NamedTuple):
     def arguments(self, device: torch.device) -> list:
         """Fresh random arguments; weights scaled so that outputs are of order one."""
 
+        dtype, case = self.dtype, dict(self.case)
+        if autocast := case.pop("autocast", 0):
+            dtype = torch.float32
+
         def tensor(*shape):
-            return torch.randn(shape, device=device, dtype=self.dtype)
+            return torch.randn(shape, device=device, dtype=dtype)
 
         if self.mask:
             b, h, n = (self.case[name] for name in "bhn")
@@ -59,7 +63,9 @@ class Work(NamedTuple):
                 (mask, None, None) if self.mask == "additive" else (None, mask > 1, float("-inf"))
             )
             return [x, 0.125, *masks]
-        args = list(FUSION_RULES[self.pattern].inputs_fn(tensor, **self.case))
+        args = list(FUSION_RULES[self.pattern].inputs_fn(tensor, **case))
+        for i in FROM_LINEAR[self.pattern] if autocast else ():
+            args[i] = args[i].to(self.dtype)
         for i in WEIGHTS.get(self.pattern, ()):
             args[i] *= args[i].shape[0] ** -0.5
         if self.linear:
@@ -80,6 +86,8 @@ class Work(NamedTuple):
         """
         if self.pattern in AS_WRITTEN:
             return AS_WRITTEN[self.pattern]
+        if "autocast" in self.case:
+            return read_by_linear(FUSION_RULES[self.pattern].reference, self.dtype)
         return (
             windowed(**self.case) if "window" in self.case else FUSION_RULES[self.pattern].reference
         )
@@ -108,6 +116,8 @@ class Work(NamedTuple):
             return b * h * n * n * item * PASSES[self.pattern][self.train] + once
         if self.pattern in ("quantize_int8", "quantize_per_token", "rms_norm_quantize"):
             return self.size * (item + 1)
+        if "autocast" in self.case:
+            return self.size * UNDER_AUTOCAST[self.pattern][self.train]
         if self.pattern in PASSES:
             return self.size * item * PASSES[self.pattern][self.train]
         from benchmarks.measure.counting import size_of  # what an older revision need not support
@@ -184,6 +194,18 @@ def windowed(window: int, **case) -> Callable:
     return attention
 
 
+def read_by_linear(reference: Callable, dtype: torch.dtype) -> Callable:
+    """With the cast of its first result that a linear layer inserts under autocast."""
+
+    def norm(*args):
+        out = reference(*args)
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        first = first.to(dtype) if first.dtype == torch.float32 else first
+        return (first, *rest) if rest else first
+
+    return norm
+
+
 def attended(case: dict) -> float:
     """The share of the scores that attention must compute."""
     n = case["n"]
@@ -229,6 +251,15 @@ PASSES = {
     "dropout_add_layer_norm": (4, 9),
     "relative_bias": (1, 2),
     "gelu": (2, 5),
+}
+# Under autocast: the arguments (by position) that come from a linear layer, in 16 bits, beside
+# others in fp32, and the bytes of an element that are moved at least: forward alone, and with the
+# backward.
+FROM_LINEAR = {"layer_norm": (), "rms_norm": (), "modulated_norm": (3, 4)}
+FROM_LINEAR |= dict.fromkeys(("add_layer_norm", "add_rms_norm", "dropout_add_layer_norm"), (0,))
+UNDER_AUTOCAST = {
+    **dict.fromkeys(("layer_norm", "rms_norm", "modulated_norm"), (6, 16)),
+    **dict.fromkeys(("add_layer_norm", "add_rms_norm", "dropout_add_layer_norm"), (12, 28)),
 }
 # Arguments (by position) in the form that is measured: no mask, no offset, no smoothing, no weight
 # of a norm that is modulated.

@@ -32,8 +32,12 @@ from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::swapaxes", "aten::swapdims"}
 MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"}
 
-# The tables have timed no op with a copy behind it.
+# The tables have timed no op with a copy behind it, nor one whose result is rounded.
 COPIED = Unmeasured("its result would be copied, for the strides that the graph has")
+NARROWED = Unmeasured(
+    "its result in fp32, which is read in 16 bits alone, would be rounded to them: its kernel has "
+    "not been timed so; fusion.gate=always takes it"
+)
 
 
 @dataclasses.dataclass
@@ -42,7 +46,9 @@ class Call:
 
     args are nodes, views of nodes, numbers, words, None and SEED. `values` are the fake results;
     the first `outputs` of them stand for the roots. `copied`: the places of the results that are
-    copied, because a reader would see that their strides differ from the graph's.
+    copied, because a reader would see that their strides differ from the graph's. `narrow`: the
+    first result is rounded to 16 bits, because everything that reads it casts it to them, and
+    written behind a cast to the dtype that the graph has.
     """
 
     target: object
@@ -51,6 +57,7 @@ class Call:
     values: tuple[torch.Tensor, ...]
     copied: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()  # places of results that nobody reads
+    narrow: bool = False
 
 
 def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
@@ -135,7 +142,8 @@ def written(op: Op, arguments: dict, named, decision: dict, values: tuple) -> Ca
     by_name = {name: value for name, value in given.items() if name in named}
     args = tuple(value for name, value in given.items() if name not in named)
     unread = tuple(map(int, decision.get("unread", "").split()))
-    return Call(operator.overload, args, by_name | decision, values, unread=unread)
+    narrow = bool(decision.get("narrow"))
+    return Call(operator.overload, args, by_name | decision, values, unread=unread, narrow=narrow)
 
 
 def call_of_torch(answer: Replacement) -> Call:
@@ -181,7 +189,8 @@ def differs(call: Call, match: Match, own: bool) -> str:
         if i in call.unread:
             continue
         want = root.meta["val"]
-        if out.dtype != want.dtype or out.device != want.device:
+        rounded = i == 0 and call.narrow
+        if (out.dtype != want.dtype and not rounded) or out.device != want.device:
             return (
                 f"the replacement gives {out.dtype} on {out.device}, "
                 f"the graph has {want.dtype} on {want.device}"

@@ -17,6 +17,7 @@ import torch
 from fusion_backend.compat.torch import storage_id
 from fusion_backend.decide.call import (
     COPIED,
+    NARROWED,
     Call,
     by_name,
     call_of_op,
@@ -271,6 +272,8 @@ class Gate:
 
     def not_worthwhile(self, match: Match, op: Op, values: list, training: bool) -> Reject | None:
         """Why the op is not faster here, by the tables of the op and by its neighbours."""
+        if op.narrows and op is match.pattern and self.legality.narrow(match):
+            return NARROWED
         around = Neighbours(match, self.legality.unread(match))
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
@@ -327,6 +330,8 @@ class Gate:
         skips = op.skips and op is match.pattern and chosen["backward"] == "vjp"
         if skips and forward == "kernel" and (unread := self.legality.unread(match)):
             chosen["unread"] = " ".join(map(str, unread))
+        if op.narrows and op is match.pattern and (narrow := self.legality.narrow(match)):
+            chosen["narrow"] = narrow
         values = by_name(op, *values_of(answer))
         arguments = by_name(op, answer.args, answer.kwargs)
         known = self.evidence.of(match)

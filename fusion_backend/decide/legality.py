@@ -24,6 +24,7 @@ from fusion_backend.match.matcher import Match
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
 
+HALVES = {torch.bfloat16, torch.float16}
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 # What chunk returns is several views of its argument.
 COST_NOTHING = {*FREE, "tuple"}
@@ -100,6 +101,28 @@ class Legality:
                 else:
                     stays.add(n)
         return tuple(i for i, r in enumerate(match.roots) if id(of[r]) not in read)
+
+    def narrow(self, match: Match) -> str:
+        """The 16-bit dtype to which everything that reads the first result, in fp32, casts it; ""
+        if there is none.
+        """
+        root, of = match.roots[0], self.canon.of
+        if root.meta["val"].dtype != torch.float32:
+            return ""
+        pending, found = [n for n in (root, *match.interior) if of[n] is of[root]], set()
+        inside = {*match.interior}
+        for n in pending:
+            for u in n.users:
+                if u in inside:
+                    continue
+                op = of[u].op if is_lowered(u) and not is_mutation(u) else None
+                if op == "cast" and peel(of[u]) is peel(of[n]):
+                    found.add(u.meta["val"].dtype)
+                elif op in FREE and op != "cast":
+                    pending.append(u)
+                else:
+                    return ""
+        return str(*found).removeprefix("torch.") if len(found) == 1 and found < HALVES else ""
 
     def without_gradient(self, match: Match) -> str:
         """Has one of several results no gradient? Tensors that only this result depends on have

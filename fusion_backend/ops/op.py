@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from fusion_backend.ops import checks
@@ -69,6 +70,7 @@ class Op(Definition):
         self.backward_same: dict[str, str | int] = {}
         self.group: str | None = None
         self.skips = False  # does the kernel leave out results that nobody reads?
+        self.narrows = False  # can the kernel round its first result to 16 bits?
 
     def __call__(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the operator on tensors and numbers, with autograd. Where the guard refuses them, the
@@ -145,24 +147,38 @@ class Op(Definition):
         The kernel of a reference with several results may take one more argument, `read`, a tuple
         with a bool for each result: where nobody reads one, it need not be written, and may be an
         empty tensor. Results that the backward reads are never left out.
+
+        A kernel may also take `result_dtype`: None, or the 16-bit dtype to which everything that
+        reads the first result casts it, as linear layers do under autocast. The kernel writes it
+        in this dtype, rounded once, and the backward gets its gradient in this dtype.
         """
         if fn is None:
             return functools.partial(self.kernel, saves=saves)
         saves = checks.new_names(saves, self.params, self.where)
         asks = checks.names_argument(fn, "read", self.params, "kernel", self.where)
         skips = asks and self.outputs > 1
+        narrows = checks.names_argument(fn, "result_dtype", self.params, "kernel", self.where)
         extra = (*self.seed_arguments, *["save"] * bool(saves), *["read"] * skips)
+        extra += ("result_dtype",) * narrows
         self.kernel_fn = self.takes(fn, "kernel", extra, extra)
-        self.saves, self.skips = saves, skips
+        self.saves, self.skips, self.narrows = saves, skips, narrows
         self.changed()
         return fn
 
-    def launched(self, args: Sequence[Any], save: bool, unread: Collection[int] = ()) -> Any:
+    def launched(
+        self,
+        args: Sequence[Any],
+        save: bool,
+        unread: Collection[int] = (),
+        result_dtype: torch.dtype | None = None,
+    ) -> Any:
         """The kernel's results for the arguments and, if there is one, the seed. save: will the
         backward read the saved tensors? unread: the places of results that nobody reads.
+        result_dtype: what the first result is rounded to.
         """
         rest: list[Any] = [save] if self.saves else []
         rest += [tuple(i not in unread for i in range(self.outputs))] if self.skips else []
+        rest += [result_dtype] if self.narrows else []
         return self.kernel_fn(*args, *rest)
 
     def saved(self, fn: Callable) -> Callable:
@@ -188,8 +204,8 @@ class Op(Definition):
         the forward's result (a tuple where the pattern returns several), and `saved.needs[name]`,
         whether anybody wants that gradient. With `plain=True` it launches no kernel: it is torch
         code that is better than the vjp of the reference, which is used where there is no backward;
-        it may be differentiated again. `same={"residual": "x"}`: residual has the gradient of x,
-        and fn returns None for it; a number instead of a name: that of the forward's result with
+        it may be differentiated again. `same={"residual": "x"}`: residual has the gradient of x
+        where fn returns None for it; a number instead of a name: that of the forward's result with
         this number. With `result=True` a gradient that fn has a default for, `dh=None`, is None
         where nobody used that result; otherwise it is zeros.
         """

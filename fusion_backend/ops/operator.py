@@ -4,12 +4,14 @@ The op is a triton_op, so AOTAutograd opens it up and Inductor launches the kern
 wrapper. Its keyword arguments are the gate's decision: `forward` is "kernel" or "reference"
 (inlined, for Inductor to fuse as if we were not there), `backward` is "kernel", "formula" (the
 op's own, in plain torch) or "vjp" (of the reference), `save` says whether anybody will
-differentiate, `unread` names the results that nobody reads, by their place: "1", or "0 2".
+differentiate, `unread` names the results that nobody reads, by their place: "1", or "0 2", and
+`narrow` is the 16-bit dtype to which the first result is rounded, "bfloat16", or "".
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 
@@ -22,7 +24,7 @@ from fusion_backend.ops.op import Op
 from fusion_backend.ops.registry import registered
 from fusion_backend.reporting.reject import PatternError
 
-DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": ""}
+DECISION = {"forward": "kernel", "backward": "kernel", "save": True, "unread": "", "narrow": ""}
 # An operator that AOTAutograd and Inductor know draws the seed of an op with random numbers. The
 # seed therefore follows torch.manual_seed, is kept for the backward, and is the same when a
 # checkpoint recomputes.
@@ -113,21 +115,27 @@ class Operator:
 
     # What the operators do.
 
-    def forward(self, *flat, forward="kernel", backward="kernel", save=True, unread=""):
+    def forward(self, *flat, forward="kernel", backward="kernel", save=True, unread="", narrow=""):
         op, args = self.op, self.unflatten(flat)
         with without_autocast():
             if forward == "kernel" and self.kernel_takes(args):
-                out = op.launched(args, save, self.left_out(backward, save, unread))
+                skipped = self.left_out(backward, save, unread)
+                out = op.launched(args, save, skipped, narrowed_to(narrow))
                 out = out if isinstance(out, tuple) else (out,)
             else:
-                out = self.reference(*args)
-                out = out if isinstance(out, tuple) else (out,)
+                out = self.plain(args, narrow)
                 out += self.saved(args, save and backward != "vjp", out[0])
         if len(out) != self.results:
             raise PatternError(
                 f"{op.where}: the kernel returns {len(out)} tensors, not {self.results}"
             )
         return out[0] if self.results == 1 else out
+
+    def plain(self, args: list, narrow: str) -> tuple[Tensor, ...]:
+        """The results of the reference."""
+        out = self.reference(*args)
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        return first.to(narrowed_to(narrow) or first.dtype), *rest
 
     def left_out(self, backward: str, save: bool, unread: str) -> tuple[int, ...]:
         """The results that the kernel need not write; none if the op has a backward of its own,
@@ -181,12 +189,13 @@ class Operator:
         if all(g is None for g in grads):
             return tuple(None for _ in needs)
         choice, op, args = ctx.decision, self.op, self.unflatten(flat)
+        plain = functools.partial(self.vjp, flat, needs, grads, choice["narrow"])
         own = op.backward_fn is not None and choice["save"] and choice["backward"] != "vjp"
         taken = self.kernel_takes(args)
         if not own or not (op.can_inline_forward or (taken and choice["forward"] == "kernel")):
-            return self.vjp(flat, needs, grads)
+            return plain()
         if torch.is_grad_enabled() and (op.saves or not op.backward_plain):
-            return self.vjp(flat, needs, grads)  # to autograd, what a kernel saved is a constant
+            return plain()  # to autograd, what a kernel saved is a constant
         needed = {name: needs[i] for name, i in zip(self.tensors, self.tensor_fields, strict=True)}
         for name, other in op.backward_same.items():
             if other in needed:
@@ -206,12 +215,12 @@ class Operator:
             tensors = (flat[i] for i in self.tensor_fields)
             found = [None if missing(g, t) else g for g, t in zip(found, tensors, strict=True)]
         else:
-            return self.vjp(flat, needs, grads)
+            return plain()
         gradients = dict(zip(self.tensors, found, strict=True))
-        same = op.backward_same.items()
         gradients |= {
             name: grads[other] if isinstance(other, int) else gradients[other]
-            for name, other in same
+            for name, other in op.backward_same.items()
+            if gradients[name] is None
         }
         by_field = dict(zip(self.tensor_fields, gradients.values(), strict=True))
         return tuple(by_field.get(i) if need else None for i, need in enumerate(needs))
@@ -246,13 +255,12 @@ class Operator:
             )
         return out
 
-    def vjp(self, flat: list, needs: list[bool], grads):
+    def vjp(self, flat: list, needs: list[bool], grads, narrow: str):
         """The gradient of the reference. Differentiable again when autograd is recording."""
         again = torch.is_grad_enabled()
         with torch.enable_grad(), without_autocast():
             inputs = [a.view_as(a) if need else a for a, need in zip(flat, needs, strict=True)]
-            out = self.reference(*self.unflatten(inputs))
-            out = out if isinstance(out, tuple) else (out,)
+            out = self.plain(self.unflatten(inputs), narrow)
             pairs = [
                 (o, g) for o, g in zip(out, grads, strict=True) if o.requires_grad and g is not None
             ]
@@ -269,6 +277,10 @@ class Operator:
                 else [None] * len(wanted)
             )
         return tuple(next(found) if need else None for need in needs)
+
+
+def narrowed_to(narrow: str) -> torch.dtype | None:
+    return getattr(torch, narrow) if narrow else None
 
 
 def missing(gradient: Tensor | None, t: Tensor | None) -> bool:

@@ -92,10 +92,18 @@ class Insertion:
                 results = [
                     self.node(operator.getitem, (result, i), {}, call.values[i]) for i in places
                 ]
+            if call.narrow and 0 in places:
+                results[0] = self.widened(results[0], roots[0].meta["val"].dtype)
             for i in call.copied:
                 place = places.index(i)
                 results[place] = self.copied_like(results[place], roots[place].meta["val"])
         return self.new, dict(zip(roots, results, strict=True))
+
+    def widened(self, result: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The cast that the graph's readers undo, which Inductor drops with theirs."""
+        narrow = result.meta["val"]
+        with narrow.fake_mode:
+            return self.node(aten.to.dtype, (result, dtype), {}, narrow.to(dtype))
 
     def copied_like(self, result: fx.Node, want: torch.Tensor) -> fx.Node:
         """A copy of a result that lies in memory as the graph's own does."""

@@ -57,3 +57,42 @@ def test_a_layer_and_its_losses(dtype):
     assert found == ["attention", "cross_entropy", "distillation_loss", "token_log_probs"]
     for mine, its, right in zip(got, eager, want, strict=True):
         assert distance(mine, right) <= 1.5 * distance(its, right) + 1e-3
+
+
+class Block(nn.Module):
+    """A residual stream in fp32 whose norms only linear layers read."""
+
+    def __init__(self, norm: type):
+        super().__init__()
+        self.first, self.second = norm(WIDTH), norm(WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down, self.out = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.first(x)
+        x = x + self.down(self.left(y) * self.right(y))
+        return x + self.out(self.second(x))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_a_residual_stream(norm, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(norm), Block(norm), norm(WIDTH), nn.Linear(WIDTH, V)).cuda()
+    x = torch.randn(B, S, WIDTH, device="cuda")
+    name = "layer_norm" if norm is nn.LayerNorm else "rms_norm"
+    only = {"fusion.gate": "always", "fusion.only": f"{name}, add_{name}"}
+    compiled = torch.compile(model, backend="fusion", options=only, dynamic=False)
+
+    def computed(run, enabled=True):
+        with torch.autocast("cuda", dtype, enabled=enabled):
+            out = run(x)
+        weighted = (out * torch.linspace(-1, 1, V, device="cuda")).sum()
+        return out.detach(), *torch.autograd.grad(weighted, list(model.parameters()))
+
+    got, eager, want = computed(compiled), computed(model), computed(model, enabled=False)
+    sites = fusion_backend.report().fused
+    assert sorted(s.pattern for s in sites) == [f"add_{name}"] * 4 + [name]
+    assert all((s.forward, s.backward) == ("kernel", "kernel") for s in sites)
+    for mine, its, right in zip(got, eager, want, strict=True):
+        assert distance(mine, right) <= 1.5 * distance(its, right) + 1e-3

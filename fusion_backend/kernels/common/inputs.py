@@ -41,6 +41,19 @@ def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
             return Reject(f"{leader} is {want} and {name} is {dtype}")
 
 
+def reject_dtypes_of_sum(x: Tensor, residual: Tensor, **others: Tensor | None) -> Reject | None:
+    """Refuse other dtypes than fp32, bf16 and fp16. x and residual may differ if one of them has
+    the dtype of their sum, as under autocast; the others must have that.
+    """
+    if (no := reject_dtypes(x=x) or reject_dtypes(residual=residual)) is not None:
+        return no
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    if wide not in (x.dtype, residual.dtype):
+        return Reject(f"x is {x.dtype} and residual is {residual.dtype}")
+    widest = dict(x=x) if x.dtype == wide else dict(residual=residual)
+    return reject_dtypes(**widest, **others)
+
+
 def reject_dynamic(**scalars: Any) -> Reject | None:
     """Refuse symbolic scalars: Inductor would hand them to a kernel as integers."""
     for name, value in scalars.items():

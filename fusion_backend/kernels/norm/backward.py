@@ -41,7 +41,8 @@ def backward(
     `needs` says no.
 
     dh is what h itself gets. dx, where it is given, is filled with the gradient of what was dropped
-    out; h must be wanted then. See operands.Backward for shapes and dtypes.
+    out, or with that of h in another dtype; h must be wanted then. See operands.Backward for shapes
+    and dtypes.
     """
     n = number(h.shape[-1])
     needs = (needs[0], needs[1] and norm.weight is not None, needs[2] and norm.bias is not None)
@@ -54,6 +55,25 @@ def backward(
         run = backward_cooperative
     sums = run(operands, config)
     return out, *add_up(sums, h.dtype, *needs[1:])
+
+
+def backward_of_sum(
+    saved, dy: Tensor, dh: Tensor | None, mean: Tensor | None, norm: Norm
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, the residual, weight and bias of a norm of x + residual, x through its
+    dropout if it has one. That of the residual is None where it is that of x.
+
+    saved: what the backward of a pattern gets. One of x and residual has the dtype of the sum.
+    """
+    x, residual, h, needs = saved.x, saved.residual, saved.result[1], saved.needs
+    narrow = x if x.dtype != h.dtype or norm.dropout is not None else residual
+    apart = norm.dropout is not None or narrow.dtype != h.dtype
+    wanted = apart and needs["x" if narrow is x else "residual"]
+    second = torch.empty(h.shape, dtype=narrow.dtype, device=h.device) if wanted else None
+    needed = needs["x"] or needs["residual"], needs["weight"], needs.get("bias", False)
+    d, dweight, dbias = backward(dy, dh, h, mean, saved.rstd, norm, needed, second)
+    dx, dresidual = (second, d) if apart and narrow is x else (d, second)
+    return dx, dresidual, dweight, dbias
 
 
 def sharing_is_faster(n: int, norm: Norm) -> bool:

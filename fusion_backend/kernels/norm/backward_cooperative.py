@@ -72,7 +72,7 @@ def norm_backward_shared_kernel(
     dw = tl.zeros([COLS], tl.float32)
     db = tl.zeros([COLS], tl.float32)
     seed = 0
-    if DX is not None:
+    if SEED is not None:
         seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)

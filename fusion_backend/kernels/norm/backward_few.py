@@ -105,7 +105,7 @@ def whole_row(
         u = tl.where(col < N, u - tl.load(MEAN + row, row < rows, 0.0), 0.0)
     u *= rstd
     seed = 0
-    if DX is not None:
+    if SEED is not None:
         seed = tl.load(SEED)
     write_gradient(
         g, u, rstd, row, keep, MEAN, DH, OUT, DX, seed, DH_STRIDE, N, BLOCK, THRESHOLD, SCALE

@@ -57,7 +57,7 @@ def norm_backward_kernel(
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     seed = 0
-    if DX is not None:
+    if SEED is not None:
         seed = tl.load(SEED)
     if W is not None:
         w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
@@ -97,7 +97,7 @@ def write_gradient(
     DH_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of whole rows goes to OUT, and through the dropout to DX."""
+    """The gradient of whole rows goes to OUT, and that of x, through its dropout, to DX."""
     col = tl.arange(0, BLOCK)[None, :]
     d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
     if MEAN is not None:
@@ -107,7 +107,8 @@ def write_gradient(
         d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
     tl.store(OUT + row * N + col, d, keep)
     if DX is not None:
-        d *= dropout_factors(
-            seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE
-        )
+        if THRESHOLD > 0:
+            d *= dropout_factors(
+                seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE
+            )
         tl.store(DX + row * N + col, d, keep)

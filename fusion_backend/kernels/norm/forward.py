@@ -51,23 +51,24 @@ def small_in_fp32(x: Tensor, training: bool) -> Reject | None:
 
 def forward(
     x: Tensor, residual: Tensor | None, norm: Norm, save: bool, config: Config | None = None,
-    sum_is_read: bool = True,
+    sum_is_read: bool = True, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """y `[..., n]` and h (None without a residual), both contiguous and of x's dtype, and mean and
-    rstd `[rows]` in fp32: empty unless saved, mean also if not centred. h is empty and not written
-    where nobody, backward included, reads the sum.
+    """y `[..., n]` and h (None without a residual), both contiguous, and mean and rstd `[rows]` in
+    fp32: empty unless saved, mean also if not centred. h has the dtype of x + residual, y the same
+    or `dtype`. h is empty and not written where nobody, backward included, reads the sum.
 
-    x and residual are `[..., n]` of one dtype: fp32, bf16 or fp16; their columns are one element
-    apart, or they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few
-    long rows, their pieces.
+    x and residual are `[..., n]` in fp32, bf16 or fp16; their columns are one element apart, or
+    they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few long
+    rows, their pieces.
     """
     n, rows = number(x.shape[-1]), x.numel() // number(x.shape[-1])
     shared = config is None and cooperative.worthwhile(x, norm.dropout)
     divided = config is None and split.few_long_rows(rows, n, x.device)
     config = config or config_for(x, residual, norm)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = dtype_of_sum(x, residual)
+    y = torch.empty(x.shape, dtype=dtype or wide, device=x.device)
     h_shape = x.shape if sum_is_read else (0,)
-    h = None if residual is None else torch.empty(h_shape, dtype=x.dtype, device=x.device)
+    h = None if residual is None else torch.empty(h_shape, dtype=wide, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     saved = [save and norm.centred, save]
     mean, rstd = (
@@ -93,13 +94,18 @@ def forward(
     return y, h, mean, rstd
 
 
+def dtype_of_sum(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+
+
 def config_for(x: Tensor, residual: Tensor | None, norm: Norm) -> Config:
     """What the table has for this norm and these rows, else what the rule gives."""
     n, rows = number(x.shape[-1]), x.numel() // number(x.shape[-1])
-    rule = forward_config(n, x.element_size(), residual is not None, norm.dropout, rows)
+    itemsize = dtype_of_sum(x, residual).itemsize
+    rule = forward_config(n, itemsize, residual is not None, norm.dropout, rows)
     kernel = "layer_norm" if residual is None else "add_rms_norm"
     kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"
-    return tuned(kernel, rows, n, x.element_size(), rule)
+    return tuned(kernel, rows, n, itemsize, rule)
 
 
 def forward_config(

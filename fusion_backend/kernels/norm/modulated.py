@@ -116,10 +116,11 @@ def forward_config(n: int) -> Config:
 
 
 def forward(
-    x: Tensor, modulation: Modulation, save: bool, config: Config | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y `[b, ..., n]`, contiguous and of x's dtype, and mean and rstd `[rows]` in fp32: empty
-    unless saved, mean also if not centred.
+    x: Tensor, modulation: Modulation, save: bool, config: Config | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y `[b, ..., n]`, contiguous and of x's dtype or `dtype`, and mean and rstd `[rows]` in fp32:
+    empty unless saved, mean also if not centred.
 
     x is `[b, ..., n]`, its columns one element apart; weight, bias, scale and shift as in
     Modulation, each fp32, bf16 or fp16; n is up to MAX_HELD. Grid: for each sample its tokens /
@@ -129,7 +130,7 @@ def forward(
     samples, tokens, n = sizes(x)
     config = config or forward_config(n)
     strips = strips_of(samples, tokens, config, x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     mean, rstd = (
         torch.empty(samples * tokens if keep else 0, dtype=torch.float32, device=x.device)
         for keep in (save and centred, save)

@@ -45,10 +45,11 @@ def write_piece(
     d, OUT, DX, seed, row, piece,
     N: tl.constexpr, COLS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a piece of a row, and of what was dropped out."""
+    """The gradient of a piece of a row, and that of x, through its dropout if it has one."""
     col = piece * COLS + tl.arange(0, COLS)
     tl.store(OUT + row * N + col, d, col < N)
     if DX is not None:
-        quad = row * ((N + 3) // 4) + piece * (COLS // 4) + tl.arange(0, COLS // 4)
-        d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
+        if THRESHOLD > 0:
+            quad = row * ((N + 3) // 4) + piece * (COLS // 4) + tl.arange(0, COLS // 4)
+            d *= dropout_factors(seed, quad, THRESHOLD, SCALE)
         tl.store(DX + row * N + col, d, col < N)
