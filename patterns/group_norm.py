@@ -1,9 +1,10 @@
 """Group normalisation: act(group_norm(x, groups) · weight + bias) over groups of channels in
 dimension 1.
 
-x is `[b, c, ...]`, dense, in fp32, bf16 or fp16, a group of it up to 1048576 elements long; weight
-and bias `[c]` may be missing. act is silu or nothing. Computed in fp32; backward keeps x and the
-mean and rstd of each group. Source: Wu and He 2018, torch.nn.functional.group_norm.
+x is `[b, c, ...]`, dense in this order or channels-last, in fp32, bf16 or fp16, a group of it up to
+1048576 elements long; the result is laid out as x. weight and bias `[c]` may be missing. act is
+silu or nothing. Computed in fp32; backward keeps x and the mean and rstd of each group. Source: Wu
+and He 2018, torch.nn.functional.group_norm.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from fusion_backend.kernels.common.inputs import dense, memory
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.group_norm import forward, size_of
 from fusion_backend.kernels.norm.group_norm_backward import backward
+from fusion_backend.kernels.norm.group_norm_rows import channels_last
+from fusion_backend.kernels.norm.group_norm_rows import forward as forward_of_rows
+from fusion_backend.kernels.norm.group_norm_rows_backward import backward as backward_of_rows
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted
 
@@ -58,8 +62,8 @@ def _(x, groups, weight, bias, eps, act):
     no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_dynamic(groups=groups, eps=eps)
     if no or any(map(dynamic, x.shape[1:])):
         return no or Reject("the number of channels or the size of a plane is dynamic")
-    if not dense(x, range(x.dim())):
-        return Reject(f"x is not dense in its own order (channels-last, for example): {memory(x)}")
+    if not dense(x, range(x.dim())) and not channels_last(x):
+        return Reject(f"x is dense neither in its own order nor channels-last: {memory(x)}")
     if not 1 <= size_of(x, groups) <= MAX_GROUP:
         return Reject(f"a group of {size_of(x, groups)} elements is not between 1 and {MAX_GROUP}")
     return reject_vectors(weight=weight, bias=bias)
@@ -76,6 +80,8 @@ def _(around, training):
 
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
+    if channels_last(x):
+        return UNMEASURED
     if groups == x.shape[1]:
         return Reject(
             "each channel is a group, as in instance_norm: timed at 0.74 to 1.00 of Inductor on an "
@@ -87,7 +93,8 @@ def _(x, groups, weight, bias, eps, act, training):
 
 @group_norm.kernel(saves=("mean", "rstd"))
 def _(x, groups, weight, bias, eps, act, save):
-    return forward(x, groups, weight, bias, eps, act, save)
+    run = forward_of_rows if channels_last(x) else forward
+    return run(x, groups, weight, bias, eps, act, save)
 
 
 @group_norm.saved
@@ -101,7 +108,8 @@ def _(x, groups, weight, bias, eps, act):
 def _(saved, dy):
     needs = [saved.needs[name] for name in ("x", "weight", "bias")]
     args = saved.x, saved.groups, saved.weight, saved.bias, saved.mean, saved.rstd, saved.act
-    return backward(dy, *args, needs)
+    run = backward_of_rows if channels_last(saved.x) else backward
+    return run(dy, *args, needs)
 
 
 @group_norm.inputs(dict(b=2, c=60, n=4, groups=2), dict(b=16, c=480, n=64, groups=32))

@@ -15,6 +15,7 @@ from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import channels
 from fusion_backend.kernels.norm import group_norm as groups
 from fusion_backend.kernels.norm import group_norm_backward as groups_backward
+from fusion_backend.kernels.norm import group_norm_rows_backward as rows_backward
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import fused_nodes, rewritten, with_kernels
@@ -350,6 +351,7 @@ def test_a_symbolic_batch_adds_no_guard():
             ("bias_act", flat.new_empty((flat.shape[0], 64)), row, "gelu"),
             ("bias_act", last, six.view(6, 1, 1), "gelu"),
             ("group_norm", planes, 2, six, six, 1e-5, "silu"),
+            ("group_norm", last, 2, six, six, 1e-5, "silu"),
             ("l2_norm", flat.new_empty((flat.shape[0], 64)), 1e-12),
         ]
         for name, *args in sites:
@@ -359,10 +361,9 @@ def test_a_symbolic_batch_adds_no_guard():
             with trial(lambda kernel, grid, values, options, grids=grids: grids.append(grid)):
                 pattern.kernel_fn(*args, *([True] if pattern.saves else []))
                 if name == "group_norm":
-                    stats = planes.new_empty(planes.shape[0] * 2)
-                    groups_backward.backward(
-                        planes, planes, 2, six, six, stats, stats, "silu", [True] * 3
-                    )
+                    x, stats = args[0], planes.new_empty(planes.shape[0] * 2)
+                    back = (groups_backward if x is planes else rows_backward).backward
+                    back(x, x, 2, six, six, stats, stats, "silu", [True] * 3)
             assert isinstance(grids[0][0], torch.SymInt), name
         wide = planes.new_empty((4, 6, x.shape[0], 7))
         for name, *args in (
@@ -401,13 +402,13 @@ def test_refusals():
         ("bias_act", (x.transpose(0, 1), randn(2, 1, 1), "gelu"), "x is dense neither"),
         (
             "group_norm",
-            (x.contiguous(memory_format=LAST), 2, c, c, 1e-5, "silu"),
-            "channels-last, for example",
+            (x.transpose(2, 3), 2, c, c, 1e-5, "silu"),
+            "dense neither in its own order nor channels-last",
         ),
         (
             "group_norm",
             (randn(1, 2, 1).expand(1, 2, 1 << 20), 1, None, None, 1e-5, "silu"),
-            "not dense",
+            "dense neither",
         ),
         (
             "group_norm",

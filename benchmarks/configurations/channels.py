@@ -13,6 +13,8 @@ from fusion_backend.kernels.common.rows import Config
 from fusion_backend.kernels.norm import channels
 from fusion_backend.kernels.norm import group_norm as groups
 from fusion_backend.kernels.norm import group_norm_backward as groups_backward
+from fusion_backend.kernels.norm import group_norm_rows as rows
+from fusion_backend.kernels.norm import group_norm_rows_backward as rows_backward
 
 
 def by_channels(device) -> Iterator[Call]:
@@ -24,7 +26,7 @@ def by_channels(device) -> Iterator[Call]:
     x = torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16)
     small = torch.randn(b * 4, c * 8, n // 8, n // 8, device=device, dtype=torch.bfloat16)
     wide = channels.Affine(*[vector[: c * 8]] * 4, 1e-5)
-    rows = torch.randn(16384 if big else 4, 4096, device=device, dtype=torch.bfloat16)
+    many = torch.randn(16384 if big else 4, 4096, device=device, dtype=torch.bfloat16)
     for block, each, warps in itertools.product(
         (64, 256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32), (4, 8)
     ):
@@ -38,7 +40,7 @@ def by_channels(device) -> Iterator[Call]:
             ("batch_norm", (x, 1, affine, "relu")),
             ("batch_norm of small planes", (small, 1, wide, "relu")),
             ("batch_norm channels-last", (last, 1, affine, "relu")),
-            ("bias_act", (rows, 1, bias, "gelu")),
+            ("bias_act", (many, 1, bias, "gelu")),
         ):
             yield Call(
                 f"{name} {tuple(args[0].shape)}",
@@ -55,6 +57,31 @@ def by_channels(device) -> Iterator[Call]:
                 yield Call(
                     f"{name} {tuple(t.shape)}", f"BLOCK={block} in a row, warps={warps}", run
                 )
+
+
+def group_norms_of_rows(device) -> Iterator[Call]:
+    """Channels-last, as in diffusion models, in bf16."""
+    shapes = (64, 320, 64), (16, 640, 32), (8, 1280, 16), (2, 512, 128), (1, 320, 64)
+    for b, c, n in shapes if torch.cuda.is_available() else ((2, 64, 8),):
+        x, dy = (
+            torch.randn(b, c, n, n, device=device, dtype=torch.bfloat16).to(
+                memory_format=torch.channels_last
+            )
+            for _ in range(2)
+        )
+        w, bias = (torch.randn(c, device=device, dtype=torch.bfloat16) for _ in range(2))
+        _, mean, rstd = rows.forward(x, 32, w, bias, 1e-5, "silu", True)
+        args, work = (dy, x, 32, w, bias, mean, rstd, "silu", [True] * 3), f"{b}x{c}x{n}x{n}"
+        every = itertools.product((1024, 2048, 4096, 8192), (2, 4, 8, 16), (2, 4, 8, 16))
+        for elements, warps, programs in every:
+            if not 8 <= elements // (32 * warps) <= 32:
+                continue
+            words = f"elements={elements} warps={warps} programs={programs}"
+            tiles = rows.tiles_of(x, elements, warps, programs)
+            run = functools.partial(rows.forward, x, 32, w, bias, 1e-5, "silu", True, tiles)
+            yield Call(f"group_norm channels-last {work}", words, run)
+            run = functools.partial(rows_backward.backward, *args, tiles)
+            yield Call(f"group_norm channels-last backward {work}", words, run)
 
 
 def group_norms(device) -> Iterator[Call]:

@@ -9,7 +9,7 @@ from benchmarks.configurations.attention import (
     attention_short,
     attention_wide,
 )
-from benchmarks.configurations.channels import by_channels, group_norms
+from benchmarks.configurations.channels import by_channels, group_norms, group_norms_of_rows
 from benchmarks.configurations.elementwise import elementwise, integers
 from benchmarks.configurations.losses import channel_losses, losses, soft_losses
 from benchmarks.configurations.modulated import modulated_norms
@@ -51,6 +51,7 @@ SWEEPS = {
     "batch_norm": by_channels,
     "bias_act": by_channels,
     "group_norm": group_norms,
+    "group_norm_channels_last": group_norms_of_rows,
     "attention": attention,
     "add_rms_norm": few_rows,
     "modulated_norm": modulated_norms,

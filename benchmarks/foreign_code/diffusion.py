@@ -307,3 +307,15 @@ def gated_depthwise_block(n, side, width):
         features(n, side * side, width),
         features(n, width),
     )
+
+
+@problem(
+    "diffusers ResnetBlock2D, channels-last as its guide to faster inference has it",
+    MAPS,
+    FEW_MAPS,
+    ALL,
+)
+def diffusion_resnet_channels_last(n, c, side):
+    block = ResnetBlock(c, 4 * c).to(memory_format=torch.channels_last)
+    x = features(n, c, side, side).to(memory_format=torch.channels_last)
+    return block, (x, features(n, 4 * c))

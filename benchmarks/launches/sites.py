@@ -111,6 +111,11 @@ CASES = [
     ("group_norm", dict(b=16, c=320, n=32, groups=32), FULL, True),
     ("group_norm", dict(b=2, c=512, n=128, groups=32), HALF, True),  # split over programs
     ("group_norm", dict(b=2, c=512, n=128, groups=32), FULL, True),
+    *(
+        ("group_norm", dict(b=b, c=c, n=n, groups=32, silu=1, channels_last=1), dtype, True)
+        for b, c, n in ((64, 320, 64), (2, 512, 128), (8, 96, 32))
+        for dtype in (HALF, FULL)
+    ),
     ("bias_act", dict(rows=16384, n=4096), HALF, False),
     ("bias_act", dict(rows=16384, n=100), FULL, False),
     ("cross_entropy", dict(rows=8192, v=128256), HALF, True),

@@ -86,6 +86,8 @@ class Work(NamedTuple):
         """
         if self.pattern in AS_WRITTEN:
             return AS_WRITTEN[self.pattern]
+        if "channels_last" in self.case:
+            return read_by_convolution(FUSION_RULES[self.pattern].reference)
         if "autocast" in self.case:
             return read_by_linear(FUSION_RULES[self.pattern].reference, self.dtype)
         return (
@@ -204,6 +206,11 @@ def read_by_linear(reference: Callable, dtype: torch.dtype) -> Callable:
         return (first, *rest) if rest else first
 
     return norm
+
+
+def read_by_convolution(reference: Callable) -> Callable:
+    """With the result in the layout of x, which a convolution reads; in eager it is not."""
+    return lambda *args: reference(*args).contiguous(memory_format=torch.channels_last)
 
 
 def attended(case: dict) -> float:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fusion_backend.capture.aliases import storages
 from fusion_backend.capture.sizes import equals, same
-from fusion_backend.capture.view import is_lowered
+from fusion_backend.capture.view import is_elementwise, is_lowered
 from fusion_backend.compat.torch import (
     enable_python_dispatcher,
     schema_of,
@@ -28,9 +28,10 @@ from fusion_backend.ops.registry import registered
 from fusion_backend.ops.rule import SEED, Replacement
 from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 
-# These operators read the values of a result in any memory layout.
-MOVES = {"aten::transpose", "aten::permute", "aten::mT", "aten::swapaxes", "aten::swapdims"}
-MOVES |= {"aten::movedim", "aten::moveaxis", "aten::contiguous", "aten::reshape"}
+# These operators read the values of a result in any memory layout, and so do elementwise ones.
+IN_ANY_LAYOUT = {"transpose", "permute", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
+IN_ANY_LAYOUT |= {"contiguous", "reshape", "dropout", "conv1d", "conv2d", "conv3d"}
+FOLLOWED = 50  # readers, and readers of theirs, at most
 
 # The tables have timed no op with a copy behind it, nor one whose result is rounded.
 COPIED = Unmeasured("its result would be copied, for the strides that the graph has")
@@ -213,23 +214,32 @@ def to_copy(call: Call, match: Match, writers: dict) -> tuple[int, ...]:
 
 def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
     """Would a reader see that the result's strides differ from the graph's?"""
-    pending = [(root, out)]
+    pending, followed = [(root, out)], 0
     while pending:
         n, value = pending.pop()
         if laid_out_as(value, n.meta["val"]):
             continue
         for u in n.users:
+            followed += 1
             name = schema_of(u.target).name if is_lowered(u) else ""
+            short = name.removeprefix("aten::")
+            known = short in IN_ANY_LAYOUT or (name and is_elementwise(u))
             # memory that was fresh may be a view now
-            if name not in MOVES or any(s in writers for s in storages(u)):
+            if not known or any(s in writers for s in storages(u)) or followed > FOLLOWED:
                 return True
-            if name == "aten::contiguous" and u.meta["val"].is_contiguous():
+            if short == "contiguous" and u.meta["val"].is_contiguous():
                 continue
             if not all(isinstance(size, int) for size in value.shape):  # no guard for a question
                 return True
-            with value.fake_mode:
-                pending.append((u, u.target(value, *u.args[1:], **u.kwargs)))
+            pending.append((u, computed_from(u, n, value)))
     return False
+
+
+def computed_from(user: fx.Node, n: fx.Node, value: torch.Tensor):
+    """The fake result of a node, were `n` this value."""
+    args, kwargs = fx.map_arg((user.args, user.kwargs), lambda a: value if a is n else value_of(a))
+    with value.fake_mode, torch.no_grad():
+        return user.target(*args, **kwargs)
 
 
 def draws_random_numbers(match: Match) -> bool:
