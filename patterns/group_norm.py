@@ -2,9 +2,10 @@
 dimension 1.
 
 x is `[b, c, ...]`, dense in this order or channels-last, in fp32, bf16 or fp16, a group of it up to
-1048576 elements long; the result is laid out as x. weight and bias `[c]` may be missing. act is
-silu or nothing. Computed in fp32; backward keeps x and the mean and rstd of each group. Source: Wu
-and He 2018, torch.nn.functional.group_norm.
+1048576 elements long; the result is laid out as x. weight and bias `[c]` may be missing, and may be
+in fp32 beside an x in 16 bits; then the result is in fp32. act is silu or nothing. Computed in
+fp32; backward keeps x and the mean and rstd of each group. Source: Wu and He 2018,
+torch.nn.functional.group_norm.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import dynamic, reject_dtypes, reject_dynamic, reject_vectors
+from fusion_backend.kernels import dynamic, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.inputs import dense, memory
+from fusion_backend.kernels.common.inputs import (
+    common_dtype,
+    dense,
+    memory,
+    reject_dtypes_of_vectors,
+)
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.group_norm import forward, size_of
 from fusion_backend.kernels.norm.group_norm_backward import backward
@@ -40,6 +46,7 @@ def group_norm(
     act: Literal["identity", "silu"],
 ) -> Tensor:
     alone = weight is None and bias is not None  # torch has no gradient then
+    x = x.to(common_dtype(x, weight, bias))
     y = F.group_norm(x, groups, weight, None if alone else bias, eps)
     return activate(y + bias.reshape(-1, *[1] * (x.dim() - 2)) if alone else y, act)
 
@@ -59,7 +66,8 @@ def _(x, groups, weight, bias, eps, act):
 
 @group_norm.guard
 def _(x, groups, weight, bias, eps, act):
-    no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_dynamic(groups=groups, eps=eps)
+    no = reject_dtypes_of_vectors(x, weight=weight, bias=bias)
+    no = no or reject_dynamic(groups=groups, eps=eps)
     if no or any(map(dynamic, x.shape[1:])):
         return no or Reject("the number of channels or the size of a plane is dynamic")
     if not dense(x, range(x.dim())) and not channels_last(x):
@@ -80,7 +88,7 @@ def _(around, training):
 
 @group_norm.worthwhile
 def _(x, groups, weight, bias, eps, act, training):
-    if channels_last(x):
+    if common_dtype(x, weight, bias) != x.dtype:
         return UNMEASURED
     if groups == x.shape[1]:
         return Reject(
@@ -92,9 +100,9 @@ def _(x, groups, weight, bias, eps, act, training):
 
 
 @group_norm.kernel(saves=("mean", "rstd"))
-def _(x, groups, weight, bias, eps, act, save):
+def _(x, groups, weight, bias, eps, act, save, result_dtype):
     run = forward_of_rows if channels_last(x) else forward
-    return run(x, groups, weight, bias, eps, act, save)
+    return run(x, groups, weight, bias, eps, act, save, dtype=result_dtype)
 
 
 @group_norm.saved

@@ -1,7 +1,8 @@
 """Layer normalisation over the last dimension: (x - mean) / sqrt(var + eps) · weight + bias.
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight and bias `[n]` may be
-missing. Sums are taken in fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
+missing, and may be in fp32 beside an x in 16 bits; then the result is in fp32. Sums are taken in
+fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.kernels import (
     number,
-    reject_dtypes,
     reject_dynamic,
     reject_rows,
     reject_vectors,
 )
+from fusion_backend.kernels.common.inputs import common_dtype, reject_dtypes_of_vectors
 from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.forward import Norm, forward, small_in_fp32
@@ -26,7 +27,7 @@ from fusion_backend.kernels.norm.forward import Norm, forward, small_in_fp32
 
 @Pattern(inductor="reduction")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return F.layer_norm(x.to(common_dtype(x, weight, bias)), x.shape[-1:], weight, bias, eps)
 
 
 def affine(y, weight, bias):
@@ -59,14 +60,15 @@ def _(x, weight, bias, eps):
     return (
         reject_rows(x)
         or reject_vectors(weight=weight, bias=bias)
-        or reject_dtypes(x=x, weight=weight, bias=bias)
+        or reject_dtypes_of_vectors(x, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )
 
 
 @layer_norm.worthwhile
 def _(x, weight, bias, eps, training):
-    if statically_known_true(x.numel() < 1 << 17):
+    timed = common_dtype(x, weight, bias) == x.dtype
+    if not timed or statically_known_true(x.numel() < 1 << 17):
         return UNMEASURED
     if no := small_in_fp32(x, training):
         return no

@@ -1,8 +1,8 @@
 """RMS normalisation over the last dimension: x / sqrt(mean(x²) + eps) · (weight + offset).
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight `[n]` and offset may be
-missing (Gemma: offset 1). The mean is taken in fp32. Source: Zhang and Sennrich 2019,
-torch.nn.functional.rms_norm.
+missing (Gemma: offset 1), and weight may be in fp32 beside an x in 16 bits; then the result is in
+fp32. The mean is taken in fp32. Source: Zhang and Sennrich 2019, torch.nn.functional.rms_norm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.kernels import reject_dtypes, reject_dynamic, reject_rows, reject_vectors
+from fusion_backend.kernels import reject_dynamic, reject_rows, reject_vectors
+from fusion_backend.kernels.common.inputs import common_dtype, reject_dtypes_of_vectors
+from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.backward import backward
 from fusion_backend.kernels.norm.forward import Norm, forward, not_forward, small_in_fp32
 
@@ -44,13 +46,15 @@ def _(x, weight, offset, eps):
     return (
         reject_rows(x)
         or reject_vectors(weight=weight)
-        or reject_dtypes(x=x, weight=weight)
+        or reject_dtypes_of_vectors(x, weight=weight)
         or reject_dynamic(offset=offset, eps=eps)
     )
 
 
 @rms_norm.worthwhile
 def _(x, weight, offset, eps, training):
+    if common_dtype(x, weight) != x.dtype:
+        return UNMEASURED
     return small_in_fp32(x, training) or not_forward(x)
 
 

@@ -132,9 +132,9 @@ SEED = torch.tensor([4567890123456789012], device=DEVICE)
 PART = (128, 1, 4)  # a configuration that walks through rows longer than 128
 
 
-def check(name: str, *args, kernel=None, needs=None, factor: float = 5, narrow=None):
-    """Results and gradients of a pattern's kernels against its reference in fp64; `narrow` is the
-    dtype of the first result, if it is not that of the reference.
+def check(name: str, *args, kernel=None, needs=None, factor: float = 5, narrow=None, like=None):
+    """Results and gradients of a pattern's kernels against its reference in fp64. `narrow` is the
+    dtype of the first result, if it is not that of the reference; `like` is laid out as it.
     """
     pattern = FUSION_RULES[name]
     assert pattern.guard_fn(*args) is None
@@ -156,7 +156,8 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, narrow=N
     first, *others = many(reference(*args))
     eager = first.to(narrow or first.dtype), *others
     for g, w, e in zip(got, want, eager, strict=False):
-        assert (g.dtype, g.shape, steps(g)) == (e.dtype, e.shape, steps(e))
+        laid_out = steps(like if like is not None and g is got[0] else e)
+        assert (g.dtype, g.shape, steps(g)) == (e.dtype, e.shape, laid_out)
         if w.numel() and w.is_floating_point():
             assert distance(g, w) <= CLOSE[g.dtype]
     if pattern.backward_fn is None or not any(needs.values()):

@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion_backend.capture.autocast import casts_of, casts_of_roundings
-from fusion_backend.testing import collect
+from fusion_backend.kernels.common import rows
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.kernels.norm import group_norm_rows
+from fusion_backend.testing import collect, fused_nodes
 
 pytestmark = pytest.mark.filterwarnings("ignore:fusion:RuntimeWarning")  # no GPU: no kernel
 HALF = [torch.bfloat16, torch.float16]
@@ -117,3 +120,54 @@ def test_found(fn, pattern, dtype):
     with torch.autocast("cuda", dtype):
         report = collect(fn, cuda(2, 9, 8), cuda(8, 96)).report
     assert pattern in {s.pattern for s in report.sites}, str(report)
+
+
+def convolutions(x, w):
+    y = F.conv2d(x, w, padding=1)
+    return F.conv2d(F.silu(F.group_norm(y, 4, weight(32), weight(32))), w, padding=1)
+
+
+def layers(x, w):
+    y = F.layer_norm(F.linear(x, w), (32,), weight(32), weight(32))
+    return F.linear(y, w) + F.linear(y, w)
+
+
+def residual_stream(x, w):
+    vectors, h = [weight(32), weight(32)], x + F.linear(x, w)
+    return F.linear(F.layer_norm(h, (32,), *vectors), w) + h
+
+
+def modulated(x, w):
+    scale = F.linear(x[:, :1], w)
+    return F.linear(F.layer_norm(x, (32,)) * (1 + scale) + scale, w)
+
+
+def weight(n):
+    return torch.ones(n, device="cuda")
+
+
+IMAGE, ROWS = ((2, 32, 6, 6), (32, 32, 3, 3)), ((2, 9, 32), (32, 32))
+FP32 = torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "fn, shapes, name, given",
+    [
+        (convolutions, IMAGE, "group_norm", ["half", FP32, FP32]),
+        (layers, ROWS, "layer_norm", ["half", FP32, FP32]),
+        (residual_stream, ROWS, "add_layer_norm", [FP32, "half", FP32, FP32]),
+        (modulated, ROWS, "modulated_norm", [FP32, "half", "half"]),
+    ],
+)
+def test_norms_read_and_write_16_bits(fn, shapes, name, given, dtype, monkeypatch):
+    """A norm reads the result of a layer before its cast to fp32, and writes what layers read."""
+    for module in (rows, group_norm_rows):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    only = {"fusion.gate": "always", "fusion.only": name}
+    with torch.autocast("cuda", dtype), trial(lambda *launch: None):
+        collector = collect(fn, *(cuda(*shape) for shape in shapes), options=only)
+    (node,) = fused_nodes(collector.graphs[0])
+    assert node.kwargs["narrow"] == str(dtype).removeprefix("torch.")
+    read = [a.meta["example_value"].dtype for a in node.args if isinstance(a, torch.fx.Node)]
+    assert read == [dtype if d == "half" else d for d in given]

@@ -40,8 +40,8 @@ def last(x):
 @pytest.fixture(params=TILES.values(), ids=TILES)
 def tiles(request, monkeypatch):
     of = rows.tiles_of
-    for module in (rows, rows_backward):
-        monkeypatch.setattr(module, "tiles_of", lambda x: of(x, *request.param))
+    for module, name in ((rows, "tiles_of"), (rows_backward, "backward_tiles")):
+        monkeypatch.setattr(module, name, lambda x: of(x, *request.param))
 
 
 @runs_kernels
@@ -51,8 +51,7 @@ def test_values_and_gradients(shape, act, dtype):
     (size, groups), c = shape, shape[0][1]
     x, w, b = last(randn(*size, dtype=dtype) + 1), randn(c, dtype=dtype), randn(c, dtype=dtype)
     assert rows.channels_last(x)
-    y, *_ = check("group_norm", x, groups, w, b, 1e-5, act)
-    assert steps(y) == steps(x)
+    check("group_norm", x, groups, w, b, 1e-5, act, like=x)
 
 
 @runs_kernels
@@ -60,7 +59,7 @@ def test_values_and_gradients(shape, act, dtype):
 def test_what_is_missing_or_not_wanted():
     x, w, b, dy = last(randn(3, 6, 5, 3)), randn(6), randn(6), randn(3, 6, 5, 3)
     for weight, bias in ((None, b), (w, None), (None, None)):
-        check("group_norm", x, 3, weight, bias, 1e-5, "silu")
+        check("group_norm", x, 3, weight, bias, 1e-5, "silu", like=x)
     args = x, 2, w, b, *rows.forward(x, 2, w, b, 1e-5, "silu", True)[1:], "silu"
     every = rows_backward.backward(dy, *args, [True] * 3)
     for needs in itertools.product([False, True], repeat=3):
@@ -73,13 +72,13 @@ def test_what_is_missing_or_not_wanted():
 @pytest.mark.usefixtures("tiles")
 def test_far_from_zero_and_not_finite():
     far = last(randn(2, 6, 10, 10) + 1000)
-    found = FUSION_RULES["group_norm"].kernel_fn(far, 2, None, None, 1e-5, "identity", False)
+    found = FUSION_RULES["group_norm"].kernel_fn(far, 2, None, None, 1e-5, "identity", False, None)
     assert distance(found[0], F.group_norm(far.double(), 2)) < 1e-4
     assert found[1].numel() == found[2].numel() == 0
     x = last(randn(3, 4, 4, 5))
     x[0, 1, 3], x[1, 2, 1], x[2, :2] = math.nan, math.inf, 0.0
-    got = FUSION_RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False)[0]
-    torch.testing.assert_close(got, F.group_norm(x, 2), equal_nan=True)
+    got = FUSION_RULES["group_norm"].kernel_fn(x, 2, None, None, 1e-5, "identity", False, None)[0]
+    torch.testing.assert_close(got, F.group_norm(x, 2), equal_nan=True, check_stride=False)
 
 
 def test_which_layouts_are_taken():
@@ -89,7 +88,7 @@ def test_which_layouts_are_taken():
         if isinstance(found.guard_fn(*args), Reject):
             return None
         with trial(lambda kernel, *_: launched.append(kernel)):
-            y = found.kernel_fn(*args, False)[0]
+            y = found.kernel_fn(*args, False, None)[0]
         assert steps(y) == steps(x)
         return rows.apply_to_rows_kernel in launched
 
@@ -108,11 +107,10 @@ def test_tiles_leave_no_multiprocessor_without_work():
     """On a GPU of 132 multiprocessors."""
     for shape in ((64, 320, 64, 64), (1, 512, 128, 128), (2, 1280, 16, 16), (8, 3, 512, 512)):
         x = last(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
-        t = rows.tiles_of(x)
-        assert t.block * t.across >= shape[1] and t.block * t.rows <= 4096
-        assert t.pieces * t.length >= shape[2] * shape[3] > (t.pieces - 1) * t.length
-        programs = shape[0] * t.across * t.pieces
-        assert programs >= 132 or t.length == t.rows
+        for t in (rows.tiles_of(x), rows_backward.backward_tiles(x)):
+            assert t.block * t.across >= shape[1] and t.block * t.rows <= 4096
+            assert t.pieces * t.length >= shape[2] * shape[3] > (t.pieces - 1) * t.length
+            assert shape[0] * t.across * t.pieces >= 132 or t.length == t.rows
 
 
 def resnet(x, v, w):

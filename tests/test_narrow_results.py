@@ -58,6 +58,9 @@ NARROW = {
     "two layers under autocast": two_layers,
     "casts of views": lambda x, w: [(y := norm_of(x)).view(-1).to(BF16) * 2, y[:, 1:].to(BF16) * 2],
     "of a sum": lambda x, w: [F.layer_norm(h := x + x.to(BF16), (N,)).to(BF16) * 2, h],
+    "of bf16 with a weight in fp32": lambda x, w: (
+        F.layer_norm(x.to(BF16).float(), (N,), w[0]).to(BF16).mul(2)
+    ),
     "of an RMS norm": lambda x, w: F.rms_norm(x, (N,)).to(BF16) * 2,
     "modulated": lambda x, w: (norm_of(x) * (1 + w[:2, None]) + w[2:4, None]).to(BF16) * 2,
 }
@@ -138,6 +141,22 @@ def test_the_other_norms(narrow):
     check("rms_norm", x, w, 1.0, 1e-5, narrow=narrow)
     scale, shift = randn(2, 1, N, dtype=narrow), randn(2, 1, N, dtype=narrow)
     check("modulated_norm", x, w, b, scale, shift, 1e-5, "layer", narrow=narrow)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("each_kernel")
+@pytest.mark.parametrize("narrow", [None, BF16, FP16])
+@pytest.mark.parametrize("last", [False, True])
+def test_vectors_in_fp32_beside_16_bits(narrow, last):
+    """As a norm under autocast has them that reads the result of a linear layer or convolution."""
+    x, w, b, how = randn(2, 3, N, dtype=BF16), randn(N), randn(N), dict(narrow=narrow)
+    check("layer_norm", x, w, b, 1e-5, **how)
+    check("layer_norm", x, None, b, 1e-5, **how)
+    check("rms_norm", x, w, 1.0, 1e-5, **how)
+    x = randn(2, 12, 5, 7, dtype=BF16)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    check("group_norm", x, 3, randn(12), randn(12), 1e-5, "silu", like=x, **how)
+    check("group_norm", x, 3, None, randn(12), 1e-5, "silu", like=x, **how)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,8 @@ def test_layer_norm_refusals():
     x, w = randn(4, 6), randn(6)
     for args, sentence in [
         ((x.double(), w.double(), None, 1e-5), "float64"),
-        ((x.half(), w, None, 1e-5), "x is torch.float16 and weight is torch.float32"),
+        ((x, w.half(), None, 1e-5), "x is torch.float32 and weight is torch.float16"),
+        ((x.half(), w, w.half(), 1e-5), "weight is torch.float32 and bias is torch.float16"),
         (
             (x, None, randn(12)[::2], 1e-5),
             "bias with shape (6,) and strides (2,) is not a plain vector",

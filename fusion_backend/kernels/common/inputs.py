@@ -4,6 +4,7 @@ symbolic sizes.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -41,13 +42,29 @@ def reject_dtypes(**tensors: Tensor | None) -> Reject | None:
             return Reject(f"{leader} is {want} and {name} is {dtype}")
 
 
+def common_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What torch promotes tensors of at least one dimension to; None passes."""
+    dtypes = [t.dtype for t in tensors if t is not None]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def reject_dtypes_of_vectors(x: Tensor, **vectors: Tensor | None) -> Reject | None:
+    """Refuse other dtypes than fp32, bf16 and fp16. Vectors have the dtype of x, or all of them are
+    in fp32 beside an x in 16 bits, as under autocast.
+    """
+    given = {name: t for name, t in vectors.items() if t is not None}
+    if any(t.dtype == torch.float32 for t in given.values()):
+        return reject_dtypes(x=x) or reject_dtypes(**given)
+    return reject_dtypes(x=x, **given)
+
+
 def reject_dtypes_of_sum(x: Tensor, residual: Tensor, **others: Tensor | None) -> Reject | None:
     """Refuse other dtypes than fp32, bf16 and fp16. x and residual may differ if one of them has
     the dtype of their sum, as under autocast; the others must have that.
     """
     if (no := reject_dtypes(x=x) or reject_dtypes(residual=residual)) is not None:
         return no
-    wide = torch.promote_types(x.dtype, residual.dtype)
+    wide = common_dtype(x, residual)
     if wide not in (x.dtype, residual.dtype):
         return Reject(f"x is {x.dtype} and residual is {residual.dtype}")
     widest = dict(x=x) if x.dtype == wide else dict(residual=residual)

@@ -37,8 +37,8 @@ def backward(
     dy: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor, rstd: Tensor, norm: Norm,
     needs: tuple[bool, bool, bool], dx: Tensor | None = None, config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of h `[..., n]`, contiguous, and of weight and bias `[n]`, in h's dtype; None where
-    `needs` says no.
+    """Gradients of h `[..., n]`, contiguous, and of weight and bias `[n]`, each in its dtype; None
+    where `needs` says no.
 
     dh is what h itself gets. dx, where it is given, is filled with the gradient of what was dropped
     out, or with that of h in another dtype; h must be wanted then. See operands.Backward for shapes
@@ -54,7 +54,7 @@ def backward(
     if config is None and needs[0] and sharing_is_faster(n, norm) and shareable(h, config_for(n)):
         run = backward_cooperative
     sums = run(operands, config)
-    return out, *add_up(sums, h.dtype, *needs[1:])
+    return out, *add_up(sums, norm.dtype_of_vectors(h), *needs[1:])
 
 
 def backward_of_sum(

@@ -26,7 +26,8 @@ def backward_few(
     n, config = operands.n, backward_config(operands.n)
     (dy, dh, h), rows, strides = operands.by_rows()
     dw, db = (
-        torch.empty(n, dtype=h.dtype, device=h.device) if need else None for need in needs[1:]
+        torch.empty(n, dtype=norm.dtype_of_vectors(h), device=h.device) if need else None
+        for need in needs[1:]
     )
     blocks = (n + 63) // 64 if any(needs[1:]) else 0
     seed, chance = dropout_arguments(norm.dropout)

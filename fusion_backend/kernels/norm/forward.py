@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.dropout import Dropout, dropout_arguments, dropout_factors
-from fusion_backend.kernels.common.inputs import as_rows, dynamic, maybe_rows, number
+from fusion_backend.kernels.common.inputs import (
+    as_rows,
+    common_dtype,
+    dynamic,
+    maybe_rows,
+    number,
+)
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
 from fusion_backend.kernels.norm import forward_cooperative as cooperative
@@ -54,8 +60,9 @@ def forward(
     sum_is_read: bool = True, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """y `[..., n]` and h (None without a residual), both contiguous, and mean and rstd `[rows]` in
-    fp32: empty unless saved, mean also if not centred. h has the dtype of x + residual, y the same
-    or `dtype`. h is empty and not written where nobody, backward included, reads the sum.
+    fp32: empty unless saved, mean also if not centred. h has the dtype of x + residual, y `dtype`
+    or what torch promotes h, weight and bias to. h is empty and not written where nobody, backward
+    included, reads the sum.
 
     x and residual are `[..., n]` in fp32, bf16 or fp16; their columns are one element apart, or
     they are copied. Grid: rows / config.rows, or config.programs a multiprocessor; of few long
@@ -65,10 +72,10 @@ def forward(
     shared = config is None and cooperative.worthwhile(x, norm.dropout)
     divided = config is None and split.few_long_rows(rows, n, x.device)
     config = config or config_for(x, residual, norm)
-    wide = dtype_of_sum(x, residual)
-    y = torch.empty(x.shape, dtype=dtype or wide, device=x.device)
-    h_shape = x.shape if sum_is_read else (0,)
-    h = None if residual is None else torch.empty(h_shape, dtype=wide, device=x.device)
+    dtype = dtype or common_dtype(x, residual, norm.weight, norm.bias)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    h_shape, of_sum = x.shape if sum_is_read else (0,), common_dtype(x, residual)
+    h = None if residual is None else torch.empty(h_shape, dtype=of_sum, device=x.device)
     (x, rows, stride), (residual, _, residual_stride) = as_rows(x), maybe_rows(residual)
     saved = [save and norm.centred, save]
     mean, rstd = (
@@ -94,14 +101,10 @@ def forward(
     return y, h, mean, rstd
 
 
-def dtype_of_sum(x: Tensor, residual: Tensor | None) -> torch.dtype:
-    return x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-
-
 def config_for(x: Tensor, residual: Tensor | None, norm: Norm) -> Config:
     """What the table has for this norm and these rows, else what the rule gives."""
     n, rows = number(x.shape[-1]), x.numel() // number(x.shape[-1])
-    itemsize = dtype_of_sum(x, residual).itemsize
+    itemsize = common_dtype(x, residual).itemsize
     rule = forward_config(n, itemsize, residual is not None, norm.dropout, rows)
     kernel = "layer_norm" if residual is None else "add_rms_norm"
     kernel = kernel if norm.dropout is None else "dropout_add_layer_norm"

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.activations import activated
-from fusion_backend.kernels.common.inputs import dynamic, number
+from fusion_backend.kernels.common.inputs import common_dtype, dynamic, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid, multiprocessors
 
@@ -62,13 +62,16 @@ def tiles_of(x, groups, config: Config) -> tuple[dict, int, int]:
 def forward(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str,
     save: bool, config: Config | None = None, split: bool | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y `[b, c, ...]` in x's dtype, and mean and rstd `[b · groups]` in fp32, empty unless saved.
+    """y `[b, c, ...]`, and mean and rstd `[b · groups]` in fp32, empty unless saved. y has `dtype`,
+    or what torch promotes x, weight and bias to.
 
-    x is contiguous, in fp32, bf16 or fp16; weight and bias are `[c]`, contiguous, of x's dtype. act
-    is a word of common/activations.py. Grid: groups of all samples, or their tiles.
+    x is contiguous, in fp32, bf16 or fp16; weight and bias are `[c]`, contiguous, of x's dtype or
+    in fp32. act is a word of common/activations.py. Grid: groups of all samples, or their tiles.
     """
-    y, rows = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[0] * groups
+    dtype, rows = dtype or common_dtype(x, weight, bias), x.shape[0] * groups
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     mean, rstd = (
         torch.empty(rows if save else 0, dtype=torch.float32, device=x.device) for _ in range(2)
     )

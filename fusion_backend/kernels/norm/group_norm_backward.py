@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import number
+from fusion_backend.kernels.common.inputs import common_dtype, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.norm.group_norm import affine, few, size_of, tile, tiles_of
@@ -37,8 +37,8 @@ def backward(
     rstd: Tensor, act: str, needs: tuple[bool, bool, bool], config: Config | None = None,
     split: bool | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x `[b, c, ...]`, contiguous, and of weight and bias `[c]`, in x's dtype; None
-    where `needs` says no.
+    """Gradients of x `[b, c, ...]`, contiguous, and of weight and bias `[c]`, each in its
+    dtype; None where `needs` says no.
 
     dy is copied where it is not contiguous; x, weight, bias and act as in the forward, mean and
     rstd what it saved. Grid: a few programs a multiprocessor, which walk through the groups of all
@@ -84,7 +84,8 @@ def backward(
             group_norm_backward_kernel, (grid(rows, 1, config.programs, x.device),),
             *args, dx, sums, rows, STAGES=config.stages, **wanted, **constants,
         )  # fmt: skip
-    return dx, *add_up(sums, x.dtype, need_w, need_b)
+    dtype = x.dtype if sums is None else common_dtype(weight, bias)
+    return dx, *add_up(sums, dtype, need_w, need_b)
 
 
 # Bytes: dy and x once, dx once, 8 a tile and channel; the second reading of a larger group comes

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.activations import activated
-from fusion_backend.kernels.common.inputs import dense, dynamic, number
+from fusion_backend.kernels.common.inputs import common_dtype, dense, dynamic, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
 
@@ -53,9 +53,9 @@ def block_of_channels(c: int) -> int:
     return min(256, divides if divides >= 64 else triton.next_power_of_2(c))
 
 
-def tiles_of(x: Tensor, elements: int = 4096, warps: int = 8, programs: int = 8) -> Tiles:
+def tiles_of(x: Tensor, elements: int = 2048, warps: int = 2, programs: int = 4) -> Tiles:
     """Tiles of so many elements, and as many pieces as give each multiprocessor so many programs,
-    if there are rows for them.
+    if there are rows for them (swept on an H200: benchmarks/results/sweep-group-norm-rows.json).
     """
     b, c, inner = x.shape[0], number(x.shape[1]), math.prod(map(number, x.shape[2:]))
     block = block_of_channels(c)
@@ -69,16 +69,18 @@ def tiles_of(x: Tensor, elements: int = 4096, warps: int = 8, programs: int = 8)
 
 def forward(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str,
-    save: bool, tiles: Tiles | None = None,
+    save: bool, tiles: Tiles | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y in x's dtype and layout, and mean and rstd `[b · groups]` in fp32, empty unless saved.
+    """y in x's layout, and mean and rstd `[b · groups]` in fp32, empty unless saved. y has `dtype`,
+    or what torch promotes x, weight and bias to.
 
     x is `[b, c, ...]`, channels-last, in fp32, bf16 or fp16; weight and bias are `[c]`, contiguous,
-    of x's dtype. act is a word of common/activations.py. Grids: pieces of all samples by blocks of
-    columns; groups of all samples; tiles of all samples by blocks of columns.
+    of x's dtype or in fp32. act is a word of common/activations.py. Grids: pieces of all samples by
+    blocks of columns; groups of all samples; tiles of all samples by blocks of columns.
     """
     b, c, inner = x.shape[0], number(x.shape[1]), math.prod(map(number, x.shape[2:]))
-    tiles, y = tiles or tiles_of(x), torch.empty_like(x)
+    tiles = tiles or tiles_of(x)
+    y = torch.empty_like(x, dtype=dtype or common_dtype(x, weight, bias))
     moments = torch.empty((2, b * tiles.pieces, c), dtype=torch.float32, device=x.device)
     mean, rstd = (torch.empty(b * groups, dtype=torch.float32, device=x.device) for _ in range(2))
     sizes = dict(C=c, INNER=inner)

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.kernels.common.inputs import in_layout, number
+from fusion_backend.kernels.common.inputs import common_dtype, in_layout, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.norm.group_norm_rows import (
     Tiles,
     affine_of_rows,
+    block_of_channels,
     merging,
     of_channels,
     parts_of,
@@ -29,12 +30,18 @@ from fusion_backend.kernels.norm.group_norm_rows import (
 from fusion_backend.kernels.norm.weight_sums import add_up
 
 
+def backward_tiles(x: Tensor) -> Tiles:
+    """More warps where a block is few columns wide (the same sweep)."""
+    wide = block_of_channels(number(x.shape[1])) == 256
+    return tiles_of(x, 2048, *((2, 8) if wide else (4, 4)))
+
+
 def backward(
     dy: Tensor, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     rstd: Tensor, act: str, needs: tuple[bool, bool, bool], tiles: Tiles | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x `[b, c, ...]`, in its layout, and of weight and bias `[c]`, in x's dtype; None
-    where `needs` says no.
+    """Gradients of x `[b, c, ...]`, in its layout, and of weight and bias `[c]`, each in its
+    dtype; None where `needs` says no.
 
     dy is copied where it is not laid out as x; x, weight, bias and act as in the forward, mean and
     rstd what it saved. Grids as those of the forward.
@@ -47,7 +54,7 @@ def backward(
     if not (need_x or need_w or need_b):
         return None, None, None
     b, c, inner = x.shape[0], number(x.shape[1]), math.prod(map(number, x.shape[2:]))
-    tiles, dy = tiles or tiles_of(x), in_layout(x, dy)
+    tiles, dy = tiles or backward_tiles(x), in_layout(x, dy)
     sums = torch.empty((2, b * tiles.pieces, c), dtype=torch.float32, device=x.device)
     sizes = dict(C=c, INNER=inner, GROUPS=groups)
     pieces = dict(PIECES=tiles.pieces, LENGTH=tiles.length)
@@ -69,7 +76,8 @@ def backward(
             *args, means, dx, b, ACT=act, **sizes, **tiles.constants,
         )  # fmt: skip
     wanted = sums[0 if need_w else 1 : 2 if need_b else 1] if need_w or need_b else None
-    return dx, *add_up(wanted, x.dtype, need_w, need_b)
+    dtype = x.dtype if wanted is None else common_dtype(weight, bias)
+    return dx, *add_up(wanted, dtype, need_w, need_b)
 
 
 # Bytes: dy and x once, 8 a piece and channel.

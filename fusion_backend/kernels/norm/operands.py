@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusion_backend.kernels.common.dropout import Dropout
@@ -25,6 +26,10 @@ class Norm(NamedTuple):
     eps: float
     centred: bool
     dropout: Dropout | None = None
+
+    def dtype_of_vectors(self, h: Tensor) -> torch.dtype:
+        """Of weight and bias; without them that of h."""
+        return next((t.dtype for t in (self.weight, self.bias) if t is not None), h.dtype)
 
 
 class Forward(NamedTuple):
