@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.foreign_code.diffusion import FEW_MAPS, MAPS, ResnetBlock
 from benchmarks.foreign_code.problems import Called, features, problem
 
 TEXT, FEW = dict(b=8, s=1024, width=768, heads=12, v=50304), dict(b=2, s=9, width=16, heads=2, v=30)
@@ -107,3 +108,42 @@ def ratio_under_autocast(b, s, width, heads, v):
     before = torch.full((b, s), -math.log(v))
     inputs = features(b, s, width), torch.randint(v, (b, s)), before, torch.randn(b, s)
     return module, inputs
+
+
+def diffusion(n, c, side, layout):
+    block = ResnetBlock(c, 4 * c).to(memory_format=layout)
+
+    def forward(m, x, time, noise):
+        with under_autocast(x):
+            return F.mse_loss(m.block(x, time).float(), noise)
+
+    x, noise = (features(n, c, side, side).to(memory_format=layout) for _ in range(2))
+    return Called(forward, block=block), (x, features(n, 4 * c), noise)
+
+
+@problem("diffusers ResnetBlock2D in a training script", MAPS, FEW_MAPS, TRAINS)
+def diffusion_under_autocast(n, c, side):
+    return diffusion(n, c, side, torch.contiguous_format)
+
+
+@problem("diffusers ResnetBlock2D in a training script, channels-last", MAPS, FEW_MAPS, TRAINS)
+def diffusion_channels_last_under_autocast(n, c, side):
+    return diffusion(n, c, side, torch.channels_last)
+
+
+@problem("a GPT-2 block with dropout, under autocast", TEXT, FEW, TRAINS, random=True)
+def gpt2_under_autocast(b, s, width, heads, v):
+    def forward(m, x, y):
+        with under_autocast(x):
+            q, k, value = heads_of(m.attn(m.norm1(x)), 3, heads)
+            attended = F.scaled_dot_product_attention(q, k, value, is_causal=True)
+            attended = m.proj(attended.transpose(1, 2).reshape(b, s, width))
+            x = x + F.dropout(attended, 0.1, m.training)
+            fed = m.down(F.gelu(m.up(m.norm2(x)), approximate="tanh"))
+            x = x + F.dropout(fed, 0.1, m.training)
+            return F.mse_loss(m.norm3(x), y)
+
+    parts = dict(attn=nn.Linear(width, 3 * width), proj=nn.Linear(width, width))
+    parts |= dict(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))
+    norms = {f"norm{i}": nn.LayerNorm(width) for i in (1, 2, 3)}
+    return Called(forward, **parts, **norms), (features(b, s, width), features(b, s, width))

@@ -14,6 +14,7 @@ from tests.kernel_checks import distance
 
 pytestmark = pytest.mark.gpu
 B, S, WIDTH, HEADS, V = 4, 130, 128, 2, 1000
+KERNELS = ("kernel", "kernel")
 
 
 class Layer(nn.Module):
@@ -93,6 +94,32 @@ def test_norms_of_a_residual_stream(norm, dtype):
     got, eager, want = computed(compiled), computed(model), computed(model, enabled=False)
     sites = fusion_backend.report().fused
     assert sorted(s.pattern for s in sites) == [f"add_{name}"] * 4 + [name]
-    assert all((s.forward, s.backward) == ("kernel", "kernel") for s in sites)
+    assert all((s.forward, s.backward) == KERNELS for s in sites)
+    for mine, its, right in zip(got, eager, want, strict=True):
+        assert distance(mine, right) <= 1.5 * distance(its, right) + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_group_norms_between_convolutions(layout, dtype):
+    torch.manual_seed(0)
+    convolution = dict(kernel_size=3, padding=1)
+    parts = [nn.Conv2d(32, 64, **convolution), nn.GroupNorm(4, 64), nn.SiLU()]
+    parts += [nn.Conv2d(64, 64, **convolution), nn.GroupNorm(8, 64), nn.Conv2d(64, 8, 1)]
+    model = nn.Sequential(*parts).cuda().to(memory_format=layout)
+    x = torch.randn(2, 32, 17, 19, device="cuda").to(memory_format=layout)
+    options = {"fusion.gate": "always", "fusion.only": "group_norm"}
+    compiled = torch.compile(model, backend="fusion", options=options, dynamic=False)
+
+    def computed(run, enabled=True):
+        with torch.autocast("cuda", dtype, enabled=enabled):
+            out = run(x)
+        weighted = (out * torch.linspace(-1, 1, 19, device="cuda")).sum()
+        return out.detach(), *torch.autograd.grad(weighted, list(model.parameters()))
+
+    got, eager, want = computed(compiled), computed(model), computed(model, enabled=False)
+    sites = fusion_backend.report().fused
+    assert [(s.pattern, s.forward, s.backward) for s in sites] == [("group_norm", *KERNELS)] * 2
+    assert got[0].stride() == eager[0].stride()
     for mine, its, right in zip(got, eager, want, strict=True):
         assert distance(mine, right) <= 1.5 * distance(its, right) + 1e-3
