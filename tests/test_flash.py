@@ -44,8 +44,11 @@ def seen(shape, masking: Masking):
     if masking.keep is not None:
         kept = kept & masking.keep
     if masking.keys is not None:
-        keys = masking.keys if masking.keys.dim() == 2 else masking.keys[:, 0, 0]
-        kept = kept & (keys != masking.padded)[:, None, None, :]
+        keys = masking.keys.view(-1, masking.keys.shape[-1])
+        if masking.keys_are == "documents":
+            kept = kept & (keys[:, None, :, None] == keys[:, None, None, :])
+        else:
+            kept = kept & (keys != (masking.keys_are == "padding"))[:, None, None, :]
     apart = places(*shape[2:])
     if masking.low is not None:
         kept = kept & (apart >= masking.low)
@@ -147,7 +150,7 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "padding": Masking(keys=padding),
         "padding behind": Masking(keys=behind),
         "padding of four dimensions": Masking(
-            keys=~behind[:, None, None, :].expand(b, 1, n, m), padded=True
+            keys=~behind[:, None, None, :].expand(b, 1, n, m), keys_are="padding"
         ),
         "padding and causal": Masking(keys=behind, low=0),
         "padding, filled": Masking(keys=behind, hidden="fill", fill=-1e9),

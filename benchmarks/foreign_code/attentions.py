@@ -324,3 +324,46 @@ def relative_shift_attention(n, seq, heads, d):
         torch.randn(2 * seq - 1, width),
         hidden,
     )
+
+
+@problem(
+    "transformers' packed sequences: documents end where positions begin anew, two layers, SDPA",
+    dict(n=2, seq=4096, heads=16, d=128),
+    FEW,
+)
+def packed_sequences(n, seq, heads, d):
+    def forward(m, x, positions):
+        number = (positions.diff(prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        places = torch.arange(seq, device=x.device)
+        mask = places[:, None] >= places
+        mask = mask & (number[:, None, :, None] == number[:, None, None, :])
+        for qkv, out in zip(m.qkv, m.out, strict=True):
+            q, k, v = (split(y, heads) for y in qkv(x).chunk(3, dim=-1))
+            x = x + out(joined(F.scaled_dot_product_attention(q, k, v, attn_mask=mask)))
+        return x
+
+    width = heads * d
+    qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+    out = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+    lengths = (seq // 2, seq // 8, seq // 4, seq - seq // 2 - seq // 8 - seq // 4)
+    positions = torch.cat([torch.arange(length) for length in lengths]).repeat(n, 1)
+    return Called(forward, qkv=qkv, out=out), (features(n, seq, width), positions)
+
+
+@problem(
+    "segment ids of packed examples as in T5X: both ways, by hand, softmax in fp32",
+    dict(n=8, seq=2048, heads=12, d=64),
+    FEW,
+)
+def segment_ids(n, seq, heads, d):
+    def forward(m, x, segments):
+        q, k, v = (split(y, heads) for y in m.qkv(x).chunk(3, dim=-1))
+        scores = q @ k.transpose(-2, -1) * d**-0.5
+        mask = (segments.unsqueeze(1) == segments.unsqueeze(2)).unsqueeze(1)
+        scores = torch.where(mask, scores, torch.finfo(scores.dtype).min)
+        weights = F.softmax(scores.float(), dim=-1).to(v.dtype)
+        return m.out(joined(weights @ v))
+
+    parts = dict(qkv=nn.Linear(heads * d, 3 * heads * d), out=nn.Linear(heads * d, heads * d))
+    segments = (torch.arange(seq) * 6 // seq + 1).repeat(n, 1)
+    return Called(forward, **parts), (features(n, seq, heads * d), segments)

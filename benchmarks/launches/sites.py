@@ -230,6 +230,12 @@ CASES = [
     ("masked_attention", dict(b=4, h=8, n=2048, d=128, padded=1, drop=1), FULL, True),
     ("masked_attention", dict(b=8, h=16, n=2048, d=128, window=512), HALF, True),
     ("masked_attention", dict(b=8, h=16, n=2048, d=128, padded=1), HALF, True),
+    *(
+        ("masked_attention", dict(b=1, h=16, n=8192, d=d, causal=1, documents=8), dtype, True)
+        for d in (64, 128)
+        for dtype in (HALF, FULL)
+    ),
+    ("masked_attention", dict(b=1, h=8, n=4096, d=256, causal=1, documents=8), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), HALF, True),
     ("gated_linear", dict(m=16384, k=1024, n=4096), torch.float16, False),
     ("gated_linear", dict(m=16384, k=1000, n=4000), HALF, False),

@@ -12,7 +12,7 @@ from benchmarks.measure.library import inductor_config
 from benchmarks.records.rows import Contender
 
 inductor_config.max_autotune_report_choices_stats = False  # its tables would bury ours
-TWIN, ALWAYS = "inductor-again", "fusion-always"
+TWIN, ALWAYS, FLEX = "inductor-again", "fusion-always", "flex"
 Maker = Callable[[Callable], Callable]  # reference -> the function that is timed
 HOW = {  # what torch.compile is told
     "inductor": {},
@@ -29,6 +29,7 @@ def compiled(how: dict) -> Maker:
 CONTENDERS: dict[str, Maker] = {
     "eager": lambda reference: reference,
     **{name: compiled(how) for name, how in HOW.items()},
+    FLEX: lambda reference: reference.flex(),
 }
 
 

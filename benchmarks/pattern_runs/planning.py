@@ -15,7 +15,7 @@ from benchmarks.measure.failures import said
 from benchmarks.pages.pattern_text import noise_of, text
 from benchmarks.pages.quoted import quoted_names
 from benchmarks.pattern_runs.compiling import compile_ahead
-from benchmarks.pattern_runs.contenders import CONTENDERS, HOW, Maker
+from benchmarks.pattern_runs.contenders import CONTENDERS, FLEX, HOW, Maker
 from benchmarks.pattern_runs.measuring import Bench, measure
 from benchmarks.records.rows import Row
 from benchmarks.records.runs import Run
@@ -31,6 +31,15 @@ WARM_SHARE, SECONDS_TO_START, SECONDS_A_CONTENDER = 0.3, 20.0, 0.6  # on an H200
 
 def planned(args: argparse.Namespace, on_gpu: bool) -> Plan:
     """Rows in the order in which they are wanted. ValueError says what makes no sense."""
+    plan = planned_alike(args, on_gpu)
+    for work, makers in plan:
+        if FLEX in makers and not hasattr(work.function, FLEX):
+            del makers[FLEX]
+    return plan
+
+
+def planned_alike(args: argparse.Namespace, on_gpu: bool) -> Plan:
+    """As planned, with all contenders, whether or not they can do the work."""
     works, makers = selected(args, on_gpu), named(args.contenders)
     if args.minutes:
         works = spread(works)
@@ -135,4 +144,5 @@ def processes() -> int:
 def named(names: list[str] | None) -> dict[str, Maker]:
     if unknown := sorted(set(names or ()) - set(CONTENDERS)):
         raise ValueError(f"no contender {', '.join(unknown)}; there is {', '.join(CONTENDERS)}")
-    return {name: make for name, make in CONTENDERS.items() if not names or name in names}
+    names = names or [name for name in CONTENDERS if name != FLEX]
+    return {name: make for name, make in CONTENDERS.items() if name in names}

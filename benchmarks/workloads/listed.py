@@ -152,6 +152,8 @@ WORK = [
             (4, 32, 2048, 64, dict(window=2048)),
             (8, 16, 2048, 128, dict(bias=1)),
             (8, 16, 2048, 128, dict(padded=1)),
+            (1, 16, 8192, 128, dict(documents=8)),
+            (4, 16, 4096, 64, dict(documents=8)),
             (4, 16, 4096, 128, dict(window=1024)),
             (4, 32, 2048, 64, dict(window=256)),
             (4, 32, 2048, 64, dict(window=2048, padded=1)),
@@ -309,6 +311,7 @@ SMALL = [
         for mask in ("bias", "padded")
     ),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9), F32, train=True),
+    Work("attention", dict(b=2, h=2, n=40, d=16, documents=3), F32, train=True),
     Work("attention", dict(b=2, h=2, n=40, d=16, window=9, hand=1, sinks=1), F32, train=True),
     Work("attention", dict(b=2, h=2, n=40, d=24, e=16, window=40), F32, train=True),
     Work("relative_bias", dict(n=16, m=24, h=4), F32, train=True),

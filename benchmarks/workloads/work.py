@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure.library import FUSION_RULES
+from benchmarks.workloads.documents import of_documents
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -90,6 +91,8 @@ class Work(NamedTuple):
             return read_by_convolution(FUSION_RULES[self.pattern].reference)
         if "autocast" in self.case:
             return read_by_linear(FUSION_RULES[self.pattern].reference, self.dtype)
+        if "documents" in self.case and self.pattern == "attention":
+            return of_documents(**self.case)
         return (
             windowed(**self.case) if "window" in self.case else FUSION_RULES[self.pattern].reference
         )
@@ -216,6 +219,8 @@ def read_by_convolution(reference: Callable) -> Callable:
 def attended(case: dict) -> float:
     """The share of the scores that attention must compute."""
     n = case["n"]
+    if documents := case.get("documents"):
+        return (n / documents + 1) / 2 / n
     end = n // 2 if case.get("padded") else n
     window = case.get("window", n if case.get("causal") else None)
     if window is None:

@@ -226,6 +226,7 @@ class Masks:
                 fixed.append(c)
             elif c.op == "same" and mirrored(*c.args[1:]):
                 found.add("documents", c, f"documents by {source(c.args[0])}")
+                found.parts[-1].here = c.args[0].graph is self.view.graph
             elif "j" in variables(c) and "i" not in variables(c):
                 found.add(
                     "keys", c, f"padding from {' and '.join({source(p.args[0]): 1 for p in reads})}"

@@ -43,10 +43,26 @@ class Part:
     text: str
     here: bool = True  # is what it reads in the graph of the attention, or around it?
 
-    def vector(self, batches) -> tuple[fx.Node, bool] | None:
+    def numbers(self, batches, places) -> fx.Node | None:
+        """The node that holds the numbers of documents, `[b or 1, m]` or `[m]`."""
+        t = self.term
+        if self.kind != "documents" or not self.here or not isinstance(t, Term):
+            return None
+        node, *sides = t.args
+        value = node.meta["val"]
+        if value.dtype not in (torch.int32, torch.int64) or value.dim() not in (1, 2):
+            return None
+        (*batch, place), _ = sorted(sides, key=lambda side: "j" in side[-1].terms)
+        shape, first = value.shape, batch[0] if batch else ZERO
+        one = first == ZERO and (not batch or same(shape[:1], (1,)))
+        each = first == Linear({"b0": 1}) and same(shape[:1], (batches,))
+        whole = place == Linear({"i": 1}) and same(shape[-1:], (places,))
+        return node if whole and (one or each) else None
+
+    def vector(self, batches) -> tuple[fx.Node, str] | None:
         """The node that holds the condition for every batch and key of a mask `[b, h, n, m]`, `[b
-        or 1, m]` or with two dimensions of 1 between, and whether it is true where the condition is
-        not.
+        or 1, m]` or with two dimensions of 1 between, and which keys it is true for: "seen" or
+        "padding".
         """
         t, opposite = self.term, isinstance(self.term, Term) and self.term.op == "not"
         t = t.args[0] if opposite else t
@@ -62,7 +78,7 @@ class Part:
         )
         one = batch == ZERO and same(shape[:1], (1,))
         each = batch == Linear({"b0": 1}) and same(shape[:1], (batches,))
-        return (node, opposite) if whole and (one or each) else None
+        return (node, "padding" if opposite else "seen") if whole and (one or each) else None
 
 
 @dataclasses.dataclass

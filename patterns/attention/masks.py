@@ -12,15 +12,15 @@ from fusion_backend.kernels.common.inputs import same_sizes
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees: those in a band low <= i - j <= high, and of a vector over the keys
-    (`padded`: the vector says which keys are padding). `hidden` and `fill` say what becomes of the
-    other scores, as `kernels.attention.forward.Masking` has it.
+    """Which keys a query sees: those in a band low <= i - j <= high, and of a vector over the keys.
+    What its numbers are, and what becomes of the other scores, `keys_are`, `hidden` and `fill` say
+    as `kernels.attention.masking.Masking` has it.
     """
 
     low: int | None = None
     high: int | None = None
     keys: fx.Node | None = None
-    padded: bool = False
+    keys_are: str = "seen"
     hidden: str = "zero"
     fill: float | None = None
 
@@ -56,7 +56,7 @@ def layout_of(
         visible = visible_by(choices, q, k, tensors, fill, training, sinks)
     if visible is None:
         keep, dense = choices["keep"], "keep"
-        visible = Visible(keep.low, keep.high, None, False, *hiding(fill))
+        visible = Visible(keep.low, keep.high, None, "seen", *hiding(fill))
     biases = [n for n in masks if n not in choices]
     biases += [m.added for m in choices.values() if m.added is not None]
     taken = [number for m in choices.values() for number in m.taken]
@@ -85,6 +85,8 @@ def visible_by(
     all_see = sinks or every_row_sees(found, q.shape[-2], k.shape[-2])
     if hides and not found.parts and all_see:
         return Visible(found.low, found.high)
+    if hides and (numbers := documents_of(found, q, k)) is not None:
+        return Visible(found.low, found.high, numbers, "documents")
     keys = None
     if found.parts:
         name = next(name for name, mask in masks.items() if mask.parts)
@@ -102,7 +104,21 @@ def visible_by(
         number, *others = {mask.fill for mask in masks.values()}
         lost = not others and number is not None and -math.inf < number <= -1e30 and not training
         how = ("fill", number) if lost else None
-    return None if how is None else Visible(found.low, found.high, *(keys or (None, False)), *how)
+    return None if how is None else Visible(found.low, found.high, *(keys or (None, "seen")), *how)
+
+
+def documents_of(found, q, k) -> fx.Node | None:
+    """The numbers of documents that alone, besides a band, say what a query sees: at least its own
+    place. None where there is anything else.
+    """
+    square = same_sizes(q.shape[-2:-1], k.shape[-2:-1])
+    low, high = found.low, found.high
+    sees_itself = (low is None or statically_known_true(low <= 0)) and (
+        high is None or statically_known_true(high >= 0)
+    )
+    if len(found.parts) != 1 or not square or not sees_itself or q.dim() != 4:
+        return None
+    return found.parts[0].numbers(k.shape[0], k.shape[-2])
 
 
 def hiding(fill: float | None) -> tuple[str, float | None]:

@@ -49,11 +49,11 @@ def masked_attention(
     cap: float | None,
     p: float | None,
     hidden: Literal["zero", "nan", "fill"],
-    padded: Literal["seen", "padding"],
+    padded: Literal["seen", "padding", "documents"],
 ) -> Tensor:
     """Attention of which `Masking` in kernels/attention/masking.py says what the arguments mean,
-    written out; dropout with p, by the seed. windows `[w, n, m]` is added to the scores as well;
-    batch i has that of i modulo w.
+    written out; dropout with p, by the seed. `padded` is its `keys_are`. windows `[w, n, m]` is
+    added to the scores as well; batch i has that of i modulo w.
     """
     times = q.shape[1] // k.shape[1]
     k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
@@ -67,7 +67,10 @@ def masked_attention(
         k.shape[2], device=q.device
     )
     seen = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep.expand_as(scores)
-    if keys is not None:
+    if padded == "documents" and keys is not None:
+        numbers = keys if keys.dim() == 2 else keys[None]
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    elif keys is not None:
         keys = keys if keys.dim() == 2 else keys[:, 0, 0]
         seen = seen & (keys != (padded == "padding"))[:, None, None]
     seen = seen if low is None else seen & (apart >= low)
@@ -95,18 +98,18 @@ def masking_of(
         windows = windows[:, None].float()
         bias = windows if bias is None else bias + windows
     dropout = None if p is None else Dropout(seed, p)
-    padding = padded == "padding"
     hides = hidden, fill or 0.0
-    return Masking(bias, keep, keys, padding, low, high, *hides, scale, cap, dropout, sinks)
+    return Masking(bias, keep, keys, padded, low, high, *hides, scale, cap, dropout, sinks)
 
 
 @masked_attention.guard
-def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p):
+def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p, padded):
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
-        or reject_masks(q, k, v, bias, keep, keys)
+        or reject_masks(q, k, v, bias, keep)
+        or reject_keys(q, k, keys, padded)
         or reject_sinks(q, sinks)
         or reject_windows(q, k, bias, windows)
         or reject_heads(q, k, v)
@@ -132,7 +135,7 @@ def reject_heads(q: Tensor, k: Tensor, v: Tensor) -> Reject | None:
 
 
 def reject_masks(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None, keys: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, keep: Tensor | None
 ) -> Reject | None:
     """What the kernel cannot read where it is."""
     full = (*q.shape[:3], k.shape[2])
@@ -147,10 +150,20 @@ def reject_masks(
             return Reject(f"{name} with shape {tuple(t.shape)} does not broadcast to {tuple(full)}")
         if t.dtype not in ((torch.bool,) if name == "keep" else DTYPES):
             return Reject(f"{name} is {t.dtype}")
-    if keys is not None:
-        batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
-        if keys.dtype != torch.bool or not batches or not same_sizes(keys.shape[-1:], k.shape[2:3]):
-            return Reject(f"the vector of keys is {keys.dtype} with shape {tuple(keys.shape)}")
+
+
+def reject_keys(q: Tensor, k: Tensor, keys: Tensor | None, padded: str) -> Reject | None:
+    if keys is None:
+        return None
+    batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
+    fits = same_sizes(keys.shape[-1:], k.shape[2:3])
+    if padded == "documents":
+        fits = fits and same_sizes(q.shape[2:3], k.shape[2:3]) and keys.dim() <= 2
+        if keys.dtype in (torch.int32, torch.int64) and fits and (batches or keys.dim() == 1):
+            return None
+        return Reject(f"documents are {keys.dtype} with shape {tuple(keys.shape)}")
+    if keys.dtype != torch.bool or not batches or not fits:
+        return Reject(f"the vector of keys is {keys.dtype} with shape {tuple(keys.shape)}")
 
 
 def reject_sinks(q: Tensor, sinks: Tensor | None) -> Reject | None:
@@ -222,17 +235,20 @@ def _(saved, do):
 )
 def _(
     tensor, b, h, n, d, e=0, causal=0, window=0, bias=0, sinks=0, windows=0, dense=0, padded=0,
-    drop=0,
+    documents=0, drop=0,
 ):  # fmt: skip
     q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
     keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
+    if documents:
+        keys = (torch.arange(n, device=q.device) * documents // n).expand(b, n).contiguous()
     seed = torch.full((1,), 7, device=q.device) if drop else None
     rows = tensor(1, h, 1, 1) if sinks else None
     images = tensor(windows, n, n) if windows else None
     band = 0 if causal or window else None, window - 1 if window else None
     p = 0.1 if drop else None
-    return q, k, v, *masks, keys, seed, rows, images, *band, None, d**-0.5, None, p, "zero", "seen"
+    rest = None, d**-0.5, None, p, "zero", "documents" if documents else "seen"
+    return q, k, v, *masks, keys, seed, rows, images, *band, *rest
 
 
 def reject_shapes(q: Tensor, k: Tensor, v: Tensor, heads: str) -> Reject | None:

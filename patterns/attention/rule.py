@@ -207,7 +207,7 @@ def masked(
     )
     options = dict(
         low=visible.low, high=visible.high, fill=visible.fill, scale=scale, cap=cap, p=p,
-        hidden=visible.hidden, padded="padding" if visible.padded else "seen",
+        hidden=visible.hidden, padded=visible.keys_are,
     )  # fmt: skip
     masks = windows is not None or any(
         not m.everything or m.added is not None for m in known.values()
@@ -279,16 +279,19 @@ def _(q, k, v, mask, fill, cap, scale, p):
 
 @attention.inputs(dict(b=2, h=4, n=6, d=8), dict(b=8, h=16, n=2048, d=128))
 def _(
-    tensor, b, h, n, d, e=0, causal=0, bias=0, padded=0, window=0, cap=0, sinks=0, drop=0, hand=0
-):
+    tensor, b, h, n, d, e=0, causal=0, bias=0, padded=0, documents=0, window=0, cap=0, sinks=0,
+    drop=0, hand=0,
+):  # fmt: skip
     rows, images = tensor(1, h, 1, 1), tensor(2, n, n)
-    if not (causal or bias or padded or window):  # one head for all of k and v is either form
+    if not any((causal, bias, padded, documents, window)):  # one head of k and v is either form
         q, k, v = tensor(b, h, n, d), tensor(b, 1, n, d), tensor(b, 1, n, d)
         masks = tensor(n, n), tensor(n, n), tensor(n, n) > -1
         return q, k, v, *masks, -1e9, 30.0, rows, images, d**-0.5, 0.1, "same", "full"
     q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     seen = torch.arange(n, device=q.device) < n // 2
     keep = seen.expand(b, 1, 1, n).contiguous() if padded else None
+    if documents:  # the number of each place's, of which the code around makes the mask
+        keep = (torch.arange(n, device=q.device) * documents // n).expand(b, n).contiguous()
     mask = tensor(1, h, n, n) if bias else None
     # either is written by hand
     fill, cap = float("-inf") if cap or hand else None, float(cap) if cap else None

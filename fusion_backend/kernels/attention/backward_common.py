@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.attention.configs import row_strides
+from fusion_backend.kernels.attention.documents import with_documents
 from fusion_backend.kernels.attention.masking import MaskArguments
 from fusion_backend.kernels.attention.ranges import program_block
 from fusion_backend.kernels.attention.tiles import capped, exponential, masked, row_pointer
@@ -34,6 +35,12 @@ class Operands(NamedTuple):
     @property
     def tensors(self) -> tuple:
         return self[:6]
+
+    def with_documents(self, block: int, other: int) -> Operands:
+        """For a kernel whose programs have `block` queries or keys, and walk through the others."""
+        keys_are = self.constants["KEYS_ARE"]
+        masks = with_documents(self.masks, self.q.shape[0], keys_are, block, other)
+        return self._replace(masks=masks)
 
     @property
     def numbers(self) -> tuple:
@@ -100,13 +107,13 @@ def saved_of_rows(LSE, before, at, n, BIAS):
 @triton.jit
 def probabilities(
     s, lse, inverse, masks, row, col, i0, j0,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, KEYS_ARE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Of the products of the tile at i0, j0; and which have a gradient."""
     bias, keep, keys, band, seed, at = masks
     BIAS, m = bias[0], at[4]
-    s, visible = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, PADDED, MASKED)
+    s, visible = masked(s, masks, row, col, i0, j0, SCALE, CAP, FILL, KEYS_ARE, MASKED)
     p = exponential(s - lse, BIAS)
     if BIAS is not None:
         p *= inverse

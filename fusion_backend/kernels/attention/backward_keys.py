@@ -32,6 +32,7 @@ def keys_gradients(operands: Operands, config: dict) -> tuple[Tensor, Tensor]:
     """
     k, v = operands.k, operands.v
     (b, heads, m, _), dk, dv = k.shape, empty_like_in_memory(k), empty_like_in_memory(v)
+    operands = operands.with_documents(config["BN"], config["BM"])
     launch(
         flash_keys_kernel, ((m + config["BN"] - 1) // config["BN"] * b * heads,),
         *operands.tensors, dk, dv, *operands.numbers, *row_strides(dk), *row_strides(dv),
@@ -51,7 +52,7 @@ def flash_keys_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     do_batch, do_head, do_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +68,7 @@ def flash_keys_kernel(
     v = load_rows(V, inside, v_row, E, BE, UPCAST)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)
-    left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, SKIPS, BM, BN)
+    left, begin, stop, end = query_range(SEEN, batch, j0, n, m, low, high, KEYS_ARE, SKIPS, BM, BN)
     for g in tl.range(0, group):
         head = kv_head * group + g
         masks = (
@@ -81,14 +82,14 @@ def flash_keys_kernel(
         for start in tl.range(begin, stop, BM):
             dk, dv = keys_step(
                 dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col, start, j0, n,
-                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST,
+                q_row, do_row, SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST,
                 PRECISION, False,
             )  # fmt: skip
         for t in tl.range(0, partial_blocks(left, begin, stop, end, BM)):
             dk, dv = keys_step(
                 dk, dv, k, v, q, do, LSE, SUMS, before, masks, row, col,
                 partial_block(t, left, begin, stop, BM), j0, n,
-                q_row, do_row, SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST,
+                q_row, do_row, SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST,
                 PRECISION, True,
             )  # fmt: skip
     d, e, inside = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :], col[:, None] < m - j0
@@ -103,7 +104,7 @@ def flash_keys_kernel(
 @triton.jit
 def keys_step(
     dk, dv, k, v, Q, DO, LSE, SUMS, before, masks, row, col, start, j0, n, q_row, do_row,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, KEYS_ARE: tl.constexpr,
     THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +122,7 @@ def keys_step(
         lse = tl.where(row < n - start, lse, float("inf"))
     p, visible = probabilities(
         s, lse[None, :], inverse[None, :], masks, row[None, :], col[:, None], start, j0,
-        SCALE, CAP, FILL, PADDED, MASKED,
+        SCALE, CAP, FILL, KEYS_ARE, MASKED,
     )  # fmt: skip
     p_left = p
     if seed is not None:

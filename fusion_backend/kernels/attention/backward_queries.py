@@ -32,6 +32,7 @@ def queries_gradient(operands: Operands, db: Tensor | None, config: dict) -> Ten
     is left out. Grid: blocks of queries of all heads and batches.
     """
     (b, h, n, _), dq = operands.q.shape, empty_like_in_memory(operands.q)
+    operands = operands.with_documents(config["BM"], config["BN"])
     launch(
         flash_queries_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,),
         *operands.tensors, dq, db, *operands.numbers, *row_strides(dq), *strides_of(db),
@@ -51,7 +52,7 @@ def flash_queries_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     do_batch, do_head, do_row, dq_batch, dq_head, dq_row, db_batch, db_head, db_row, db_col,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -77,11 +78,11 @@ def flash_queries_kernel(
     lse, inverse = saved_of_rows(LSE, before, i0 + inside, n, BIAS)
     of_rows = lse, inverse, tl.load(SUMS + before + (i0 + inside))
     dq = tl.zeros([BM, BD], tl.float32)
-    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
+    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, KEYS_ARE, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         dq, ds = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, False,
+            SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, False,
         )  # fmt: skip
         if DB is not None:
             at = DB + row[:, None] * db_row + (start + col)[None, :] * db_col
@@ -90,7 +91,7 @@ def flash_queries_kernel(
         start = partial_block(t, left, begin, stop, BN)
         dq, ds = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, True,
+            SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, True,
         )  # fmt: skip
         if DB is not None:
             within = (row[:, None] < n - i0) & (col[None, :] < m - start)
@@ -104,7 +105,7 @@ def flash_queries_kernel(
 @triton.jit
 def queries_step(
     dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, KEYS_ARE: tl.constexpr,
     THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +122,7 @@ def queries_step(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     p, visible = probabilities(
         s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], i0, start,
-        SCALE, CAP, FILL, PADDED, MASKED,
+        SCALE, CAP, FILL, KEYS_ARE, MASKED,
     )  # fmt: skip
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if seed is not None:

@@ -70,7 +70,7 @@ def flash_short_gradients_kernel(
     dv_batch, dv_head, dv_row, db_batch, db_head, db_row, db_col, db_part,
     batches, bias_batches, bias_heads, parts,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def flash_short_gradients_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         p, visible = probabilities(
             s, lse[:, None], inverse[:, None], masks, row[:, None], col[None, :], 0, 0,
-            SCALE, CAP, FILL, PADDED, True,
+            SCALE, CAP, FILL, KEYS_ARE, True,
         )  # fmt: skip
         p_left = p
         if SEED is not None:

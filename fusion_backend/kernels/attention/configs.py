@@ -63,7 +63,7 @@ def constants_of(q: Tensor, v: Tensor, masking: Masking) -> dict:
     return dict(
         SCALE=masking.scale, CAP=masking.cap,
         FILL=max(masking.fill * base, LOWEST) if fills else None,
-        PADDED=masking.padded, SKIPS=hides_exactly(masking),
+        KEYS_ARE=masking.keys_are, SKIPS=hides_exactly(masking),
         THRESHOLD=threshold(p), RESCALE=scale(p),
         D=d, BD=max(16, triton.next_power_of_2(d)), E=e, BE=max(16, triton.next_power_of_2(e)),
         UPCAST=interpreted(load_rows),

@@ -28,6 +28,7 @@ from fusion_backend.kernels.attention.configs import (
     row_strides,
     short,
 )
+from fusion_backend.kernels.attention.documents import with_documents
 from fusion_backend.kernels.attention.forward_short import short_forward
 from fusion_backend.kernels.attention.masking import Masking, mask_arguments, strides_of
 from fusion_backend.kernels.attention.ranges import (
@@ -102,6 +103,7 @@ def forward(
     shape = (b, h, n) if masking.bias is None else (b, h, 2, n)
     lse = torch.empty(shape if save else (0,), dtype=torch.float32, device=q.device)
     masks = mask_arguments(q, k, masking)
+    masks = with_documents(masks, b, masking.keys_are, config["BM"], config["BN"])
     launch(
         flash_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,),
         q, k, v, out, lse if save else None, masking.sinks, *masks.flat(),
@@ -123,7 +125,7 @@ def flash_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, sinks_batch, sinks_head, sinks_row,
     NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -150,17 +152,17 @@ def flash_kernel(
         top = tl.load(SINKS + inside * sinks_row).to(tl.float32)
         top = top * 1.4426950408889634 if BIAS is None else top
         total = tl.where(top == float("-inf"), 0.0, 1.0)
-    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, SKIPS, BM, BN)
+    left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, KEYS_ARE, SKIPS, BM, BN)
     for start in tl.range(begin, stop, BN):
         acc, top, total = flash_step(
             acc, top, total, q, K, V, masks, row, col, i0, start, m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, D, E, UPCAST, PRECISION, False,
+            SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, D, E, UPCAST, PRECISION, False,
         )  # fmt: skip
     for t in tl.range(0, partial_blocks(left, begin, stop, end, BN)):
         acc, top, total = flash_step(
             acc, top, total, q, K, V, masks, row, col,
             i0, partial_block(t, left, begin, stop, BN), m, k_row, v_row,
-            SCALE, CAP, FILL, PADDED, THRESHOLD, D, E, UPCAST, PRECISION, True,
+            SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, D, E, UPCAST, PRECISION, True,
         )  # fmt: skip
     lse = top + tl.log2(total) if BIAS is None else top
     if not NAN:  # with nothing seen: a result of 0, and no gradient
@@ -180,7 +182,7 @@ def flash_kernel(
 @triton.jit
 def flash_step(
     acc, top, total, q, K, V, masks, row, col, i0, start, m, k_row, v_row,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, KEYS_ARE: tl.constexpr,
     THRESHOLD: tl.constexpr, D: tl.constexpr, E: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +195,7 @@ def flash_step(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED or BIAS is not None or KEEP is not None or CAP is not None:
         s, _ = masked(
-            s, masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, PADDED, MASKED
+            s, masks, row[:, None], col[None, :], i0, start, SCALE, CAP, FILL, KEYS_ARE, MASKED
         )
         new = tl.maximum(top, tl.max(s, 1))
         shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen so far

@@ -56,7 +56,7 @@ def flash_short_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     out_batch, out_head, out_row, batches, bias_batches, bias_heads, parts,
     NAN: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
-    PADDED: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
+    KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def flash_short_kernel(
         k = rows_of_head(K, (k_batch, k_head, k_row), batch, head, key, D, BD, UPCAST)
         v = rows_of_head(V, (v_batch, v_head, v_row), batch, head, key, E, BE, UPCAST)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s, _ = masked(s, masks, row[:, None], col[None, :], 0, 0, SCALE, CAP, FILL, PADDED, True)
+        s, _ = masked(s, masks, row[:, None], col[None, :], 0, 0, SCALE, CAP, FILL, KEYS_ARE, True)
         top = tl.max(s, 1)
         p = exponential(s - tl.where(top == float("-inf"), 0.0, top)[:, None], BIAS)
         total = tl.sum(p, 1)

@@ -25,8 +25,10 @@ class Masking(NamedTuple):
     bias: a tensor that is added to them and broadcasts to their shape; or that has w batches, where
     w divides b: batch i then gets that of i modulo w.
     keep: a bool tensor that broadcasts to their shape, true where a key is seen.
-    keys: a bool tensor `[b or 1, m]`, or of four dimensions, of which the two in the middle do not
-    count: true where a key is seen, or with `padded` where it is padding.
+    keys: what `keys_are` says. "seen", "padding": a bool tensor `[b or 1, m]`, or of four
+    dimensions, of which the two in the middle do not count: true where a key is seen, or where it
+    is padding. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have the
+    number of its own place, of as many queries as keys.
     low, high: the band, low <= i - j <= high for query i and key j; None: no such bound.
     hidden: what a score that is not seen becomes. "zero" and "nan": -infinity, and the result of a
     row that sees nothing is 0 or NaN; "fill": the number `fill`, which gives no gradient.
@@ -40,7 +42,7 @@ class Masking(NamedTuple):
     bias: Tensor | None = None
     keep: Tensor | None = None
     keys: Tensor | None = None
-    padded: bool = False
+    keys_are: str = "seen"
     low: int | None = None
     high: int | None = None
     hidden: str = "zero"
@@ -57,7 +59,7 @@ class MaskArguments(NamedTuple):
     bias: Tensor | None
     keep: Tensor | None
     keys: Tensor | None
-    seen: Tensor | None  # see seen_kernel; None: every tile is read
+    seen: Tensor | None  # see seen_kernel, and documents.py; None: every tile is read
     seed: Tensor | None
     queries: int
     keys_count: int
@@ -114,7 +116,8 @@ def strides_of_keys(keys: Tensor | None) -> tuple:
     """The strides of the batch and of the keys."""
     if keys is None:
         return (0, 0)
-    return 0 if statically_known_true(keys.shape[0] == 1) else keys.stride(0), keys.stride(-1)
+    one = keys.dim() == 1 or statically_known_true(keys.shape[0] == 1)
+    return 0 if one else keys.stride(0), keys.stride(-1)
 
 
 def hides_exactly(masking: Masking) -> bool:
@@ -127,10 +130,11 @@ def hides_exactly(masking: Masking) -> bool:
 
 def mask_arguments(q: Tensor, k: Tensor, masking: Masking, ranges: bool = True) -> MaskArguments:
     """For q `[b, h, n, d]` and k `[b, h / group, m, d]`; with `ranges` finds out which keys each
-    batch sees.
+    batch sees, unless they depend on the query.
     """
     bias, keep, keys = rows_in_memory(masking.bias), rows_in_memory(masking.keep), masking.keys
-    seen = seen_keys(q, k, masking) if ranges and keys is not None else None
+    ranges = ranges and keys is not None and masking.keys_are != "documents"
+    seen = seen_keys(q, k, masking) if ranges else None
     return MaskArguments(
         bias, keep, keys, seen, None if masking.dropout is None else masking.dropout.seed,
         q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], masking.low, masking.high,
@@ -142,9 +146,10 @@ def seen_keys(q: Tensor, k: Tensor, masking: Masking) -> Tensor:
     """`[b, 3]` int32, as seen_kernel says. Grid: batches."""
     seen = torch.empty((q.shape[0], 3), dtype=torch.int32, device=q.device)
     everything = "none seen" if masking.hidden == "fill" else "never"
+    everything = everything if hides_exactly(masking) else "always"
     launch(
         seen_kernel, (q.shape[0],), masking.keys, seen, k.shape[2], *strides_of_keys(masking.keys),
-        PADDED=masking.padded, ALL=everything if hides_exactly(masking) else "always",
+        PADDED=masking.keys_are == "padding", ALL=everything,
         BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return seen

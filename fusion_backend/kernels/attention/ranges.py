@@ -31,14 +31,17 @@ def program_block(size, heads, BLOCK: tl.constexpr, last_first=None):
 
 @triton.jit
 def key_range(
-    SEEN, batch, i0, n, m, low, high, SKIPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+    SEEN, batch, i0, n, m, low, high, KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """For the queries i0, ..., i0 + BM - 1: (left, begin, stop, end). The keys from left to end
     count; from begin to stop, in whole blocks of BN, all queries see all keys.
     """
     left, end = i0 * 0, i0 * 0 + m
     begin, stop = left, end // BN * BN
-    if SEEN is not None:
+    if KEYS_ARE == "documents":
+        left, begin, stop, end = document_range(SEEN, batch, i0, n, BM)
+    elif SEEN is not None:
         first = tl.load(SEEN + batch * 3)
         end = tl.load(SEEN + batch * 3 + 1)
         left, begin = first // BN * BN, (first + BN - 1) // BN * BN
@@ -58,13 +61,17 @@ def key_range(
 
 @triton.jit
 def query_range(
-    SEEN, batch, j0, n, m, low, high, SKIPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
+    SEEN, batch, j0, n, m, low, high, KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """For the keys j0, ..., j0 + BN - 1: (left, begin, stop, end). The queries from left to end
     count; from begin to stop, in whole blocks of BM, all queries see all keys.
     """
     left, end = j0 * 0, j0 * 0 + n
     begin, stop = left, tl.where(j0 + BN <= m, end // BM * BM, 0)
+    if KEYS_ARE == "documents":
+        left, begin, stop, end = document_range(SEEN, batch, j0, m, BN)
+        stop = tl.where(j0 + BN <= m, stop, 0)
     if low is not None:
         begin = tl.maximum(begin, (tl.maximum(j0 + BN - 1 + low, 0) + BM - 1) // BM * BM)
         if SKIPS:
@@ -74,7 +81,7 @@ def query_range(
         stop = tl.minimum(stop, tl.maximum(j0 + high + 1, 0) // BM * BM)
         if SKIPS:
             end = tl.minimum(end, tl.maximum(tl.minimum(j0 + BN, m) + high, 0))
-    if SEEN is not None:
+    if SEEN is not None and KEYS_ARE != "documents":
         first, last = tl.load(SEEN + batch * 3), tl.load(SEEN + batch * 3 + 1)
         whole = (
             (tl.load(SEEN + batch * 3 + 2) != 0) & (j0 >= first) & (tl.minimum(j0 + BN, m) <= last)
@@ -85,6 +92,13 @@ def query_range(
     last = (end + BM - 1) // BM * BM
     begin = tl.minimum(tl.maximum(begin, left), last)
     return left, begin, tl.maximum(tl.minimum(stop, last), begin), end
+
+
+@triton.jit
+def document_range(SEEN, batch, start, size, BLOCK: tl.constexpr):
+    """What document_ranges found for the block of BLOCK places that begins at start."""
+    at = SEEN + (batch * tl.cdiv(size, BLOCK) + start // BLOCK) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
 
 
 @triton.jit

@@ -93,7 +93,7 @@ def capped(s, SCALE: tl.constexpr, CAP: tl.constexpr):
 @triton.jit
 def masked(
     s, masks, row, col, i0, j0,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, PADDED: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr, KEYS_ARE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Products as scores, and which are seen. Without MASKED a dense choice alone decides that."""
@@ -119,8 +119,14 @@ def masked(
         visible = tl.load(KEEP + i * keep_row + j * keep_col) != 0
     if MASKED:
         if KEYS is not None:
-            KEYS += batch * keys_strides[0] + tl.cast(j0, tl.int64) * keys_strides[1]
-            visible = visible & ((tl.load(KEYS + j * keys_strides[1]) != 0) != PADDED)
+            KEYS += batch * keys_strides[0]
+            of_query = KEYS + tl.cast(i0, tl.int64) * keys_strides[1] + i * keys_strides[1]
+            KEYS += tl.cast(j0, tl.int64) * keys_strides[1]
+            of_key = tl.load(KEYS + j * keys_strides[1])
+            if KEYS_ARE == "documents":
+                visible = visible & (of_key == tl.load(of_query))
+            else:
+                visible = visible & ((of_key != 0) != (KEYS_ARE == "padding"))
         # One comparison a score: its key with the last key that its query sees.
         if low is not None:
             last = row + (i0 - j0 - low)
