@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fusion_backend.decide.gate
 from fusion_backend.measure.inputs import limits, made_up, masking
 from tests.measured_cases import cuts_of
 
@@ -166,3 +167,21 @@ def test_an_index_that_is_computed_with_ones_stays_within_what_it_indexes():
     _, found = inputs_of(fn, torch.randint(2, 3, (4,)), only="layer_norm")
     (index,) = [t for t in found if t.dtype == torch.int64]
     assert index.min() >= 0 and index.max() < 7
+
+
+def test_positions_of_packed_documents_begin_anew(monkeypatch):
+    """Were they ones and then zeros, each place would be a document of its own, and the gradients
+    of q and k zeros.
+    """
+
+    def packed(q, k, v, positions):
+        number = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        mask = number[:, None, :, None] == number[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+    q, positions = torch.randn(2, 2, 40, 16), torch.arange(40).repeat(2, 1)
+    cut, values = inputs_of(packed, q, q, q, positions, only="attention")
+    given = dict(zip(cut.inputs, values, strict=True))
+    (found,) = (t for a, t in given.items() if a.meta["val"].shape == (2, 40))
+    assert found.unique().numel() in (5, 8)  # positions of 8 documents, or their numbers

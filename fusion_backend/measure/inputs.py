@@ -19,6 +19,7 @@ from fusion_backend.measure.indices import INDEXING, MOVING, is_index
 from fusion_backend.measure.region import NUMBERS
 
 EMPTY: Mapping = MappingProxyType({})
+DOCUMENTS = 8  # in a sequence
 LONGEST = 64  # operators that compute a mask from what is no float
 # Besides elementwise operators and views: what masks are computed with.
 MASKS = {
@@ -111,6 +112,19 @@ def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     ones = torch.linspace(last / 2, max(last - 1, 1), rows, device=device).ceil()
     ones = ones.reshape(-1, *[1] * (len(sizes) - 1))
     return (torch.arange(last, device=device) < ones).to(value.dtype).expand(sizes)
+
+
+def places(n: fx.Node) -> bool:
+    """Is it asked where it does not go on by one, as the positions of packed documents are?"""
+    return any(name_of(u) == "aten::diff" for u in n.users)
+
+
+def positions(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Along the last dimension 0, 1, ... of eight documents."""
+    sizes = hinted(value.shape)
+    last = sizes[-1] if sizes else 1
+    found = torch.arange(last, device=device) % max(1, -(-last // DOCUMENTS))
+    return found.to(value.dtype).expand(sizes)
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.device:
@@ -214,7 +228,7 @@ def run(n: fx.Node, values: dict, device: torch.device):
         return number(value)
     if n.op == "placeholder":
         laid_out = room(value, place(value, device))[1]
-        content = masking(value, laid_out.device)
+        content = (positions if places(n) else masking)(value, laid_out.device)
         return content if overlaps_itself(laid_out) else laid_out.copy_(content)
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
