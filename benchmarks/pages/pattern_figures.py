@@ -118,12 +118,11 @@ def by_pattern(run: Run, _: list[str]) -> str:
 
 
 def rows_table(rows: list[Row]) -> str:
-    """Columns of eager, max-autotune and of the kernels that the gate declines where
-    there are any.
+    """Columns of eager, max-autotune, flex_attention and of the kernels that the gate declines
+    where there are any.
     """
-    others = [
-        name for name in ("eager", "inductor", AUTOTUNE) if any(row.ratio(name) for row in rows)
-    ]
+    known = "eager", "inductor", AUTOTUNE, "flex"
+    others = [name for name in known if any(row.ratio(name) for row in rows)]
     tuned = AUTOTUNE in others
     left = [bool(declined(row) or row.instead()) for row in rows]
     forced = any(row.ratio(FORCED) and own for row, own in zip(rows, left, strict=True))
