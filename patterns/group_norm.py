@@ -34,6 +34,7 @@ from fusion_backend.kernels.norm.group_norm_rows import forward as forward_of_ro
 from fusion_backend.kernels.norm.group_norm_rows_backward import backward as backward_of_rows
 
 MAX_GROUP = 1 << 20  # elements of the largest group accepted
+MAX_SAMPLE = (1 << 31) - 1  # and of the largest sample, channels-last: places in it have 32 bits
 
 
 @Pattern(inductor="reduction")
@@ -72,6 +73,8 @@ def _(x, groups, weight, bias, eps, act):
         return no or Reject("the number of channels or the size of a plane is dynamic")
     if not dense(x, range(x.dim())) and not channels_last(x):
         return Reject(f"x is dense neither in its own order nor channels-last: {memory(x)}")
+    if channels_last(x) and size_of(x, 1) > MAX_SAMPLE:
+        return Reject(f"a sample of {size_of(x, 1)} elements is larger than {MAX_SAMPLE}")
     if not 1 <= size_of(x, groups) <= MAX_GROUP:
         return Reject(f"a group of {size_of(x, groups)} elements is not between 1 and {MAX_GROUP}")
     return reject_vectors(weight=weight, bias=bias)

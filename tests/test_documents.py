@@ -96,6 +96,17 @@ def test_ranges(name, block, other):
         assert ranges[0, 2].tolist() == [16, 32, 48, 64]  # 23 to 60 are of one
 
 
+@runs_kernels
+def test_ranges_of_long_sequences():
+    """More places than are looked at in one step."""
+    q, k, _ = qkv(5000, 5000, 16, b=1)
+    numbers = torch.arange(5000, device=DEVICE)[None] // 1250
+    masks = mask_arguments(q, k, Masking(keys=numbers, keys_are="documents"))
+    ranges = document_ranges(masks, 1, 128, 64)[0].tolist()
+    assert ranges[0] == [0, 0, 1216, 1280] and ranges[9] == [0, 0, 0, 2560]
+    assert ranges[20] == [2496, 2560, 3712, 3776] and ranges[39] == [3712, 3776, 4992, 5000]
+
+
 def ids_of(x):
     return (x == 1).cumsum(-1)
 
@@ -128,6 +139,10 @@ FOUND = {
     ),
     "of the first sequence": lambda q, k, v, x: sdpa(q, k, v, same(x[:1])),
     "a window": lambda q, k, v, x: sdpa(q, k, v, same(x) & causal(x) & causal(x).triu(-9)),
+    "of one dimension": lambda q, k, v, x: sdpa(q, k, v, (n := ids_of(x[0]))[:, None] == n),
+    "grouped heads": lambda q, k, v, x: F.scaled_dot_product_attention(
+        q, k[:, :1], v[:, :1], same(x) & causal(x), enable_gqa=True
+    ),
     "given": lambda q, k, v, x: sdpa(q, k, v, x[:, None, None, :] == x[:, None, :, None]),
 }
 DENSE = {
@@ -140,6 +155,19 @@ DENSE = {
     ),
     "of different places": lambda q, k, v, x: sdpa(
         q, k, v, x[:, None, :, None] == x.roll(1, 1)[:, None, None, :]
+    ),
+    "of heads, as many as there are batches": lambda q, k, v, x: sdpa(
+        q, k, v, x[:, :, None] == x[:, None, :]
+    ),
+    "of heads, and causal": lambda q, k, v, x: by_hand(
+        q, k, v, (x[:, :, None] == x[:, None, :]) & causal(x), -1e9
+    ),
+    "only later ones": lambda q, k, v, x: by_hand(q, k, v, same(x) & causal(x).mT.triu(1), -1e9),
+    "of another sequence": lambda q, k, v, x: sdpa(q, k, v, same(x)[1:2]),
+    "of later places": lambda q, k, v, x: sdpa(q, k, v, same(F.pad(x, (0, 4)))[..., 3:67, 3:67]),
+    "fewer queries": lambda q, k, v, x: sdpa(q[:, :, :32], k, v, same(x)[:, :, :32]),
+    "of 8 bits": lambda q, k, v, x: sdpa(
+        q, k, v, x.to(torch.uint8)[:, None, :, None] == x.to(torch.uint8)[:, None, None, :]
     ),
     "a fill that scores reach": lambda q, k, v, x: by_hand(q, k, v, same(x), -3.0),
 }
@@ -178,13 +206,9 @@ def test_recognition(fn, found, monkeypatch):
 def test_what_the_kernels_refuse():
     q, k, v = qkv(8, 8, 16)
 
-    def refused(numbers, q=q):
-        masks = dict.fromkeys(
-            ("bias", "keep", "sinks", "windows", "low", "high", "fill", "cap", "p")
-        )
-        given = dict(q=q, k=k, v=v, keys=numbers, scale=1.0, padded="documents", hidden="zero")
-        arguments = masks | given | dict(seed=None)
-        answer = masked_attention.guard_fn(*(arguments[p.name] for p in masked_attention.params))
+    def refused(numbers, q=q, hidden="zero"):
+        given = dict(q=q, k=k, v=v, keys=numbers, scale=1.0, padded="documents", hidden=hidden)
+        answer = masked_attention.guard_fn(*(given.get(p.name) for p in masked_attention.params))
         return isinstance(answer, Reject)
 
     assert not refused(torch.zeros(2, 8, dtype=torch.int64))
@@ -193,3 +217,4 @@ def test_what_the_kernels_refuse():
     assert refused(torch.zeros(2, 7, dtype=torch.int64))
     assert refused(torch.zeros(2, 8, dtype=torch.int64), q[:, :, :7])
     assert refused(torch.zeros(2, 1, 1, 8, dtype=torch.int64))
+    assert refused(torch.zeros(2, 8, dtype=torch.int64), hidden="fill")

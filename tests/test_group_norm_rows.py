@@ -101,6 +101,13 @@ def test_which_layouts_are_taken():
     assert kernels(volume) is True
     assert kernels(last(plain)[:, :4]) is None
     assert kernels(plain.transpose(2, 3)) is None
+    large = torch.empty(1, 4096, 1024, 1024, device="meta")  # groups of 2^20 elements
+    args = None, None, 1e-5, "identity"
+    guard = FUSION_RULES["group_norm"].guard_fn
+    assert (
+        guard(large, 4096, *args) is None
+        and "a sample of" in guard(last(large), 4096, *args).reason
+    )
 
 
 def test_tiles_leave_no_multiprocessor_without_work():
@@ -160,6 +167,7 @@ COPIED = {
 }
 AS_IT_IS = {
     "a convolution": lambda y, w: F.conv2d(y * 2, last(w)),
+    "cast": lambda y, w: F.conv2d(y.double(), last(w).double()),
     "both operands": lambda y, w: F.conv2d(w[0, 0, 0, 0] + y * y.sigmoid(), last(w)),
     "made channels-last": lambda y, w: (y * 2).contiguous(memory_format=LAST),
     "written to": lambda y, w: F.conv2d(y.add_(1), last(w)),

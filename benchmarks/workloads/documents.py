@@ -11,9 +11,9 @@ import torch
 from benchmarks.measure.library import FUSION_RULES
 
 
-def of_documents(causal: int = 1, **case) -> Callable:
-    """Attention to the keys of the query's own document, up to its own. `keep` holds the number of
-    each place's document, `[b, n]`.
+def of_documents() -> Callable:
+    """Attention to the keys of the query's own document, up to its own place. `keep` holds the
+    number of each place's document, `[b, n]`.
     """
 
     def attention(q, k, v, mask, bias, keep, *rest):
@@ -26,8 +26,9 @@ def of_documents(causal: int = 1, **case) -> Callable:
 
 
 def by_flex() -> Callable:
-    """The same with flex_attention. The block mask is made at the first call, as a training step
-    makes it once for all layers.
+    """The same with flex_attention, without bias or cap. The block mask is made at the first call,
+    as a training step makes it once for all layers, and serves every call of these sizes, which all
+    have the same documents.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

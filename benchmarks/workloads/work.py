@@ -92,7 +92,7 @@ class Work(NamedTuple):
         if "autocast" in self.case:
             return read_by_linear(FUSION_RULES[self.pattern].reference, self.dtype)
         if "documents" in self.case and self.pattern == "attention":
-            return of_documents(**self.case)
+            return of_documents()
         return (
             windowed(**self.case) if "window" in self.case else FUSION_RULES[self.pattern].reference
         )

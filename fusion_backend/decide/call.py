@@ -30,7 +30,8 @@ from fusion_backend.reporting.reject import PatternError, Reject, Unmeasured
 
 # These operators read the values of a result in any memory layout, and so do elementwise ones.
 IN_ANY_LAYOUT = {"transpose", "permute", "mT", "swapaxes", "swapdims", "movedim", "moveaxis"}
-IN_ANY_LAYOUT |= {"contiguous", "reshape", "dropout", "conv1d", "conv2d", "conv3d"}
+IN_ANY_LAYOUT |= {"contiguous", "reshape", "to", "_to_copy", "dropout"}
+IN_ANY_LAYOUT |= {"conv1d", "conv2d", "conv3d"}
 FOLLOWED = 50  # readers, and readers of theirs, at most
 
 # The tables have timed no op with a copy behind it, nor one whose result is rounded.

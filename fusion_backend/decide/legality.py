@@ -104,25 +104,29 @@ class Legality:
 
     def narrow(self, match: Match) -> str:
         """The 16-bit dtype to which everything that reads the first result, in fp32, casts it; ""
-        if there is none.
+        if there is none. The code may compute the value twice: another site that reads it may read
+        either.
+
+        Backward adds the gradients of all readers up before they are rounded, which in fp16 may be
+        too large: there is one reader then, and no reader of an expanded value.
         """
         root, of = match.roots[0], self.canon.of
         if root.meta["val"].dtype != torch.float32:
             return ""
-        pending, found = [n for n in (root, *match.interior) if of[n] is of[root]], set()
-        inside = {*match.interior}
+        pending, inside, casts = [*of[root].nodes], {*match.interior}, []
         for n in pending:
-            for u in n.users:
-                if u in inside:
-                    continue
+            for u in (u for u in n.users if u not in inside):
                 op = of[u].op if is_lowered(u) and not is_mutation(u) else None
                 if op == "cast" and peel(of[u]) is peel(of[n]):
-                    found.add(u.meta["val"].dtype)
-                elif op in FREE and op != "cast":
+                    casts.append(u.meta["val"].dtype)
+                elif op in FREE and op not in ("cast", "expand"):
                     pending.append(u)
                 else:
                     return ""
-        return str(*found).removeprefix("torch.") if len(found) == 1 and found < HALVES else ""
+        found = {*casts}
+        several = len(casts) > 1 and torch.float16 in found and self.facts.training(match)
+        one = len(found) == 1 and found < HALVES and not several
+        return str(casts[0]).removeprefix("torch.") if one else ""
 
     def without_gradient(self, match: Match) -> str:
         """Has one of several results no gradient? Tensors that only this result depends on have

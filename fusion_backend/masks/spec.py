@@ -44,7 +44,9 @@ class Part:
     here: bool = True  # is what it reads in the graph of the attention, or around it?
 
     def numbers(self, batches, places) -> fx.Node | None:
-        """The node that holds the numbers of documents, `[b or 1, m]` or `[m]`."""
+        """The node that holds the numbers of documents, `[b or 1, m]` or `[m]`. batches: how many
+        there are, if the first dimension of the mask is theirs, or None.
+        """
         t = self.term
         if self.kind != "documents" or not self.here or not isinstance(t, Term):
             return None
@@ -55,7 +57,7 @@ class Part:
         (*batch, place), _ = sorted(sides, key=lambda side: "j" in side[-1].terms)
         shape, first = value.shape, batch[0] if batch else ZERO
         one = first == ZERO and (not batch or same(shape[:1], (1,)))
-        each = first == Linear({"b0": 1}) and same(shape[:1], (batches,))
+        each = batches is not None and first == Linear({"b0": 1}) and same(shape[:1], (batches,))
         whole = place == Linear({"i": 1}) and same(shape[-1:], (places,))
         return node if whole and (one or each) else None
 

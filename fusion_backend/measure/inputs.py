@@ -20,6 +20,7 @@ from fusion_backend.measure.region import NUMBERS
 
 EMPTY: Mapping = MappingProxyType({})
 DOCUMENTS = 8  # in a sequence
+COMPARISONS = {f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 LONGEST = 64  # operators that compute a mask from what is no float
 # Besides elementwise operators and views: what masks are computed with.
 MASKS = {
@@ -114,17 +115,21 @@ def masking(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (torch.arange(last, device=device) < ones).to(value.dtype).expand(sizes)
 
 
-def places(n: fx.Node) -> bool:
-    """Is it asked where it does not go on by one, as the positions of packed documents are?"""
-    return any(name_of(u) == "aten::diff" for u in n.users)
+def counts_documents(n: fx.Node) -> bool:
+    """Does it count where documents begin, or end, by a cumulative sum of a comparison?"""
+    counted = n.args[0] if name_of(n) == "aten::cumsum" else None
+    return isinstance(counted, fx.Node) and name_of(counted) in COMPARISONS
 
 
-def positions(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Along the last dimension 0, 1, ... of eight documents."""
+def documents(value: torch.Tensor, dim: int, device: torch.device) -> torch.Tensor:
+    """The numbers of eight documents along a dimension. Ones and zeros, of which they would be
+    computed, might make each place a document, whose attention is quick and has no gradient.
+    """
     sizes = hinted(value.shape)
-    last = sizes[-1] if sizes else 1
-    found = torch.arange(last, device=device) % max(1, -(-last // DOCUMENTS))
-    return found.to(value.dtype).expand(sizes)
+    number = torch.arange(sizes[dim], device=device) * DOCUMENTS // sizes[dim]
+    shape = [1] * len(sizes)
+    shape[dim] = sizes[dim]
+    return number.to(value.dtype).view(shape).expand(sizes).contiguous()
 
 
 def place(value: torch.Tensor, device: torch.device) -> torch.device:
@@ -228,8 +233,10 @@ def run(n: fx.Node, values: dict, device: torch.device):
         return number(value)
     if n.op == "placeholder":
         laid_out = room(value, place(value, device))[1]
-        content = (positions if places(n) else masking)(value, laid_out.device)
+        content = masking(value, laid_out.device)
         return content if overlaps_itself(laid_out) else laid_out.copy_(content)
+    if counts_documents(n) and value.dim():
+        return documents(value, n.args[1], place(value, device))
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
     if name_of(n) == "aten::index":  # made-up, an index may be out of range

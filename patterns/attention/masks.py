@@ -12,9 +12,9 @@ from fusion_backend.kernels.common.inputs import same_sizes
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees: those in a band low <= i - j <= high, and of a vector over the keys.
-    What its numbers are, and what becomes of the other scores, `keys_are`, `hidden` and `fill` say
-    as `kernels.attention.masking.Masking` has it.
+    """Which keys a query sees: those in a band low <= i - j <= high, and of a vector over the keys,
+    or of the numbers of documents. What they are, and what becomes of the other scores, `keys_are`,
+    `hidden` and `fill` say as `kernels.attention.masking.Masking` has it.
     """
 
     low: int | None = None
@@ -85,12 +85,13 @@ def visible_by(
     all_see = sinks or every_row_sees(found, q.shape[-2], k.shape[-2])
     if hides and not found.parts and all_see:
         return Visible(found.low, found.high)
-    if hides and (numbers := documents_of(found, q, k)) is not None:
-        return Visible(found.low, found.high, numbers, "documents")
-    keys = None
+    keys, each = None, False  # may the first dimension of a vector be the batch?
     if found.parts:
         name = next(name for name, mask in masks.items() if mask.parts)
         each = tensors[name].dim() == 4 and same_sizes(tensors[name].shape[:1], k.shape[:1])
+    if hides and (numbers := documents_of(found, q, k, each)) is not None:
+        return Visible(found.low, found.high, numbers, "documents")
+    if found.parts:
         keys = found.parts[0].vector(k.shape[0]) if each and len(found.parts) == 1 else None
         if keys is None:
             return None
@@ -107,9 +108,10 @@ def visible_by(
     return None if how is None else Visible(found.low, found.high, *(keys or (None, "seen")), *how)
 
 
-def documents_of(found, q, k) -> fx.Node | None:
+def documents_of(found, q, k, each: bool) -> fx.Node | None:
     """The numbers of documents that alone, besides a band, say what a query sees: at least its own
-    place. None where there is anything else.
+    place. None where there is anything else. each: may batches have numbers of their own? The first
+    dimension of a mask of three is that of the heads.
     """
     square = same_sizes(q.shape[-2:-1], k.shape[-2:-1])
     low, high = found.low, found.high
@@ -118,7 +120,7 @@ def documents_of(found, q, k) -> fx.Node | None:
     )
     if len(found.parts) != 1 or not square or not sees_itself or q.dim() != 4:
         return None
-    return found.parts[0].numbers(k.shape[0], k.shape[-2])
+    return found.parts[0].numbers(k.shape[0] if each else None, k.shape[-2])
 
 
 def hiding(fill: float | None) -> tuple[str, float | None]:

@@ -103,13 +103,13 @@ def masking_of(
 
 
 @masked_attention.guard
-def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p, padded):
+def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p, hidden, padded):
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
         or reject_masks(q, k, v, bias, keep)
-        or reject_keys(q, k, keys, padded)
+        or reject_keys(q, k, keys, padded, hidden)
         or reject_sinks(q, sinks)
         or reject_windows(q, k, bias, windows)
         or reject_heads(q, k, v)
@@ -152,9 +152,13 @@ def reject_masks(
             return Reject(f"{name} is {t.dtype}")
 
 
-def reject_keys(q: Tensor, k: Tensor, keys: Tensor | None, padded: str) -> Reject | None:
+def reject_keys(
+    q: Tensor, k: Tensor, keys: Tensor | None, padded: str, hidden: str
+) -> Reject | None:
     if keys is None:
         return None
+    if padded == "documents" and hidden == "fill":
+        return Reject("blocks of other documents are left out, which a fill would have a part in")
     batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
     fits = same_sizes(keys.shape[-1:], k.shape[2:3])
     if padded == "documents":

@@ -290,7 +290,7 @@ def _(
     q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     seen = torch.arange(n, device=q.device) < n // 2
     keep = seen.expand(b, 1, 1, n).contiguous() if padded else None
-    if documents:  # the number of each place's, of which the code around makes the mask
+    if documents:  # the number of each place's document: the code around makes the mask of them
         keep = (torch.arange(n, device=q.device) * documents // n).expand(b, n).contiguous()
     mask = tensor(1, h, n, n) if bias else None
     # either is written by hand

@@ -20,16 +20,17 @@ from fusion_backend.kernels.common.launch import launch
 def with_documents(
     masks: MaskArguments, batches, keys_are: str, block: int, other: int
 ) -> MaskArguments:
-    """With the ranges of blocks that a kernel reads; as they are where keys are no documents."""
+    """The same masks, and if keys are documents the ranges of blocks that a kernel reads."""
     if keys_are != "documents":
         return masks
     return masks._replace(seen=document_ranges(masks, batches, block, other))
 
 
 def document_ranges(masks: MaskArguments, batches, block: int, other: int) -> Tensor:
-    """`[b, blocks, 4]` int32, for each block of `block` places what ranges.key_range returns: of
-    the blocks of `other` places those that meet it, and which of them are wholly of its document.
-    The relation is symmetric: either may be queries, the other one keys. Grid: blocks.
+    """`[b, blocks, 4]` int32: left, begin, stop, end for each block of `block` places, as key_range
+    in ranges.py has them before it looks at the band. They say which blocks of `other` places meet
+    it, and which of those are wholly of its document. The relation is symmetric: either may be
+    queries, the other one keys, of which there are as many. Grid: blocks.
     """
     n = masks.keys_count
     blocks = (n + block - 1) // block

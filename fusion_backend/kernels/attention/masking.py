@@ -28,7 +28,7 @@ class Masking(NamedTuple):
     keys: what `keys_are` says. "seen", "padding": a bool tensor `[b or 1, m]`, or of four
     dimensions, of which the two in the middle do not count: true where a key is seen, or where it
     is padding. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have the
-    number of its own place, of as many queries as keys.
+    number of its own place, of as many queries as keys; `hidden` is no fill then.
     low, high: the band, low <= i - j <= high for query i and key j; None: no such bound.
     hidden: what a score that is not seen becomes. "zero" and "nan": -infinity, and the result of a
     row that sees nothing is 0 or NaN; "fill": the number `fill`, which gives no gradient.

@@ -49,8 +49,8 @@ def common_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def reject_dtypes_of_vectors(x: Tensor, **vectors: Tensor | None) -> Reject | None:
-    """Refuse other dtypes than fp32, bf16 and fp16. Vectors have the dtype of x, or all of them are
-    in fp32 beside an x in 16 bits, as under autocast.
+    """Refuse other dtypes than fp32, bf16 and fp16, and vectors of another dtype than x, unless all
+    of them are in fp32, as under autocast.
     """
     given = {name: t for name, t in vectors.items() if t is not None}
     if any(t.dtype == torch.float32 for t in given.values()):
@@ -59,8 +59,8 @@ def reject_dtypes_of_vectors(x: Tensor, **vectors: Tensor | None) -> Reject | No
 
 
 def reject_dtypes_of_sum(x: Tensor, residual: Tensor, **others: Tensor | None) -> Reject | None:
-    """Refuse other dtypes than fp32, bf16 and fp16. x and residual may differ if one of them has
-    the dtype of their sum, as under autocast; the others must have that.
+    """Refuse other dtypes than fp32, bf16 and fp16, x and residual if neither has the dtype of
+    their sum, and others of another dtype than the sum. Under autocast one of the two is in fp32.
     """
     if (no := reject_dtypes(x=x) or reject_dtypes(residual=residual)) is not None:
         return no

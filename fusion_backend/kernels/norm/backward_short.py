@@ -97,7 +97,7 @@ def write_gradient(
     DH_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
     THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of whole rows goes to OUT, and that of x, through its dropout, to DX."""
+    """The gradient of whole rows goes to OUT, and through the dropout, if any, to DX."""
     col = tl.arange(0, BLOCK)[None, :]
     d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
     if MEAN is not None:

@@ -58,8 +58,8 @@ class Backward(NamedTuple):
     dy: the gradient of the result. dh: the gradient that h itself gets, or None. h: what was
     normalised. mean, rstd: `[rows]` in fp32; mean is None where the norm is not centred. needs:
     whether the gradients of h, weight and bias are wanted. out: filled with the gradient of h,
-    contiguous, or None. dx: filled with the gradient of x, which was dropped out or has another
-    dtype than h, contiguous, or None; with it, out is not None.
+    contiguous, or None. dx: filled with the gradient of the operand of the sum that was dropped
+    out, or that has another dtype than h, contiguous, or None; with it, out is not None.
     """
 
     dy: Tensor

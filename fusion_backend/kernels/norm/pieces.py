@@ -45,7 +45,7 @@ def write_piece(
     d, OUT, DX, seed, row, piece,
     N: tl.constexpr, COLS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a piece of a row, and that of x, through its dropout if it has one."""
+    """The gradient of a piece of a row goes to OUT, and through the dropout, if any, to DX."""
     col = piece * COLS + tl.arange(0, COLS)
     tl.store(OUT + row * N + col, d, col < N)
     if DX is not None:
