@@ -1236,15 +1236,39 @@ MUTATIONS = {
     ),
     "narrow: a reader in fp32 is passed over": Mutation(
         "fusion_backend/decide/legality.py",
-        '                else:\n                    return ""\n        return str(*found)',
-        "        return str(*found)",
+        '                else:\n                    return ""\n        found = {*casts}',
+        "        found = {*casts}",
         "tests/test_narrow_results.py",
     ),
-    "narrow: a cast to integers is one to 16 bits": Mutation(
+    "narrow: another node of the same value is passed over": Mutation(
         "fusion_backend/decide/legality.py",
-        'if op == "cast" and peel(of[u]) is peel(of[n]):',
-        'if op == "cast":',
+        "[*of[root].nodes]",
+        "[root]",
         "tests/test_narrow_results.py",
+    ),
+    "narrow: gradients of several readers are added up in fp16": Mutation(
+        "fusion_backend/decide/legality.py",
+        "several = len(casts) > 1 and",
+        "several = False and",
+        "tests/test_narrow_results.py",
+    ),
+    "documents: those of heads are those of batches": Mutation(
+        "patterns/attention/masks.py",
+        "numbers(k.shape[0] if each else None,",
+        "numbers(k.shape[0],",
+        "tests/test_documents.py",
+    ),
+    "documents: numbers of other places": Mutation(
+        "fusion_backend/masks/spec.py",
+        'whole = place == Linear({"i": 1}) and same(shape[-1:], (places,))',
+        "whole = True",
+        "tests/test_documents.py",
+    ),
+    "documents: there may be fewer queries": Mutation(
+        "patterns/attention/masks.py",
+        "!= 1 or not square or",
+        "!= 1 or",
+        "tests/test_documents.py",
     ),
     "narrow: the reference is not rounded": Mutation(
         "fusion_backend/ops/operator.py",
@@ -1262,7 +1286,7 @@ MUTATIONS = {
         "fusion_backend/ops/operator.py",
         "            if gradients[name] is None\n        }\n        by_field",
         "        }\n        by_field",
-        "tests/test_narrow_results.py",
+        "tests/test_missing_gradients.py",
     ),
     "a sum of two dtypes: x is taken for the narrow one": Mutation(
         "fusion_backend/kernels/norm/backward.py",
@@ -1330,13 +1354,7 @@ MUTATIONS = {
         "or not square",
         "tests/test_documents.py",
     ),
-    "documents: the keys of a partial block are whole": Mutation(
-        "fusion_backend/kernels/attention/ranges.py",
-        "        stop = tl.where(j0 + BN <= m, stop, 0)\n    if low",
-        "    if low",
-        "tests/test_documents.py",
-    ),
-    "made-up inputs: positions do not begin anew": Mutation(
+    "made-up inputs: documents are counted from ones and zeros": Mutation(
         "fusion_backend/measure/inputs.py",
         "if counts_documents(n) and value.dim():",
         "if False:",

@@ -165,6 +165,9 @@ DENSE = {
     "only later ones": lambda q, k, v, x: by_hand(q, k, v, same(x) & causal(x).mT.triu(1), -1e9),
     "of another sequence": lambda q, k, v, x: sdpa(q, k, v, same(x)[1:2]),
     "of later places": lambda q, k, v, x: sdpa(q, k, v, same(F.pad(x, (0, 4)))[..., 3:67, 3:67]),
+    "in reverse": lambda q, k, v, x: sdpa(
+        q, k, v, (n := ids_of(x).flip(1))[:, None, :, None] == n[:, None, None, :]
+    ),
     "fewer queries": lambda q, k, v, x: sdpa(q[:, :, :32], k, v, same(x)[:, :, :32]),
     "of 8 bits": lambda q, k, v, x: sdpa(
         q, k, v, x.to(torch.uint8)[:, None, :, None] == x.to(torch.uint8)[:, None, None, :]
@@ -196,6 +199,7 @@ def test_recognition(fn, found, monkeypatch):
 
     got, want = run(torch.compile(fn, backend=backend)), run(fn)
     calls = [n for n in fused_nodes(backend.graphs[0]) if "masked_attention" in str(n.target)]
+    assert len(calls) == 1  # those with a dense mask, too
     assert sum("documents" in map(str, (*n.args, *n.kwargs.values())) for n in calls) == found
     if found:
         assert "documents by" in backend.report.fused[0].reason

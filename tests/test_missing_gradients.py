@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fusion_backend import Op
 from fusion_backend.frontends.explain import Collector
 from fusion_backend.testing import fused_nodes
 
@@ -84,3 +85,21 @@ def test_a_sum_of_frozen_tensors_requires_no_gradient():
     assert [t.requires_grad for t in results] == [t.requires_grad for t in sum_too(x, r, w)]
     (site,) = [s for s in collector.report.sites if s.pattern == "add_layer_norm"]
     assert not site.fused and "requires no gradient" in site.reason
+
+
+@pytest.mark.usefixtures("scratch")
+def test_a_gradient_of_its_own_in_place_of_the_same():
+    """`same` holds where the backward returns None."""
+
+    @Op
+    def scaled_sum(x: Tensor, residual: Tensor, own: float) -> Tensor:
+        return x + residual
+
+    @scaled_sum.backward(plain=True, same={"residual": "x"})
+    def _(saved, dy):
+        return dy, saved.own * dy if saved.own else None
+
+    leaves = [torch.ones(3, requires_grad=True) for _ in "xr"]
+    for own, want in ((0.0, 1.0), (2.0, 2.0)):
+        found = torch.autograd.grad(scaled_sum(*leaves, own).sum(), leaves)
+        assert [g.tolist() for g in found] == [[1.0] * 3, [want] * 3]

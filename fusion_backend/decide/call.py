@@ -230,7 +230,9 @@ def needs_copy(root: fx.Node, out: torch.Tensor, writers: dict) -> bool:
                 return True
             if short == "contiguous" and u.meta["val"].is_contiguous():
                 continue
-            if not all(isinstance(size, int) for size in value.shape):  # no guard for a question
+            read = [value, *map(value_of, u.all_input_nodes)]
+            sizes = [size for t in read if isinstance(t, torch.Tensor) for size in t.shape]
+            if not all(isinstance(size, int) for size in sizes):  # no guard for a question
                 return True
             pending.append((u, computed_from(u, n, value)))
     return False

@@ -117,9 +117,9 @@ class Legality:
         for n in pending:
             for u in (u for u in n.users if u not in inside):
                 op = of[u].op if is_lowered(u) and not is_mutation(u) else None
-                if op == "cast" and peel(of[u]) is peel(of[n]):
+                if op == "cast":
                     casts.append(u.meta["val"].dtype)
-                elif op in FREE and op not in ("cast", "expand"):
+                elif op in FREE and op != "expand":
                     pending.append(u)
                 else:
                     return ""

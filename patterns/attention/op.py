@@ -1,5 +1,5 @@
-"""The op that attention with a mask becomes: bands, vectors over the keys, dense masks, biases, a
-cap, sinks and dropout, without the scores in memory.
+"""The op that attention with a mask becomes: bands, vectors over the keys, documents, dense masks,
+biases, a cap, sinks and dropout, without the scores in memory.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Liu et al. 2021.
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
 of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
-bands, vectors over the keys, dense masks and biases without the scores in memory. Its dropout is of
-a new seed at each call, and not with the bits of eager or plain Inductor.
+bands, vectors over the keys, the numbers of documents, dense masks and biases without the scores in
+memory. Its dropout is of a new seed at each call, and not with the bits of eager or plain Inductor.
 
 If values have another size than queries and keys, SDPA has fused kernels on GPUs alone, for as many
 heads of k and v as of q, of sizes that are multiples of 8. Otherwise such a site becomes

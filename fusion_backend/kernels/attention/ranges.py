@@ -71,7 +71,6 @@ def query_range(
     begin, stop = left, tl.where(j0 + BN <= m, end // BM * BM, 0)
     if KEYS_ARE == "documents":
         left, begin, stop, end = document_range(SEEN, batch, j0, m, BN)
-        stop = tl.where(j0 + BN <= m, stop, 0)
     if low is not None:
         begin = tl.maximum(begin, (tl.maximum(j0 + BN - 1 + low, 0) + BM - 1) // BM * BM)
         if SKIPS:
