@@ -44,7 +44,8 @@ def seen(shape, masking: Masking):
     if masking.keep is not None:
         kept = kept & masking.keep
     if masking.keys is not None:
-        keys = masking.keys.view(-1, masking.keys.shape[-1])
+        keys = masking.keys[:, 0, 0] if masking.keys.dim() == 4 else masking.keys
+        keys = keys if keys.dim() == 2 else keys[None]
         if masking.keys_are == "documents":
             kept = kept & (keys[:, None, :, None] == keys[:, None, None, :])
         else:
