@@ -212,7 +212,7 @@ def read_by_linear(reference: Callable, dtype: torch.dtype) -> Callable:
 
 
 def read_by_convolution(reference: Callable) -> Callable:
-    """With the result in the layout of x, which a convolution reads; in eager it is not."""
+    """With the result in the layout of x, which a convolution reads; in eager it may be another."""
     return lambda *args: reference(*args).contiguous(memory_format=torch.channels_last)
 
 
