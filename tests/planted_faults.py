@@ -1360,4 +1360,58 @@ MUTATIONS = {
         "if False:",
         "tests/test_made_up_inputs.py",
     ),
+    "documents: only the first places are looked at": Mutation(
+        "fusion_backend/kernels/attention/documents.py",
+        "tl.range(0, n, STEP * OTHER)",
+        "tl.range(0, 1, STEP * OTHER)",
+        "tests/test_documents.py",
+    ),
+    "documents: a fill is taken": Mutation(
+        "patterns/attention/op.py",
+        'if padded == "documents" and hidden == "fill":',
+        "if False:",
+        "tests/test_documents.py",
+    ),
+    "group norm, channels-last: a sample of any size": Mutation(
+        "patterns/group_norm.py",
+        "if channels_last(x) and size_of(x, 1) > MAX_SAMPLE:",
+        "if False:",
+        "tests/test_group_norm_rows.py",
+    ),
+    "group norm, channels-last: a contiguous tensor has rows, too": Mutation(
+        "fusion_backend/kernels/norm/group_norm_rows.py",
+        "return last and not dense(x, range(x.dim()))",
+        "return last",
+        "tests/test_group_norm_rows.py",
+    ),
+    "group norm, channels-last: too few pieces": Mutation(
+        "fusion_backend/kernels/norm/group_norm_rows.py",
+        "triton.cdiv(programs * multiprocessors(x.device), samples * across)",
+        "1",
+        "tests/test_group_norm_rows.py",
+    ),
+    "narrow: an expanded value has readers of its own": Mutation(
+        "fusion_backend/decide/legality.py",
+        'elif op in FREE and op != "expand":',
+        "elif op in FREE:",
+        "tests/test_narrow_results.py",
+    ),
+    "layout: a cast sees it": Mutation(
+        "fusion_backend/decide/call.py",
+        '"reshape", "to", "_to_copy", "dropout"',
+        '"reshape", "dropout"',
+        "tests/test_group_norm_rows.py",
+    ),
+    "made-up inputs: any cumulative sum counts documents": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "isinstance(counted, fx.Node) and name_of(counted) in COMPARISONS",
+        "isinstance(counted, fx.Node)",
+        "tests/test_made_up_inputs.py",
+    ),
+    "benchmarks: flex_attention is asked for what it has no code for": Mutation(
+        "benchmarks/pattern_runs/planning.py",
+        "if other or name != FLEX",
+        "if True",
+        "tests/test_benchmark_patterns.py",
+    ),
 }

@@ -228,6 +228,14 @@ def test_quoted_rows_come_first_and_others_are_counted():
     assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))
 
 
+def test_flex_attention_is_asked_for_what_it_has_code_for():
+    names = "inductor", "flex"
+    args, _ = patterns.arguments(["--rows", "documents=8", "window=1024", "--contenders", *names])
+    found = {"documents" in work.case: tuple(m) for work, m in planning.planned(args, on_gpu=True)}
+    assert {*found[True]} == {*names} and found[False] == ("inductor",)
+    assert "flex" not in planning.named(None)
+
+
 def test_max_autotune_that_is_not_compiled_in_time_is_left_out(monkeypatch):
     def compile_ahead(tasks, jobs, seconds):
         order.extend(name for _, names in tasks for name in names)

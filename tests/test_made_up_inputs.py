@@ -198,11 +198,14 @@ def test_eight_documents(begins, monkeypatch):
         assert t[0].unique().numel() == 8 and t.diff(dim=-1).amin() >= 0
 
 
-def test_other_counts_are_computed():
-    """Positions of padded rows are no documents."""
+def test_other_counts_are_computed(monkeypatch):
+    """A cumulative sum of what is no comparison, as of positions in padded rows."""
 
-    def fn(x, real):
-        return F.softmax(x.masked_fill((real.cumsum(-1) < 3)[:, None], -1e9), -1)
+    def padded(q, k, v, real):
+        return F.scaled_dot_product_attention(q, k, v, (real.cumsum(-1) < 11)[:, None, None])
 
-    _, values = inputs_of(fn, torch.randn(2, 5, 8), torch.ones(2, 8, dtype=torch.int64))
-    assert all(t.dtype == torch.bool or t.unique().numel() != 8 for t in values[1:])
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+    q, real = torch.randn(2, 2, 40, 16), torch.ones(2, 40, dtype=torch.int64)
+    _, values = inputs_of(padded, q, q, q, real, only="attention")
+    (counted,) = (t for t in values if t.dtype == torch.int64)
+    assert counted[0].tolist() == [min(i + 1, 20) for i in range(40)]

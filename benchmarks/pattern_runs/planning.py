@@ -31,26 +31,23 @@ WARM_SHARE, SECONDS_TO_START, SECONDS_A_CONTENDER = 0.3, 20.0, 0.6  # on an H200
 
 def planned(args: argparse.Namespace, on_gpu: bool) -> Plan:
     """Rows in the order in which they are wanted. ValueError says what makes no sense."""
-    plan = planned_alike(args, on_gpu)
-    for work, makers in plan:
-        if FLEX in makers and not hasattr(work.function, FLEX):
-            del makers[FLEX]
-    return plan
-
-
-def planned_alike(args: argparse.Namespace, on_gpu: bool) -> Plan:
-    """As planned, with all contenders, whether or not they can do the work."""
     works, makers = selected(args, on_gpu), named(args.contenders)
     if args.minutes:
         works = spread(works)
     if not args.quoted:
-        return [(work, dict(makers)) for work in works]
+        return [(work, able(work, makers)) for work in works]
     quoted = quoted_names(args.quoted, "rows")
     works.sort(key=lambda work: work.name not in quoted)
     counted = {
         name: make for name, make in makers.items() if name in ("inductor", "fusion")
     } or makers
-    return [(work, dict(makers if work.name in quoted else counted)) for work in works]
+    return [(work, able(work, makers if work.name in quoted else counted)) for work in works]
+
+
+def able(work: Work, makers: dict[str, Maker]) -> dict[str, Maker]:
+    """The contenders that can do the work: flex_attention only where there is code for it."""
+    other = hasattr(work.function, FLEX)
+    return {name: make for name, make in makers.items() if other or name != FLEX}
 
 
 def measure_all(

@@ -190,10 +190,15 @@ def before_affine(DY, X, keep, W, B, mean, rstd, channel, inside, ACT: tl.conste
     u = (tl.load(X, keep, 0.0).to(tl.float32) - mean) * rstd
     g = tl.load(DY, keep, 0.0).to(tl.float32)
     if ACT == "silu":
-        z = affine(u, W, B, channel, inside)
-        s = tl.sigmoid(z)
-        g *= s * (1.0 + z * (1.0 - s))
+        g = through_silu(g, affine(u, W, B, channel, inside))
     return g, u
+
+
+@triton.jit
+def through_silu(g, z):
+    """The gradient of z, of which silu(z) has the gradient g."""
+    s = tl.sigmoid(z)
+    return g * (s * (1.0 + z * (1.0 - s)))
 
 
 @triton.jit

@@ -204,16 +204,27 @@ def apply_to_rows_kernel(
     X, W, B, MEAN, RSTD, Y, GROUPS: tl.constexpr, ACT: tl.constexpr, C: tl.constexpr,
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (INNER + ROWS - 1) // ROWS
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last is the nearest
-    column, program = program % ACROSS, program // ACROSS
-    sample = program // tiles
-    ch, at, keep = tile_of_rows(program % tiles, column, C, INNER, BLOCK, ROWS)
-    base = sample.to(tl.int64) * (C * INNER)
+    sample, base, ch, at, keep = tile_of_program(C, INNER, BLOCK, ROWS, ACROSS)
     x = tl.load(X + base + at, keep, 0.0, eviction_policy="evict_first").to(tl.float32)
     mean, rstd = of_channels(MEAN, RSTD, sample, ch, GROUPS, C)
     y = affine_of_rows((x - mean) * rstd, W, B, ch, C)
     tl.store(Y + base + at, activated(y, ACT), keep, eviction_policy="evict_first")
+
+
+@triton.jit
+def tile_of_program(
+    C: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Of a program that has one tile: its sample, where that begins, and what tile_of_rows gives.
+    The last tiles come first: what was read last is the nearest.
+    """
+    tiles: tl.constexpr = (INNER + ROWS - 1) // ROWS
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    column, program = program % ACROSS, program // ACROSS
+    sample = program // tiles
+    ch, at, keep = tile_of_rows(program % tiles, column, C, INNER, BLOCK, ROWS)
+    return sample, sample.to(tl.int64) * (C * INNER), ch, at, keep
 
 
 @triton.jit

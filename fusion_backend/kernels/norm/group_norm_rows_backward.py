@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import common_dtype, in_layout, number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.norm.group_norm_backward import through_silu
 from fusion_backend.kernels.norm.group_norm_rows import (
     Tiles,
     affine_of_rows,
@@ -24,6 +25,7 @@ from fusion_backend.kernels.norm.group_norm_rows import (
     merging,
     of_channels,
     parts_of,
+    tile_of_program,
     tile_of_rows,
     tiles_of,
 )
@@ -135,12 +137,7 @@ def gradient_of_rows_kernel(
     C: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (INNER + ROWS - 1) // ROWS
-    program = tl.num_programs(0) - 1 - tl.program_id(0)  # what was read last is the nearest
-    column, program = program % ACROSS, program // ACROSS
-    sample = program // tiles
-    ch, at, keep = tile_of_rows(program % tiles, column, C, INNER, BLOCK, ROWS)
-    base = sample.to(tl.int64) * (C * INNER)
+    sample, base, ch, at, keep = tile_of_program(C, INNER, BLOCK, ROWS, ACROSS)
     mean, rstd = of_channels(MEAN, RSTD, sample, ch, GROUPS, C)
     hu, hs = of_channels(MEANS, MEANS + samples * GROUPS, sample, ch, GROUPS, C)
     g, u = before_affine(DY + base, X + base, at, keep, W, B, mean, rstd, ch, C, ACT)
@@ -156,7 +153,5 @@ def before_affine(DY, X, at, keep, W, B, mean, rstd, ch, C: tl.constexpr, ACT: t
     u = (tl.load(X + at, keep, 0.0).to(tl.float32) - mean) * rstd
     g = tl.load(DY + at, keep, 0.0).to(tl.float32)
     if ACT == "silu":
-        z = affine_of_rows(u, W, B, ch, C)
-        s = tl.sigmoid(z)
-        g *= s * (1.0 + z * (1.0 - s))
+        g = through_silu(g, affine_of_rows(u, W, B, ch, C))
     return g, u
