@@ -326,8 +326,10 @@ RULES_OF_MASKS = sorted(set(ELEMENTS) - MADE_OF_NOTHING)
 def call_of(name: str):
     """An operator of a rule of masks, what it can be given, and its result."""
     op = getattr(aten, name.removeprefix("aten::"))
+    # not op.__getattr__, which puts new overloads in the place of those that others hold
+    overloads = [getattr(op, overload) for overload in op.overloads()]
     values = dict(c=fake((6, 6), torch.bool), n=fake((6, 6), torch.int64), f=fake((6, 6)))
-    for overload, inputs in itertools.product(map(op.__getattr__, op.overloads()), TRIED):
+    for overload, inputs in itertools.product(overloads, TRIED):
         with MODE, contextlib.suppress(Exception):  # where these are not its arguments
             value = overload(*(given(a, values) for a in inputs))
             if isinstance(value, torch.Tensor):
