@@ -15,10 +15,15 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.attention.backward_bias import bias_gradient
-from fusion_backend.kernels.attention.backward_common import Operands, row_sums
+from fusion_backend.kernels.attention.backward_common import (
+    Operands,
+    empty_like_in_memory,
+    row_sums,
+)
 from fusion_backend.kernels.attention.backward_keys import keys_gradients
-from fusion_backend.kernels.attention.backward_queries import queries_gradient
+from fusion_backend.kernels.attention.backward_queries import Tiles, queries_gradient
 from fusion_backend.kernels.attention.backward_short import short_gradients
+from fusion_backend.kernels.attention.backward_stored import heads_at_once, stored_gradients
 from fusion_backend.kernels.attention.configs import (
     LOG2E,
     column_of,
@@ -129,7 +134,12 @@ def backward(
         *found, db = short_gradients(read, of_bias, in_one)
     else:
         read = read._replace(sums=row_sums(out, do, constants))
-        *found, db = long_gradients(read, of_bias, needs, *(configs or configs_for(q, v, masking)))
+        by_keys, by_queries = configs or configs_for(q, v, masking)
+        at_once = None if configs else heads_at_once(read, of_bias)
+        if at_once and (needs["k"] or needs["v"]):
+            *found, db = stored_gradients(read, of_bias, at_once, by_queries)
+        else:
+            *found, db = long_gradients(read, of_bias, needs, by_keys, by_queries)
     if db is not None:
         db = db.sum_to_size(shape_of(masking.bias)).view(masking.bias.shape).to(masking.bias.dtype)
     of_sinks = masking.sinks is not None and needs["sinks"]
@@ -150,7 +160,8 @@ def long_gradients(
     if unshared:  # zeros where a kernel leaves scores out, which have no gradient
         db = torch.zeros(of_bias[0], dtype=of_bias[1], device=q.device)
     if needs["q"] or unshared:
-        dq = queries_gradient(operands, db, by_queries)
+        dq = empty_like_in_memory(q)
+        queries_gradient(operands, dq, Tiles(db) if unshared else None, by_queries)
     if of_bias is not None and not unshared:
         db = bias_gradient(operands, *of_bias, bias_config(q, v, by_queries))
     return dq, dk, dv, db

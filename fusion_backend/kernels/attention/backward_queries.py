@@ -4,13 +4,14 @@ of queries and walks through the keys.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.attention.backward_common import (
     Operands,
-    empty_like_in_memory,
     probabilities,
     saved_of_rows,
     score_gradient,
@@ -27,25 +28,34 @@ from fusion_backend.kernels.attention.tiles import load_rows, row_pointer, survi
 from fusion_backend.kernels.common.launch import launch
 
 
-def queries_gradient(operands: Operands, db: Tensor | None, config: dict) -> Tensor:
-    """dq `[b, h, n, d]`, in memory as q is; fills db `[b, h, n, m]` where it is given, but for what
-    is left out. Grid: blocks of queries of all heads and batches.
+class Tiles(NamedTuple):
+    """What the kernel of dq also writes, for `[b, some heads, n, m]` of the scores."""
+
+    score_gradients: Tensor
+    probabilities: Tensor | None = None  # with dropout; strides as those of score_gradients
+    first: int = 0  # the first head that they have
+
+
+def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config: dict) -> None:
+    """Fills dq `[b, h, n, d]`, and the tiles but for what is left out; for the heads that the tiles
+    have, or all. Grid: blocks of queries of these heads of all batches.
     """
-    (b, h, n, _), dq = operands.q.shape, empty_like_in_memory(operands.q)
+    b, h, n, _ = dq.shape
     operands = operands.with_documents(config["BM"], config["BN"])
+    ds, p, first = tiles or (None, None, 0)
+    some = h if ds is None else ds.shape[1]
     launch(
-        flash_queries_kernel, ((n + config["BM"] - 1) // config["BM"] * b * h,),
-        *operands.tensors, dq, db, *operands.numbers, *row_strides(dq), *strides_of(db),
-        **operands.constants, **config,
+        flash_queries_kernel, ((n + config["BM"] - 1) // config["BM"] * b * some,),
+        *operands.tensors, dq, ds, p, first, some, *operands.numbers, *row_strides(dq),
+        *strides_of(ds), **operands.constants, **config,
     )  # fmt: skip
-    return dq
 
 
-# Operations: 2 b h n m (2 d + e), of those keys that are seen. Bytes: q, k, v, do, dq and the masks
-# once.
+# Operations: 2 b h n m (2 d + e), of those keys that are seen. Bytes: q, k, v, do, dq, the masks
+# and the tiles once.
 @triton.jit
 def flash_queries_kernel(
-    Q, K, V, DO, LSE, SUMS, DQ, DB,
+    Q, K, V, DO, LSE, SUMS, DQ, DB, P, first, some,
     BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
@@ -56,7 +66,8 @@ def flash_queries_kernel(
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    i0, head, batch = program_block(n, heads, BM, low)
+    i0, at_head, batch = program_block(n, some, BM, low)
+    head = first + at_head
     row, col = tl.arange(0, BM), tl.arange(0, BN)
     if SEED is not None:
         SEED = tl.load(SEED)
@@ -64,7 +75,9 @@ def flash_queries_kernel(
     K = row_pointer(K, (k_batch, k_head, k_row), batch, head // group, 0)
     V = row_pointer(V, (v_batch, v_head, v_row), batch, head // group, 0)
     if DB is not None:
-        DB = row_pointer(DB, (db_batch, db_head, db_row), batch, head, i0)
+        DB = row_pointer(DB, (db_batch, db_head, db_row), batch, at_head, i0)
+    if P is not None:
+        P = row_pointer(P, (db_batch, db_head, db_row), batch, at_head, i0)
     masks = (
         (BIAS, (bias_batch, bias_head, bias_row, bias_col), bias_period),
         (KEEP, (keep_batch, keep_head, keep_row, keep_col)),
@@ -79,24 +92,28 @@ def flash_queries_kernel(
     of_rows = lse, inverse, tl.load(SUMS + before + (i0 + inside))
     dq = tl.zeros([BM, BD], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, KEYS_ARE, SKIPS, BM, BN)
+    within = row[:, None] < n - i0
     for start in tl.range(begin, stop, BN):
-        dq, ds = queries_step(
+        dq, ds, p = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
             SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, False,
         )  # fmt: skip
+        at = row[:, None] * db_row + (start + col)[None, :] * db_col
         if DB is not None:
-            at = DB + row[:, None] * db_row + (start + col)[None, :] * db_col
-            tl.store(at, ds, row[:, None] < n - i0)
+            tl.store(DB + at, ds, within)
+        if P is not None:
+            tl.store(P + at, p, within)
     for t in tl.range(0, partial_blocks(left, begin, stop, end, BN)):
         start = partial_block(t, left, begin, stop, BN)
-        dq, ds = queries_step(
+        dq, ds, p = queries_step(
             dq, q, do, of_rows, K, V, masks, row, col, i0, start, m, k_row, v_row,
             SCALE, CAP, FILL, KEYS_ARE, THRESHOLD, RESCALE, D, E, UPCAST, PRECISION, True,
         )  # fmt: skip
+        at = row[:, None] * db_row + (start + col)[None, :] * db_col
         if DB is not None:
-            within = (row[:, None] < n - i0) & (col[None, :] < m - start)
-            at = DB + row[:, None] * db_row + (start + col)[None, :] * db_col
-            tl.store(at, ds, within)
+            tl.store(DB + at, ds, within & (col[None, :] < m - start))
+        if P is not None:
+            tl.store(P + at, p, within & (col[None, :] < m - start))
     d = tl.arange(0, BD)[None, :]
     DQ = row_pointer(DQ, (dq_batch, dq_head, dq_row), batch, head, i0)
     tl.store(DQ + row[:, None] * dq_row + d, dq * SCALE, (row[:, None] < n - i0) & (d < D))
@@ -109,8 +126,8 @@ def queries_step(
     THRESHOLD: tl.constexpr, RESCALE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sum with the keys of one block, and the gradient of its scores. of_rows: what
-    saved_of_rows gives, and rowsum(do · out).
+    """The sum with the keys of one block, the gradient of its scores, and its probabilities after
+    dropout. of_rows: what saved_of_rows gives, and rowsum(do · out).
     """
     bias, keep, keys, band, seed, at = masks
     lse, inverse, sums = of_rows
@@ -129,4 +146,6 @@ def queries_step(
         left = survivors(masks, i0, start, s.shape[0], s.shape[1], THRESHOLD, False)
         dp = tl.where(left, dp * RESCALE, 0.0)
     of_scores, ds = score_gradient(s, p, dp, sums[:, None], visible, SCALE, CAP, FILL)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), of_scores
+    if seed is not None:
+        p = tl.where(left, p * RESCALE, 0.0)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), of_scores, p

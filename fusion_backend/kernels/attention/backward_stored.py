@@ -1,0 +1,151 @@
+"""All gradients of attention beside a dense mask or a bias, by way of memory: the kernel of dq also
+writes the probabilities and the gradients of the scores, and another multiplies them by do and q.
+
+The kernel of dk and dv has its scores transposed: a tile of the mask or the bias changes its layout
+for each of its steps, which takes longer than to read the tiles that the kernel of dq has computed.
+The gradient of the bias is theirs, added up. Heads take turns, so that the tiles of all need no
+more memory than ROOM.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.attention.backward_common import Operands, empty_like_in_memory
+from fusion_backend.kernels.attention.backward_queries import Tiles, queries_gradient
+from fusion_backend.kernels.attention.configs import config_of, row_strides
+from fusion_backend.kernels.attention.masking import MaskArguments, strides_of
+from fusion_backend.kernels.attention.ranges import program_block, query_range
+from fusion_backend.kernels.attention.tiles import load_rows, row_pointer
+from fusion_backend.kernels.common.launch import launch
+
+ROOM = 1 << 29  # bytes of the tiles at a time
+LARGEST = 1 << 32  # bytes of those of one head, beyond which the other kernels are used
+
+
+def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None) -> int | None:
+    """How many heads take a turn. None where the other kernels are used: where they were timed to
+    be faster, in fp32, for sizes that only a run knows, and where the scores' gradients must stay
+    in fp32 until they are added up: for a bias in fp32, or one that queries or keys share.
+    """
+    q, masks = operands.q, operands.masks
+    wide = max(operands.constants["BD"], operands.constants["BE"]) > 64
+    dense = masks.bias is not None or (wide and masks.keep is not None)
+    if not dense or (hides(masks) and not (wide and of_bias)) or q.element_size() != 2:
+        return None
+    if of_bias is not None and of_bias[1] != q.dtype:
+        return None
+    b, h, n, m, group = *q.shape[:3], masks.keys_count, masks.heads_of_a_key
+    if not all(isinstance(size, int) for size in (b, h, n, m)):
+        return None
+    bytes_of_group = 2 * b * group * n * width(m) * q.element_size()
+    return min(h, max(1, ROOM // bytes_of_group) * group) if bytes_of_group <= LARGEST else None
+
+
+def hides(masks: MaskArguments) -> bool:
+    """May there be tiles that no kernel writes?"""
+    return any(mask is not None for mask in (masks.low, masks.high, masks.keys))
+
+
+def width(m: int) -> int:
+    """The length of a row of the tiles in memory: a multiple of 16, so that each row is aligned."""
+    return (m + 15) // 16 * 16
+
+
+def stored_gradients(
+    operands: Operands, of_bias: tuple[tuple, torch.dtype] | None, at_once: int,
+    by_queries: dict,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv, in memory as q, k and v are, and the sums of the scores' gradients of the
+    shape `of_bias`, `[b or 1, h or 1, n, m]`, over what shares a bias: in fp32 if they are sums.
+    """
+    q, masks = operands.q, operands.masks
+    b, h, n, _ = q.shape
+    dq, dk, dv = (empty_like_in_memory(t) for t in (q, operands.k, operands.v))
+    if operands.constants["BD"] == operands.constants["BE"] == 64 and masks.seed is None:
+        by_queries = config_of(128, 32, 8, 3)  # as the kernel of dq alone it is slower
+    make = torch.zeros if hides(masks) else torch.empty
+    parts = []
+    for first in range(0, h, at_once):
+        shape = b, min(at_once, h - first), n, width(masks.keys_count)
+        tiles = Tiles(*(make(shape, dtype=q.dtype, device=q.device) for _ in range(2)), first)
+        queries_gradient(operands, dq, tiles, by_queries)
+        keys_products(operands, tiles, dk, dv, products_config(operands))
+        if of_bias is not None:
+            parts.append(shared_sums(tiles.score_gradients[..., : masks.keys_count], of_bias[0]))
+    if len(parts) > 1:
+        one = statically_known_true(of_bias[0][1] == 1)
+        parts = [sum(parts) if one else torch.cat(parts, 1)]
+    return dq, dk, dv, parts[0] if parts else None
+
+
+def shared_sums(ds: Tensor, shape: tuple) -> Tensor:
+    """ds `[b, heads, n, m]`, added up in fp32 over what shares a bias of this shape."""
+    shared = [i for i in range(2) if statically_known_true(shape[i] == 1)]
+    return ds.sum(shared, keepdim=True, dtype=torch.float32) if shared else ds
+
+
+def products_config(operands: Operands) -> dict:
+    """By the sizes of the heads."""
+    size = max(operands.constants["BD"], operands.constants["BE"])
+    if size <= 64:
+        return config_of(64, 64, 4, 3)
+    return config_of(64, 128, 8, 3) if size == 128 else config_of(32, 64, 8, 2)
+
+
+def keys_products(operands: Operands, tiles: Tiles, dk: Tensor, dv: Tensor, config: dict) -> None:
+    """Fills the heads of dk `[b, h / group, m, d]` and dv `[b, h / group, m, e]` that the tiles
+    have. Grid: blocks of keys of these heads of all batches.
+    """
+    q, do, masks, constants = operands.q, operands.do, operands.masks, operands.constants
+    ds, p, first = tiles
+    group, block = masks.heads_of_a_key, config["BN"]
+    kv_heads, m = ds.shape[1] // group, dk.shape[2]
+    wanted = "SCALE", "SKIPS", "D", "BD", "E", "BE", "UPCAST", "PRECISION"
+    launch(
+        flash_products_kernel, ((m + block - 1) // block * kv_heads * ds.shape[0],),
+        q, do, ds, p, dk, dv, first // group, q.shape[2], m, kv_heads, group, masks.low, masks.high,
+        *strides_of(ds)[:3], *(s for t in (q, do, dk, dv) for s in row_strides(t)),
+        **{name: constants[name] for name in wanted}, **config,
+    )  # fmt: skip
+
+
+# Operations: 2 b h n m (d + e), of the keys in the band. Bytes: the tiles, q, do, dk and dv once.
+@triton.jit
+def flash_products_kernel(
+    Q, DO, DS, P, DK, DV, first, n, m, kv_heads, group, low, high, tile_batch, tile_head, tile_row,
+    q_batch, q_head, q_row, do_batch, do_head, do_row, dk_batch, dk_head, dk_row,
+    dv_batch, dv_head, dv_row,
+    SCALE: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    j0, at_head, batch = program_block(m, kv_heads, BN)
+    row, col = tl.arange(0, BM), tl.arange(0, BN)
+    dk = tl.zeros([BN, BD], tl.float32)
+    dv = tl.zeros([BN, BE], tl.float32)
+    left, begin, stop, end = query_range(None, batch, j0, n, m, low, high, "seen", SKIPS, BM, BN)
+    for g in tl.range(0, group):
+        head = (first + at_head) * group + g
+        tiles = batch * tile_batch + (at_head * group + g) * tile_head + j0
+        for start in tl.range(left, end, BM):
+            inside = tl.minimum(row, n - 1 - start)
+            at = tiles + (start + row[:, None]).to(tl.int64) * tile_row + col[None, :]
+            keep = (row[:, None] < n - start) & (col[None, :] < m - j0)
+            p = tl.load(P + at, keep, 0.0)
+            ds = tl.load(DS + at, keep, 0.0)
+            q_rows = row_pointer(Q, (q_batch, q_head, q_row), batch, head, start)
+            q = load_rows(q_rows, inside, q_row, D, BD, UPCAST)
+            do_rows = row_pointer(DO, (do_batch, do_head, do_row), batch, head, start)
+            do = load_rows(do_rows, inside, do_row, E, BE, UPCAST)
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
+    d, e, keep = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :], col[:, None] < m - j0
+    DK = row_pointer(DK, (dk_batch, dk_head, dk_row), batch, first + at_head, j0)
+    tl.store(DK + col[:, None] * dk_row + d, dk * SCALE, keep & (d < D))
+    DV = row_pointer(DV, (dv_batch, dv_head, dv_row), batch, first + at_head, j0)
+    tl.store(DV + col[:, None] * dv_row + e, dv, keep & (e < E))

@@ -1,0 +1,130 @@
+"""The gradients of attention beside a bias or a dense mask, by way of probabilities and score
+gradients in memory, against the written-out formula in fp64.
+"""
+
+import pytest
+import torch
+
+from fusion_backend.kernels.attention import backward as flash_backward
+from fusion_backend.kernels.attention import backward_stored
+from fusion_backend.kernels.attention.backward_common import Operands
+from fusion_backend.kernels.attention.configs import constants_of
+from fusion_backend.kernels.attention.forward import Masking
+from fusion_backend.kernels.attention.masking import mask_arguments
+from tests.kernel_checks import DEVICE, randn, runs_kernels
+from tests.test_flash import check, dropout, qkv
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties")
+HALF = torch.bfloat16
+
+
+def randomly(*shape) -> torch.Tensor:
+    """A dense mask that leaves each row a key."""
+    keep = torch.rand(*shape, device=DEVICE) > 0.3
+    keep[..., 0] = True
+    return keep
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """The heads at once, for each backward that took this way."""
+    taken = []
+
+    def gradients(operands, of_bias, at_once, by_queries):
+        taken.append(at_once)
+        return backward_stored.stored_gradients(operands, of_bias, at_once, by_queries)
+
+    monkeypatch.setattr(flash_backward, "stored_gradients", gradients)
+    return taken
+
+
+@runs_kernels
+@pytest.mark.parametrize("room", [1, 1 << 20])
+@pytest.mark.parametrize(
+    "n, m, d, h, kv, shape, dtype",
+    [
+        (130, 130, 64, 4, 4, (1, 4, 130, 130), HALF),
+        (65, 129, 16, 3, 3, (1, 1, 65, 129), torch.float16),
+        (40, 100, 80, 4, 2, (2, 4, 40, 100), HALF),
+        (40, 100, 32, 4, 2, (2, 1, 40, 100), HALF),
+        (1, 70, 48, 2, 1, (1, 2, 1, 70), HALF),
+    ],
+)
+def test_a_bias_with_a_gradient(n, m, d, h, kv, shape, dtype, room, stored, monkeypatch):
+    """A bias for each head, for all of them, for each batch; one group of heads at a time, and all
+    at once.
+    """
+    monkeypatch.setattr(backward_stored, "ROOM", room)
+    bias = randn(*shape, dtype=dtype)
+    check(*qkv(n, m, d, h=h, kv=kv, dtype=dtype), Masking(bias=bias), config=None)
+    assert stored == [h // kv if room == 1 else h]
+
+
+@runs_kernels
+@pytest.mark.parametrize("room", [1, 1 << 20])
+@pytest.mark.parametrize("d, e", [(80, 80), (96, 64), (130, 130)])
+@pytest.mark.parametrize("kind", ["causal", "window", "padding", "documents", "dropout", "fill"])
+def test_beside_other_masks(kind, d, e, room, stored, monkeypatch):
+    """Where tiles are left out, memory that nobody has written to is not read."""
+    monkeypatch.setattr(backward_stored, "ROOM", room)
+    n = 150
+    vector = torch.arange(n, device=DEVICE).expand(2, n)
+    masks = dict(
+        causal=dict(low=0),
+        window=dict(low=0, high=20),
+        padding=dict(keys=vector < n // 3),
+        documents=dict(keys=vector // 40, keys_are="documents"),
+        dropout=dict(dropout=dropout(0.3)),
+        fill=dict(keep=randomly(2, 1, n, n), hidden="fill", fill=-3.0),
+    )[kind]
+    masking = Masking(bias=randn(1, 2, n, n, dtype=HALF), **masks)
+    check(*qkv(n, n, d, e=e, dtype=HALF), masking, config=None)
+    assert len(stored) == 1
+
+
+@runs_kernels
+def test_without_a_gradient_of_a_mask(stored):
+    bias = randn(1, 2, 70, 70, dtype=HALF)
+    check(*qkv(70, 70, 64, dtype=HALF), Masking(bias=bias), config=None, needs=["q", "k", "v"])
+    check(*qkv(70, 70, 64, dtype=HALF), Masking(bias=bias), config=None, needs=["v"])
+    keep = randomly(2, 1, 70, 70)
+    check(*qkv(70, 70, 80, dtype=HALF), Masking(keep=keep), config=None)
+    assert stored == [2, 2, 2]
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "d, dtype, masks, needs",
+    [
+        (64, HALF, dict(bias=randn(1, 2, 70, 130)), "qkv bias"),  # it would be rounded
+        (64, HALF, dict(bias=randn(1, 2, 1, 130, dtype=HALF)), "qkv bias"),
+        (64, torch.float32, dict(bias=randn(1, 2, 70, 130)), "qkv bias"),
+        (64, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), low=0), "qkv bias"),
+        (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), low=0), "qkv"),
+        (64, HALF, dict(keep=randomly(2, 1, 70, 130)), "qkv"),
+        (80, HALF, dict(low=0), "qkv"),
+        (64, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF)), "q bias"),
+    ],
+)
+def test_where_the_other_kernels_are_used(d, dtype, masks, needs, stored):
+    names = [*needs.split()[0], *needs.split()[1:]]
+    check(*qkv(70, 130, d, dtype=dtype), Masking(**masks), config=None, needs=names)
+    assert not stored
+
+
+def test_how_many_heads_take_a_turn():
+    def at_once(b, h, n, m, kv=None):
+        q, k = (
+            torch.empty(b, *size, 64, dtype=HALF, device="meta") for size in ((h, n), (kv or h, m))
+        )
+        masking = Masking(bias=torch.empty(1, h, n, m, dtype=HALF, device="meta"))
+        masks, constants = mask_arguments(q, k, masking), constants_of(q, k, masking)
+        operands = Operands(q, k, k, q, q, q, masks, constants)
+        return backward_stored.heads_at_once(operands, ((1, h, n, m), HALF))
+
+    assert at_once(32, 16, 512, 512) == 16  # 512 MiB
+    assert at_once(8, 16, 2048, 2048) == 4
+    assert at_once(8, 16, 2048, 2049) == 3  # a row has 2,064 numbers in memory
+    assert at_once(32, 16, 4096, 4096) == 1  # 2 GiB a head
+    assert at_once(32, 16, 4096, 4096, kv=8) == 2
+    assert at_once(32, 16, 4096, 4096, kv=4) is None  # 8 GiB
