@@ -33,7 +33,9 @@ class Tiles(NamedTuple):
 
     score_gradients: Tensor
     probabilities: Tensor | None = None  # with dropout; strides as those of score_gradients
-    first: int = 0  # the first head that they have
+    # the first head that they have, a number in int32; None: 0. Inductor would write a kernel of
+    # its own for each int.
+    first: Tensor | None = None
 
 
 def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config: dict) -> None:
@@ -42,7 +44,7 @@ def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config
     """
     b, h, n, _ = dq.shape
     operands = operands.with_documents(config["BM"], config["BN"])
-    ds, p, first = tiles or (None, None, 0)
+    ds, p, first = tiles or (None, None, None)
     some = h if ds is None else ds.shape[1]
     launch(
         flash_queries_kernel, ((n + config["BM"] - 1) // config["BM"] * b * some,),
@@ -55,7 +57,7 @@ def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config
 # and the tiles once.
 @triton.jit
 def flash_queries_kernel(
-    Q, K, V, DO, LSE, SUMS, DQ, DB, P, first, some,
+    Q, K, V, DO, LSE, SUMS, DQ, DB, P, FIRST, some,
     BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
@@ -67,7 +69,7 @@ def flash_queries_kernel(
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     i0, at_head, batch = program_block(n, some, BM, low)
-    head = first + at_head
+    head = at_head if FIRST is None else at_head + tl.load(FIRST)
     row, col = tl.arange(0, BM), tl.arange(0, BN)
     if SEED is not None:
         SEED = tl.load(SEED)

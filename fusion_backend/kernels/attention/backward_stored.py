@@ -23,7 +23,7 @@ from fusion_backend.kernels.attention.ranges import program_block, query_range
 from fusion_backend.kernels.attention.tiles import load_rows, row_pointer
 from fusion_backend.kernels.common.launch import launch
 
-ROOM = 1 << 29  # bytes of the tiles at a time
+ROOM = 1 << 28  # bytes of the tiles at a time
 LARGEST = 1 << 32  # bytes of those of one head, beyond which the other kernels are used
 
 
@@ -34,8 +34,11 @@ def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None)
     """
     q, masks = operands.q, operands.masks
     wide = max(operands.constants["BD"], operands.constants["BE"]) > 64
-    dense = masks.bias is not None or (wide and masks.keep is not None)
-    if not dense or (hides(masks) and not (wide and of_bias)) or q.element_size() != 2:
+    dense = masks.bias is not None or masks.keep is not None
+    timed = wide or (masks.bias is not None and masks.seed is not None)
+    if not (dense and timed) or masks.keys is not None or q.element_size() != 2:
+        return None
+    if banded(masks) and not (wide and of_bias):
         return None
     if of_bias is not None and of_bias[1] != q.dtype:
         return None
@@ -43,12 +46,15 @@ def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None)
     if not all(isinstance(size, int) for size in (b, h, n, m)):
         return None
     bytes_of_group = 2 * b * group * n * width(m) * q.element_size()
-    return min(h, max(1, ROOM // bytes_of_group) * group) if bytes_of_group <= LARGEST else None
+    if bytes_of_group > LARGEST:
+        return None
+    most, groups = max(1, ROOM // bytes_of_group), h // group
+    return max(t for t in range(1, groups + 1) if groups % t == 0 and t <= most) * group
 
 
-def hides(masks: MaskArguments) -> bool:
+def banded(masks: MaskArguments) -> bool:
     """May there be tiles that no kernel writes?"""
-    return any(mask is not None for mask in (masks.low, masks.high, masks.keys))
+    return masks.low is not None or masks.high is not None
 
 
 def width(m: int) -> int:
@@ -61,32 +67,75 @@ def stored_gradients(
     by_queries: dict,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dq, dk and dv, in memory as q, k and v are, and the sums of the scores' gradients of the
-    shape `of_bias`, `[b or 1, h or 1, n, m]`, over what shares a bias: in fp32 if they are sums.
+    shape `of_bias`, `[b or 1, h or 1, n, m]`, over what shares a bias: in fp32 if heads do.
     """
     q, masks = operands.q, operands.masks
     b, h, n, _ = q.shape
     dq, dk, dv = (empty_like_in_memory(t) for t in (q, operands.k, operands.v))
-    if operands.constants["BD"] == operands.constants["BE"] == 64 and masks.seed is None:
-        by_queries = config_of(128, 32, 8, 3)  # as the kernel of dq alone it is slower
-    make = torch.zeros if hides(masks) else torch.empty
-    parts = []
-    for first in range(0, h, at_once):
-        shape = b, min(at_once, h - first), n, width(masks.keys_count)
+    make = torch.zeros if banded(masks) else torch.empty
+    db, parts = None, []
+    if of_bias is not None and not statically_known_true(of_bias[0][1] == 1):
+        db = torch.empty(of_bias[0], dtype=of_bias[1], device=q.device)
+    shape = b, at_once, n, width(masks.keys_count)
+    firsts = torch.empty((h // at_once, 4), dtype=torch.int32, device=q.device)
+    launch(first_heads_kernel, (h // at_once,), firsts, at_once, num_warps=1)
+    for first in firsts:
         tiles = Tiles(*(make(shape, dtype=q.dtype, device=q.device) for _ in range(2)), first)
         queries_gradient(operands, dq, tiles, by_queries)
         keys_products(operands, tiles, dk, dv, products_config(operands))
-        if of_bias is not None:
-            parts.append(shared_sums(tiles.score_gradients[..., : masks.keys_count], of_bias[0]))
-    if len(parts) > 1:
-        one = statically_known_true(of_bias[0][1] == 1)
-        parts = [sum(parts) if one else torch.cat(parts, 1)]
-    return dq, dk, dv, parts[0] if parts else None
+        if db is not None:
+            batches_sums(tiles, db)
+        elif of_bias is not None:
+            parts.append(heads_sums(tiles.score_gradients[..., : masks.keys_count], of_bias[0]))
+    return dq, dk, dv, sum(parts[1:], parts[0]) if parts else db
 
 
-def shared_sums(ds: Tensor, shape: tuple) -> Tensor:
-    """ds `[b, heads, n, m]`, added up in fp32 over what shares a bias of this shape."""
-    shared = [i for i in range(2) if statically_known_true(shape[i] == 1)]
-    return ds.sum(shared, keepdim=True, dtype=torch.float32) if shared else ds
+@triton.jit
+def first_heads_kernel(FIRSTS, step):
+    """The first head of each turn, at a multiple of 16 bytes. Inductor would compute it anew for
+    each kernel that reads it.
+    """
+    turn = tl.program_id(0)
+    tl.store(FIRSTS + turn * 4, turn * step)
+
+
+def heads_sums(ds: Tensor, shape: tuple) -> Tensor:
+    """ds `[b, heads, n, m]`, added up in fp32 over the heads, and over the batches if they share a
+    bias of this shape.
+    """
+    shared = (0, 1) if statically_known_true(shape[0] == 1) else 1
+    return ds.sum(shared, keepdim=True, dtype=torch.float32)
+
+
+def batches_sums(tiles: Tiles, db: Tensor) -> None:
+    """Fills the heads of db `[b or 1, h, n, m]` that the tiles have, with their scores' gradients,
+    added up over the batches if these share a bias. Grid: blocks of the numbers of a batch of db.
+    """
+    ds = tiles.score_gradients
+    b, _, n, m = db.shape
+    each = ds.shape[1] * n * ds.shape[3]
+    launch(
+        flash_sum_kernel, ((each + 2047) // 2048 * b,),
+        ds, db, tiles.first, ds.stride(0), *strides_of(db)[:2], ds.shape[0] // b, each,
+        ds.shape[3], m, BLOCK=2048, num_warps=4,
+    )  # fmt: skip
+
+
+# Bytes: ds and db once.
+@triton.jit
+def flash_sum_kernel(
+    DS, DB, FIRST, ds_batch, db_batch, db_head, batches, each, width, m, BLOCK: tl.constexpr
+):
+    blocks = tl.cdiv(each, BLOCK)
+    batch = (tl.program_id(0) // blocks).to(tl.int64)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(0, batches):
+        there = DS + (batch * batches + i) * ds_batch
+        total += tl.load(there + at, at < each, 0.0).to(tl.float32)
+    DB += batch * db_batch + tl.load(FIRST).to(tl.int64) * db_head
+    col = at % width
+    tl.store(DB + at // width * m + col, total, (at < each) & (col < m))
 
 
 def products_config(operands: Operands) -> dict:
@@ -108,7 +157,7 @@ def keys_products(operands: Operands, tiles: Tiles, dk: Tensor, dv: Tensor, conf
     wanted = "SCALE", "SKIPS", "D", "BD", "E", "BE", "UPCAST", "PRECISION"
     launch(
         flash_products_kernel, ((m + block - 1) // block * kv_heads * ds.shape[0],),
-        q, do, ds, p, dk, dv, first // group, q.shape[2], m, kv_heads, group, masks.low, masks.high,
+        q, do, ds, p, dk, dv, first, q.shape[2], m, kv_heads, group, masks.low, masks.high,
         *strides_of(ds)[:3], *(s for t in (q, do, dk, dv) for s in row_strides(t)),
         **{name: constants[name] for name in wanted}, **config,
     )  # fmt: skip
@@ -117,7 +166,7 @@ def keys_products(operands: Operands, tiles: Tiles, dk: Tensor, dv: Tensor, conf
 # Operations: 2 b h n m (d + e), of the keys in the band. Bytes: the tiles, q, do, dk and dv once.
 @triton.jit
 def flash_products_kernel(
-    Q, DO, DS, P, DK, DV, first, n, m, kv_heads, group, low, high, tile_batch, tile_head, tile_row,
+    Q, DO, DS, P, DK, DV, FIRST, n, m, kv_heads, group, low, high, tile_batch, tile_head, tile_row,
     q_batch, q_head, q_row, do_batch, do_head, do_row, dk_batch, dk_head, dk_row,
     dv_batch, dv_head, dv_row,
     SCALE: tl.constexpr, SKIPS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
@@ -125,12 +174,13 @@ def flash_products_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     j0, at_head, batch = program_block(m, kv_heads, BN)
+    kv_head = at_head + tl.load(FIRST) // group
     row, col = tl.arange(0, BM), tl.arange(0, BN)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)
     left, begin, stop, end = query_range(None, batch, j0, n, m, low, high, "seen", SKIPS, BM, BN)
     for g in tl.range(0, group):
-        head = (first + at_head) * group + g
+        head = kv_head * group + g
         tiles = batch * tile_batch + (at_head * group + g) * tile_head + j0
         for start in tl.range(left, end, BM):
             inside = tl.minimum(row, n - 1 - start)
@@ -145,7 +195,7 @@ def flash_products_kernel(
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PRECISION)
     d, e, keep = tl.arange(0, BD)[None, :], tl.arange(0, BE)[None, :], col[:, None] < m - j0
-    DK = row_pointer(DK, (dk_batch, dk_head, dk_row), batch, first + at_head, j0)
+    DK = row_pointer(DK, (dk_batch, dk_head, dk_row), batch, kv_head, j0)
     tl.store(DK + col[:, None] * dk_row + d, dk * SCALE, keep & (d < D))
-    DV = row_pointer(DV, (dv_batch, dv_head, dv_row), batch, first + at_head, j0)
+    DV = row_pointer(DV, (dv_batch, dv_head, dv_row), batch, kv_head, j0)
     tl.store(DV + col[:, None] * dv_row + e, dv, keep & (e < E))
