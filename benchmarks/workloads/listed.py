@@ -110,6 +110,12 @@ WORK = [
         for how in ({}, dict(silu=1))
         for train in (False, True)
     ),
+    *(  # heads of Qwen3-Next, Mamba-2, and the longest rows
+        Work("gated_norm", dict(rows=rows, n=n) | how, BF16, train)
+        for rows, n in ((524288, 128), (16384, 4096), (8192, 8192))
+        for how in ({}, dict(first=1))
+        for train in (False, True)
+    ),
     *(
         Work("channel_norm", dict(b=b, c=c, n=n), BF16, train)
         for b, c, n in ((8, 96, 56), (32, 96, 56), (32, 192, 28), (32, 768, 7), (8, 256, 64))
@@ -298,6 +304,7 @@ SMALL = [
     Work("cross_entropy", dict(rows=64, v=1000), BF16, train=True),
     Work("linear_cross_entropy", dict(rows=600, k=32, v=256), F32, train=True, linear=True),
     Work("norm_act", dict(rows=64, n=256), BF16, train=True),
+    Work("gated_norm", dict(rows=64, n=256), BF16, train=True),
     Work("channel_norm", dict(b=2, c=6, n=8), BF16, train=True),
     Work("channel_softmax", dict(b=2, c=6, n=8), BF16, train=True),
     Work("channel_cross_entropy", dict(b=2, c=6, n=8), BF16, train=True),

@@ -252,6 +252,7 @@ PASSES = {
     "soft_cross_entropy": (2, 5),
     "distillation_loss": (2, 5),
     "norm_act": (2, 5),
+    "gated_norm": (3, 8),
     "channel_norm": (2, 5),
     "channel_softmax": (2, 5),
     "channel_cross_entropy": (1, 3),

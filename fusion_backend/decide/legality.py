@@ -19,7 +19,7 @@ from fusion_backend.compat.torch import (
 )
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import OF_COMPLEX, Viewed, original
-from fusion_backend.ir.expr import FREE, LIKE, peel
+from fusion_backend.ir.expr import FREE, LIKE, Expr, peel
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
@@ -30,6 +30,7 @@ FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 COST_NOTHING = {*FREE, "tuple"}
 # Views with another size or dtype than their base.
 OF_PART = ("half", "slice", *OF_COMPLEX)
+NEARBY = 200  # values to look at between results and arguments
 
 
 class Legality:
@@ -62,7 +63,26 @@ class Legality:
 
     def refusal(self, match: Match) -> str:
         """Why the site may not be replaced, by whatever call; "" if it may."""
-        return self.not_movable(match) or self.without_gradient(match) or not_supported(match)
+        return (
+            self.opened(match)
+            or self.not_movable(match)
+            or self.without_gradient(match)
+            or not_supported(match)
+        )
+
+    def opened(self, match: Match) -> str:
+        """Would the site compute an argument again? silu(norm(x)) is norm(x) · sigmoid(norm(x)),
+        but no norm of x whose gate is norm(x): x is read for that argument alone.
+        """
+        of = self.canon.of
+        arguments = [n for n in match.tensors.values() if isinstance(n, fx.Node)]
+        given = {id(peel(of[n])): n for n in arguments}
+        read = [given[i] for i in reached([of[r] for r in match.roots], {*given}) if i in given]
+        unread = {id(peel(of[n])) for n in arguments if n not in read}
+        for n in read if unread else ():
+            if unread & reached([*peel(of[n]).args], unread):
+                return f"its argument, {result(n)} at {location(n)}, would be computed again"
+        return ""
 
     def computed(self, match: Match) -> list[fx.Node]:
         """The nodes that compute a new value inside. Casts of an argument do not, nor nodes that
@@ -262,6 +282,19 @@ class Legality:
         whole = {r for n, r in regions.items() if n not in casts}
         without_autocast = {r and (r[0], r[1], r[3]) for r in regions.values()}
         return len(whole) > 1 or len(without_autocast) > 1
+
+
+def reached(roots: list[Expr], stops: set[int]) -> set[int]:
+    """The identities of the values that these are computed from, casts aside; not further than
+    `stops`, nor than NEARBY values.
+    """
+    found, pending = set(), [*map(peel, roots)]
+    while pending and len(found) < NEARBY:
+        e = pending.pop()
+        if id(e) not in found:
+            found.add(id(e))
+            pending += [] if id(e) in stops else map(peel, e.args)
+    return found
 
 
 def not_supported(match: Match) -> str:
