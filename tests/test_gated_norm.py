@@ -383,6 +383,6 @@ class Layer(torch.nn.Module):
     "fn, autocast", [(mamba, False), (qwen3_next, False), (of_sigmoid, False), (of_sigmoid, True)]
 )
 def test_a_layer_trains_as_in_fp64(fn, autocast):
-    """With the others, autocast shows that the interpreter cuts off what a GPU rounds to 16 bits."""
+    """Beside the others, autocast would show that the interpreter cuts numbers of 16 bits off."""
     torch.manual_seed(0)
     check_training(NAME, Layer(fn), torch.randn(9, 24), autocast)
