@@ -26,11 +26,7 @@ from fusion_backend.kernels import (
     reject_vectors,
 )
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.inputs import (
-    common_dtype,
-    reject_dtypes_of_vectors,
-    same_sizes,
-)
+from fusion_backend.kernels.common.inputs import reject_dtypes_of_vectors, same_sizes
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.gated_norm import MAX_HELD, backward, forward
 from fusion_backend.kernels.norm.operands import Norm
@@ -52,16 +48,18 @@ def gated_norm(
     first: First,
 ) -> Tensor:
     is_elementwise(x, gate)
-    wide = torch.promote_types(common_dtype(x, gate), torch.float32)
     y = normalised(before_norm(x, gate, act, first), None, None, eps, norm)
     y = affine(y, weight, bias, norm)
-    return (y if first == "gate" else y * activate(gate.to(wide), act)).to(x.dtype)
+    return (y if first == "gate" else y * activate(widened(gate), act)).to(x.dtype)
 
 
 def before_norm(x, gate, act, first):
     """What is normalised, in fp32 or fp64."""
-    wide = torch.promote_types(common_dtype(x, gate), torch.float32)
-    return x.to(wide) * activate(gate.to(wide), act) if first == "gate" else x.to(wide)
+    return widened(x) * activate(widened(gate), act) if first == "gate" else widened(x)
+
+
+def widened(t):
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def affine(y, weight, bias, norm):
@@ -122,7 +120,7 @@ def _(x, gate, weight, bias, eps, norm, act, first):
 def reject_held(x: Tensor, norm: Kind, first: First) -> Reject | None:
     n, most = number(x.shape[-1]), MAX_HELD // 2 if (norm, first) == ("layer", "gate") else MAX_HELD
     if n > most:
-        return Reject(f"a row of {n} is longer than {most}, the most that a program holds")
+        return Reject(f"a row of {n} is longer than {most}, the most that registers hold")
 
 
 def reject_gate(x: Tensor, gate: Tensor) -> Reject | None:

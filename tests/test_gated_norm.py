@@ -199,7 +199,10 @@ def test_refusals():
         ((x, x[:1], None, None), "the gate with shape (1, 6) may not be that of x"),
         ((x, x.mT.contiguous().mT, None, None), "the elements of a row are 5 apart"),
         ((x, x, vector, randn(12)[::2]), "is not a plain vector"),
-        ((randn(1, 8200), randn(1, 8200), None, None), "8200 is longer than 8192"),
+        (
+            (randn(1, 8200), randn(1, 8200), None, None),
+            "8200 is longer than 8192, the most that registers hold",
+        ),
     ]:
         answer = refused(*args, 1e-5, "layer", "silu", "norm")
         assert answer is not None and sentence in answer.reason, answer
@@ -284,8 +287,10 @@ def test_16_bits_are_read_before_their_casts(fn):
     """Nor does anything else stay in the graph."""
     inputs = [torch.randn(s).bfloat16() for s in ((3, 5, 16), (3, 5, 16), 16)]
     (graph,) = collect(fn, *inputs).graphs
-    called = [str(n.target) for n in graph.graph.nodes if n.op.startswith("call")]
-    assert len(called) == 2 and called[0] == "fusion.gated_norm.default", called
+    site, _ = (n for n in graph.graph.nodes if n.op.startswith("call"))
+    assert str(site.target) == "fusion.gated_norm.default"
+    assert [getattr(a, "name", a) for a in site.args[:3]] == ["l_x_", "l_gate_", "l_w_"]
+    assert "silu" in site.args  # gate · sigmoid(gate) has no gate and a weight that is a tensor
 
 
 def norm(x):
@@ -322,6 +327,33 @@ def test_an_argument_is_not_computed_again():
     reasons = [s.reason for s in report.sites if s.pattern == NAME]
     assert reasons and all("would be computed again" in reason for reason in reasons), report
     assert [s.pattern for s in report.fused] == ["norm_act"]
+
+
+def by_hand(q, k, v):
+    return torch.softmax(q @ k.mT / 4, -1) @ v
+
+
+ARGUMENTS_OF_EACH_OTHER = {
+    "a cast of another": (lambda h: by_hand(h, h.bfloat16().float(), h.sin()), "attention"),
+    "computed from another": (lambda h: by_hand(h, h.sin(), h.sin().exp()), "attention"),
+    "a gate that is a cast": (
+        lambda h: F.rms_norm(h, (16,), h[0, 0, 0].sin()) * F.silu(h.bfloat16().float()),
+        NAME,
+    ),
+    "its own gate": (lambda h: norm(h) * F.silu(h), NAME),
+    "a residual of it": (
+        lambda h: (lambda s: (F.layer_norm(s, (16,)), s))(h.sin() + h),
+        "add_layer_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_EACH_OTHER)
+def test_arguments_may_be_computed_from_each_other(name):
+    fn, pattern = ARGUMENTS_OF_EACH_OTHER[name]
+    report = collect(fn, torch.randn(2, 4, 32, 16)).report
+    assert pattern in [s.pattern for s in report.sites], report
+    assert not any("computed again" in s.reason for s in report.sites), report
 
 
 def test_in_place_code_and_a_checkpoint():

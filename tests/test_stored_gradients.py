@@ -44,16 +44,14 @@ def stored(monkeypatch):
     "n, m, d, h, kv, shape, dtype",
     [
         (130, 130, 80, 4, 4, (1, 4, 130, 130), HALF),
-        (65, 129, 72, 3, 3, (1, 1, 65, 129), torch.float16),
+        (65, 129, 72, 3, 3, (3, 65, 129), torch.float16),
         (40, 100, 80, 4, 2, (2, 4, 40, 100), HALF),
-        (40, 100, 128, 4, 2, (2, 1, 40, 100), HALF),
+        (40, 100, 128, 1, 1, (1, 1, 40, 100), HALF),
         (1, 70, 100, 2, 1, (1, 2, 1, 70), HALF),
     ],
 )
 def test_a_bias_with_a_gradient(n, m, d, h, kv, shape, dtype, room, stored, monkeypatch):
-    """A bias for each head, for all of them, for each batch; one group of heads at a time, and all
-    at once.
-    """
+    """A bias for all batches, and for each; one group of heads at a time, and all at once."""
     monkeypatch.setattr(backward_stored, "ROOM", room)
     bias = randn(*shape, dtype=dtype)
     check(*qkv(n, m, d, h=h, kv=kv, dtype=dtype), Masking(bias=bias), config=None)
@@ -102,6 +100,9 @@ def test_without_a_gradient_of_a_mask(stored):
         (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), low=0), "qkv"),
         (64, HALF, dict(keep=randomly(2, 1, 70, 130)), "qkv"),
         (80, HALF, dict(low=0), "qkv"),
+        (80, HALF, dict(bias=randn(1, 1, 70, 130, dtype=HALF)), "qkv bias"),
+        (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), cap=0.5), "qkv bias"),
+        (80, HALF, dict(keep=randomly(2, 1, 70, 130), cap=0.5), "qkv"),
         (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), keys=randomly(2, 130)), "qkv bias"),
         (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF)), "q bias"),
     ],
@@ -112,21 +113,36 @@ def test_where_the_other_kernels_are_used(d, dtype, masks, needs, stored):
     assert not stored
 
 
-def test_how_many_heads_take_a_turn():
-    def at_once(b, h, n, m, kv=None):
-        q, k = (
-            torch.empty(b, *size, 128, dtype=HALF, device="meta") for size in ((h, n), (kv or h, m))
-        )
-        masking = Masking(bias=torch.empty(1, h, n, m, dtype=HALF, device="meta"))
-        masks, constants = mask_arguments(q, k, masking), constants_of(q, k, masking)
-        operands = Operands(q, k, k, q, q, q, masks, constants)
-        return backward_stored.heads_at_once(operands, ((1, h, n, m), HALF))
+@runs_kernels
+def test_a_bias_that_repeats_over_the_batches(stored):
+    masking = Masking(bias=randn(2, 2, 40, 70, dtype=HALF))
+    check(*qkv(40, 70, 80, b=4, dtype=HALF), masking, config=None)
+    assert not stored
 
+
+@pytest.mark.parametrize("b, n, m", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_nothing_at_all(b, n, m):
+    assert at_once(b, 2, n, m) is None
+
+
+def at_once(b, h, n, m, kv=None):
+    """heads_at_once, with heads of 128 and a bias with a gradient."""
+    q, k = (
+        torch.empty(b, *size, 128, dtype=HALF, device="meta") for size in ((h, n), (kv or h, m))
+    )
+    masking = Masking(bias=torch.empty(1, h, n, m, dtype=HALF, device="meta"))
+    masks, constants = mask_arguments(q, k, masking), constants_of(q, k, masking)
+    operands = Operands(q, k, k, q, q, q, masks, constants)
+    return backward_stored.heads_at_once(operands, ((1, h, n, m), HALF))
+
+
+def test_how_many_heads_take_a_turn():
     assert at_once(16, 16, 512, 512) == 16  # 256 MiB
     assert at_once(8, 16, 2048, 2048) == 2
     assert at_once(8, 16, 2048, 2049) == 1  # a row has 2,064 numbers in memory
     assert at_once(3, 12, 1024, 1024) == 12
     assert at_once(7, 12, 1024, 1024) == 6  # nine would fit
-    assert at_once(32, 16, 4096, 4096) == 1  # 2 GiB a head
-    assert at_once(32, 16, 4096, 4096, kv=8) == 2
-    assert at_once(32, 16, 4096, 4096, kv=4) is None  # 8 GiB
+    assert at_once(16, 16, 4096, 4096) == 1  # 1 GiB a head
+    assert at_once(8, 16, 4096, 4096, kv=8) == 2
+    assert at_once(8, 16, 4096, 4096, kv=4) is None  # 2 GiB
+    assert at_once(16, 32, 4096, 4096) is None  # 32 turns

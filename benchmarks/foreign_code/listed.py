@@ -35,6 +35,7 @@ from benchmarks.foreign_code import (
     serving_parts,
     single_operators,
     speech,
+    state_spaces,
     training_parts,
     varied_parts,
 )
@@ -73,6 +74,7 @@ FAMILIES = (
     image_parts,
     varied_parts,
     segmentation,
+    state_spaces,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -64,23 +65,25 @@ class Legality:
     def refusal(self, match: Match) -> str:
         """Why the site may not be replaced, by whatever call; "" if it may."""
         return (
-            self.opened(match)
+            self.computed_again(match)
             or self.not_movable(match)
             or self.without_gradient(match)
             or not_supported(match)
         )
 
-    def opened(self, match: Match) -> str:
-        """Would the site compute an argument again? silu(norm(x)) is norm(x) · sigmoid(norm(x)),
-        but no norm of x whose gate is norm(x): x is read for that argument alone.
+    def computed_again(self, match: Match) -> str:
+        """Is an argument read only to compute another one, which the graph computes as well?
+        silu(norm(x)) is norm(x) · sigmoid(norm(x)), but no norm of x whose gate is norm(x).
         """
         of = self.canon.of
-        arguments = [n for n in match.tensors.values() if isinstance(n, fx.Node)]
-        given = {id(peel(of[n])): n for n in arguments}
-        read = [given[i] for i in reached([of[r] for r in match.roots], {*given}) if i in given]
-        unread = {id(peel(of[n])) for n in arguments if n not in read}
-        for n in read if unread else ():
-            if unread & reached([*peel(of[n]).args], unread):
+        nodes = [getattr(v, "node", v) for v in match.tensors.values()]
+        given = {id(peel(of[n])): n for n in nodes}
+        read = reached([of[r] for r in match.roots], {*given})
+        unread = given.keys() - read
+        if len(read) == NEARBY:  # and there may be more
+            return ""
+        for n in (given[i] for i in given.keys() & read if unread):
+            if unread & reached(peel(of[n]).args, unread):
                 return f"its argument, {result(n)} at {location(n)}, would be computed again"
         return ""
 
@@ -284,9 +287,9 @@ class Legality:
         return len(whole) > 1 or len(without_autocast) > 1
 
 
-def reached(roots: list[Expr], stops: set[int]) -> set[int]:
-    """The identities of the values that these are computed from, casts aside; not further than
-    `stops`, nor than NEARBY values.
+def reached(roots: Iterable[Expr], stops: set[int]) -> set[int]:
+    """The identities of the values that these are computed from, casts aside: not further than
+    `stops`, and NEARBY of them at most.
     """
     found, pending = set(), [*map(peel, roots)]
     while pending and len(found) < NEARBY:

@@ -29,6 +29,7 @@ CASES = [
         lambda x, v, rows: (x()[None], None, None, *(v()[None, None] for _ in "ab"), 1e-6, "layer"),
     ),
     ("norm_act", 4096, lambda x, v, rows: (x(), v(), v(), 1e-5, "layer", "gelu")),
+    ("gated_norm", 4096, lambda x, v, rows: (x(), x(), v(), v(), 1e-5, "layer", "silu", "norm")),
     (
         "channel_norm",
         4096,

@@ -32,7 +32,8 @@ class Tiles(NamedTuple):
     """What the kernel of dq also writes, for `[b, some heads, n, m]` of the scores."""
 
     score_gradients: Tensor
-    probabilities: Tensor | None = None  # with dropout; strides as those of score_gradients
+    # after dropout, and enlarged by it; strides as those of score_gradients
+    probabilities: Tensor | None = None
     # the first head that they have, a number in int32; None: 0. Inductor would write a kernel of
     # its own for each int.
     first: Tensor | None = None

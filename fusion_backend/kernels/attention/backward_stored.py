@@ -3,8 +3,8 @@ writes the probabilities and the gradients of the scores, and another multiplies
 
 The kernel of dk and dv has its scores transposed: a tile of the mask or the bias changes its layout
 for each of its steps, which takes longer than to read the tiles that the kernel of dq has computed.
-The gradient of the bias is theirs, added up. Heads take turns, so that the tiles of all need no
-more memory than ROOM.
+The gradient of the bias is theirs, added up; each is rounded before, as in eager. Heads take turns,
+so that the tiles of a turn need no more memory than ROOM, or what one head of k needs.
 """
 
 from __future__ import annotations
@@ -13,48 +13,52 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.attention.backward_common import Operands, empty_like_in_memory
 from fusion_backend.kernels.attention.backward_queries import Tiles, queries_gradient
 from fusion_backend.kernels.attention.configs import config_of, row_strides
-from fusion_backend.kernels.attention.masking import MaskArguments, strides_of
+from fusion_backend.kernels.attention.masking import strides_of
 from fusion_backend.kernels.attention.ranges import program_block, query_range
 from fusion_backend.kernels.attention.tiles import load_rows, row_pointer
+from fusion_backend.kernels.common.inputs import same_sizes
 from fusion_backend.kernels.common.launch import launch
 
-ROOM = 1 << 28  # bytes of the tiles at a time
-LARGEST = 1 << 32  # bytes of those of one head, beyond which the other kernels are used
+ROOM = 1 << 28  # bytes of the tiles of a turn
+LARGEST = 1 << 30  # if one head of k has more, the other kernels are used
+TURNS = 16  # at most: each is some launches more
 
 
 def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None) -> int | None:
-    """How many heads take a turn. None where the other kernels are used: where they were timed to
-    be faster, in fp32, for sizes that only a run knows, and where the scores' gradients must stay
-    in fp32 until they are added up: for a bias in fp32, or one that queries or keys share.
+    """How many heads take a turn. None where the other kernels are used: for masks beside which
+    these were not timed to be faster, for fp32, for sizes that only a run knows, for a cap, for
+    padding and documents, and for a bias that repeats over the batches, that heads, queries or keys
+    share, or that is in fp32: its gradient must stay in fp32 until it is added up.
     """
-    q, masks = operands.q, operands.masks
-    wide = max(operands.constants["BD"], operands.constants["BE"]) > 64
+    q, masks, constants = operands.q, operands.masks, operands.constants
+    wide = max(constants["BD"], constants["BE"]) > 64
     dense = masks.bias is not None or masks.keep is not None
     timed = wide or (masks.bias is not None and masks.seed is not None)
-    if not (dense and timed) or masks.keys is not None or q.element_size() != 2:
+    others = masks.keys, masks.bias_period, constants["CAP"]
+    if not (dense and timed) or any(it is not None for it in others) or q.element_size() != 2:
         return None
-    if banded(masks) and not (wide and of_bias):
-        return None
-    if of_bias is not None and of_bias[1] != q.dtype:
+    if banded(operands) and not (wide and of_bias):
         return None
     b, h, n, m, group = *q.shape[:3], masks.keys_count, masks.heads_of_a_key
-    if not all(isinstance(size, int) for size in (b, h, n, m)):
+    if not all(isinstance(size, int) and size > 0 for size in (b, h, n, m)):
         return None
-    bytes_of_group = 2 * b * group * n * width(m) * q.element_size()
-    if bytes_of_group > LARGEST:
+    if of_bias is not None and not (of_bias[1] == q.dtype and same_sizes(of_bias[0][1:2], (h,))):
         return None
-    most, groups = max(1, ROOM // bytes_of_group), h // group
-    return max(t for t in range(1, groups + 1) if groups % t == 0 and t <= most) * group
+    groups, bytes_of_group = h // group, 2 * b * group * n * width(m) * q.element_size()
+    most = max(1, ROOM // bytes_of_group)
+    at_once = max(t for t in range(1, groups + 1) if groups % t == 0 and t <= most)
+    fits = bytes_of_group <= LARGEST and groups // at_once <= TURNS
+    return at_once * group if fits else None
 
 
-def banded(masks: MaskArguments) -> bool:
+def banded(operands: Operands) -> bool:
     """May there be tiles that no kernel writes?"""
-    return masks.low is not None or masks.high is not None
+    masks = operands.masks
+    return operands.constants["SKIPS"] and (masks.low is not None or masks.high is not None)
 
 
 def width(m: int) -> int:
@@ -66,28 +70,33 @@ def stored_gradients(
     operands: Operands, of_bias: tuple[tuple, torch.dtype] | None, at_once: int,
     by_queries: dict,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk and dv, in memory as q, k and v are, and the sums of the scores' gradients of the
-    shape `of_bias`, `[b or 1, h or 1, n, m]`, over what shares a bias: in fp32 if heads do.
+    """dq, dk and dv, in memory as q, k and v are, and the gradient of the bias, of the shape
+    `[b or 1, h, n, m]` and dtype `of_bias`.
     """
-    q, masks = operands.q, operands.masks
-    b, h, n, _ = q.shape
+    q, h = operands.q, operands.q.shape[1]
     dq, dk, dv = (empty_like_in_memory(t) for t in (q, operands.k, operands.v))
-    make = torch.zeros if banded(masks) else torch.empty
-    db, parts = None, []
-    if of_bias is not None and not statically_known_true(of_bias[0][1] == 1):
+    db = None
+    if of_bias is not None:
         db = torch.empty(of_bias[0], dtype=of_bias[1], device=q.device)
-    shape = b, at_once, n, width(masks.keys_count)
-    firsts = torch.empty((h // at_once, 4), dtype=torch.int32, device=q.device)
-    launch(first_heads_kernel, (h // at_once,), firsts, at_once, num_warps=1)
+    firsts = [None]
+    if at_once != h:
+        firsts = torch.empty((h // at_once, 4), dtype=torch.int32, device=q.device)
+        launch(first_heads_kernel, (h // at_once,), firsts, at_once, num_warps=1)
     for first in firsts:
-        tiles = Tiles(*(make(shape, dtype=q.dtype, device=q.device) for _ in range(2)), first)
+        tiles = new_tiles(operands, at_once, first)
         queries_gradient(operands, dq, tiles, by_queries)
         keys_products(operands, tiles, dk, dv, products_config(operands))
         if db is not None:
             batches_sums(tiles, db)
-        elif of_bias is not None:
-            parts.append(heads_sums(tiles.score_gradients[..., : masks.keys_count], of_bias[0]))
-    return dq, dk, dv, sum(parts[1:], parts[0]) if parts else db
+        del tiles  # before the next are made
+    return dq, dk, dv, db
+
+
+def new_tiles(operands: Operands, heads: int, first: Tensor | None) -> Tiles:
+    b, n, m = operands.q.shape[0], operands.q.shape[2], operands.masks.keys_count
+    make = torch.zeros if banded(operands) else torch.empty
+    how = dict(dtype=operands.q.dtype, device=operands.q.device)
+    return Tiles(*(make((b, heads, n, width(m)), **how) for _ in range(2)), first)
 
 
 @triton.jit
@@ -97,14 +106,6 @@ def first_heads_kernel(FIRSTS, step):
     """
     turn = tl.program_id(0)
     tl.store(FIRSTS + turn * 4, turn * step)
-
-
-def heads_sums(ds: Tensor, shape: tuple) -> Tensor:
-    """ds `[b, heads, n, m]`, added up in fp32 over the heads, and over the batches if they share a
-    bias of this shape.
-    """
-    shared = (0, 1) if statically_known_true(shape[0] == 1) else 1
-    return ds.sum(shared, keepdim=True, dtype=torch.float32)
 
 
 def batches_sums(tiles: Tiles, db: Tensor) -> None:
@@ -133,7 +134,9 @@ def flash_sum_kernel(
     for i in tl.range(0, batches):
         there = DS + (batch * batches + i) * ds_batch
         total += tl.load(there + at, at < each, 0.0).to(tl.float32)
-    DB += batch * db_batch + tl.load(FIRST).to(tl.int64) * db_head
+    DB += batch * db_batch
+    if FIRST is not None:
+        DB += tl.load(FIRST).to(tl.int64) * db_head
     col = at % width
     tl.store(DB + at // width * m + col, total, (at < each) & (col < m))
 
@@ -174,7 +177,7 @@ def flash_products_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     j0, at_head, batch = program_block(m, kv_heads, BN)
-    kv_head = at_head + tl.load(FIRST) // group
+    kv_head = at_head if FIRST is None else at_head + tl.load(FIRST) // group
     row, col = tl.arange(0, BM), tl.arange(0, BN)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)

@@ -21,14 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.activations import activated
-from fusion_backend.kernels.common.inputs import as_rows, number
+from fusion_backend.kernels.common.inputs import as_rows, common_dtype, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
+from fusion_backend.kernels.norm import backward_short
 from fusion_backend.kernels.norm.norm_act import affine
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.kernels.norm.weight_sums import add_up, partial_sums, write_sums
 
-MAX_HELD = 8192  # elements of the longest row
+# Elements of the longest row; with the gate in front of a layer norm half of them, because the
+# backward would exceed its registers.
+MAX_HELD = 8192
 
 
 def forward_config(n: int) -> Config:
@@ -39,11 +42,8 @@ def forward_config(n: int) -> Config:
 
 
 def backward_config(n: int, itemsize: int) -> Config:
-    """16 elements a thread, but at least four warps; as many rows ahead as shared memory holds."""
-    block = max(16, triton.next_power_of_2(n))
-    warps = max(4, block // 512)
-    stages = 3 if itemsize == 2 else 2
-    return Config(block, max(1, 2048 // block), warps, max(1, 16 // warps), stages)
+    """As many rows ahead as shared memory holds of three operands."""
+    return backward_short.backward_config(n)._replace(stages=3 if itemsize == 2 else 2)
 
 
 def forward(
@@ -53,8 +53,8 @@ def forward(
     """y `[..., n]`, contiguous, in dtype or that of x, and mean and rstd `[rows]` in fp32: empty
     unless saved, mean also if not centred.
 
-    x and gate are `[..., n]` in fp32, bf16 or fp16, n up to MAX_HELD; their columns are one element
-    apart, or they are copied. norm has neither offset nor dropout; act is silu or sigmoid. Grid:
+    x and gate are `[..., n]` in fp32, bf16 or fp16; their columns are one element apart, or they
+    are copied. norm has neither offset nor dropout; act is silu or sigmoid. Grid:
     rows / config.rows.
     """
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -123,7 +123,7 @@ def backward(
         for t, need in zip((x, gate), needs, strict=False)
     )
     config = backward_config(n, max(t.element_size() for t in (dy, x, gate)))
-    vectors = [t.dtype for t in (norm.weight, norm.bias) if t is not None]
+    of_vectors = common_dtype(x, norm.weight, norm.bias)
     (dy, _, dy_stride), (x, rows, x_stride) = as_rows(dy), as_rows(x)
     gate, _, gate_stride = as_rows(gate)
     programs = grid(rows, config.rows, config.programs, x.device)
@@ -135,7 +135,7 @@ def backward(
         WEIGHT=needs[2], BIAS=needs[3], ACT=act, GATE_FIRST=gate_first,
         BLOCK=config.block, ROWS=config.rows, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
-    return dx, dgate, *add_up(sums, vectors[0] if vectors else x.dtype, *needs[2:])
+    return dx, dgate, *add_up(sums, of_vectors, *needs[2:])
 
 
 # Bytes: dy, x and gate once, dx and dgate once, 8 a program and column.
