@@ -341,10 +341,6 @@ ARGUMENTS_OF_EACH_OTHER = {
         NAME,
     ),
     "its own gate": (lambda h: norm(h) * F.silu(h), NAME),
-    "a residual of it": (
-        lambda h: (lambda s: (F.layer_norm(s, (16,)), s))(h.sin() + h),
-        "add_layer_norm",
-    ),
 }
 
 
