@@ -877,7 +877,7 @@ MUTATIONS = {
     "legality: a cast of an argument is another one, which nothing reads": Mutation(
         "fusion_backend/decide/legality.py",
         "unread = given.keys() - read",
-        "unread = {*given} - {i for i in read if i != id(peel(of[nodes[0]]))}",
+        "unread = {*given} - {i for i in read if i != id(peel(of[match.nodes_read[0]]))}",
         "tests/test_gated_norm.py",
     ),
     "stored gradients: each turn has the first heads of q": Mutation(

@@ -76,8 +76,7 @@ class Legality:
         silu(norm(x)) is norm(x) · sigmoid(norm(x)), but no norm of x whose gate is norm(x).
         """
         of = self.canon.of
-        nodes = [getattr(v, "node", v) for v in match.tensors.values()]
-        given = {id(peel(of[n])): n for n in nodes}
+        given = {id(peel(of[n])): n for n in match.nodes_read}
         read = reached([of[r] for r in match.roots], {*given})
         unread = given.keys() - read
         if len(read) == NEARBY:  # and there may be more
