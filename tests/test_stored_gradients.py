@@ -60,7 +60,7 @@ def test_a_bias_with_a_gradient(n, m, d, h, kv, shape, dtype, room, stored, monk
 
 @runs_kernels
 @pytest.mark.parametrize("room", [1, 1 << 20])
-@pytest.mark.parametrize("d, e", [(80, 80), (96, 64), (130, 130)])
+@pytest.mark.parametrize("d, e", [(80, 80), (96, 64), (16, 128)])
 @pytest.mark.parametrize("kind", ["causal", "window", "dropout", "fill"])
 def test_beside_other_masks(kind, d, e, room, stored, monkeypatch):
     """Where tiles are left out, memory that nobody has written to is not read."""
@@ -100,6 +100,7 @@ def test_without_a_gradient_of_a_mask(stored):
         (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), low=0), "qkv"),
         (64, HALF, dict(keep=randomly(2, 1, 70, 130)), "qkv"),
         (80, HALF, dict(low=0), "qkv"),
+        (130, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF)), "qkv bias"),  # not timed
         (80, HALF, dict(bias=randn(1, 1, 70, 130, dtype=HALF)), "qkv bias"),
         (80, HALF, dict(bias=randn(1, 2, 70, 130, dtype=HALF), cap=0.5), "qkv bias"),
         (80, HALF, dict(keep=randomly(2, 1, 70, 130), cap=0.5), "qkv"),

@@ -29,15 +29,15 @@ TURNS = 16  # at most: each is some launches more
 
 
 def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None) -> int | None:
-    """How many heads take a turn. None where the other kernels are used: for masks beside which
-    these were not timed to be faster, for fp32, for sizes that only a run knows, for a cap, for
-    padding and documents, and for a bias that repeats over the batches, that heads, queries or keys
-    share, or that is in fp32: its gradient must stay in fp32 until it is added up.
+    """How many heads take a turn. None where the other kernels are used: for masks and heads with
+    which these were not timed to be faster; for fp32; for sizes that only a run knows; for a cap,
+    padding and documents; and for a bias that repeats over the batches, that heads, queries or keys
+    share, or that is in fp32, whose gradient must stay in fp32 until it is added up.
     """
     q, masks, constants = operands.q, operands.masks, operands.constants
-    wide = max(constants["BD"], constants["BE"]) > 64
-    dense = masks.bias is not None or masks.keep is not None
-    timed = wide or (masks.bias is not None and masks.seed is not None)
+    size = max(constants["BD"], constants["BE"])
+    wide, dense = size == 128, masks.bias is not None or masks.keep is not None
+    timed = wide or (size <= 64 and masks.bias is not None and masks.seed is not None)
     others = masks.keys, masks.bias_period, constants["CAP"]
     if not (dense and timed) or any(it is not None for it in others) or q.element_size() != 2:
         return None
@@ -142,11 +142,9 @@ def flash_sum_kernel(
 
 
 def products_config(operands: Operands) -> dict:
-    """By the sizes of the heads."""
+    """By the sizes of the heads, up to 128."""
     size = max(operands.constants["BD"], operands.constants["BE"])
-    if size <= 64:
-        return config_of(64, 64, 4, 3)
-    return config_of(64, 128, 8, 3) if size == 128 else config_of(32, 64, 8, 2)
+    return config_of(64, 64, 4, 3) if size <= 64 else config_of(64, 128, 8, 3)
 
 
 def keys_products(operands: Operands, tiles: Tiles, dk: Tensor, dv: Tensor, config: dict) -> None:
