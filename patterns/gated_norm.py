@@ -47,7 +47,7 @@ def gated_norm(
     act: Gate,
     first: First,
 ) -> Tensor:
-    is_elementwise(x, gate)
+    is_gated(x, gate, first)
     y = normalised(before_norm(x, gate, act, first), None, None, eps, norm)
     y = affine(y, weight, bias, norm)
     return (y if first == "gate" else y * activate(widened(gate), act)).to(x.dtype)
@@ -73,10 +73,14 @@ def affine(y, weight, bias, norm):
     return y if bias is None else y + bias
 
 
-def is_elementwise(x, gate):
-    """Raises ValueError for a gate of another shape, such as one number for each row."""
+def is_gated(x, gate, first):
+    """Raises ValueError for a gate of another shape, such as one number for each row, and for an
+    activation in front of a norm: silu(x) is x · sigmoid(x), but Inductor need not read x twice.
+    """
     if x.shape != gate.shape:
         raise ValueError(f"the gate with shape {tuple(gate.shape)} is not that of {tuple(x.shape)}")
+    if first == "gate" and x is gate:
+        raise ValueError("x times its own gate is an activation")
 
 
 @gated_norm.near_miss

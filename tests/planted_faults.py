@@ -856,6 +856,12 @@ MUTATIONS = {
         "if False:",
         "tests/test_gated_norm.py",
     ),
+    "gated norm: an activation in front is a gate": Mutation(
+        "patterns/gated_norm.py",
+        'if first == "gate" and x is gate:',
+        "if False:",
+        "tests/test_gated_norm.py",
+    ),
     "gated norm: a second gate is a weight": Mutation(
         "patterns/gated_norm.py",
         "if t is not None and t.shape != y.shape[-1:]:",

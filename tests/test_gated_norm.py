@@ -309,6 +309,7 @@ NEAR_MISSES = {
     ),
     "the norm is used elsewhere": lambda x, z: (lambda y: (y * F.silu(z), y.cos()))(norm(x)),
     "what is normalised is used elsewhere": lambda x, z: (lambda y: norm(y) + y)(x * F.silu(z)),
+    "an activation in front": lambda x, z: norm(F.silu(x)),
     "its own gate": lambda x, z: F.silu(norm(x)),
     "its own gate, times another": lambda x, z: F.silu(norm(x)) * z,
     "rounded to integers between them": lambda x, z: norm(x).to(torch.int32) * torch.sigmoid(z),
