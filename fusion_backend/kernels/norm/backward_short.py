@@ -99,10 +99,7 @@ def write_gradient(
 ):  # fmt: skip
     """The gradient of whole rows goes to OUT, and through the dropout, if any, to DX."""
     col = tl.arange(0, BLOCK)[None, :]
-    d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
-    if MEAN is not None:
-        d -= tl.sum(g, 1, keep_dims=True) / N
-    d *= rstd
+    d = gradient_of_rows(g, u, rstd, MEAN, N)
     if DH is not None:
         d += tl.load(DH + row * DH_STRIDE + col, keep, 0.0).to(tl.float32)
     tl.store(OUT + row * N + col, d, keep)
@@ -112,3 +109,14 @@ def write_gradient(
                 seed, row * ((N + 3) // 4) + tl.arange(0, BLOCK // 4)[None, :], THRESHOLD, SCALE
             )
         tl.store(DX + row * N + col, d, keep)
+
+
+@triton.jit
+def gradient_of_rows(g, u, rstd, MEAN, N: tl.constexpr):
+    """The gradient of whole rows, of which u, normalised, has the gradient g; MEAN is None where
+    they are not centred.
+    """
+    d = g - u * (tl.sum(g * u, 1, keep_dims=True) / N)
+    if MEAN is not None:
+        d -= tl.sum(g, 1, keep_dims=True) / N
+    return d * rstd

@@ -25,6 +25,7 @@ from fusion_backend.kernels.common.inputs import as_rows, common_dtype, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.norm import backward_short
+from fusion_backend.kernels.norm.backward_short import gradient_of_rows
 from fusion_backend.kernels.norm.norm_act import affine
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.kernels.norm.weight_sums import add_up, partial_sums, write_sums
@@ -173,11 +174,7 @@ def gated_norm_backward_kernel(
             dw += e * u
         if BIAS:
             db += e
-        h = affine(e, W, None, col, inside)
-        d = h - u * (tl.sum(h * u, 1, keep_dims=True) / N)
-        if MEAN is not None:
-            d -= tl.sum(h, 1, keep_dims=True) / N
-        d *= rstd
+        d = gradient_of_rows(affine(e, W, None, col, inside), u, rstd, MEAN, N)
         if GATE_FIRST:
             if DGATE is not None:
                 tl.store(DGATE + row * N + col, d * x * slope, keep)
