@@ -18,7 +18,7 @@ from fusion_backend.kernels.attention.backward_bias import bias_gradient
 from fusion_backend.kernels.attention.backward_common import (
     Operands,
     empty_like_in_memory,
-    row_sums,
+    fill_sums,
 )
 from fusion_backend.kernels.attention.backward_keys import keys_gradients
 from fusion_backend.kernels.attention.backward_queries import Tiles, queries_gradient
@@ -129,11 +129,12 @@ def backward(
         of_bias = summed_scores(q, k, masking.bias)
     in_one = None if configs else config_in_one(q, k, v, masking, of_bias is not None)
     masks, constants = mask_arguments(q, k, masking, not in_one), constants_of(q, v, masking)
-    read = Operands(q, k, v, do, lse, None, masks, constants)
+    read = Operands(q, k, v, do, lse, None, out, masks, constants)
     if in_one:
         *found, db = short_gradients(read, of_bias, in_one)
     else:
-        read = read._replace(sums=row_sums(out, do, constants))
+        sums = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        read = read._replace(sums=sums)
         by_keys, by_queries = configs or configs_for(q, v, masking)
         at_once = None if configs else heads_at_once(read, of_bias)
         if at_once and (needs["k"] or needs["v"]):
@@ -154,14 +155,16 @@ def long_gradients(
     """As short_gradients, kernel by kernel and only what is needed, for any lengths."""
     q, v = operands.q, operands.v
     dq, dk, dv, db = None, None, None, None
-    if needs["k"] or needs["v"]:
-        dk, dv = keys_gradients(operands, by_keys)
     unshared = of_bias is not None and same_sizes(of_bias[0][:2], q.shape[:2])
     if unshared:  # zeros where a kernel leaves scores out, which have no gradient
         db = torch.zeros(of_bias[0], dtype=of_bias[1], device=q.device)
     if needs["q"] or unshared:
         dq = empty_like_in_memory(q)
         queries_gradient(operands, dq, Tiles(db) if unshared else None, by_queries)
+    else:
+        fill_sums(operands)
+    if needs["k"] or needs["v"]:
+        dk, dv = keys_gradients(operands, by_keys)
     if of_bias is not None and not unshared:
         db = bias_gradient(operands, *of_bias, bias_config(q, v, by_queries))
     return dq, dk, dv, db

@@ -28,7 +28,10 @@ class Operands(NamedTuple):
     v: Tensor  # [b, h / group, m, e]
     do: Tensor  # [b, h, n, e]
     lse: Tensor  # as the forward saves it
-    sums: Tensor | None  # [b, h, n], rowsum(do · out) in fp32; None: nobody reads them
+    # [b, h, n], rowsum(do · out) in fp32, which the kernel of dq or fill_sums writes; None: nobody
+    # reads them
+    sums: Tensor | None
+    out: Tensor  # [b, h, n, e]
     masks: MaskArguments
     constants: dict
 
@@ -57,20 +60,17 @@ def empty_like_in_memory(t: Tensor) -> Tensor:
     return torch.empty((b, h, n, d), dtype=t.dtype, device=t.device)
 
 
-def row_sums(out: Tensor, do: Tensor, constants: dict) -> Tensor:
-    """rowsum(do · out) `[b, h, n]` in fp32, of out and do `[b, h, n, e]` with any strides but the
-    last, which is 1.
-
-    Grid: blocks of 64 rows of all heads and batches.
+def fill_sums(operands: Operands) -> None:
+    """Writes the sums where the kernel of dq does not run. Grid: blocks of 64 rows of all heads and
+    batches.
     """
+    out, do, sums, constants = operands.out, operands.do, operands.sums, operands.constants
     b, h, n, _ = out.shape
-    sums = torch.empty((b, h, n), dtype=torch.float32, device=out.device)
     launch(
         row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h,
         *row_strides(out), *row_strides(do),
         E=constants["E"], BE=constants["BE"], BM=64, num_warps=4,
     )  # fmt: skip
-    return sums
 
 
 # Bytes: out and do once.

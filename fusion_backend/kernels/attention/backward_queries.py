@@ -40,8 +40,8 @@ class Tiles(NamedTuple):
 
 
 def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config: dict) -> None:
-    """Fills dq `[b, h, n, d]`, and the tiles but for what is left out; for the heads that the tiles
-    have, or all. Grid: blocks of queries of these heads of all batches.
+    """Fills dq `[b, h, n, d]`, operands.sums, and the tiles but for what is left out; for the heads
+    that the tiles have, or all. Grid: blocks of queries of these heads of all batches.
     """
     b, h, n, _ = dq.shape
     operands = operands.with_documents(config["BM"], config["BN"])
@@ -49,21 +49,23 @@ def queries_gradient(operands: Operands, dq: Tensor, tiles: Tiles | None, config
     some = h if ds is None else ds.shape[1]
     launch(
         flash_queries_kernel, ((n + config["BM"] - 1) // config["BM"] * b * some,),
-        *operands.tensors, dq, ds, p, first, some, *operands.numbers, *row_strides(dq),
-        *strides_of(ds), **operands.constants, **config,
+        *operands.tensors, operands.out, dq, ds, p, first, some, *operands.numbers,
+        *row_strides(operands.out), *row_strides(dq), *strides_of(ds), **operands.constants,
+        **config,
     )  # fmt: skip
 
 
-# Operations: 2 b h n m (2 d + e), of those keys that are seen. Bytes: q, k, v, do, dq, the masks
-# and the tiles once.
+# Operations: 2 b h n m (2 d + e), of those keys that are seen. Bytes: q, k, v, do, out, dq, the
+# masks and the tiles once.
 @triton.jit
 def flash_queries_kernel(
-    Q, K, V, DO, LSE, SUMS, DQ, DB, P, FIRST, some,
+    Q, K, V, DO, LSE, SUMS, OUT, DQ, DB, P, FIRST, some,
     BIAS, KEEP, KEYS, SEEN, SEED, n, m, heads, group, low, high, bias_period,
     bias_batch, bias_head, bias_row, bias_col, keep_batch, keep_head, keep_row, keep_col,
     keys_batch, keys_col,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, dq_batch, dq_head, dq_row, db_batch, db_head, db_row, db_col,
+    do_batch, do_head, do_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
+    db_batch, db_head, db_row, db_col,
     SCALE: tl.constexpr, CAP: tl.constexpr, FILL: tl.constexpr,
     KEYS_ARE: tl.constexpr, SKIPS: tl.constexpr, THRESHOLD: tl.constexpr, RESCALE: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, UPCAST: tl.constexpr,
@@ -92,7 +94,11 @@ def flash_queries_kernel(
     do = load_rows(DO, inside, do_row, E, BE, UPCAST)
     before = (batch * heads + head) * n
     lse, inverse = saved_of_rows(LSE, before, i0 + inside, n, BIAS)
-    of_rows = lse, inverse, tl.load(SUMS + before + (i0 + inside))
+    OUT = row_pointer(OUT, (out_batch, out_head, out_row), batch, head, i0)
+    out = load_rows(OUT, inside, out_row, E, BE, UPCAST)
+    sums = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(SUMS + before + (i0 + row), sums, row < n - i0)
+    of_rows = lse, inverse, sums
     dq = tl.zeros([BM, BD], tl.float32)
     left, begin, stop, end = key_range(SEEN, batch, i0, n, m, low, high, KEYS_ARE, SKIPS, BM, BN)
     within = row[:, None] < n - i0

@@ -37,7 +37,7 @@ def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None)
     q, masks, constants = operands.q, operands.masks, operands.constants
     size = max(constants["BD"], constants["BE"])
     wide, dense = size == 128, masks.bias is not None or masks.keep is not None
-    timed = wide or (size <= 64 and masks.bias is not None and masks.seed is not None)
+    timed = wide or (size <= 64 and masks.bias is not None)
     others = masks.keys, masks.bias_period, constants["CAP"]
     if not (dense and timed) or any(it is not None for it in others) or q.element_size() != 2:
         return None
@@ -67,8 +67,7 @@ def width(m: int) -> int:
 
 
 def stored_gradients(
-    operands: Operands, of_bias: tuple[tuple, torch.dtype] | None, at_once: int,
-    by_queries: dict,
+    operands: Operands, of_bias: tuple[tuple, torch.dtype] | None, at_once: int, by_queries: dict
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dq, dk and dv, in memory as q, k and v are, and the gradient of the bias, of the shape
     `[b or 1, h, n, m]` and dtype `of_bias`.
@@ -78,6 +77,7 @@ def stored_gradients(
     db = None
     if of_bias is not None:
         db = torch.empty(of_bias[0], dtype=of_bias[1], device=q.device)
+    by_queries, by_keys = configs_of(operands, by_queries)
     firsts = [None]
     if at_once != h:
         firsts = torch.empty((h // at_once, 4), dtype=torch.int32, device=q.device)
@@ -85,7 +85,7 @@ def stored_gradients(
     for first in firsts:
         tiles = new_tiles(operands, at_once, first)
         queries_gradient(operands, dq, tiles, by_queries)
-        keys_products(operands, tiles, dk, dv, products_config(operands))
+        keys_products(operands, tiles, dk, dv, by_keys)
         if db is not None:
             batches_sums(tiles, db)
         del tiles  # before the next are made
@@ -141,10 +141,15 @@ def flash_sum_kernel(
     tl.store(DB + at // width * m + col, total, (at < each) & (col < m))
 
 
-def products_config(operands: Operands) -> dict:
-    """By the sizes of the heads, up to 128."""
-    size = max(operands.constants["BD"], operands.constants["BE"])
-    return config_of(64, 64, 4, 3) if size <= 64 else config_of(64, 128, 8, 3)
+def configs_of(operands: Operands, by_queries: dict) -> tuple[dict, dict]:
+    """Of the kernel of dq, where `by_queries` is what it has without tiles, and of that which
+    multiplies them, by the sizes of the heads, up to 128.
+    """
+    if max(operands.constants["BD"], operands.constants["BE"]) > 64:
+        return by_queries, config_of(64, 128, 8, 3)
+    if operands.masks.seed is None:
+        by_queries = config_of(64, 32, 4, 3)
+    return by_queries, config_of(64, 64, 4, 3)
 
 
 def keys_products(operands: Operands, tiles: Tiles, dk: Tensor, dv: Tensor, config: dict) -> None:

@@ -24,7 +24,6 @@ from fusion_backend.kernels.common.activations import activated
 from fusion_backend.kernels.common.inputs import as_rows, common_dtype, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
-from fusion_backend.kernels.norm import backward_short
 from fusion_backend.kernels.norm.backward_short import gradient_of_rows
 from fusion_backend.kernels.norm.norm_act import affine
 from fusion_backend.kernels.norm.operands import Norm
@@ -43,8 +42,15 @@ def forward_config(n: int) -> Config:
 
 
 def backward_config(n: int, itemsize: int) -> Config:
-    """As many rows ahead as shared memory holds of three operands."""
-    return backward_short.backward_config(n)._replace(stages=3 if itemsize == 2 else 2)
+    """8 elements a thread of each of the three operands, 16 of rows longer than 4096 (timed on an
+    H200). As many rows ahead as shared memory holds of them.
+    """
+    block, stages = max(16, triton.next_power_of_2(n)), 3 if itemsize == 2 else 2
+    if block <= 2048:
+        return Config(block, 2048 // block, 8, 2, stages, early=True)
+    if block <= 4096:
+        return Config(block, 1, 16, 1, 4 if itemsize == 2 else 2, early=True)
+    return Config(block, 1, 16, 1, stages)  # with the weight in registers it spills
 
 
 def forward(
@@ -91,7 +97,7 @@ def gated_norm_kernel(
     gate = tl.load(GATE + row * GATE_STRIDE + col, there & inside, 0.0).to(tl.float32)
     g = activated(gate, ACT)
     if GATE_FIRST:
-        u *= g
+        u = rounded_product(u, g)
     if CENTRED:
         mean = tl.sum(u, 1, keep_dims=True) / N
         u = tl.where(inside, u - mean, 0.0)
@@ -108,7 +114,7 @@ def gated_norm_kernel(
 
 def backward(
     dy: Tensor, x: Tensor, gate: Tensor, mean: Tensor, rstd: Tensor, norm: Norm, act: str,
-    gate_first: bool, needs: tuple[bool, bool, bool, bool],
+    gate_first: bool, needs: tuple[bool, bool, bool, bool], config: Config | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x and gate `[..., n]`, contiguous and in their dtypes, and of weight and bias
     `[n]`, in theirs; None where `needs` says no.
@@ -123,7 +129,7 @@ def backward(
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if need else None
         for t, need in zip((x, gate), needs, strict=False)
     )
-    config = backward_config(n, max(t.element_size() for t in (dy, x, gate)))
+    config = config or backward_config(n, max(t.element_size() for t in (dy, x, gate)))
     of_vectors = common_dtype(x, norm.weight, norm.bias)
     (dy, _, dy_stride), (x, rows, x_stride) = as_rows(dy), as_rows(x)
     gate, _, gate_stride = as_rows(gate)
@@ -134,7 +140,8 @@ def backward(
         dy, x, gate, norm.weight, norm.bias, mean if norm.centred else None, rstd, dx, dgate, sums,
         rows, DY_STRIDE=dy_stride, X_STRIDE=x_stride, GATE_STRIDE=gate_stride, N=n,
         WEIGHT=needs[2], BIAS=needs[3], ACT=act, GATE_FIRST=gate_first,
-        BLOCK=config.block, ROWS=config.rows, STAGES=config.stages, num_warps=config.warps,
+        BLOCK=config.block, ROWS=config.rows, STAGES=config.stages, HELD=config.early,
+        num_warps=config.warps,
     )  # fmt: skip
     return dx, dgate, *add_up(sums, of_vectors, *needs[2:])
 
@@ -145,12 +152,14 @@ def gated_norm_backward_kernel(
     DY, X, GATE, W, B, MEAN, RSTD, DX, DGATE, SUMS, rows,
     DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, GATE_STRIDE: tl.constexpr, N: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATE_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, BLOCK)[None, :]
     inside = col < N
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    if HELD:
+        w, b = vectors(W, B, col, inside)
     for top in tl.range(
         tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES
     ):
@@ -161,20 +170,22 @@ def gated_norm_backward_kernel(
         x = tl.load(X + row * X_STRIDE + col, keep, 0.0).to(tl.float32)
         gate = tl.load(GATE + row * GATE_STRIDE + col, keep, 0.0).to(tl.float32)
         g, slope = gate_and_slope(gate, ACT)
+        if not HELD:
+            w, b = vectors(W, B, col, inside)
         rstd = tl.load(RSTD + row, there, 0.0)
-        u = x * g if GATE_FIRST else x
+        u = rounded_product(x, g) if GATE_FIRST else x
         if MEAN is not None:
             u = tl.where(inside, u - tl.load(MEAN + row, there, 0.0), 0.0)
         u *= rstd
         if not GATE_FIRST:
             if DGATE is not None:
-                tl.store(DGATE + row * N + col, e * affine(u, W, B, col, inside) * slope, keep)
+                tl.store(DGATE + row * N + col, e * (u * w + b) * slope, keep)
             e *= g
         if WEIGHT:
             dw += e * u
         if BIAS:
             db += e
-        d = gradient_of_rows(affine(e, W, None, col, inside), u, rstd, MEAN, N)
+        d = gradient_of_rows(e * w, u, rstd, MEAN, N)
         if GATE_FIRST:
             if DGATE is not None:
                 tl.store(DGATE + row * N + col, d * x * slope, keep)
@@ -186,6 +197,25 @@ def gated_norm_backward_kernel(
             SUMS, tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True),
             tl.program_id(0), tl.num_programs(0), col, inside, N, WEIGHT, BIAS,
         )  # fmt: skip
+
+
+@triton.jit
+def vectors(W, B, col, inside):
+    """weight and bias in fp32, 1 and 0 if missing."""
+    w, b = 1.0, 0.0
+    if W is not None:
+        w = tl.load(W + col, inside, 0.0).to(tl.float32)
+    if B is not None:
+        b = tl.load(B + col, inside, 0.0).to(tl.float32)
+    return w, b
+
+
+@triton.jit
+def rounded_product(x, g):
+    """x · g, which the compiler does not join with the subtraction of a mean: its rounding error
+    would be all that is left of a row of equal numbers.
+    """
+    return tl.fma(x, g, tl.zeros_like(x))
 
 
 @triton.jit
