@@ -26,6 +26,7 @@ from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision
 from fusion_backend.decide.neighbours import elementwise, library_call
 from fusion_backend.ir.argument_views import Viewed
+from fusion_backend.kernels.common.inputs import dense
 from fusion_backend.measure.indices import (
     GATHERING,
     INDEXING,
@@ -333,6 +334,14 @@ def makes_integers(n: fx.Node) -> bool:
 
 def convolution(n: fx.Node) -> bool:
     return is_lowered(n) and name_of(n).startswith("aten::conv")
+
+
+def in_channels_last(convolution: fx.Node) -> bool:
+    """Are the input and the weight of a convolution known to be in channels-last, so that Inductor
+    copies neither?
+    """
+    operands = [n.meta["val"] for n in convolution.args[:2]]
+    return all(t.dim() > 3 and dense(t, [0, *range(2, t.dim()), 1]) for t in operands)
 
 
 def call_reads(d: Decision) -> list[fx.Node]:
