@@ -18,6 +18,7 @@ from benchmarks.foreign_code import (
     graph_networks,
     image_attentions,
     image_parts,
+    image_training,
     language_blocks,
     language_parts,
     losses,
@@ -75,6 +76,7 @@ FAMILIES = (
     varied_parts,
     segmentation,
     state_spaces,
+    image_training,
 )
 
 
