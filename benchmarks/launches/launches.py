@@ -39,6 +39,7 @@ OTHER_WAYS = {
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "gated_norm": [dict(form=form) for form in (9, -1)],  # in front of an RMS norm
+    "batch_norm_training": [dict(form=form) for form in (9, 10, 0)],  # alone, silu, only a sum
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "channel_softmax": [dict(form=-1)],  # the logarithm
     "channel_cross_entropy": [dict(form=6)],  # without weights

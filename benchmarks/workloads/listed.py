@@ -75,6 +75,18 @@ WORK = [
         for rows, n in ROWS[:3]
     ),
     *(Work("batch_norm", dict(b=b, c=c, n=n), BF16) for b, c, n in ((64, 256, 56), (256, 2048, 7))),
+    *(  # of ResNet-50: behind the last convolution of a block, and behind the others
+        Work("batch_norm_training", dict(b=128, c=c, n=n) | alone, BF16, train=True)
+        for c, n, alone in (
+            (256, 56, {}),
+            (512, 28, {}),
+            (1024, 14, {}),
+            (2048, 7, {}),
+            (64, 112, dict(alone=1)),
+            (64, 56, dict(alone=1)),
+            (128, 28, dict(alone=1)),
+        )
+    ),
     *(
         Work("group_norm", dict(b=b, c=c, n=n, groups=32), BF16, train)
         for train in (False, True)
@@ -292,6 +304,7 @@ SMALL = [
     Work("modulated_norm", dict(b=2, t=32, n=256), BF16, train=True),
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
+    Work("batch_norm_training", dict(b=2, c=6, n=8), BF16, train=True),
     Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
     Work("bias_act", dict(rows=64, n=256), BF16),
     Work("gelu", dict(rows=64, n=256), BF16, train=True),

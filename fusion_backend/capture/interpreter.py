@@ -10,6 +10,7 @@ import operator
 import torch
 from torch import fx
 
+from fusion_backend.capture.batch_norm import given_arguments, in_parts, running_statistics
 from fusion_backend.capture.predicted_writes import PredictedWrites
 from fusion_backend.capture.single_op import SingleOps
 from fusion_backend.capture.view import state_key
@@ -134,8 +135,12 @@ class CaptureInterpreter(fx.Interpreter):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         proxies = [tracer.unwrap_proxy(a) for a in tensors]
         try:
-            filled = is_filled(n, args, kwargs)
-            out = full_tensor(n, args) if filled else super().run_node(n)
+            if is_filled(n, args, kwargs):
+                out = full_tensor(n, args)
+            elif running_statistics(n):
+                out = in_parts(**given_arguments(args, kwargs))
+            else:
+                out = super().run_node(n)
             check_agreement(n, out, last)
             if repeatable:
                 self.single_ops.remember(n, args, kwargs, list(nodes_after(last)), out)

@@ -9,6 +9,7 @@ import operator
 from torch import fx
 
 from fusion_backend.capture.aliases import storages_of
+from fusion_backend.capture.batch_norm import running_statistics
 from fusion_backend.compat.torch import HigherOrderOperator
 
 IN_PLACE = {
@@ -46,6 +47,10 @@ class PredictedWrites:
         for n in self.writers:
             for near in (n, *n.all_input_nodes):
                 memory |= storages_of(near.meta.get("example_value"))
+        for n in gm.graph.nodes:
+            for t in running_statistics(n):
+                memory |= storages_of(t.meta.get("example_value"))
+                self.writers.add(n)
         self.touched = {
             n
             for n in gm.graph.nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
 
@@ -22,6 +23,7 @@ from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import OF_COMPLEX, Viewed, original
 from fusion_backend.ir.expr import FREE, LIKE, Expr, peel
 from fusion_backend.match.matcher import Match
+from fusion_backend.match.templates import variables
 from fusion_backend.ops.op import Op
 from fusion_backend.reporting.places import location
 
@@ -157,8 +159,14 @@ class Legality:
         """
         if len(match.roots) < 2 or not self.facts.training(match):
             return ""
-        for r in match.roots:
-            if self.differentiated.isdisjoint((r, *self.canon.of[r].nodes)):
+        reads = [variables(r) for r in match.template.roots]
+        wanted = [
+            not self.differentiated.isdisjoint((r, *self.canon.of[r].nodes)) for r in match.roots
+        ]
+        reached = set().union(*itertools.compress(reads, wanted))
+        for r, names, asked in zip(match.roots, reads, wanted, strict=True):
+            requires = self.facts.view.trains(r) and names <= reached
+            if not (asked or requires):
                 return f"nobody asks for a gradient of {result(r)}"
             if not any(map(self.facts.view.trains, (r, *self.canon.of[r].nodes))):
                 return f"{result(r)} requires no gradient, unlike the other results"

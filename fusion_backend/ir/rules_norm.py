@@ -268,7 +268,9 @@ def batch_norm(
     training: bool,
     eps: Expr,
 ):
-    """In inference only: in training it has state."""
+    """In training without running statistics: otherwise it has state."""
+    if training and running_mean is None and running_var is None:
+        return present(c, "batch_norm_training", [input, weight, bias, eps], call.shape)
     if training or running_mean is None:
         return None
     running = [
@@ -340,7 +342,7 @@ def is_constant(c: Builder, e: Expr) -> bool:
 
 
 # Where the weight and the bias stand among the operands of a normalisation over channels.
-AFFINE = {"group_norm": (1, 2), "batch_norm": (3, 4)}
+AFFINE = {"group_norm": (1, 2), "batch_norm": (3, 4), "batch_norm_training": (1, 2)}
 
 
 @composite("mul")

@@ -31,7 +31,7 @@ from fusion_backend.match.match import Match, Mismatch
 from fusion_backend.match.outcomes import Outcomes
 from fusion_backend.match.prefilter import Fitting, expected
 from fusion_backend.match.root_index import Below
-from fusion_backend.match.templates import Template, templates
+from fusion_backend.match.templates import Template, templates, variables
 from fusion_backend.match.unify import Bound, Unifier
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.faults import refusal
@@ -218,11 +218,13 @@ class Matcher:
                     yield from self.other_roots(t, unifier, [*roots[:i], n, *roots[i + 1 :]], found)
 
     def around(self, env: dict, t: Template, p: Expr) -> list[fx.Node]:
-        """Nodes that p fits among the users, and their users, of the argument with the fewest
+        """Nodes that p fits among the users, and their users, of the argument of p with the fewest
         users.
         """
-        held = [b.expr for b in env.values() if isinstance(b, Bound)]
-        pending = min(([u for n in e.nodes for u in n.users] for e in held), key=len, default=[])
+        names = variables(p)
+        held = [b.expr for name, b in env.items() if isinstance(b, Bound) and name in names]
+        nodes = [(*e.nodes, *(peel(e).nodes if peel(e) is not e else ())) for e in held]
+        pending = min(([u for n in of for u in n.users] for of in nodes), key=len, default=[])
         seen: set[fx.Node] = set()
         while pending and len(seen) < NEAR * t.size:
             n = pending.pop(0)

@@ -244,6 +244,11 @@ def subexpressions(roots) -> set[Expr]:
     return found
 
 
+def variables(e: Expr) -> set[str]:
+    """The arguments that an expression of a template reads."""
+    return {part.attr for part in subexpressions([e]) if part.op == "var"}
+
+
 def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: float):
     """The roots of a function's expressions, in one form and with one probe, and how many operators
     they have; None where the function cannot be traced. Raises PatternError where what it computes
