@@ -28,6 +28,17 @@ from tests.measured_cases import Block, as_on_a_gpu, cuts_of
 # Contests.
 
 
+@pytest.mark.parametrize("last", [(False, False), (True, False), (False, True), (True, True)])
+def test_what_counts_as_a_gain_beside_a_convolution(last):
+    """5 % where Inductor copies the input or the weight to channels-last, else 2 %."""
+    images, weights = (torch.channels_last if yes else torch.contiguous_format for yes in last)
+    conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=weights)
+    x = torch.randn(2, 4, 6, 6).to(memory_format=images)
+    (cut,) = cuts_of(nn.Sequential(conv, nn.GroupNorm(2, 4)), x, only="group_norm")
+    with contest(cut) as held:
+        assert held.worth == (timing.WORTH if all(last) else contests.WORTH_OF_LAYOUT)
+
+
 def attention_cut(**more):
     block = Block()
     (cut, *_) = cuts_of(block, torch.randn(2, 8, 16), only="attention", **more)

@@ -57,6 +57,25 @@ def test_a_norm_without_a_gradient_gives_none(reader):
     assert not site.fused and site.reason.startswith("nobody asks for a gradient of the result")
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_result_without_a_gradient_whose_tensors_have_one(trains):
+    """The mean depends on x alone, as the norm does. If x has no gradient, the mean must not
+    require one, nor what is written to memory from it.
+    """
+
+    def code(x, w, running):
+        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+        running.copy_(mean.detach() + var.detach())
+        return torch.batch_norm(x, w, None, None, None, True, 0.0, 1e-5, True)
+
+    collector = Collector(OPTIONS)
+    x = torch.randn(2, 4, 3, 3, requires_grad=trains)
+    w, running = torch.randn(4, requires_grad=True), torch.zeros(4)
+    torch.compile(code, backend=collector)(x, w, running).sum().backward()
+    (site,) = [s for s in collector.report.sites if s.pattern == "batch_norm_training"]
+    assert site.fused == trains and not running.requires_grad
+
+
 def test_a_missing_gradient_goes_on_as_missing():
     """One call adds to both tensors, and the sum with the norm is not used: autograd hands the
     norm no gradient, and w gets none.

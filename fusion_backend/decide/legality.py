@@ -163,10 +163,11 @@ class Legality:
         wanted = [
             not self.differentiated.isdisjoint((r, *self.canon.of[r].nodes)) for r in match.roots
         ]
-        reached = set().union(*itertools.compress(reads, wanted))
+        elsewhere = set().union(*itertools.compress(reads, wanted))
+        nodes = {name: getattr(a, "node", a) for name, a in match.tensors.items()}
         for r, names, asked in zip(match.roots, reads, wanted, strict=True):
-            requires = self.facts.view.trains(r) and names <= reached
-            if not (asked or requires):
+            trains = any(self.facts.view.trains(nodes[name]) for name in names & nodes.keys())
+            if not asked and not (names <= elsewhere and trains):
                 return f"nobody asks for a gradient of {result(r)}"
             if not any(map(self.facts.view.trains, (r, *self.canon.of[r].nodes))):
                 return f"{result(r)} requires no gradient, unlike the other results"
