@@ -3,8 +3,8 @@ residual), with the mean and variance of each channel, dimension 1, over the bat
 dimensions.
 
 x is `[b, c]` or `[b, c, ...]` in fp32, bf16 or fp16, its channels neighbours in memory, as
-channels-last tensors have them; residual, like x, may be missing. Weight and bias `[c]` may be
-missing, too, and may have another of these dtypes. act is relu, silu or nothing; silu has no
+channels-last tensors have them; residual is like x, and may be missing. Weight and bias `[c]` may
+be missing, too, and may have another of these dtypes. act is relu, silu or nothing; silu has no
 residual. Returns y, laid out as x, and mean and var `[c]` in fp32, from which the model computes
 its running statistics; var is divided by the number of terms. Computed in fp32; the backward keeps
 x, mean and var, and with a residual in front of relu y. Source: Ioffe and Szegedy 2015,
@@ -18,13 +18,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import dynamic, reject_dtypes, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.inputs import dense, memory, same_layout
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.norm.batch_norm import forward
+from fusion_backend.kernels.norm.batch_norm import MAX_ROWS, forward, rows_of
 from fusion_backend.kernels.norm.batch_norm_backward import backward
 from fusion_backend.kernels.norm.group_norm_rows import channels_last
 
@@ -78,6 +79,8 @@ def _(x, residual, weight, bias, eps, act):
         return no or Reject("the number of channels is dynamic")
     if not (channels_last(x) or x.dim() == 2 and dense(x, range(2))):
         return Reject(f"the channels of x are no neighbours in memory: {memory(x)}")
+    if statically_known_true(rows_of(x) > MAX_ROWS):
+        return Reject(f"{rows_of(x)} numbers of a channel are more than {MAX_ROWS}")
     if residual is not None and not same_layout(residual, x):
         return Reject(f"the residual does not lie in memory as x does: {memory(residual)}")
     return reject_vectors(**vectors)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from fusion_backend.kernels.norm.batch_norm import Columns, forward
 from fusion_backend.kernels.norm.batch_norm_backward import backward
@@ -158,7 +159,9 @@ def check_model(model, x, sites, autocast=False):
     """About as close to fp64 as the model that runs as it is; `sites` of them fused. The
     interpreter rounds to bf16 by cutting off.
     """
-    model = model.to(DEVICE).to(memory_format=LAST)
+    model = model.to(DEVICE)
+    if x.dim() == 4:
+        model = model.to(memory_format=LAST)
     plain, reference = copy.deepcopy(model), copy.deepcopy(model).double()
     backend = Kernels({"fusion.gate": "always"})
     got = trained(torch.compile(model, backend=backend, dynamic=False), x, autocast)
@@ -234,6 +237,58 @@ def test_one_norm_twice():
 @runs_kernels
 def test_statistics_that_are_read():
     check_model(Reads(), images(2, 8, 6, 6), 1)
+
+
+class Several(nn.Module):
+    """Norms of one tensor: their statistics are equal, and each writes to its own."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(8, 8, 1), nn.ModuleList(map(nn.BatchNorm2d, count * [8]))
+
+    def forward(self, x):
+        h = self.conv(x)
+        return sum(torch.relu(norm(h)) for norm in self.norms)
+
+
+@runs_kernels
+def test_norms_of_one_tensor():
+    model = Several()
+    for i, norm in enumerate(model.norms):
+        nn.init.constant_(norm.weight, i + 0.5)
+    check_model(model, images(2, 8, 6, 6), 3)
+
+
+class Volumes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(4, 4, 1), nn.BatchNorm3d(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)))
+
+
+@runs_kernels
+def test_other_ranks():
+    features = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    check_model(features, randn(5, 8).requires_grad_(), 1)
+    x = randn(2, 4, 3, 4, 5).to(memory_format=torch.channels_last_3d).requires_grad_()
+    check_model(Volumes().to(memory_format=torch.channels_last_3d), x, 1)
+
+
+@pytest.mark.parametrize("apart", [4, 8])
+def test_statistics_that_share_memory(apart):
+    """Eager writes to the mean and the variance of one channel after the other."""
+
+    def model(x, w, both):
+        return F.batch_norm(torch.sin(x), both[:8], both[apart : apart + 8], w, None, True)
+
+    x, w, both = images(2, 8, 6, 6), randn(8).requires_grad_(), torch.ones(16, device=DEVICE)
+    backend = Kernels({"fusion.gate": "always"})
+    again = both.clone()
+    got, want = torch.compile(model, backend=backend)(x, w, both), model(x, w, again)
+    assert distance(got.detach(), want.detach()) < 1e-6 and distance(both, again) < 1e-6
+    assert not backend.report.fused
 
 
 class Late(nn.Module):

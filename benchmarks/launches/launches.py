@@ -39,7 +39,8 @@ OTHER_WAYS = {
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "gated_norm": [dict(form=form) for form in (9, -1)],  # in front of an RMS norm
-    "batch_norm_training": [dict(form=form) for form in (9, 10, 0)],  # alone, silu, only a sum
+    # relu with a residual, and relu and silu without one; the first has no activation
+    "batch_norm_training": [dict(form=form) for form in (1, 9, 10)],
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "channel_softmax": [dict(form=-1)],  # the logarithm
     "channel_cross_entropy": [dict(form=6)],  # without weights
@@ -54,6 +55,7 @@ OTHER_WAYS = {
     # of a layer norm without weight and bias, as models have it, and of an RMS norm with a weight
     "modulated_norm": [dict(form=form) for form in (8, 3)],
 }
+OTHER_WAYS["masked_attention"] = [dict(frozen="q")]
 # Kernels whose programs wait for one another.
 SHARED = {f"{name}_shared_kernel" for name in ("norm", "norm_backward", "softmax")}
 
@@ -133,9 +135,10 @@ def launches(
     transposed: bool = False,
     form: int = 0,
     unread: tuple[int, ...] = (),
+    frozen: str = "",
 ) -> list[Launch]:
     """Run the launchers of a pattern on tensors without data and collect what they launch. unread:
-    the results that nobody reads.
+    the results that nobody reads; frozen: an argument without a gradient.
     """
     found: list[Launch] = []
     # what a kernel was given or wrote; held, so that no address is used twice
@@ -167,6 +170,7 @@ def launches(
         if backward:
             results = results if isinstance(results, tuple) else (results,)
             saved = saved_of(pattern, args, seeds, results)
+            saved.needs |= {frozen: False} if frozen else {}
             grads = [torch.empty_like(out) for out in results[: pattern.outputs]]
             seen.extend(grads)
             pattern.backward_fn(saved, *grads)

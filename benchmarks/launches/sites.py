@@ -146,6 +146,7 @@ CASES = [
     ("gated_norm", dict(rows=16384, n=4096), HALF, True),
     ("gated_norm", dict(rows=16384, n=8192), HALF, True),
     ("gated_norm", dict(rows=7, n=2049), FULL, True),
+    ("gated_norm", dict(rows=7, n=4097), FULL, True),
     ("gated_norm", dict(rows=4096, n=8192), FULL, True),
     ("batch_norm_training", dict(b=128, c=256, n=56), HALF, True),
     ("batch_norm_training", dict(b=128, c=64, n=112), HALF, True),

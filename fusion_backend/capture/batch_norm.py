@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from fusion_backend.capture.aliases import storages_of
+
 
 def running_statistics(n: fx.Node) -> list[fx.Node]:
     """The running mean and variance that the call of a batch norm in training writes to; none for
@@ -20,7 +22,8 @@ def running_statistics(n: fx.Node) -> list[fx.Node]:
     known = type(given["momentum"]) in (int, float) and type(given["training"]) is bool
     if not known or not given["training"] or not all(isinstance(t, fx.Node) for t in both):
         return []
-    return both
+    memory = [storages_of(t.meta.get("example_value")) for t in both]
+    return both if memory[0].isdisjoint(memory[1]) else []  # they are written to in turns
 
 
 def given_arguments(args: tuple, kwargs: dict) -> dict:
@@ -34,14 +37,14 @@ def in_parts(
     input: Tensor, running_mean: Tensor, running_var: Tensor, weight: Tensor | None,
     bias: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    """F.batch_norm in training. The statistics are rounded once, when they are written."""
+    """F.batch_norm in training. The statistics are rounded once, when they are written to."""
     fast = torch.backends.cudnn.enabled
     y = torch.batch_norm(input, weight, bias, None, None, True, 0.0, eps, fast)
     var, mean = statistics(input)
     count = input.numel() // input.shape[1]
     unbiased = var.detach() * (count / (count - 1))
     for running, new in ((running_mean, mean.detach()), (running_var, unbiased)):
-        running.copy_(running * (1 - momentum) + new * momentum)
+        running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
     return y
 
 

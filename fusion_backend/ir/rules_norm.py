@@ -101,9 +101,29 @@ def std(c: Builder, call: Call, self: Expr):
     return c.make("sqrt", (variance(c, call, self, call.shape),), None, call.shape)
 
 
+def of_batch(x: Expr, call: Call) -> bool:
+    """Are these the statistics of each channel, dimension 1, that batch norm computes? Then they
+    are one operator whatever the rank, which dimensions that are counted from the right would show.
+    """
+    rank, dims = len(x.shape or ()), call["dim"]
+    if (
+        rank < 2
+        or not dims
+        or call["keepdim"]
+        or call["unbiased"]
+        or call["correction"] not in (None, 0)
+    ):
+        return False
+    corrected = call["unbiased"] is None and call["correction"] is None
+    return not corrected and sorted(d % rank for d in dims) == [0, *range(2, rank)]
+
+
 @rule("aten::var_mean")
 def var_mean(c: Builder, call: Call, self: Expr):
     shape = tuple(call.value[0].shape)
+    if of_batch(self, call):
+        both = (c.make(f"batch_{name}", (self,), None, shape) for name in ("var", "mean"))
+        return c.make("tuple", tuple(both))
     mean = c.reduce("mean", self, call["dim"], bool(call["keepdim"]), shape)
     return c.make("tuple", (variance(c, call, self, shape), mean))
 
@@ -268,7 +288,7 @@ def batch_norm(
     training: bool,
     eps: Expr,
 ):
-    """In training without running statistics: otherwise it has state."""
+    """In inference, and in training without running statistics: with them it has state."""
     if training and running_mean is None and running_var is None:
         return present(c, "batch_norm_training", [input, weight, bias, eps], call.shape)
     if training or running_mean is None:

@@ -72,6 +72,7 @@ class Matcher:
         self.started: dict[tuple, list[fx.Node]] = {}
         self.misses: dict[tuple[str, fx.Node], Mismatch] = {}
         self.stands: dict[fx.Node, list[Template]] = {}  # the templates that were found there
+        self.taken: dict[str, set[fx.Node]] = {}  # the results that matches of a pattern have
         self.faults: dict[fx.Node, str] = {}  # a node where matching failed -> how
         self.counts: dict[str, RuleCount] = {}
 
@@ -114,6 +115,7 @@ class Matcher:
                 if match is not None:
                     self.stands.setdefault(n, []).append(t)
                     found.append(match)
+                    self.taken.setdefault(t.pattern.name, set()).update(match.roots)
             count = RuleCount(len(starts), len(found), time.perf_counter() - started)
             name = t.pattern.name
             self.counts[name] = self.counts[name].plus(count) if name in self.counts else count
@@ -212,7 +214,12 @@ class Matcher:
         p = t.roots[i]
         inside = next((g for g, q in env.items() if q is p), None)
         nodes = self.by_value.get(inside, ()) if inside is not None else self.around(env, t, p)
-        for n in reversed(nodes):  # of nodes with one value the last is what others read
+        # of nodes with one value the last is what others read; before it come those that no match
+        # has and, among these, those that are computed with another result
+        near = {a for r in roots if r is not None for a in self.inputs[r]}
+        taken = self.taken.get(t.pattern.name, ())
+        order = lambda n: (n in taken, near.isdisjoint(self.inputs[n]))  # noqa: E731
+        for n in sorted(reversed(nodes), key=order):
             if n not in roots:
                 for found in unifier.unify(p, self.canon.of[n], env):
                     yield from self.other_roots(t, unifier, [*roots[:i], n, *roots[i + 1 :]], found)

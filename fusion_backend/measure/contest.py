@@ -19,13 +19,13 @@ from fusion_backend.measure.cut import Cut
 from fusion_backend.measure.derived import passed_on
 from fusion_backend.measure.gpu import alone
 from fusion_backend.measure.inputs import made_up, nbytes
-from fusion_backend.measure.region import convolution, in_channels_last
+from fusion_backend.measure.region import convolution, copies_nothing
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 
 TIMING_S = 2.0  # seconds for a race, or as long as compiling took if that was longer
-# The least gain that counts beside a convolution that is not channels-last: the inputs of a region
-# are laid out as in the original graph, and Inductor copies them to channels-last; in the whole
-# graph they may be so already.
+# The least gain that counts beside a convolution where not all images are channels-last: the inputs
+# of a region are laid out as in the original graph, and Inductor copies them to channels-last; in
+# the whole graph they may be so already.
 WORTH_OF_LAYOUT = 0.05
 # The least gain that counts beside a product whose bias Inductor adds: it adds the bias in place,
 # and the next product finds more in L2. In benchmarks.foreign a batch norm that gained with its
@@ -91,7 +91,8 @@ class Contest:
         self.clock = Clock(self.device, recent)
         convolutions = [n for n in cut.region.nodes if convolution(n)]
         self.convolves = bool(convolutions)
-        layout = WORTH_OF_LAYOUT * any(not in_channels_last(n) for n in convolutions)
+        in_format = copies_nothing(convolutions, cut.inputs)
+        layout = WORTH_OF_LAYOUT * (self.convolves and not in_format)
         bias = WORTH_OF_BIAS * bool(cut.region.biases)
         self.worth = max(WORTH, layout, bias)
         started = time.perf_counter()

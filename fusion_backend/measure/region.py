@@ -336,12 +336,14 @@ def convolution(n: fx.Node) -> bool:
     return is_lowered(n) and name_of(n).startswith("aten::conv")
 
 
-def in_channels_last(convolution: fx.Node) -> bool:
-    """Are the input and the weight of a convolution known to be in channels-last, so that Inductor
-    copies neither?
+def copies_nothing(convolutions: list[fx.Node], inputs: list[fx.Node]) -> bool:
+    """Are the results of the convolutions, and all images among the inputs of their region, known
+    to be in channels-last, so that Inductor copies none of them to that format?
     """
-    operands = [n.meta["val"] for n in convolution.args[:2]]
-    return all(t.dim() > 3 and dense(t, [0, *range(2, t.dim()), 1]) for t in operands)
+    values = (n.meta.get("val") for n in inputs)
+    images = [t for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    images = [t for t in images if t.dim() > 3] + [n.meta["val"] for n in convolutions]
+    return all(t.dim() > 3 and dense(t, [0, *range(2, t.dim()), 1]) for t in images)
 
 
 def call_reads(d: Decision) -> list[fx.Node]:

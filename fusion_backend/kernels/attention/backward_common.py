@@ -1,5 +1,5 @@
-"""What the kernels of the backward of attention share: their operands, the sums of rows, and the
-probabilities and score gradients of a tile.
+"""What the kernels of the backward of attention share: their operands, the sums of rows where no
+kernel of dq writes them, and the probabilities and score gradients of a tile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_backend.kernels.common.launch import launch
 
 
 class Operands(NamedTuple):
-    """What every kernel of the backward reads."""
+    """What the kernels of the backward read, and the sums, which one of them writes."""
 
     q: Tensor  # [b, h, n, d]
     k: Tensor  # [b, h / group, m, d]
@@ -67,7 +67,7 @@ def fill_sums(operands: Operands) -> None:
     out, do, sums, constants = operands.out, operands.do, operands.sums, operands.constants
     b, h, n, _ = out.shape
     launch(
-        row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h,
+        flash_row_sums_kernel, ((n + 63) // 64 * b * h,), out, do, sums, n, h,
         *row_strides(out), *row_strides(do),
         E=constants["E"], BE=constants["BE"], BM=64, num_warps=4,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def fill_sums(operands: Operands) -> None:
 
 # Bytes: out and do once.
 @triton.jit
-def row_sums_kernel(
+def flash_row_sums_kernel(
     OUT, DO, SUMS, n, heads, out_batch, out_head, out_row, do_batch, do_head, do_row,
     E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip

@@ -1,5 +1,5 @@
-"""dq of attention, and the gradient of a bias that no batches or heads share: a program has a block
-of queries and walks through the keys.
+"""dq of attention, the sums rowsum(do · out), and the gradient of a bias that no batches or heads
+share: a program has a block of queries and walks through the keys.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def flash_sum_kernel(
 
 
 def configs_of(operands: Operands, by_queries: dict) -> tuple[dict, dict]:
-    """Of the kernel of dq, where `by_queries` is what it has without tiles, and of that which
-    multiplies them, by the sizes of the heads, up to 128.
+    """The configurations of the kernel of dq, which has `by_queries` without tiles, and of the
+    kernel that multiplies the tiles, by the sizes of the heads, up to 128.
     """
     if max(operands.constants["BD"], operands.constants["BE"]) > 64:
         return by_queries, config_of(64, 128, 8, 3)

@@ -23,6 +23,8 @@ from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.norm.group_norm_rows import block_of_channels
 
+MAX_ROWS = (1 << 31) - 256  # their tiles are counted with 32 bits
+
 
 class Columns(NamedTuple):
     """How the rows are divided: blocks of `block` columns, `across` of them, in tiles of `rows`

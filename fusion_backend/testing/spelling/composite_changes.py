@@ -4,7 +4,14 @@ Continues changes.py.
 
 from __future__ import annotations
 
-from fusion_backend.testing.spelling.conditions import can_pack, number, tensor
+from fusion_backend.testing.spelling.conditions import (
+    can_pack,
+    number,
+    only_if,
+    statistics_given,
+    statistics_of_batch,
+    tensor,
+)
 
 
 def no_affine(a) -> bool:
@@ -115,7 +122,8 @@ COMPOSITE_CHANGES: dict[str, list] = {
         ),
         "F.layer_norm({input}, {input}.shape[1:], None, None, {eps})",
     ],
-    "batch_norm": [
+    "batch_norm": only_if(
+        statistics_given,
         "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, eps={eps} + 0.1)",
         "F.batch_norm({input}, {running_var}, {running_var}, {weight}, {bias}, eps={eps})",
         "F.batch_norm({input}, -{running_mean}, {running_var}, {weight}, {bias}, eps={eps})",
@@ -145,7 +153,23 @@ COMPOSITE_CHANGES: dict[str, list] = {
             "* {bias}[:, None, None]",
             whole,
         ),
-    ],
+    )
+    + only_if(
+        statistics_of_batch,
+        "F.batch_norm({input}, None, None, {weight}, {bias}, True, eps={eps} + 0.1)",
+        "F.batch_norm({input}.detach(), None, None, {weight}, {bias}, True, eps={eps})",
+        "F.batch_norm({input}[:1].expand_as({input}), None, None, {weight}, {bias}, True, "
+        "eps={eps})",
+        (
+            "F.instance_norm({input}, None, None, {weight}, {bias}, eps={eps})",
+            lambda a: a.input.rank > 2,
+        ),
+        ("F.batch_norm({input}, None, None, {bias}, {weight}, True, eps={eps})", whole),
+        (
+            "F.batch_norm({input}, None, None, None, {bias}, True, eps={eps})",
+            lambda a: tensor(a.weight),
+        ),
+    ),
     # products
     "linear": [
         ("F.linear({input}, {weight})", lambda a: tensor(a.bias)),

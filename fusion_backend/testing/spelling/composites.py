@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fusion_backend.testing.spelling.conditions import can_pack, matrices, number, tensor
+from fusion_backend.testing.spelling.conditions import (
+    can_pack,
+    matrices,
+    number,
+    only_if,
+    statistics_given,
+    statistics_of_batch,
+    tensor,
+)
 
 
 def last_only(a) -> bool:
@@ -152,7 +160,8 @@ COMPOSITE_WORDINGS: dict[str, list] = {
             lambda a: each_channel(a) and no_affine(a) and a.input.rank == 4,
         ),
     ],
-    "batch_norm": [
+    "batch_norm": only_if(
+        statistics_given,
         "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, eps={eps})",
         "F.batch_norm({input}, {running_mean}, {running_var}, {weight}, {bias}, training=False, "
         "eps={eps})",
@@ -167,7 +176,15 @@ COMPOSITE_WORDINGS: dict[str, list] = {
             "({input} - {running_mean}.view(-1, 1, 1)) * torch.rsqrt({running_var} + {eps})"
             ".view(1, -1, 1, 1)"
         ),
-    ],
+    )
+    + only_if(
+        statistics_of_batch,
+        "F.batch_norm({input}, None, None, {weight}, {bias}, True, eps={eps})",
+        "F.batch_norm({input}, None, None, {weight}, {bias}, training=True, momentum=0.3, "
+        "eps={eps})",
+        "torch.batch_norm({input}, {weight}, {bias}, None, None, True, 0.1, {eps}, False)",
+        *channels("F.batch_norm({input}, None, None, training=True, eps={eps})"),
+    ),
     "softmax": [
         ("torch.softmax({self}, {dim})", lambda a: a.dtype is None),
         ("F.softmax({self}, dim={dim})", lambda a: a.dtype is None),

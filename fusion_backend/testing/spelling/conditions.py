@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 
 def tensor(a) -> bool:
@@ -126,3 +127,19 @@ def biased_variance(a) -> bool:
 def one_element_a_row(a) -> bool:
     """Does it take one element of each row, along the last dimension?"""
     return a.dim in (-1, a.rank - 1) and a.index.shape == [*a.self.shape[:-1], 1]
+
+
+def statistics_given(a) -> bool:
+    """Is it a batch norm with given statistics?"""
+    return tensor(a.running_mean) and not a.training
+
+
+def statistics_of_batch(a) -> bool:
+    """Is it a batch norm with those of the batch, and without running ones?"""
+    return bool(a.training) and not tensor(a.running_mean)
+
+
+def only_if(condition: Callable, *wordings) -> list:
+    """Texts, or pairs of a text and its condition, each with one condition more."""
+    pairs = (w if isinstance(w, tuple) else (w, lambda a: True) for w in wordings)
+    return [(text, lambda a, own=own: condition(a) and own(a)) for text, own in pairs]
