@@ -41,6 +41,7 @@ TITLES = {
     "rules_gelu": "GELU",  # composites, which are no operators of ATen
     "rules_shape": "views, indexing, shapes",
     "rules_norm": "reductions and norms",
+    "rules_batch_norm": "group, instance and batch norms",
     "rules_channel_norm": "norms over channels",  # composites
     "rules_conv": "convolutions",
     "rules_complex": "complex numbers",

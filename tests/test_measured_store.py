@@ -184,7 +184,7 @@ def test_the_answers_that_ship_are_about_the_code_that_ships():
     """
     patterns()
     shipped = seed().values()
-    assert len(shipped) >= 70 and any("gated_mlp" in a.about["code"] for a in shipped)
+    assert len(shipped) >= 60 and any("gated_mlp" in a.about["code"] for a in shipped)
     assert [with_new_key(a) for a in shipped] == [*shipped]
 
 

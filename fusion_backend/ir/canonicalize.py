@@ -19,6 +19,7 @@ from fusion_backend.capture.view import is_lowered
 from fusion_backend.compat.torch import schema_of
 from fusion_backend.ir import (
     rules_attention,
+    rules_batch_norm,
     rules_channel_norm,
     rules_collective,
     rules_complex,
@@ -39,8 +40,9 @@ from fusion_backend.ir.schema_args import Call, argument, written_arguments
 from fusion_backend.reporting.faults import refusal
 
 # Rules of one operator are asked in the order in which these files register them.
-OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm, rules_channel_norm)
+OUR_RULES = (rules_pointwise, rules_gelu, rules_shape, rules_norm, rules_batch_norm)
 OUR_RULES += (
+    rules_channel_norm,
     rules_complex,
     rules_product,
     rules_conv,

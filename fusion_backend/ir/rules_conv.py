@@ -9,7 +9,7 @@ from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import Expr
 from fusion_backend.ir.operator_families import aten
 from fusion_backend.ir.rules import rule
-from fusion_backend.ir.rules_norm import present
+from fusion_backend.ir.rules_batch_norm import present
 from fusion_backend.ir.schema_args import Call
 
 Sizes = int | Sequence[int]

@@ -126,7 +126,7 @@ def trace_functional(fn: Callable, arguments: list) -> fx.Graph | None:
     mode = FakeTensorMode()
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     with mode:
-        fakes = [torch.empty(a.shape, dtype=a.dtype) for a in tensors]
+        fakes = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype) for a in tensors]
 
     def call(*tensors):
         rest = iter(tensors)
