@@ -966,26 +966,14 @@ MUTATIONS = {
     ),
     "matches have one another's results": Mutation(
         "fusion_backend/match/matcher.py",
-        "(n in taken, near.isdisjoint(self.inputs[n]))",
-        "near.isdisjoint(self.inputs[n])",
-        "tests/test_batch_norm_training.py",
-    ),
-    "the last of equal results, whatever it is computed with": Mutation(
-        "fusion_backend/match/matcher.py",
-        "(n in taken, near.isdisjoint(self.inputs[n]))",
-        "n in taken",
+        "key=lambda n: n in taken",
+        "key=lambda n: False",
         "tests/test_batch_norm_training.py",
     ),
     "other results are looked for around any argument": Mutation(
         "fusion_backend/match/matcher.py",
         "isinstance(b, Bound) and name in names]",
         "isinstance(b, Bound)]",
-        "tests/test_batch_norm_training.py",
-    ),
-    "other results are looked for behind the casts of an argument alone": Mutation(
-        "fusion_backend/match/matcher.py",
-        "(peel(e).nodes if peel(e) is not e else ())",
-        "()",
         "tests/test_batch_norm_training.py",
     ),
     "a result without a gradient may read anything": Mutation(
@@ -1016,7 +1004,7 @@ MUTATIONS = {
         "fusion_backend/kernels/attention/backward.py",
         "        fill_sums(operands)",
         "        pass",
-        "tests/test_flash.py",
+        "tests/test_stored_gradients.py",
     ),
     "stored gradients: each turn has the first heads of q": Mutation(
         "fusion_backend/kernels/attention/backward_queries.py",

@@ -90,6 +90,15 @@ def test_without_a_gradient_of_a_mask(stored):
 
 
 @runs_kernels
+def test_without_dq(stored):
+    """Its kernel would have written the sums that the others read."""
+    check(*qkv(40, 70, 80, dtype=HALF), Masking(low=0), config=None, needs=["k"])
+    shared = Masking(bias=randn(1, 1, 40, 70, dtype=HALF))
+    check(*qkv(40, 70, 80, dtype=HALF), shared, config=None, needs=["bias"])
+    assert not stored
+
+
+@runs_kernels
 @pytest.mark.parametrize("d, e", [(64, 64), (30, 20), (16, 64)])
 def test_heads_of_up_to_64(d, e, stored):
     bias = randn(1, 2, 70, 130, dtype=HALF)

@@ -214,12 +214,9 @@ class Matcher:
         p = t.roots[i]
         inside = next((g for g, q in env.items() if q is p), None)
         nodes = self.by_value.get(inside, ()) if inside is not None else self.around(env, t, p)
-        # of nodes with one value the last is what others read; before it come those that no match
-        # has and, among these, those that are computed with another result
-        near = {a for r in roots if r is not None for a in self.inputs[r]}
+        # of nodes with one value the last is what others read; what another match has comes last
         taken = self.taken.get(t.pattern.name, ())
-        order = lambda n: (n in taken, near.isdisjoint(self.inputs[n]))  # noqa: E731
-        for n in sorted(reversed(nodes), key=order):
+        for n in sorted(reversed(nodes), key=lambda n: n in taken):
             if n not in roots:
                 for found in unifier.unify(p, self.canon.of[n], env):
                     yield from self.other_roots(t, unifier, [*roots[:i], n, *roots[i + 1 :]], found)
@@ -230,8 +227,7 @@ class Matcher:
         """
         names = variables(p)
         held = [b.expr for name, b in env.items() if isinstance(b, Bound) and name in names]
-        nodes = [(*e.nodes, *(peel(e).nodes if peel(e) is not e else ())) for e in held]
-        pending = min(([u for n in of for u in n.users] for of in nodes), key=len, default=[])
+        pending = min(([u for n in e.nodes for u in n.users] for e in held), key=len, default=[])
         seen: set[fx.Node] = set()
         while pending and len(seen) < NEAR * t.size:
             n = pending.pop(0)
