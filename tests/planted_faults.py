@@ -962,7 +962,7 @@ MUTATIONS = {
         "fusion_backend/ir/rules_norm.py",
         "return not corrected and sorted(",
         "return sorted(",
-        "tests/test_every_pattern.py",
+        "tests/test_batch_norm_training.py",
     ),
     "matches have one another's results": Mutation(
         "fusion_backend/match/matcher.py",

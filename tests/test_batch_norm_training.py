@@ -284,11 +284,19 @@ def test_statistics_that_share_memory(apart):
         return F.batch_norm(torch.sin(x), both[:8], both[apart : apart + 8], w, None, True)
 
     x, w, both = images(2, 8, 6, 6), randn(8).requires_grad_(), torch.ones(16, device=DEVICE)
-    backend = Kernels({"fusion.gate": "always"})
-    again = both.clone()
-    got, want = torch.compile(model, backend=backend)(x, w, both), model(x, w, again)
-    assert distance(got.detach(), want.detach()) < 1e-6 and distance(both, again) < 1e-6
-    assert not backend.report.fused
+    assert_fuses(model, x, w, both, pattern=NAME, count=0)
+
+
+@pytest.mark.parametrize("corrected, count", [(0, 1), (1, 0), (None, 0)])
+def test_the_variance_of_the_norm(corrected, count):
+    """It is divided by the number of terms; torch.var_mean by one less, unless told otherwise."""
+
+    def model(x, w):
+        var, mean = torch.var_mean(x, (0, 2, 3), correction=corrected)
+        return F.batch_norm(x, None, None, w, None, True) + (var * mean)[:, None, None]
+
+    x, w = images(2, 8, 6, 6), randn(8).requires_grad_()
+    assert_fuses(model, x, w, pattern=NAME, count=count)
 
 
 class Late(nn.Module):

@@ -189,6 +189,15 @@ def test_gradients_repeat():
 # The guard
 
 
+def test_a_second_gate_is_no_weight():
+    x, gate, other = (randn(6, 16).requires_grad_() for _ in range(3))
+    report = collect(
+        lambda x, gate, other: F.rms_norm(x, (16,), None, 1e-5) * other * F.silu(gate),
+        x, gate, other, options={"fusion.gate": "always"},
+    ).report  # fmt: skip
+    assert [s.pattern for s in report.fused] == ["rms_norm"]
+
+
 def test_refusals():
     x, vector, refused = randn(5, 6), randn(6), PATTERN.guard_fn
     long = randn(1, 8192)
