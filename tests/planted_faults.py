@@ -960,7 +960,7 @@ MUTATIONS = {
     ),
     "batch norm in training: any variance is its own": Mutation(
         "fusion_backend/ir/rules_norm.py",
-        "return not corrected and sorted(",
+        "return uncorrected and sorted(",
         "return sorted(",
         "tests/test_batch_norm_training.py",
     ),

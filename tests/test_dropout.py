@@ -338,4 +338,4 @@ def test_backward_reads_a_seed_and_no_mask():
     given = [[1], [32], [64], [64], [64, 32]]
     assert found["dropout_add_layer_norm"]["backward"] == dict(kernels=1, draws=0, given=given)
     given = [[1], [1, 1, 1, 64], [1, 1, 64], *[[1, 1, 64, 32]] * 3]
-    assert found["attention"]["backward"] == dict(kernels=3, draws=0, given=given)
+    assert found["attention"]["backward"] == dict(kernels=2, draws=0, given=given)

@@ -34,42 +34,62 @@ def in_16_bits(found):
     return Called(forward, network=module), images
 
 
-@problem("torchvision resnet18 basic blocks", dict(n=128, c=64, side=56), FEW, TRAINS)
+@problem(
+    "torchvision resnet18 basic blocks, channels-last", dict(n=128, c=64, side=56), FEW, TRAINS
+)
 def basic_blocks_channels_last(n, c, side):
     return channels_last(convnets.resnet_basic_blocks(n, c, side))
 
 
-@problem("torchvision resnet50 bottlenecks", dict(n=128, c=256, side=56), FEW, TRAINS)
+@problem(
+    "torchvision resnet50 bottlenecks, channels-last", dict(n=128, c=256, side=56), FEW, TRAINS
+)
 def bottlenecks_channels_last(n, c, side):
     return channels_last(convnets.resnet_bottlenecks(n, c, side))
 
 
-@problem("torchvision resnet50 bottlenecks, late", dict(n=128, c=1024, side=14), FEW, AUTOCAST)
+@problem(
+    "torchvision resnet50 bottlenecks, under autocast", dict(n=128, c=1024, side=14), FEW, AUTOCAST
+)
 def bottlenecks_under_autocast(n, c, side):
     return in_16_bits(convnets.resnet_bottlenecks(n, c, side))
 
 
-@problem("torchvision resnet stem", dict(n=128, side=224), dict(n=2, side=32), TRAINS)
+@problem(
+    "torchvision resnet stem, channels-last", dict(n=128, side=224), dict(n=2, side=32), TRAINS
+)
 def stem_channels_last(n, side):
     return channels_last(convnets.resnet_stem(n, side))
 
 
-@problem("timm efficientnet MBConv", dict(n=64, c=40, side=56), FEW, f"{TRAINS}, {AUTOCAST}")
+@problem(
+    "timm efficientnet MBConv, channels-last",
+    dict(n=64, c=40, side=56),
+    FEW,
+    f"{TRAINS}, {AUTOCAST}",
+)
 def mbconv_channels_last(n, c, side):
     return in_16_bits(convnets.mbconv(n, c, side))
 
 
-@problem("Ultralytics YOLO C2f block", dict(n=64, c=128, side=40), FEW, TRAINS)
+@problem("Ultralytics YOLO C2f block, channels-last", dict(n=64, c=128, side=40), FEW, TRAINS)
 def yolo_channels_last(n, c, side):
     return channels_last(convnets.yolo_c2f(n, c, side))
 
 
-@problem("torchvision densenet121 dense layers", dict(n=64, c=128, side=28), FEW, TRAINS)
+@problem(
+    "torchvision densenet121 dense layers, channels-last", dict(n=64, c=128, side=28), FEW, TRAINS
+)
 def dense_layers_channels_last(n, c, side):
     return channels_last(convnets.dense_layers(n, c, side))
 
 
-@problem("torchvision mobilenet_v2 inverted residual", dict(n=128, c=24, side=56), FEW, TRAINS)
+@problem(
+    "torchvision mobilenet_v2 inverted residual, channels-last",
+    dict(n=128, c=24, side=56),
+    FEW,
+    TRAINS,
+)
 def inverted_residual_channels_last(n, c, side):
     return channels_last(convnets.inverted_residual(n, c, side))
 
@@ -85,6 +105,11 @@ def double_convolution_under_autocast(n, c, side):
     return in_16_bits((nn.Sequential(*parts), (images,)))
 
 
-@problem("ResNet-18, whole", dict(n=64, c=64, side=224), dict(n=2, c=8, side=32), AUTOCAST)
+@problem(
+    "ResNet-18, whole, under autocast",
+    dict(n=64, c=64, side=224),
+    dict(n=2, c=8, side=32),
+    AUTOCAST,
+)
 def resnet18_under_autocast(n, c, side):
     return in_16_bits(convnets.resnet18(n, c, side))

@@ -103,16 +103,10 @@ def of_batch(x: Expr, call: Call) -> bool:
     are one operator whatever the rank, which dimensions that are counted from the right would show.
     """
     rank, dims = len(x.shape or ()), call["dim"]
-    if (
-        rank < 2
-        or not dims
-        or call["keepdim"]
-        or call["unbiased"]
-        or call["correction"] not in (None, 0)
-    ):
+    if rank < 2 or not dims or call["keepdim"]:
         return False
-    corrected = call["unbiased"] is None and call["correction"] is None
-    return not corrected and sorted(d % rank for d in dims) == [0, *range(2, rank)]
+    uncorrected = call["correction"] == 0 or call["unbiased"] is False
+    return uncorrected and sorted(d % rank for d in dims) == [0, *range(2, rank)]
 
 
 @rule("aten::var_mean")
