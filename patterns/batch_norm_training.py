@@ -2,9 +2,9 @@
 residual), with the mean and variance of each channel, dimension 1, over the batch and all other
 dimensions.
 
-x is `[b, c]` or `[b, c, ...]` in fp32, bf16 or fp16, its channels neighbours in memory, as
-channels-last tensors have them; residual is like x, and may be missing. Weight and bias `[c]` may
-be missing, too, and may have another of these dtypes. act is relu, silu or nothing; silu has no
+x is `[b, c]` or `[b, c, ...]` in fp32, bf16 or fp16, its channels adjacent in memory, as
+in channels-last tensors; residual is like x, and may be missing. Weight and bias `[c]` may be
+missing, too, and may be in fp32 beside an x in 16 bits. act is relu, silu or nothing; silu has no
 residual. Returns y, laid out as x, and mean and var `[c]` in fp32, from which the model computes
 its running statistics; var is divided by the number of terms. Computed in fp32; the backward keeps
 x, mean and var, and with a residual in front of relu y. Source: Ioffe and Szegedy 2015,
@@ -23,7 +23,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import dynamic, reject_dtypes, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.inputs import dense, memory, same_layout
+from fusion_backend.kernels.common.inputs import (
+    dense,
+    memory,
+    reject_dtypes_of_vectors,
+    same_layout,
+)
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.batch_norm import MAX_ROWS, forward, rows_of
 from fusion_backend.kernels.norm.batch_norm_backward import backward
@@ -71,14 +76,12 @@ def _(x, residual, weight, bias, eps, act):
 @batch_norm_training.guard
 def _(x, residual, weight, bias, eps, act):
     vectors = dict(weight=weight, bias=bias)
-    no = reject_dtypes(x=x, residual=residual) or reject_dynamic(eps=eps)
-    no = no or next(
-        filter(None, (reject_dtypes(**{k: t}) for k, t in vectors.items() if t is not None)), None
-    )
+    no = reject_dtypes(x=x, residual=residual) or reject_dtypes_of_vectors(x, **vectors)
+    no = no or reject_dynamic(eps=eps)
     if no or dynamic(x.shape[1]):
         return no or Reject("the number of channels is dynamic")
     if not (channels_last(x) or x.dim() == 2 and dense(x, range(2))):
-        return Reject(f"the channels of x are no neighbours in memory: {memory(x)}")
+        return Reject(f"the channels of x are not adjacent in memory: {memory(x)}")
     if statically_known_true(rows_of(x) > MAX_ROWS):
         return Reject(f"{rows_of(x)} numbers of a channel are more than {MAX_ROWS}")
     if residual is not None and not same_layout(residual, x):

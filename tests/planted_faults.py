@@ -940,6 +940,30 @@ MUTATIONS = {
         "slope += 0.0 * one",
         "tests/test_batch_norm_training.py",
     ),
+    "batch norm in training: gradients of fp32 vectors are in 16 bits": Mutation(
+        "fusion_backend/kernels/norm/batch_norm_backward.py",
+        "dweight = dweight.to(weight.dtype)",
+        "dweight = dweight.to(x.dtype)",
+        "tests/test_batch_norm_training.py",
+    ),
+    "batch norm in training: a missing weight is zero": Mutation(
+        "fusion_backend/kernels/norm/batch_norm.py",
+        "scale, bias = rstd, tl.zeros_like(rstd)",
+        "scale, bias = rstd * (W is not None), tl.zeros_like(rstd)",
+        "tests/test_batch_norm_training.py",
+    ),
+    "batch norm in training: a batch has a size": Mutation(
+        "fusion_backend/kernels/norm/batch_norm.py",
+        "return x.numel() // number(x.shape[1])",
+        "return int(x.numel()) // number(x.shape[1])",
+        "tests/test_batch_norm_training.py",
+    ),
+    "moments of rows: no distances from the mean of the lanes": Mutation(
+        "fusion_backend/kernels/norm/group_norm_rows.py",
+        "return mean, tl.sum(squares + seen * distance * distance, 0)",
+        "return mean, tl.sum(squares + 0.0 * distance, 0)",
+        "tests/test_batch_norm_training.py",
+    ),
     "batch norm in training: a residual may lie anywhere": Mutation(
         "patterns/batch_norm_training.py",
         "residual is not None and not same_layout(residual, x)",

@@ -332,11 +332,11 @@ def test_where_it_is_not_found():
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        (dict(x=randn(3, 8, 6, 5)), "the channels of x are no neighbours in memory"),
+        (dict(x=randn(3, 8, 6, 5)), "the channels of x are not adjacent in memory"),
         (dict(residual=randn(3, 8, 6, 5)), "the residual does not lie in memory as x does"),
         (dict(residual=last(3, 8, 6, 5, dtype=torch.bfloat16)), "residual is torch.bfloat16"),
         (dict(weight=randn(8).double()), "weight is torch.float64"),
-        (dict(x=randn(8, 3).t(), residual=None), "the channels of x are no neighbours in memory"),
+        (dict(x=randn(8, 3).t(), residual=None), "the channels of x are not adjacent in memory"),
     ],
 )
 def test_what_is_refused(changed, reason):

@@ -78,7 +78,7 @@ TOLERATED = {
     "norm_kernel": 216,
 }
 TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
-TOLERATED |= dict.fromkeys(("batch_moments_kernel", "row_moments_kernel"), 8)  # in newer Tritons
+TOLERATED |= dict.fromkeys(("batch_moments_kernel", "row_moments_kernel"), 16)  # in Triton 3.8
 
 
 def check_resources(found: list[Found], run: Run) -> int:

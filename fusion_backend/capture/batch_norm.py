@@ -4,11 +4,15 @@ running statistics. In the graph of the user it stays one call, unless a site is
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fusion_backend.capture.aliases import storages_of
+
+SIGNATURE = inspect.signature(F.batch_norm)
 
 
 def running_statistics(n: fx.Node) -> list[fx.Node]:
@@ -28,9 +32,9 @@ def running_statistics(n: fx.Node) -> list[fx.Node]:
 
 def given_arguments(args: tuple, kwargs: dict) -> dict:
     """The arguments of F.batch_norm by name, with its defaults."""
-    names = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
-    defaults = dict(weight=None, bias=None, training=False, momentum=0.1, eps=1e-5)
-    return defaults | dict(zip(names, args, strict=False)) | kwargs
+    call = SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 def in_parts(

@@ -1,4 +1,4 @@
-"""Batch normalisation in training, of a tensor whose channels are neighbours in memory: rows of c
+"""Batch normalisation in training, of a tensor whose channels are adjacent in memory: rows of c
 channels, one for each position of each sample.
 
 With mean and var those of a channel over all rows and rstd = 1 / sqrt(var + eps): z = (x - mean) ·
@@ -21,7 +21,7 @@ from fusion_backend.kernels.common.activations import activated
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
-from fusion_backend.kernels.norm.group_norm_rows import block_of_channels
+from fusion_backend.kernels.norm.group_norm_rows import block_of_channels, of_lanes, with_row
 
 MAX_ROWS = (1 << 31) - 256  # their tiles are counted with 32 bits
 
@@ -70,8 +70,8 @@ def forward(
     """y `[b, c, ...]`, in memory as x is and of its dtype, and mean and var `[c]`, which is not
     corrected, in fp32.
 
-    x is `[b, c, ...]` in fp32, bf16 or fp16, its channels neighbours in memory; residual, if any,
-    is like x, weight and bias are `[c]`, contiguous, of any of these dtypes. act is a word of
+    x is `[b, c, ...]` in fp32, bf16 or fp16, its channels adjacent in memory; residual, if any, is
+    like x, weight and bias are `[c]`, contiguous, of any of these dtypes. act is a word of
     common/activations.py. Grids: pieces by blocks of columns; blocks of 32 channels; as the first.
     """
     c, rows, columns = number(x.shape[1]), rows_of(x), columns or columns_of(x)
@@ -112,20 +112,13 @@ def batch_moments_kernel(
     for t in tl.range(piece, tl.cdiv(rows, ROWS), PIECES, num_stages=3):
         at, keep = tile_of_batch(t, column, rows, C, BLOCK, ROWS)
         x = tl.load(X + at, keep, 0.0).to(tl.float32)
-        delta = x - means
-        means = tl.where(keep, means + delta * (1.0 / (t // PIECES + 1)), means)
-        squares += tl.where(keep, delta * (x - means), 0.0)
+        means, squares = with_row(means, squares, x, keep, t // PIECES + 1)
     # in how many tiles of the piece each lane has a row
     seen = tl.cdiv(rows - tl.arange(0, ROWS), ROWS) - piece
     seen = tl.cdiv(tl.maximum(seen, 0), PIECES).to(tl.float32)[:, None]
-    count = tl.maximum(tl.sum(seen, 0), 1.0)
-    mean = tl.sum(means * seen, 0) / count
-    # far from zero this mean has a few roundings, which the distances from it have not
-    mean += tl.sum((means - mean[None, :]) * seen, 0) / count
-    distance = means - mean[None, :]
+    mean, squares = of_lanes(means, squares, seen, tl.maximum(tl.sum(seen, 0), 1.0))
     ch = column * BLOCK + tl.arange(0, BLOCK)
     tl.store(MOMENTS + piece * C + ch, mean, ch < C)
-    squares = tl.sum(squares + seen * distance * distance, 0)
     tl.store(MOMENTS + (PIECES + piece) * C + ch, squares, ch < C)
 
 

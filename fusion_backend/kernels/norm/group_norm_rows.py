@@ -131,24 +131,38 @@ def row_moments_kernel(
     for i in tl.range(0, LENGTH // ROWS, num_stages=3):
         _, at, keep = tile_of_rows(first + i, column, C, INNER, BLOCK, ROWS)
         x = tl.load(X + at, keep, 0.0).to(tl.float32)
-        delta = x - means
-        means = tl.where(keep, means + delta * (1.0 / (i + 1)), means)
-        squares += tl.where(keep, delta * (x - means), 0.0)
+        means, squares = with_row(means, squares, x, keep, i + 1)
     # how many rows each lane has seen, and all of them
     seen = tl.minimum(tl.maximum(INNER - first * ROWS - tl.arange(0, ROWS), 0), LENGTH)
     seen = ((seen + ROWS - 1) // ROWS).to(tl.float32)[:, None]
     count = rows_of_piece(piece % PIECES, INNER, LENGTH)
+    mean, squares = of_lanes(means, squares, seen, count)
+    ch = column * BLOCK + tl.arange(0, BLOCK)
+    at = MOMENTS + piece.to(tl.int64) * C + ch
+    tl.store(at, mean, ch < C)
+    tl.store(at + tl.cast(samples, tl.int64) * (PIECES * C), squares, ch < C)
+
+
+@triton.jit
+def with_row(means, squares, x, keep, seen):
+    """Welford's mean and sum of squared distances of each lane, with x, if it exists, which is
+    number `seen` of the lane.
+    """
+    delta = x - means
+    means = tl.where(keep, means + delta * (1.0 / seen), means)
+    return means, squares + tl.where(keep, delta * (x - means), 0.0)
+
+
+@triton.jit
+def of_lanes(means, squares, seen, count):
+    """Of each column: the mean and the sum of squared distances of its lanes, which have `seen`
+    numbers each, `count` together.
+    """
     mean = tl.sum(means * seen, 0) / count
     # far from zero this mean has a few roundings, which the distances from it have not
     mean += tl.sum((means - mean[None, :]) * seen, 0) / count
     distance = means - mean[None, :]
-    ch = column * BLOCK + tl.arange(0, BLOCK)
-    at = MOMENTS + piece.to(tl.int64) * C + ch
-    tl.store(at, mean, ch < C)
-    tl.store(
-        at + tl.cast(samples, tl.int64) * (PIECES * C),
-        tl.sum(squares + seen * distance * distance, 0), ch < C,
-    )  # fmt: skip
+    return mean, tl.sum(squares + seen * distance * distance, 0)
 
 
 @triton.jit
