@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
+from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.norm.batch_norm import Columns, forward
 from fusion_backend.kernels.norm.batch_norm_backward import backward
 from fusion_backend.ops.registry import FUSION_RULES
@@ -118,6 +125,23 @@ def test_relu_passes_nan_on():
     x[0, 1, 0, 0] = float("nan")
     y, mean, _ = forward(x, None, None, None, 1e-5, "relu")
     assert y[:, 1].isnan().all() and mean[1].isnan() and not y[:, [0, 2, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_launches_for_batches_of_any_size(act):
+    """Nothing that the launchers compute fixes the size of the batch."""
+    env = ShapeEnv()
+    sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3]
+    how = StatelessSymbolicContext(dynamic_sizes=sizes)
+    x = FakeTensorMode(shape_env=env).from_tensor(last(3, 8, 6, 5), symbolic_context=how)
+    launched = []
+    with x.fake_mode, trial(lambda kernel, *rest: launched.append(kernel)):
+        w = torch.empty(8, device=DEVICE)
+        y, mean, var = forward(x, x if act == "relu" else None, w, w, 1e-5, act)
+        masked = y if act == "relu" else None
+        needs = (True, act == "relu", True, True)
+        backward(y, None, None, x, masked, w, w, mean, var, 1e-5, act, needs)
+    assert len(launched) == 6 and isinstance(x.shape[0], torch.SymInt) and not env.guards
 
 
 # Where it is found
