@@ -1638,8 +1638,20 @@ MUTATIONS = {
     ),
     "made-up inputs: documents are counted from ones and zeros": Mutation(
         "fusion_backend/measure/inputs.py",
-        "if counts_documents(n) and value.dim():",
+        "if counts_documents(n) and value.dim() and unknown(chain_of(n)):",
         "if False:",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: documents of constants are made up, too": Mutation(
+        "fusion_backend/measure/inputs.py",
+        " and value.dim() and unknown(chain_of(n)):",
+        " and value.dim():",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: a dynamic length is an unknown tensor": Mutation(
+        "fusion_backend/measure/inputs.py",
+        'return not chain or any(isinstance(n.meta.get("val"), torch.Tensor) for n in given)',
+        "return not chain or any(given)",
         "tests/test_made_up_inputs.py",
     ),
     "documents: only the first places are looked at": Mutation(

@@ -209,3 +209,26 @@ def test_other_counts_are_computed(monkeypatch):
     _, values = inputs_of(padded, q, q, q, real, only="attention")
     (counted,) = (t for t in values if t.dtype == torch.int64)
     assert counted[0].tolist() == [min(i + 1, 20) for i in range(40)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_documents_that_follow_from_constants_are_computed(dynamic):
+    """As transformers looks for documents in positions that it has counted itself."""
+    linear = nn.Linear(16, 16)
+
+    def causal(x):
+        place = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+        number = (place.diff(prepend=place[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        mask = number[:, None, :, None] == number[:, None, None, :]
+        mask = mask & (place[:, None, :, None] >= place[:, None, None, :])
+        q = linear(x).view(*x.shape[:2], 2, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, mask)
+
+    x = torch.randn(2, 40, 16)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 1)
+    _, values = inputs_of(causal, x, only="attention")
+    numbers, keys, places, others = (t.squeeze() for t in values if t.dtype == torch.int64)
+    assert not numbers.any() and not keys.any()
+    for t in (places, others):
+        assert torch.equal(t, torch.arange(40).expand(2, -1))

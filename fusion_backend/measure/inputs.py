@@ -82,8 +82,7 @@ def placed(content: torch.Tensor, a: fx.Node, cut: Cut, device: torch.device) ->
 def tensor(a: fx.Node, cut: Cut, device: torch.device, chain: list[fx.Node]) -> torch.Tensor:
     value, bounds = a.meta["val"], limits(a, {*cut.region.nodes})
     device = place(value, device)
-    given = not chain or any(n.op == "placeholder" for n in chain)
-    if bounds and given:  # an index, though it may be a mask, too
+    if bounds and unknown(chain):  # an index, though it may be a mask, too
         memory, laid_out = room(value, device)
         memory.random_(0, max(1, min(bounds)))
         return laid_out
@@ -204,6 +203,12 @@ def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
     return sorted(chain) if met else []
 
 
+def unknown(chain: list[fx.Node]) -> bool:
+    """Is there no chain, or does it begin at a tensor that the graph is given?"""
+    given = (n for n in chain if n.op == "placeholder")
+    return not chain or any(isinstance(n.meta.get("val"), torch.Tensor) for n in given)
+
+
 def computed(
     chain: list[fx.Node], device: torch.device, known: Mapping[fx.Node, torch.Tensor] = EMPTY
 ) -> torch.Tensor:
@@ -235,7 +240,7 @@ def run(n: fx.Node, values: dict, device: torch.device):
         laid_out = room(value, place(value, device))[1]
         content = masking(value, laid_out.device)
         return content if overlaps_itself(laid_out) else laid_out.copy_(content)
-    if counts_documents(n) and value.dim():
+    if counts_documents(n) and value.dim() and unknown(chain_of(n)):
         return documents(value, n.args[1], place(value, device))
     args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
