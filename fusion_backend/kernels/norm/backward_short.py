@@ -11,6 +11,7 @@ from torch import Tensor
 from fusion_backend.kernels.common.dropout import dropout_arguments, dropout_factors
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
+from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.norm.operands import Backward
 from fusion_backend.kernels.norm.weight_sums import partial_sums
 
@@ -60,7 +61,7 @@ def norm_backward_kernel(
     if SEED is not None:
         seed = tl.load(SEED)
     if W is not None:
-        w = tl.load(W + col, inside, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
+        w = row_vector(W, tl.arange(0, BLOCK), N).to(tl.float32) + tl.cast(offset, tl.float32)
     for top in tl.range(
         tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES
     ):

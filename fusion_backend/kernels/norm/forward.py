@@ -23,6 +23,7 @@ from fusion_backend.kernels.common.inputs import (
 )
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import FEW, MAX_HELD, RESULTS, Config, grid, tuned
+from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.norm import forward_cooperative as cooperative
 from fusion_backend.kernels.norm import forward_split as split
 from fusion_backend.kernels.norm.operands import Forward, Norm
@@ -135,11 +136,12 @@ def norm_kernel(
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     top, step = tl.program_id(0) * ROWS, tl.num_programs(0) * ROWS
-    col = tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
     if EARLY and W is not None:
-        w = tl.load(W + col, col < N)
+        w = row_vector(W, lane, N)
     if EARLY and B is not None:
-        b = tl.load(B + col, col < N)
+        b = row_vector(B, lane, N)
     if SEED is not None and STAGES > 0:
         seed = tl.load(SEED)
     for i in tl.range(0, 1 if STAGES == 0 else tl.cdiv(rows - top, step), num_stages=STAGES):
@@ -175,9 +177,9 @@ def norm_kernel(
         elif STAGES == 0 or rows > 0:
             # What stands in a branch is not read ahead: only x and the residual are
             if W is not None:
-                y *= tl.load(W + col, col < N).to(tl.float32) + tl.cast(offset, tl.float32)
+                y *= row_vector(W, lane, N).to(tl.float32) + tl.cast(offset, tl.float32)
             if B is not None:
-                y += tl.load(B + col, col < N).to(tl.float32)
+                y += row_vector(B, lane, N).to(tl.float32)
         tl.store(Y + row * N + col, y, keep)
         if RSTD is not None:
             tl.store(RSTD + row, rstd, row < rows)
@@ -237,7 +239,7 @@ def norm_long_kernel(
         y = (h - mean) * rstd
         if W is not None:
             w = tl.load(W + start + lane, keep, 0.0, eviction_policy="evict_last").to(tl.float32)
-            y *= w + tl.cast(offset, tl.float32)
+            y *= w.to(tl.float32) + tl.cast(offset, tl.float32)
         if B is not None:
             y += tl.load(B + start + lane, keep, 0.0, eviction_policy="evict_last").to(tl.float32)
         tl.store(Y + row * N + start + lane, y, keep)

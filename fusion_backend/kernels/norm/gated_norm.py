@@ -25,7 +25,7 @@ from fusion_backend.kernels.common.inputs import as_rows, common_dtype, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.norm.backward_short import gradient_of_rows
-from fusion_backend.kernels.norm.norm_act import affine
+from fusion_backend.kernels.norm.norm_act import affine, weight_and_bias
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.kernels.norm.weight_sums import add_up, partial_sums, write_sums
 
@@ -106,7 +106,7 @@ def gated_norm_kernel(
     rstd = tl.rsqrt(tl.sum(u * u, 1, keep_dims=True) / N + tl.cast(eps, tl.float32))
     if RSTD is not None:
         tl.store(RSTD + row, rstd, there)
-    y = affine(u * rstd, W, B, col, inside)
+    y = affine(u * rstd, W, B, N, BLOCK)
     if not GATE_FIRST:
         y *= g
     tl.store(Y + row * N + col, y, there & inside)
@@ -159,7 +159,7 @@ def gated_norm_backward_kernel(
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
     if EARLY:
-        w, b = vectors(W, B, col, inside)
+        w, b = weight_and_bias(W, B, N, BLOCK)
     for top in tl.range(
         tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES
     ):
@@ -171,7 +171,7 @@ def gated_norm_backward_kernel(
         gate = tl.load(GATE + row * GATE_STRIDE + col, keep, 0.0).to(tl.float32)
         g, slope = gate_and_slope(gate, ACT)
         if not EARLY:
-            w, b = vectors(W, B, col, inside)
+            w, b = weight_and_bias(W, B, N, BLOCK)
         rstd = tl.load(RSTD + row, there, 0.0)
         u = rounded_product(x, g) if GATE_FIRST else x
         if MEAN is not None:
@@ -197,17 +197,6 @@ def gated_norm_backward_kernel(
             SUMS, tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True),
             tl.program_id(0), tl.num_programs(0), col, inside, N, WEIGHT, BIAS,
         )  # fmt: skip
-
-
-@triton.jit
-def vectors(W, B, col, inside):
-    """weight and bias in fp32, 1 and 0 if missing."""
-    w, b = 1.0, 0.0
-    if W is not None:
-        w = tl.load(W + col, inside, 0.0).to(tl.float32)
-    if B is not None:
-        b = tl.load(B + col, inside, 0.0).to(tl.float32)
-    return w, b
 
 
 @triton.jit

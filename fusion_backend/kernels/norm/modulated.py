@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.inputs import dynamic, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config, multiprocessors
+from fusion_backend.kernels.common.vectors import row_vector
 
 MAX_HELD = 8192  # elements of the longest row
 
@@ -160,17 +161,18 @@ def modulated_norm_kernel(
 ):  # fmt: skip
     sample, top = (tl.program_id(0) // strips).to(tl.int64), tl.program_id(0) % strips * ROWS
     step = strips * ROWS
-    col = tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
     inside = col < N
     # y = normalised · factor + rest
-    factor = 1.0 + tl.load(SCALE + sample * SCALE_STRIDE + col, inside, 0.0).to(tl.float32)
+    factor = 1.0 + row_vector(SCALE + sample * SCALE_STRIDE, lane, N).to(tl.float32)
     rest = tl.zeros([1, BLOCK], tl.float32)
     if SHIFT is not None:
-        rest += tl.load(SHIFT + sample * SHIFT_STRIDE + col, inside, 0.0).to(tl.float32)
+        rest += row_vector(SHIFT + sample * SHIFT_STRIDE, lane, N).to(tl.float32)
     if B is not None:
-        rest += tl.load(B + col, inside, 0.0).to(tl.float32) * factor
+        rest += row_vector(B, lane, N).to(tl.float32) * factor
     if W is not None:
-        factor *= tl.load(W + col, inside, 0.0).to(tl.float32)
+        factor *= row_vector(W, lane, N).to(tl.float32)
     for i in tl.range(0, 1 if STAGES == 0 else tl.cdiv(tokens - top, step), num_stages=STAGES):
         token = (top + i * step + tl.arange(0, ROWS))[:, None]
         there = token < tokens

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import Config
+from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.norm.backward_short import backward_config
 from fusion_backend.kernels.norm.modulated import (
     Modulation,
@@ -133,14 +134,15 @@ def modulated_norm_backward_kernel(
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     sample, strip = program // strips, tl.program_id(0) % strips
-    col = tl.arange(0, BLOCK)[None, :]
+    lane = tl.arange(0, BLOCK)
+    col = lane[None, :]
     inside = col < N
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     plain = tl.zeros([ROWS, BLOCK], tl.float32)
     if DX is not None:
-        factor = 1.0 + tl.load(SCALE + sample * SCALE_STRIDE + col, inside, 0.0).to(tl.float32)
+        factor = 1.0 + row_vector(SCALE + sample * SCALE_STRIDE, lane, N).to(tl.float32)
         if W is not None:
-            factor *= tl.load(W + col, inside, 0.0).to(tl.float32)
+            factor *= row_vector(W, lane, N).to(tl.float32)
     for top in tl.range(strip * ROWS, tokens, strips * ROWS, num_stages=STAGES):
         token = (top + tl.arange(0, ROWS))[:, None]
         there = token < tokens

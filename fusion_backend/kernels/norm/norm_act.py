@@ -18,6 +18,7 @@ from fusion_backend.kernels.common.activations import tanh
 from fusion_backend.kernels.common.inputs import as_rows, number
 from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.common.rows import Config, grid
+from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.gemm.epilogue import bell_of, epilogue, slope
 from fusion_backend.kernels.norm.backward_short import backward_config, write_gradient
 from fusion_backend.kernels.norm.operands import Norm
@@ -83,20 +84,32 @@ def norm_act_kernel(
             if MEAN is not None:
                 tl.store(MEAN + row, mean, there)
         rstd = tl.rsqrt(tl.sum(u * u, 1, keep_dims=True) / N + tl.cast(eps, tl.float32))
-        z = affine(u * rstd, W, B, col, inside)
+        z = affine(u * rstd, W, B, N, BLOCK)
         tl.store(Y + row * N + col, activation_of(z, ACT, KIND, INTERPRETED), there & inside)
         if RSTD is not None:
             tl.store(RSTD + row, rstd, there)
 
 
 @triton.jit
-def affine(u, W, B, col, inside):
+def affine(u, W, B, N: tl.constexpr, BLOCK: tl.constexpr):
     """u · weight + bias, of whole rows."""
+    col = tl.arange(0, BLOCK)
     if W is not None:
-        u *= tl.load(W + col, inside, 0.0).to(tl.float32)
+        u *= row_vector(W, col, N).to(tl.float32)
     if B is not None:
-        u += tl.load(B + col, inside, 0.0).to(tl.float32)
+        u += row_vector(B, col, N).to(tl.float32)
     return u
+
+
+@triton.jit
+def weight_and_bias(W, B, N: tl.constexpr, BLOCK: tl.constexpr):
+    """In fp32, as rows; 1 and 0 if missing."""
+    w, b = 1.0, 0.0
+    if W is not None:
+        w = row_vector(W, tl.arange(0, BLOCK), N).to(tl.float32)
+    if B is not None:
+        b = row_vector(B, tl.arange(0, BLOCK), N).to(tl.float32)
+    return w, b
 
 
 @triton.jit
@@ -154,7 +167,7 @@ def backward(
         dy, x, norm.weight, norm.bias, mean if norm.centred else None, rstd, dx, sums, rows,
         DY_STRIDE=dy_stride, X_STRIDE=x_stride, N=n, WEIGHT=needs[1], BIAS=needs[2], ACT=act,
         INTERPRETED=interpreted(norm_act_backward_kernel), BLOCK=config.block, ROWS=config.rows,
-        STAGES=config.stages, num_warps=config.warps,
+        STAGES=config.stages, EARLY=config.early, num_warps=config.warps,
     )  # fmt: skip
     return dx, *add_up(sums, dtype, *needs[1:])
 
@@ -165,13 +178,15 @@ def norm_act_backward_kernel(
     DY, X, W, B, MEAN, RSTD, DX, SUMS, rows,
     DY_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr, N: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, INTERPRETED: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = X.dtype.element_ty
     col = tl.arange(0, BLOCK)[None, :]
     inside = col < N
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
+    if EARLY:
+        w, b = weight_and_bias(W, B, N, BLOCK)
     for top in tl.range(
         tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES
     ):
@@ -184,16 +199,18 @@ def norm_act_backward_kernel(
         if MEAN is not None:
             u -= tl.load(MEAN + row, there, 0.0)
         u *= rstd
-        g *= slope_of(affine(u, W, B, col, inside), ACT, KIND, INTERPRETED)
+        if not EARLY:
+            w, b = weight_and_bias(W, B, N, BLOCK)
+        g *= slope_of(u * w + b, ACT, KIND, INTERPRETED)
         if WEIGHT:
             dw += g * u
         if BIAS:
             db += g
         if DX is not None:
-            g = affine(g, W, None, col, inside)
             write_gradient(
-                g, u, rstd, row, keep, MEAN, None, DX, None, 0, 0, N, BLOCK, THRESHOLD=0, SCALE=1.0
-            )
+                g * w, u, rstd, row, keep, MEAN, None, DX, None, 0,
+                0, N, BLOCK, THRESHOLD=0, SCALE=1.0,
+            )  # fmt: skip
     if SUMS is not None:
         write_sums(
             SUMS, tl.sum(dw, 0, keep_dims=True), tl.sum(db, 0, keep_dims=True),
