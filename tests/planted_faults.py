@@ -1636,6 +1636,12 @@ MUTATIONS = {
         "or not square",
         "tests/test_documents.py",
     ),
+    "vectors: loaded as a row, their layout goes into the tiles": Mutation(
+        "fusion_backend/kernels/common/vectors.py",
+        "tl.load(VECTOR + col, col < n, 0.0)[None, :]",
+        "tl.load(VECTOR + col[None, :], (col < n)[None, :], 0.0)",
+        "tests/test_kernels.py",
+    ),
     "made-up inputs: documents are counted from ones and zeros": Mutation(
         "fusion_backend/measure/inputs.py",
         "if counts_documents(n) and value.dim() and unknown(chain_of(n)):",

@@ -13,6 +13,7 @@ import torch
 import triton
 
 from benchmarks.launches.launches import Found, Launch
+from benchmarks.launches.layouts import torn_tiles
 from benchmarks.records.runs import Run
 from fusion_backend.compat.gluon import source_class
 from fusion_backend.compat.triton import SM_90, JITFunction
@@ -25,6 +26,7 @@ class Usage(NamedTuple):
     spilled: int  # bytes of stack and local memory a thread
     shared: int  # bytes a block
     tensor_core: str  # the matrix instruction, if any
+    torn: list[tuple[int, int]]  # shapes of tiles that are computed with in several layouts
 
 
 def compiled_for_hopper(launch: Launch):
@@ -55,6 +57,7 @@ def usage(launch: Launch) -> Usage:
         int(found["STACK"]) + int(found["LOCAL"]),
         compiled.metadata.shared,
         mma[0] if mma else "",
+        torn_tiles(compiled.asm["ttgir"]),
     )
 
 
@@ -92,8 +95,8 @@ def check_resources(found: list[Found], run: Run) -> int:
         # the programs of a group would wait for one that does not run yet
         waits = launch.programs > at_once(use, warps)
         most = TOLERATED.get((launch.name, warps), TOLERATED.get(launch.name, 0))
-        wrong = use.spilled > most or use.shared > SHARED_LIMIT or waits
-        bad += wrong
+        wrong = use.spilled > most or use.shared > SHARED_LIMIT or waits or use.torn
+        bad += bool(wrong)
         run.rows.append(
             dict(
                 kernel=launch.name,
@@ -109,7 +112,7 @@ def check_resources(found: list[Found], run: Run) -> int:
         print(f"{launch.name:37}{dtype:6}{numbers}  {words} {use.tensor_core}{mark}", flush=True)
     print(
         f"{bad} launches spill, exceed {SHARED_LIMIT} bytes of shared memory, "
-        "or share rows among more programs than run at once"
+        "share rows among more programs than run at once, or compute with a tile in two layouts"
     )
     return bad
 

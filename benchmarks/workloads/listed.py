@@ -14,7 +14,8 @@ LAYERS = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4
 # of models, and the longest that is shared
 WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
 # tokens of diffusion transformers: samples, tokens, width
-TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120)]
+SHORT = [(524288, 128), (262144, 256), (131072, 512)]
+TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120), (32, 4096, 512)]
 # convolutions of a ResNet-50: channels, side, channels of the result, side of the window
 IN_RESNET = [(64, 56, 64, 3), (64, 56, 256, 1), (128, 28, 128, 3), (128, 28, 512, 1)]
 IN_RESNET += [(256, 14, 256, 3), (256, 14, 1024, 1)]
@@ -57,6 +58,12 @@ WORK = [
         Work(name, dict(rows=16384, n=4096), BF16, train)
         for train in (False, True)
         for name in ("rms_norm", "add_layer_norm")
+    ),
+    *(  # widths of vision transformers with windows, of encoders of molecules, and of heads
+        Work(name, dict(rows=rows, n=n), BF16, train)
+        for name in ("layer_norm", "add_rms_norm")
+        for rows, n in SHORT
+        for train in (False, True)
     ),
     *(
         Work(name, dict(rows=rows, n=n), BF16, train)
@@ -118,7 +125,7 @@ WORK = [
     Work("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), BF16, linear=True),
     *(
         Work("norm_act", dict(rows=rows, n=n) | how, BF16, train)
-        for rows, n in ((16384, 4096), (65536, 512), (8192, 8192))
+        for rows, n in ((16384, 4096), (524288, 128), (65536, 512), (8192, 8192))
         for how in ({}, dict(silu=1))
         for train in (False, True)
     ),

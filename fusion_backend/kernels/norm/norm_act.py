@@ -20,7 +20,8 @@ from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.gemm.epilogue import bell_of, epilogue, slope
-from fusion_backend.kernels.norm.backward_short import backward_config, write_gradient
+from fusion_backend.kernels.norm import backward_short
+from fusion_backend.kernels.norm.backward_short import write_gradient
 from fusion_backend.kernels.norm.operands import Norm
 from fusion_backend.kernels.norm.weight_sums import add_up, partial_sums, write_sums
 
@@ -28,10 +29,16 @@ MAX_HELD = 8192  # elements of the longest row
 
 
 def forward_config(n: int) -> Config:
-    """16 or 32 elements a thread."""
+    """16 or 32 elements a thread (swept on an H200)."""
     block = max(16, triton.next_power_of_2(n))
     rows = max(1, 2048 // block)
-    return Config(block, rows, max(4, rows * block // 1024))
+    return Config(block, rows, 2 if 64 < block <= 512 else max(4, rows * block // 1024))
+
+
+def backward_config(n: int) -> Config:
+    """As of a norm alone; weight and bias of short rows stay in registers (swept on an H200)."""
+    config = backward_short.backward_config(n)
+    return config._replace(early=config.block <= 256)
 
 
 def forward(

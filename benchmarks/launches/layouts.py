@@ -1,0 +1,26 @@
+"""In which layouts a kernel computes with its tiles."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+ARITHMETIC = re.compile(r"arith\.(?:add|sub|mul)f .*: tensor<(\d+)x(\d+)xf32, #(blocked\d*)>")
+SMALL = 512  # elements: rows and columns of numbers beside a tile have fewer, or one row or column
+
+
+def torn_tiles(code: str) -> list[tuple[int, int]]:
+    """The shapes of the tiles that Triton's GPU code adds or multiplies in more than one layout, so
+    that they move through shared memory in between. Kernels of matrix products are left out: the
+    product has a layout of its own.
+    """
+    if "tt.dot" in code:
+        return []
+    layouts = defaultdict(set)
+    for rows, columns, layout in ARITHMETIC.findall(code):
+        layouts[int(rows), int(columns)].add(layout)
+    return [
+        shape
+        for shape, found in layouts.items()
+        if len(found) > 1 and min(shape) > 1 and shape[0] * shape[1] >= SMALL
+    ]
