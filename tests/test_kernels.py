@@ -95,7 +95,9 @@ def compile_kernels(*options: str) -> None:
 
 
 def test_every_kernel_compiles_without_a_gpu(tmp_path):
-    """For sm_90, without spilling or tearing tiles; what other versions of Triton made of them stays in the file."""
+    """For sm_90, without spilling, each tile in one layout; what other versions of Triton made of
+    them stays in the file.
+    """
     other = dict(kernel="add_mul_kernel", triton="3.0.0", registers=7)
     Run("compile_kernels", dict(torch="2.5.0", triton="3.0.0"), [other]).save(
         tmp_path / "compiled.json"

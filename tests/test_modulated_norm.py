@@ -354,7 +354,7 @@ def test_where_it_is_declined_the_norm_may_be_taken(training):
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_statistics_are_those_of_the_forward(norm):
     """Decomposed as for Inductor, both reduce the same values: one reduction is left of the two."""
-    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    x = randn(2, 5, 64).bfloat16()
 
     def both(x, scale, shift):
         args = x, None, None, scale, shift, 1e-6, norm

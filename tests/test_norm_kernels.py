@@ -163,7 +163,7 @@ def test_l2_norm_that_eps_holds_up(walks, monkeypatch):
     x = randn(6, 40)
     x[0] *= 1e-3
     check("l2_norm", x, 0.5)
-    check("l2_norm", torch.full((3, 20), 1e-14), 1e-12)
+    check("l2_norm", torch.full_like(x, 1e-14), 1e-12)
     x[1], x[2, 3], x[3, 4] = 0.0, math.nan, math.inf
     for eps in (None, 1e-12):
         got, want = (

@@ -67,6 +67,9 @@ def at_once(use: Usage, warps: int) -> int:
     return 132 * min(65536 // registers, (SHARED_LIMIT + 1024) // (use.shared + 1024))
 
 
+# Of which a tile has two layouts: with one, norms of channels were no faster on an H200.
+TORN = {"batch_norm_gradient_kernel", "batch_norm_kernel", "batch_norm_sums_kernel"}
+
 # Bytes spilled by configurations that were the fastest on an H200 all the same: tiles of 128 x 64
 # at four warps, rows of 32768 at sixteen; in the backward of attention, heads of 128 with dropout
 # and a bias, and heads of 192. Those of short attention, of four and of eight warps, were faster
@@ -95,7 +98,8 @@ def check_resources(found: list[Found], run: Run) -> int:
         # the programs of a group would wait for one that does not run yet
         waits = launch.programs > at_once(use, warps)
         most = TOLERATED.get((launch.name, warps), TOLERATED.get(launch.name, 0))
-        wrong = use.spilled > most or use.shared > SHARED_LIMIT or waits or use.torn
+        wrong = use.spilled > most or use.shared > SHARED_LIMIT or waits
+        wrong = wrong or (use.torn and launch.name not in TORN)
         bad += bool(wrong)
         run.rows.append(
             dict(

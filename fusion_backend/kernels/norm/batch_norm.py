@@ -21,7 +21,6 @@ from fusion_backend.kernels.common.activations import activated
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
-from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.norm.group_norm_rows import block_of_channels, of_lanes, with_row
 
 MAX_ROWS = (1 << 31) - 256  # their tiles are counted with 32 bits
@@ -184,12 +183,12 @@ def of_channels(
     W, B, MEAN, VAR, column, eps, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Of a block of columns: mean, rstd, rstd · weight and bias, as rows."""
-    ch = column * BLOCK + tl.arange(0, BLOCK)
-    mean = row_vector(MEAN, ch, C)
-    rstd = tl.rsqrt(row_vector(VAR, ch, C) + tl.cast(eps, tl.float32))
+    ch = (column * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mean = tl.load(MEAN + ch, ch < C, 0.0)
+    rstd = tl.rsqrt(tl.load(VAR + ch, ch < C, 0.0) + tl.cast(eps, tl.float32))
     scale, bias = rstd, tl.zeros_like(rstd)
     if W is not None:
-        scale *= row_vector(W, ch, C).to(tl.float32)
+        scale *= tl.load(W + ch, ch < C, 0.0).to(tl.float32)
     if B is not None:
-        bias += row_vector(B, ch, C).to(tl.float32)
+        bias += tl.load(B + ch, ch < C, 0.0).to(tl.float32)
     return mean, rstd, scale, bias

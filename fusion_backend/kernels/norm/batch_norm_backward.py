@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import in_layout, number
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.norm.batch_norm import (
     Columns,
     columns_of,
@@ -102,15 +101,15 @@ def batch_norm_gradient_kernel(
 ):  # fmt: skip
     column, piece = tl.program_id(0) % ACROSS, tl.program_id(0) // ACROSS
     mean, rstd, scale, bias = of_channels(W, B, MEAN, VAR, column, eps, C, BLOCK)
-    ch = column * BLOCK + tl.arange(0, BLOCK)
+    ch = (column * BLOCK + tl.arange(0, BLOCK))[None, :]
     one = 1.0 / rows
     # dx = scale · g + slope · (x - mean) + offset
-    slope = -scale * rstd * row_vector(DW, ch, C) * one
-    offset = -scale * row_vector(DB, ch, C) * one
+    slope = -scale * rstd * tl.load(DW + ch, ch < C, 0.0) * one
+    offset = -scale * tl.load(DB + ch, ch < C, 0.0) * one
     if DMEAN is not None:
-        offset += row_vector(DMEAN, ch, C) * one
+        offset += tl.load(DMEAN + ch, ch < C, 0.0) * one
     if DVAR is not None:
-        slope += row_vector(DVAR, ch, C) * (2.0 * one)
+        slope += tl.load(DVAR + ch, ch < C, 0.0) * (2.0 * one)
     tiles = tl.cdiv(rows, ROWS)
     for t in tl.range(piece, tiles, PIECES, num_stages=3):
         at, keep = tile_of_batch(tiles - 1 - t, column, rows, C, BLOCK, ROWS)
