@@ -84,6 +84,9 @@ LEFT_OUT = {
     "tests/test_attention.py::test_a_scale_that_only_a_run_knows": "test_dynamic_lengths",
     "tests/test_benchmark_distributed.py::test_contenders_train[fsdp]": IN_TWO_PROCESSES,
     "tests/test_benchmark_distributed.py::test_contenders_train[ddp]": IN_TWO_PROCESSES,
+    "tests/test_benchmark_distributed.py::test_contenders_train[ddp-large-buckets]": (
+        IN_TWO_PROCESSES
+    ),
     "tests/test_benchmark_distributed.py::test_contenders_train[alone-blocks]": IN_TWO_PROCESSES,
     "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-blocks]": IN_TWO_PROCESSES,
     "tests/test_benchmark_distributed.py::test_contenders_train[fsdp-loss]": IN_TWO_PROCESSES,

@@ -17,7 +17,8 @@ from benchmarks.rank_runs.wrapping import WRAPPINGS, blocks
 from tests import selection
 from tests.eager_kernels import eager_kernels
 
-WAYS = ["alone", "alone-blocks", "ddp", "fsdp", "fsdp-blocks", "fsdp-loss", "fsdp-checkpoint"]
+WAYS = ["alone", "alone-blocks", "ddp", "ddp-large-buckets"]
+WAYS += ["fsdp", "fsdp-blocks", "fsdp-loss", "fsdp-checkpoint"]
 
 
 def row(plain=(10.0, 4.0), ours=(10.0, 4.0), ms=(20.0, 10.0), how="ddp", dropout=False, eager=None):

@@ -39,9 +39,24 @@ def alone_blocks(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapp
 
 def ddp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
     """DistributedDataParallel, compiled as a whole: Dynamo cuts the graph where a bucket ends."""
-    model = model.to(torch.bfloat16)
-    ids = [torch.cuda.current_device()] if mesh.device_type == "cuda" else None
-    return compiled(DistributedDataParallel(model, device_ids=ids, process_group=mesh.get_group()))
+    return replicated(model, mesh, compiled, None)
+
+
+def ddp_large_buckets(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
+    """The same with buckets ten times as large as usual: few cuts, and few of them in layers."""
+    return replicated(model, mesh, compiled, 250)
+
+
+def replicated(
+    model: nn.Module, mesh: DeviceMesh, compiled: Compile, megabytes: int | None
+) -> Wrapped:
+    gpu = mesh.device_type == "cuda"
+    given = dict(
+        device_ids=[torch.cuda.current_device()] if gpu else None,
+        process_group=mesh.get_group(),
+        bucket_cap_mb=megabytes,
+    )
+    return compiled(DistributedDataParallel(model.to(torch.bfloat16), **given))
 
 
 def fsdp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
@@ -97,6 +112,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module, DeviceMesh, Compile], Wrapped]] = {
     "alone": alone,
     "alone-blocks": alone_blocks,
     "ddp": ddp,
+    "ddp-large-buckets": ddp_large_buckets,
     "fsdp": fsdp,
     "fsdp-blocks": fsdp_blocks,
     "fsdp-loss": fsdp_loss,
