@@ -20,7 +20,7 @@ from benchmarks.pages.model_figures import model_name
 from benchmarks.records.rows import ModelRow
 from benchmarks.records.runs import Run
 
-RESULTS = "benchmarks/results/h200-models-at-once.json"
+RESULTS = "benchmarks/results/h200-models-retimed.json"
 MODELS = (
     "llama infer",
     "llama train",
