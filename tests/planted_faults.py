@@ -1654,6 +1654,30 @@ MUTATIONS = {
         " and value.dim():",
         "tests/test_made_up_inputs.py",
     ),
+    "made-up inputs: an index is in the range of the smallest dimension": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "            return min(own or sizes)\n",
+        "            return min(sizes)\n",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: a gathered index is in the range of the smallest dimension": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "        return sizes[n.args[1]] if sizes else 1\n",
+        "        return min(sizes)\n",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: repeated positions are not computed": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "    masked_fill repeat repeat_interleave",
+        "    masked_fill repeat_interleave",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: masks of many operators are not computed": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "LONGEST = 256",
+        "LONGEST = 64",
+        "tests/test_made_up_inputs.py",
+    ),
     "made-up inputs: a dynamic length is an unknown tensor": Mutation(
         "fusion_backend/measure/inputs.py",
         'return not chain or any(isinstance(n.meta.get("val"), torch.Tensor) for n in given)',

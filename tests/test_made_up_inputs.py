@@ -1,13 +1,19 @@
 """The inputs that are made up for a region to be measured."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fusion_backend.decide.gate
+from benchmarks.subjects.model_zoo import ENTRIES, build
+from fusion_backend.measure.agreement import Value, disagreement
+from fusion_backend.measure.derived import passed_on
 from fusion_backend.measure.inputs import limits, made_up, masking
 from tests.measured_cases import cuts_of
+from tests.selection import product
 
 
 def inputs_of(fn, *inputs, **more):
@@ -60,6 +66,34 @@ def test_indices_are_within_what_they_index():
             if t.dtype == torch.int64 and limits(n, {*c.region.nodes}) == [bound]
         ]
         assert found and all(0 <= t.min() and t.max() < bound for _, t in found)
+
+
+def test_each_index_has_the_range_of_its_dimension():
+    """As transformers reads padding, at the number of a row and the position of a key."""
+    linear = nn.Linear(16, 16)
+
+    def fn(x, keep):
+        row, key = torch.arange(2), torch.arange(40)
+        q = linear(x).view(2, 40, 2, 8).transpose(1, 2)
+        kept = keep[row[:, None, None, None], key[None, None, None, :]]
+        return F.scaled_dot_product_attention(q, q, q, kept.expand(2, 1, 40, 40))
+
+    keep = torch.ones(2, 40, dtype=torch.bool)
+    _, found = inputs_of(fn, torch.randn(2, 40, 16), keep, only="attention")
+    given = {tuple(t.shape): t for t in found}
+    assert given[2, 1, 1, 1].flatten().tolist() == [0, 1]
+    assert given[1, 1, 1, 40].flatten().tolist() == [*range(40)]
+
+
+def test_the_dimension_of_an_index():
+    def fn(x, i, j):
+        rows = x.gather(0, i).sum(0) + x.index_select(1, j).sum(1)[:1]
+        return F.layer_norm(rows, (16,))
+
+    i, j = torch.zeros(3, 16, dtype=torch.int64), torch.zeros(70, dtype=torch.int64)
+    cut, _ = inputs_of(fn, torch.randn(50, 16), i, j, only="layer_norm")
+    bounds = {tuple(n.meta["val"].shape): limits(n, {*cut.region.nodes}) for n in cut.inputs}
+    assert bounds == {(50, 16): [], (3, 16): [50], (70,): [16]}
 
 
 def test_what_is_indexed_is_no_index():
@@ -124,6 +158,25 @@ def test_a_mask_is_what_the_graph_computes_and_not_noise():
     _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
     mask, zeros = [t for t in found if t.shape == (8, 8)]
     assert torch.equal(mask, torch.ones(8, 8, dtype=torch.bool).tril()) and not zeros.any()
+
+
+@pytest.mark.parametrize("copies", [1, 100])
+def test_a_mask_of_positions_that_are_repeated(copies):
+    """As Whisper's positions, and in a graph with many operators between positions and mask."""
+    linear = nn.Linear(16, 16)
+
+    def fn(x):
+        place = torch.arange(8).repeat(2, 1)
+        for _ in range(copies):
+            place = place + 1
+        mask = place[:, None, :, None] >= place[:, None, None, :]
+        q = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, mask)
+
+    _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
+    rows, keys = (t.squeeze() for t in found if t.dtype == torch.int64)
+    assert torch.equal(rows, torch.arange(copies, copies + 8).expand(2, 8))
+    assert torch.equal(keys, rows)
 
 
 def test_a_mask_from_an_input_keeps_something_in_every_row():
@@ -232,3 +285,43 @@ def test_documents_that_follow_from_constants_are_computed(dynamic):
     assert not numbers.any() and not keys.any()
     for t in (places, others):
         assert torch.equal(t, torch.arange(40).expand(2, -1))
+
+
+def values_of(cut, sites, inputs) -> list[Value]:
+    """Results and gradients of a region with these sites replaced, operator by operator."""
+    with torch.set_grad_enabled(bool(cut.grads)):
+        results = [*cut.graph(sites)(*inputs)]
+    wanted = [t for t in inputs if t.requires_grad]
+    trained = [t for t in results if t.requires_grad]
+    gradients = []
+    if wanted and trained:
+        torch.manual_seed(0)
+        tangents = [torch.randn_like(t) for t in trained]
+        gradients = [*torch.autograd.grad(trained, wanted, tangents, allow_unused=True)]
+        gradients = passed_on(cut, inputs, gradients)
+    named = [(f"result {i}", t) for i, t in enumerate(results)]
+    named += [(f"gradient {i}", t) for i, t in enumerate(gradients)]
+    return [Value(name, t) for name, t in named if t is None or t.is_floating_point()]
+
+
+@product(
+    name=["bert", "gemma2", "gpt_oss", "mistral", "qwen3", "t5", "whisper"],
+    mode=["infer", "train"],
+    strength=1,
+)
+def test_sites_agree_with_their_region(name, mode, monkeypatch):
+    """What is proven of a mask holds for the values that are made up for it."""
+    pytest.importorskip("transformers")
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(fusion_backend.decide.gate, "on_gpu", lambda t: True)
+    subject = build(name, mode, ENTRIES[name].tiny, "sdpa", cpu, torch.float32)
+    subject.model.eval()  # no dropout
+    run = subject.model.forward
+    with torch.set_grad_enabled(mode == "train"):
+        cuts = cuts_of(lambda *args: run(*args, **subject.kwargs), *subject.args)
+    assert any(d.match.pattern.name == "attention" for c in cuts for d in c.region.sites)
+    for c in cuts:
+        inputs = made_up(c, cpu)
+        plain, ours = (values_of(c, sites, inputs) for sites in ([], c.region.sites))
+        same = functools.partial(values_of, c, [], inputs)
+        assert not disagreement(ours, plain, same, torch.finfo(torch.float32).eps), c.text()

@@ -21,14 +21,14 @@ from fusion_backend.measure.region import NUMBERS
 EMPTY: Mapping = MappingProxyType({})
 DOCUMENTS = 8  # in a sequence
 COMPARISONS = {f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-LONGEST = 64  # operators that compute a mask from what is no float
+LONGEST = 256  # operators that compute a mask from what is no float
 # Besides elementwise operators and views: what masks are computed with.
 MASKS = {
     f"aten::{name}"
     for name in """
     arange ones zeros full empty scalar_tensor ones_like zeros_like full_like new_ones new_zeros
     new_full tril triu cumsum diff all any eye lift_fresh_copy __and__ __or__ __xor__ index where
-    masked_fill
+    masked_fill repeat repeat_interleave tile cat stack roll flip
     """.split()
 }
 
@@ -175,11 +175,19 @@ def variance(a: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def indexed(n: fx.Node, index: fx.Node) -> int:
-    """The size of the smallest dimension that an operator may read at this index."""
+    """The size of the dimension that an operator reads at this index; of the smallest one where it
+    may be any.
+    """
     table = n.args[0]
     sizes = hinted(table.meta["val"].shape)
     if name_of(n) == "aten::embedding":
         return sizes[0]
+    if name_of(n) in ("aten::gather", "aten::index_select") and isinstance(n.args[1], int):
+        return sizes[n.args[1]] if sizes else 1
+    if name_of(n) == "aten::index":
+        if all(i is None or is_index(i) for i in n.args[1]):  # masks would take several dimensions
+            own = [size for i, size in zip(n.args[1], sizes, strict=False) if i is index]
+            return min(own or sizes)
     if name_of(n).startswith(("aten::cross_entropy", "aten::nll")):
         return sizes[1 if len(sizes) > 1 else 0]
     return min(sizes)
