@@ -8,7 +8,8 @@ The launchers' own choice of tile sizes is compiled. --out keeps the rows that t
 versions of Triton, so that versions can be compared. With --mutations it prints instead which
 arguments torch believes that a kernel writes: where torch's analysis fails, it takes all to be
 written, and Inductor copies them. Exit status: 1 where a kernel spills more than is known to pay,
-or asks for more shared memory than there is.
+asks for more shared memory than there is, shares rows among more programs than run at once, or
+computes with a tile in two layouts, "torn": it moves through shared memory in between.
 """
 
 from __future__ import annotations

@@ -1636,6 +1636,36 @@ MUTATIONS = {
         "or not square",
         "tests/test_documents.py",
     ),
+    "ranks: the gain alone is that of the first row, of any number of steps": Mutation(
+        "benchmarks/pages/rank_figures.py",
+        'key=lambda one: one["steps"] != row["steps"]',
+        "key=lambda one: 0",
+        "tests/test_benchmark_distributed.py",
+    ),
+    "layouts: no tile is torn": Mutation(
+        "benchmarks/launches/layouts.py",
+        "if len(found) > 1 and",
+        "if len(found) > 2 and",
+        "tests/test_kernels.py",
+    ),
+    "made-up inputs: the shape of a tensor is taken for its elements": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "if a not in seen and not (shape_alone and a is n.args[0])",
+        "if a not in seen",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: a single number begins documents": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "isinstance(value, torch.Tensor) and value.dim():",
+        "isinstance(value, torch.Tensor):",
+        "tests/test_made_up_inputs.py",
+    ),
+    "made-up inputs: an index that follows from a dynamic length is made up": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "    if bounds and unknown(chain):  # an index",
+        '    if bounds and any(n.op == "placeholder" for n in chain):  # an index',
+        "tests/test_made_up_inputs.py",
+    ),
     "vectors: loaded as a row, their layout goes into the tiles": Mutation(
         "fusion_backend/kernels/common/vectors.py",
         "tl.load(VECTOR + col, col < n, 0.0)[None, :]",
@@ -1672,16 +1702,28 @@ MUTATIONS = {
         "    masked_fill repeat_interleave",
         "tests/test_made_up_inputs.py",
     ),
+    "made-up inputs: chunks of positions are not computed": Mutation(
+        "fusion_backend/measure/inputs.py",
+        "roll flip floor_divide sum",
+        "roll flip sum",
+        "tests/test_made_up_inputs.py",
+    ),
     "made-up inputs: masks of many operators are not computed": Mutation(
         "fusion_backend/measure/inputs.py",
         "LONGEST = 256",
         "LONGEST = 64",
         "tests/test_made_up_inputs.py",
     ),
+    "cuts: a result is read by its own site, which is in front of it": Mutation(
+        "fusion_backend/measure/cut.py",
+        "replace_all_uses_with(result, lambda user: user not in site)",
+        "replace_all_uses_with(result)",
+        "tests/test_regions.py",
+    ),
     "made-up inputs: a dynamic length is an unknown tensor": Mutation(
         "fusion_backend/measure/inputs.py",
-        'return not chain or any(isinstance(n.meta.get("val"), torch.Tensor) for n in given)',
-        "return not chain or any(given)",
+        'if n.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():',
+        'if n.op == "placeholder":',
         "tests/test_made_up_inputs.py",
     ),
     "documents: only the first places are looked at": Mutation(

@@ -52,6 +52,9 @@ def test_the_share_of_the_gain_that_one_gpu_has():
     slower = row(ms=(9.0, 10.0), how="alone")
     more = row(ms=(12.0, 10.0), how="alone") | {"world": 4}
     larger = row(ms=(12.0, 10.0), how="alone") | {"batch": 48}
+    longer = row(ms=(11.0, 10.0), how="alone") | {"steps": 200}
+    assert "| 1.050 | 1.0% | 25% |" in table([longer, alone, spread]).splitlines()[-1]
+    assert "| 1.050 | 1.0% | 50% |" in table([longer, spread]).splitlines()[-1]
     for other in (another, slower, more, larger):
         assert "| 1.050 | 1.0% |  |" in table([other, spread]).splitlines()[-1]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 
+from benchmarks.launches.layouts import torn_tiles
 from benchmarks.records.runs import Run
 from fusion_backend.kernels.common.inputs import as_rows
 from fusion_backend.kernels.common.launch import trial
@@ -106,6 +107,17 @@ def test_every_kernel_compiles_without_a_gpu(tmp_path):
     run = Run.load(tmp_path / "compiled.json")
     assert run.rows[0] == other and run.about["triton"] == f"3.0.0, {triton.__version__}"
     assert {"flash_kernel", "norm_backward_shared_kernel"} < {row["kernel"] for row in run.rows[1:]}
+
+
+def test_torn_tiles():
+    line = "%0 = arith.{} %1, %2 : tensor<{}xf32, #{}> loc(#loc1)\n"
+    one = line.format("addf", "8x128", "blocked") + line.format("mulf", "8x128", "blocked")
+    assert not torn_tiles(one + line.format("mulf", "16x128", "blocked1"))
+    torn = one + line.format("subf", "8x128", "blocked1")
+    assert torn_tiles(torn) == [(8, 128)]
+    assert not torn_tiles(torn + "tt.dot")
+    for beside in ("8x1", "1x128", "1x4096", "4x64"):
+        assert not torn_tiles(torn.replace("8x128", beside))
 
 
 @pytest.mark.full

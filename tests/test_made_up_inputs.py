@@ -162,21 +162,26 @@ def test_a_mask_is_what_the_graph_computes_and_not_noise():
 
 @pytest.mark.parametrize("copies", [1, 100])
 def test_a_mask_of_positions_that_are_repeated(copies):
-    """As Whisper's positions, and in a graph with many operators between positions and mask."""
+    """As Whisper's positions, in chunks as Llama 4 has them, and in a graph with many operators
+    between positions and mask.
+    """
     linear = nn.Linear(16, 16)
 
     def fn(x):
         place = torch.arange(8).repeat(2, 1)
         for _ in range(copies):
             place = place + 1
+        chunk = place.floor_divide(3)
         mask = place[:, None, :, None] >= place[:, None, None, :]
+        mask = mask & (chunk[:, None, :, None] == chunk[:, None, None, :])
         q = linear(x).view(2, 8, 2, 8).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q, mask)
 
     _, found = inputs_of(fn, torch.randn(2, 8, 16), only="attention")
-    rows, keys = (t.squeeze() for t in found if t.dtype == torch.int64)
-    assert torch.equal(rows, torch.arange(copies, copies + 8).expand(2, 8))
-    assert torch.equal(keys, rows)
+    place = torch.arange(copies, copies + 8)
+    want = (place[:, None] >= place) & (place[:, None] // 3 == place // 3)
+    (mask,) = (t for t in found if t.dtype == torch.bool)
+    assert torch.equal(mask.squeeze(), want.expand(2, 8, 8))
 
 
 def test_a_mask_from_an_input_keeps_something_in_every_row():
@@ -264,27 +269,50 @@ def test_other_counts_are_computed(monkeypatch):
     assert counted[0].tolist() == [min(i + 1, 20) for i in range(40)]
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        lambda ids, past: torch.arange(ids.shape[1]).expand(ids.shape[0], -1),
+        lambda ids, past: torch.ones_like(ids).cumsum(-1) - 1,
+        lambda ids, past: (torch.arange(ids.shape[1]) + past - past).expand(ids.shape[0], -1),
+    ],
+)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_documents_that_follow_from_constants_are_computed(dynamic):
+def test_documents_that_follow_from_no_elements_are_computed(places, dynamic):
     """As transformers looks for documents in positions that it has counted itself."""
-    linear = nn.Linear(16, 16)
+    table = nn.Embedding(9, 16)
 
-    def causal(x):
-        place = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+    def causal(ids, past):
+        place = places(ids, past)
         number = (place.diff(prepend=place[:, :1] - 1, dim=-1) != 1).cumsum(-1)
         mask = number[:, None, :, None] == number[:, None, None, :]
         mask = mask & (place[:, None, :, None] >= place[:, None, None, :])
-        q = linear(x).view(*x.shape[:2], 2, 8).transpose(1, 2)
+        q = table(ids).view(*ids.shape, 2, 8).transpose(1, 2)
         return F.scaled_dot_product_attention(q, q, q, mask)
 
-    x = torch.randn(2, 40, 16)
+    ids, past = torch.zeros(2, 40, dtype=torch.int64), torch.tensor(7)
     if dynamic:
-        torch._dynamo.mark_dynamic(x, 1)
-    _, values = inputs_of(causal, x, only="attention")
-    numbers, keys, places, others = (t.squeeze() for t in values if t.dtype == torch.int64)
-    assert not numbers.any() and not keys.any()
-    for t in (places, others):
-        assert torch.equal(t, torch.arange(40).expand(2, -1))
+        torch._dynamo.mark_dynamic(ids, 1)
+    cut, values = inputs_of(causal, ids, past, only="attention")
+    given = {n: t.squeeze() for n, t in zip(cut.inputs, values, strict=True)}
+    found = [t for t in given.values() if t.dtype == torch.int64 and t.shape == (2, 40)]
+    numbers = [t for t in found if not t.diff().any()]
+    rest = [t for t in found if t.diff().any()]
+    assert len(numbers) == len(rest) == 2
+    assert all(torch.equal(t, torch.arange(40).expand(2, -1)) for t in rest)
+
+
+def test_an_index_that_follows_from_a_dynamic_length_is_computed():
+    table = nn.Embedding(64, 16)
+
+    def fn(x):
+        return F.layer_norm(table(torch.arange(x.shape[1])) + x, (16,))
+
+    x = torch.randn(2, 40, 16)
+    torch._dynamo.mark_dynamic(x, 1)
+    _, found = inputs_of(fn, x, only="layer_norm")
+    (index,) = (t for t in found if t.dtype == torch.int64)
+    assert torch.equal(index, torch.arange(40))
 
 
 def values_of(cut, sites, inputs) -> list[Value]:

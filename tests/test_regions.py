@@ -375,6 +375,22 @@ def test_inputs_that_are_views_of_one_value_have_one_value():
         torch.testing.assert_close(cut.graph([])(*given), cut.graph(cut.region.sites)(*given))
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_result_that_is_permuted_and_permuted_back(early):
+    """As in Mamba's mixer; and one that is read before it comes back."""
+
+    def fn(x, w):
+        y = rms(x, w).type_as(w)
+        before = y.sin() if early else 0.0
+        return y.mT.mT * 2.0 + before
+
+    (cut,) = cuts_of(fn, torch.randn(3, 4, 16), torch.ones(16), options=NORMS)
+    given = made_up(cut, torch.device("cpu"))
+    plain, ours = (cut.graph(sites) for sites in ([], cut.region.sites))
+    assert "fusion" in ours.code
+    torch.testing.assert_close(plain(*given), ours(*given))
+
+
 def test_inputs_that_are_equal_or_follow_from_each_other_are_made_up_so(monkeypatch):
     linear = nn.Linear(16, 16)
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 
 ARITHMETIC = re.compile(r"arith\.(?:add|sub|mul)f .*: tensor<(\d+)x(\d+)xf32, #(blocked\d*)>")
-SMALL = 512  # elements: rows and columns of numbers beside a tile have fewer, or one row or column
+LEAST = 512  # elements of a tile that matters: what lies beside rows has fewer, or one row
 
 
 def torn_tiles(code: str) -> list[tuple[int, int]]:
@@ -22,5 +22,5 @@ def torn_tiles(code: str) -> list[tuple[int, int]]:
     return [
         shape
         for shape, found in layouts.items()
-        if len(found) > 1 and min(shape) > 1 and shape[0] * shape[1] >= SMALL
+        if len(found) > 1 and min(shape) > 1 and shape[0] * shape[1] >= LEAST
     ]

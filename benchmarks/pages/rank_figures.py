@@ -43,22 +43,23 @@ def astray(row: dict) -> bool:
 
 def share(row: dict, rows: Iterable[dict]) -> float | None:
     """How much of the gain of a single GPU is left (of what its ratio is above 1), where that was
-    measured and gains: in the row of the same model, batch and number of ranks that is "alone", or
-    "alone-blocks" where the blocks and the loss are compiled one by one. The other ways that
-    compile blocks compile less than "alone" does.
+    measured and gains: in the row of the same model, batch and number of ranks that is "alone", of
+    as many steps if there is one. Where the blocks and the loss are compiled one by one, it is the
+    row "alone-blocks". The other ways that compile blocks compile less than "alone" does.
     """
     how = row["wrapping"]
     other = COMPILED_ALIKE.get(how, ALONE)
     same = ("name", "world", "batch")
     ones = (one for one in rows if one["wrapping"] == other)
-    alone = next((one for one in ones if all(one[key] == row[key] for key in same)), None)
+    alike = [one for one in ones if all(one[key] == row[key] for key in same)]
+    alone = min(alike, key=lambda one: one["steps"] != row["steps"], default=None)
     if how in (ALONE, BLOCKS) or alone is None or ratio(alone) <= 1:
         return None
     return (ratio(row) - 1) / (ratio(alone) - 1)
 
 
 HEADS = (
-    "model", "ranks", "spread by", "plain Inductor ms", "fusion ms", "ratio", "noise",
+    "model", "ranks", "spread by", "steps", "plain Inductor ms", "fusion ms", "ratio", "noise",
     "of the gain alone", "peak GB", "kept GB", "loss (eager)", "graphs", "sites fused",
 )  # fmt: skip
 
@@ -77,6 +78,7 @@ def cells(row: dict, left: float | None) -> list[str]:
         f"{row['name']} ({row['layers']} layers, width {row['width']}, batch {row['batch']})",
         row["world"],
         row["wrapping"],
+        row["steps"],
         *(f"{one['step']['median']:.2f}" for one in both),
         f"{ratio(row):.3f}",
         f"{row['noise']:.1%}",

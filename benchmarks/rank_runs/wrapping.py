@@ -43,13 +43,14 @@ def ddp(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
 
 
 def ddp_large_buckets(model: nn.Module, mesh: DeviceMesh, compiled: Compile) -> Wrapped:
-    """The same with buckets ten times as large as usual: few cuts, and few of them in layers."""
+    """The same with buckets ten times as large as usual: fewer cuts."""
     return replicated(model, mesh, compiled, 250)
 
 
 def replicated(
     model: nn.Module, mesh: DeviceMesh, compiled: Compile, megabytes: int | None
 ) -> Wrapped:
+    """In buckets of so many megabytes; None: of PyTorch's default, 25."""
     gpu = mesh.device_type == "cuda"
     given = dict(
         device_ids=[torch.cuda.current_device()] if gpu else None,

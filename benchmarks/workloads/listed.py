@@ -13,8 +13,9 @@ FEW = [(192, 5120), (16, 8192), (4096, 768)]
 LAYERS = [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 14336)]
 # of models, and the longest that is shared
 WIDTHS = [(16384, 3072), (8192, 5120), (4096, 12288), (1024, 65536)]
-# tokens of diffusion transformers: samples, tokens, width
+# short rows: heads, and channels of transformers with windows
 SHORT = [(524288, 128), (262144, 256), (131072, 512)]
+# tokens of diffusion transformers: samples, tokens, width
 TOKENS = [(4, 4096, 3072), (8, 1024, 1152), (8, 4096, 1536), (2, 8192, 5120), (32, 4096, 512)]
 # convolutions of a ResNet-50: channels, side, channels of the result, side of the window
 IN_RESNET = [(64, 56, 64, 3), (64, 56, 256, 1), (128, 28, 128, 3), (128, 28, 512, 1)]
@@ -59,7 +60,7 @@ WORK = [
         for train in (False, True)
         for name in ("rms_norm", "add_layer_norm")
     ),
-    *(  # widths of vision transformers with windows, of encoders of molecules, and of heads
+    *(
         Work(name, dict(rows=rows, n=n), BF16, train)
         for name in ("layer_norm", "add_rms_norm")
         for rows, n in SHORT

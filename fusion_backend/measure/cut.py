@@ -82,6 +82,7 @@ class Cut:
             n.meta |= MARK if again else {}
         replaced |= results
         of, inside = self.facts.canon.of, {*self.region.nodes}
+        site = {now[n] for n in (*d.match.roots, *d.match.interior) if n in now}
         for root, copied in zip(d.match.roots, copy.match.roots, strict=True):
             if copied not in results:  # nobody reads it
                 continue
@@ -90,7 +91,7 @@ class Cut:
             for n in d.match.interior:  # permuted and permuted back: the same value again
                 if of[n] is of[root] and n in inside:
                     replaced[now[n]] = result
-                    now[n].replace_all_uses_with(result)
+                    now[n].replace_all_uses_with(result, lambda user: user not in site)
 
     def text(self) -> str:
         """The region as text that is the same for all equal layers and in every process. A symbolic

@@ -28,7 +28,8 @@ MASKS = {
     for name in """
     arange ones zeros full empty scalar_tensor ones_like zeros_like full_like new_ones new_zeros
     new_full tril triu cumsum diff all any eye lift_fresh_copy __and__ __or__ __xor__ index where
-    masked_fill repeat repeat_interleave tile cat stack roll flip
+    masked_fill repeat repeat_interleave tile cat stack roll flip floor_divide sum amin amax cummax
+    cummin
     """.split()
 }
 
@@ -212,9 +213,21 @@ def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
 
 
 def unknown(chain: list[fx.Node]) -> bool:
-    """Is there no chain, or does it begin at a tensor that the graph is given?"""
-    given = (n for n in chain if n.op == "placeholder")
-    return not chain or any(isinstance(n.meta.get("val"), torch.Tensor) for n in given)
+    """Is there no chain, or does its value depend on elements of a tensor that the graph is given,
+    as a buffer is, too? A single number does not count: positions begin with it.
+    """
+    pending, seen = chain[-1:], set()
+    while pending:
+        n = pending.pop()
+        value = n.meta.get("val")
+        if n.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
+            return True
+        shape_alone = name_of(n).endswith("_like") or name_of(n).startswith("aten::new_")
+        pending += [
+            a for a in n.all_input_nodes if a not in seen and not (shape_alone and a is n.args[0])
+        ]
+        seen.update(pending)
+    return not chain
 
 
 def computed(

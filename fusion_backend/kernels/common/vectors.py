@@ -1,4 +1,4 @@
-"""A vector beside rows: the weight of a norm, or statistics of channels that lie side by side."""
+"""A vector beside rows: the weight of a norm, or the scale of a sample."""
 
 from __future__ import annotations
 

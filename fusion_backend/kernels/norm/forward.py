@@ -239,7 +239,7 @@ def norm_long_kernel(
         y = (h - mean) * rstd
         if W is not None:
             w = tl.load(W + start + lane, keep, 0.0, eviction_policy="evict_last").to(tl.float32)
-            y *= w.to(tl.float32) + tl.cast(offset, tl.float32)
+            y *= w + tl.cast(offset, tl.float32)
         if B is not None:
             y += tl.load(B + start + lane, keep, 0.0, eviction_policy="evict_last").to(tl.float32)
         tl.store(Y + row * N + start + lane, y, keep)

@@ -110,14 +110,13 @@ def strips_of(samples, tokens, config: Config, device: torch.device):
 
 
 def forward_config(n: int) -> Config:
-    """8192 elements a program, but eight rows at most; 16 or 32 a thread. Of short rows 1024, by
-    one warp (swept on an H200).
+    """8192 elements a program, 16 or 32 a thread. Of short rows 1024, by one warp (swept on an
+    H200).
     """
     block = max(16, triton.next_power_of_2(n))
     if block <= 512:
         return Config(block, 1024 // block, 1)
-    rows = min(8, max(1, 8192 // block))
-    return Config(block, rows, 16 if block == 8192 else min(8, rows * block // 512))
+    return Config(block, 8192 // block, 16 if block == 8192 else 8)
 
 
 def forward(
