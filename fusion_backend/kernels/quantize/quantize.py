@@ -16,7 +16,6 @@ from torch import Tensor
 from fusion_backend.kernels.common.inputs import as_rows, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import row_config, tuned
-from fusion_backend.kernels.common.vectors import row_vector
 
 
 def config(n: int, itemsize: int, norm: bool) -> tuple[int, int, int]:
@@ -136,7 +135,7 @@ def quantized(x, scale, BY: tl.constexpr):
 
 @triton.jit
 def weighted(x, W, rstd, col, offset, N: tl.constexpr):
-    y = x * rstd
+    y = x if rstd is None else x * rstd
     if W is not None:
         y *= tl.load(W + col, col < N, 0.0).to(tl.float32) + tl.cast(offset, tl.float32)
     return y
@@ -158,9 +157,7 @@ def quantize_rows_kernel(
     # last bit
     if NORM:
         squares = x * x
-        if W is not None:
-            w = row_vector(W, tl.arange(0, BLOCK), N).to(tl.float32)
-            x *= w + tl.cast(offset, tl.float32)
+        x = weighted(x, W, None, col, offset, N)
         total, top = tl.reduce((squares, tl.abs(x)), 1, sum_and_top, keep_dims=True)
         rstd = tl.rsqrt(total / N + tl.cast(norm_eps, tl.float32))
         top *= rstd
