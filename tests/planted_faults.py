@@ -1640,7 +1640,7 @@ MUTATIONS = {
         "benchmarks/pages/rank_figures.py",
         'key=lambda one: one["steps"] != row["steps"]',
         "key=lambda one: 0",
-        "tests/test_benchmark_distributed.py",
+        "tests/test_benchmark_distributed.py::test_the_share_of_the_gain_that_one_gpu_has",
     ),
     "layouts: no tile is torn": Mutation(
         "benchmarks/launches/layouts.py",
