@@ -2,13 +2,15 @@
 tiny, with random weights.
 
     python -m benchmarks.survey [--kind causal ...] [--only CLASS ...] [--attention eager]
-        [--dynamic] [--part 1/2]
+        [--dynamic] [--part 1/2] [--regions]
 
 Each class is built with small sizes, run eagerly, and compiled with `fusion.gate=always`, so that
 every site is rewritten to its plain torch code; the rewritten graphs run as they are, without
 Inductor. Outputs, and the gradients of a weighted sum of them, must agree. Each class gets a line:
 ok, WRONG, FAILED, or skipped with the reason (it cannot be built so small, or eager or
-torch.compile without this backend fails, too). Exit status: 0, or 1 when a class was wrong or
+torch.compile without this backend fails, too). With --regions the sites, decided as for an H200,
+are compared with the regions in which the gate would measure them, on the inputs that it makes up:
+it leaves a site whose results differ to Inductor. Exit status: 0, or 1 when a class was wrong or
 failed.
 """
 
@@ -45,6 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         "--attention",
         choices=("sdpa", "eager"),
         help="by torch, or written out; else as the class has it",
+    )
+    parser.add_argument(
+        "--regions",
+        action="store_true",
+        help="compare each site with the region of its measurement",
     )
     parser.add_argument("--dynamic", action="store_true", help="with dynamic sizes")
     parser.add_argument(

@@ -13,18 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend.capture.tracer import capture
-from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
+from benchmarks.compiler.regions import scopes
 from fusion_backend.decide import gate as gating
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.measure import judge as judging
 from fusion_backend.measure import measuring, store
 from fusion_backend.measure.allowance import Allowance
-from fusion_backend.measure.judge import Judge, cut_of
+from fusion_backend.measure.judge import cut_of
 from fusion_backend.measure.region import regions
 from fusion_backend.measure.timing import Race
 from fusion_backend.options import Options
-from fusion_backend.pipeline import Scope, analyse, decide, fuse_graph, match, scope_of
+from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import GraphRecord
 
 
@@ -46,25 +45,6 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(y.transpose(1, 2).reshape(b, s, n))
         return x + self.down(F.gelu(self.up(self.second(x))))
-
-
-def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Scope]:
-    """The decided scopes of the first graph of a function, without a judge."""
-    found: list[Scope] = []
-
-    def backend(gm, example_inputs):
-        with refusals_unlogged(), no_new_guards(fake_mode_of(gm)):
-            top = scope_of(capture(gm))
-            chosen = options or Options(gate="always")
-            analyse(top, chosen)
-            match(top, usable(patterns()))
-            decide(top, chosen, Judge(chosen, GraphRecord(0), False))
-        found.append(top)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
-    return found
 
 
 def regions_of(fn, *inputs, only: str = "", **more):

@@ -1642,6 +1642,18 @@ MUTATIONS = {
         "key=lambda one: 0",
         "tests/test_benchmark_distributed.py::test_the_share_of_the_gain_that_one_gpu_has",
     ),
+    "regions: a site is compared with itself": Mutation(
+        "benchmarks/compiler/regions.py",
+        "disagreement(ours, plain, ",
+        "disagreement(ours, ours, ",
+        "tests/test_survey.py",
+    ),
+    "regions: gradients are not compared": Mutation(
+        "benchmarks/compiler/regions.py",
+        "if wanted and trained:",
+        "if False:",
+        "tests/test_survey.py",
+    ),
     "layouts: no tile is torn": Mutation(
         "benchmarks/launches/layouts.py",
         "if len(found) > 1 and",

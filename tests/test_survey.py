@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import survey
-from benchmarks.compiler.survey import Skipped, stop, surveyed
+from benchmarks.compiler import regions
+from benchmarks.compiler.survey import Skipped, compared, stop, surveyed
 from fusion_backend.frontends.explain import Collector
+from tests.measured_cases import cuts_of
 
 
 class Model(nn.Module):
@@ -104,3 +107,36 @@ def test_arguments_that_make_no_sense(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
         survey.main(argv)
     assert stopped.value.code == 2
+
+
+class Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 16)
+
+    def forward(self, x, scale):
+        q = self.qkv(x).view(2, 8, 2, 8).transpose(1, 2)
+        mask = torch.ones(8, 8, dtype=torch.bool).tril()
+        return {"y": F.scaled_dot_product_attention(q, q, q, mask) * scale}
+
+
+def test_a_site_that_disagrees_with_its_region_is_told(monkeypatch):
+    given = dict(x=torch.randn(2, 8, 16), scale=2.0)
+    assert compared(Causal(), given) == "ok"
+    made_up = regions.made_up
+
+    def reversed_masks(cut, device):
+        return [t.flip(-1) if t.dtype == torch.bool else t for t in made_up(cut, device)]
+
+    monkeypatch.setattr(regions, "made_up", reversed_masks)
+    assert compared(Causal(), given).startswith("WRONG: attention: result 0 differs by ")
+    with torch.no_grad():
+        assert compared(Causal(), given).startswith("WRONG: attention: result 0 differs by ")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_results_and_gradients_of_a_region(train):
+    with torch.set_grad_enabled(train):
+        (cut,) = cuts_of(lambda x: Causal()(x, 2.0)["y"], torch.randn(2, 8, 16), only="attention")
+    values = regions.values_of(cut, [], regions.made_up(cut, torch.device("cpu")))
+    assert [v.name for v in values] == ["result 0"] + ["gradient 0"] * train

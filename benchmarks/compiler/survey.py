@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.compiler.regions import disagreements
 from benchmarks.compiler.tiny_classes import AGREE, SECONDS, built, inputs
 from benchmarks.measure.distance import floats, joint_distance
 from benchmarks.measure.failures import said
@@ -92,6 +93,20 @@ def surveyed(
     return "", collector
 
 
+def compared(model: torch.nn.Module, kwargs: dict) -> str:
+    """Whether the sites agree with their regions."""
+    names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+
+    def step(*tensors):
+        return floats(dict(model(**dict(zip(names, tensors, strict=True)), **rest)))[0]
+
+    torch.compiler.reset()
+    with skipped_where("torch.compile"):
+        wrong = disagreements(step, *(kwargs[name] for name in names))
+    return f"WRONG: {'; '.join(wrong)}" if wrong else "ok"
+
+
 def stop(*_):
     raise Skipped(f"it takes longer than {SECONDS} s")
 
@@ -103,6 +118,8 @@ def one(transformers, kind: str, config: type, name: str, args) -> str:
     try:
         with skipped_where("it cannot be built"):
             model = built(transformers, config, name, args.attention)
+        if args.regions:
+            return compared(model, inputs(kind, model))
         wrong, collector = surveyed(model, inputs(kind, model), args.dynamic)
     except Skipped as reason:
         return f"skipped: {reason}"
