@@ -9,6 +9,7 @@ import fusion_backend.decide.gate
 from benchmarks.compiler.regions import disagreements
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from fusion_backend.measure.inputs import limits, made_up, masking
+from fusion_backend.options import Options
 from tests.measured_cases import cuts_of
 from tests.selection import product
 
@@ -179,6 +180,26 @@ def test_a_mask_of_positions_that_are_repeated(copies):
     want = (place[:, None] >= place) & (place[:, None] // 3 == place // 3)
     (mask,) = (t for t in found if t.dtype == torch.bool)
     assert torch.equal(mask.squeeze(), want.expand(2, 8, 8))
+
+
+def test_a_mask_that_has_the_shape_of_scores_is_computed():
+    """As in XLM, where each layer makes it anew, and a later one is equal to that of the first."""
+    linear = nn.Linear(16, 16)
+
+    def fn(x, keep):
+        for _ in range(2):
+            q = linear(x).view(2, 8, 2, 8).transpose(1, 2)
+            scores = q @ q.mT
+            hidden = (keep == 0).view(2, 1, 1, 8).expand_as(scores)
+            y = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ q
+            x = y.transpose(1, 2).reshape(2, 8, 16)
+        return x
+
+    options = Options(gate="always", only=("softmax",))
+    cuts = cuts_of(fn, torch.randn(2, 8, 16), torch.ones(2, 8).long(), options=options)
+    masks = [t for c in cuts for t in made_up(c, torch.device("cpu")) if t.dtype == torch.bool]
+    want = torch.tensor([[False] * 4 + [True] * 4, [False] * 7 + [True]])[:, None, None]
+    assert masks and all(torch.equal(t, want.expand_as(t)) for t in masks)
 
 
 def test_a_mask_from_an_input_keeps_something_in_every_row():

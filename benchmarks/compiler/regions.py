@@ -39,7 +39,7 @@ def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Sc
         found.append(top)
         return gm.forward
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
     return found
 

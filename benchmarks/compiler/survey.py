@@ -101,7 +101,6 @@ def compared(model: torch.nn.Module, kwargs: dict) -> str:
     def step(*tensors):
         return floats(dict(model(**dict(zip(names, tensors, strict=True)), **rest)))[0]
 
-    torch.compiler.reset()
     with skipped_where("torch.compile"):
         wrong = disagreements(step, *(kwargs[name] for name in names))
     return f"WRONG: {'; '.join(wrong)}" if wrong else "ok"

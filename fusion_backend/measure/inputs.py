@@ -18,6 +18,7 @@ from fusion_backend.measure.cut import Cut, number
 from fusion_backend.measure.indices import INDEXING, MOVING, is_index
 from fusion_backend.measure.region import NUMBERS
 
+SHAPED = {f"aten::{name}" for name in ("expand_as", "view_as", "reshape_as", "type_as")}
 EMPTY: Mapping = MappingProxyType({})
 DOCUMENTS = 8  # in a sequence
 COMPARISONS = {f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -208,8 +209,18 @@ def chain_of(a: fx.Node, others: Set[fx.Node] = frozenset()) -> list[fx.Node]:
         chain.add(n)
         if len(chain) > LONGEST or not simple(n):
             return []
-        pending += n.all_input_nodes
+        pending += elements_read(n)
     return sorted(chain) if met else []
+
+
+def elements_read(n: fx.Node) -> list[fx.Node]:
+    """The arguments of whose elements the result depends: of y in `x.expand_as(y)`, and of x in
+    `torch.ones_like(x)`, only shape and dtype count.
+    """
+    name = name_of(n)
+    made = name.endswith("_like") or name.startswith("aten::new_")
+    shape = n.args[0] if made else n.args[1] if name in SHAPED else None
+    return [a for a in n.all_input_nodes if a is not shape]
 
 
 def unknown(chain: list[fx.Node]) -> bool:
@@ -222,10 +233,7 @@ def unknown(chain: list[fx.Node]) -> bool:
         value = n.meta.get("val")
         if n.op == "placeholder" and isinstance(value, torch.Tensor) and value.dim():
             return True
-        shape_alone = name_of(n).endswith("_like") or name_of(n).startswith("aten::new_")
-        pending += [
-            a for a in n.all_input_nodes if a not in seen and not (shape_alone and a is n.args[0])
-        ]
+        pending += [a for a in elements_read(n) if a not in seen]
         seen.update(pending)
     return not chain
 
@@ -263,7 +271,8 @@ def run(n: fx.Node, values: dict, device: torch.device):
         return content if overlaps_itself(laid_out) else laid_out.copy_(content)
     if counts_documents(n) and value.dim() and unknown(chain_of(n)):
         return documents(value, n.args[1], place(value, device))
-    args, kwargs = fx.map_arg((n.args, n.kwargs), values.__getitem__)
+    known = {a: values[a] if a in values else shaped(a, device) for a in n.all_input_nodes}
+    args, kwargs = fx.map_arg((n.args, n.kwargs), known.__getitem__)
     args, kwargs = pytree.tree_map_only(NUMBERS, number, (args, kwargs))
     if name_of(n) == "aten::index":  # made-up, an index may be out of range
         sizes = args[0].shape
@@ -273,6 +282,13 @@ def run(n: fx.Node, values: dict, device: torch.device):
     if "device" in names:
         given["device"] = place(value, device)
     return n.target(**given)
+
+
+def shaped(a: fx.Node, device: torch.device) -> torch.Tensor:
+    """A tensor of which only shape and dtype count, in the memory of one number."""
+    value = a.meta["val"]
+    one = torch.zeros((), dtype=value.dtype, device=place(value, device))
+    return one.expand(hinted(value.shape))
 
 
 def within(index: torch.Tensor | None, size: int) -> torch.Tensor | None:
