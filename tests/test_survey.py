@@ -122,16 +122,29 @@ class Causal(nn.Module):
 
 def test_a_site_that_disagrees_with_its_region_is_told(monkeypatch):
     given = dict(x=torch.randn(2, 8, 16), scale=2.0)
-    assert compared(Causal(), given) == "ok"
+    assert compared(Causal(), given, False) == "ok"
     made_up = regions.made_up
 
     def reversed_masks(cut, device):
         return [t.flip(-1) if t.dtype == torch.bool else t for t in made_up(cut, device)]
 
     monkeypatch.setattr(regions, "made_up", reversed_masks)
-    assert compared(Causal(), given).startswith("WRONG: attention: result 0 differs by ")
+    assert compared(Causal(), given, False).startswith("WRONG: attention: result 0 differs by ")
     with torch.no_grad():
-        assert compared(Causal(), given).startswith("WRONG: attention: result 0 differs by ")
+        assert compared(Causal(), given, False).startswith("WRONG: attention: result 0 differs by ")
+
+
+def test_a_region_that_cannot_be_compared_has_failed(monkeypatch):
+    given = dict(x=torch.randn(2, 8, 16), scale=2.0)
+    monkeypatch.setattr(regions, "made_up", raises)
+    assert compared(Causal(), given, False).startswith("FAILED: ")
+
+    class Breaks(Causal):
+        def forward(self, x, scale):
+            raise ValueError("of the model")
+
+    with pytest.raises(Skipped, match="of the model"):
+        compared(Breaks(), given, False)
 
 
 @pytest.mark.parametrize("train", [False, True])

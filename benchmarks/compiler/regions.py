@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Scope]:
-    """The decided scopes of the first graph of a function, without a judge."""
+    """The decided scopes of the graphs of a function, without a judge."""
     found: list[Scope] = []
 
     def backend(gm, example_inputs):
@@ -44,15 +44,14 @@ def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Sc
     return found
 
 
-def disagreements(fn, *inputs) -> list[str]:
+def disagreements(fn, *inputs, dynamic=None) -> list[str]:
     """Where a site, decided as for an H200, computes something else than its region, on the inputs
     that the gate makes up for it. The gate would leave such a site to Inductor. Regions that are
     alike are compared once; operators run one by one, on a CPU, where kernels are plain torch code.
     """
     with as_on(gpu("H200")):
-        tops = scopes(fn, *inputs)
         cuts = {}
-        for top in tops:
+        for top in scopes(fn, *inputs, dynamic=dynamic):
             for region in regions(top.facts, [d for d in top.decisions if d.fused]):
                 found = cut_of(top.gate, region)
                 cuts.setdefault(found.text(), found)
@@ -63,7 +62,8 @@ def differing(cut: Cut) -> str:
     """How results or gradients of the region differ with its sites replaced; "" if they agree."""
     inputs = made_up(cut, CPU)
     plain, ours = (values_of(cut, sites, inputs) for sites in ([], cut.region.sites))
-    coarsest = max(torch.finfo(v.value.dtype).eps for v in plain if v.value is not None)
+    dtypes = {v.value.dtype for v in plain if v.value is not None}
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
     words = disagreement(ours, plain, functools.partial(values_of, cut, [], inputs), coarsest)
     names = ", ".join(d.match.pattern.name for d in cut.region.sites)
     return words and f"{names}: {words}"

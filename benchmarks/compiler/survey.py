@@ -93,16 +93,22 @@ def surveyed(
     return "", collector
 
 
-def compared(model: torch.nn.Module, kwargs: dict) -> str:
-    """Whether the sites agree with their regions."""
+def compared(model: torch.nn.Module, kwargs: dict, dynamic: bool) -> str:
+    """Whether the sites agree with their regions. Skipped where torch alone fails."""
     names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in kwargs.items() if name not in names}
 
     def step(*tensors):
         return floats(dict(model(**dict(zip(names, tensors, strict=True)), **rest)))[0]
 
-    with skipped_where("torch.compile"):
-        wrong = disagreements(step, *(kwargs[name] for name in names))
+    tensors = [kwargs[name] for name in names]
+    try:
+        wrong = disagreements(step, *tensors, dynamic=dynamic)
+    except Exception as error:
+        torch.compiler.reset()
+        with skipped_where("torch.compile"):
+            torch.compile(step, backend="eager", dynamic=dynamic)(*tensors)
+        return f"FAILED: {said(error)}"
     return f"WRONG: {'; '.join(wrong)}" if wrong else "ok"
 
 
@@ -118,7 +124,7 @@ def one(transformers, kind: str, config: type, name: str, args) -> str:
         with skipped_where("it cannot be built"):
             model = built(transformers, config, name, args.attention)
         if args.regions:
-            return compared(model, inputs(kind, model))
+            return compared(model, inputs(kind, model), args.dynamic)
         wrong, collector = surveyed(model, inputs(kind, model), args.dynamic)
     except Skipped as reason:
         return f"skipped: {reason}"
