@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import fx
 from torch._guards import TracingContext
 
 from fusion_backend.compat.torch import inductor_config, namespace_of
@@ -42,3 +45,37 @@ def cut_graph() -> TracingContext | None:
     """
     context = TracingContext.try_get()
     return context if context is not None and context.fakify_first_call else None
+
+
+def cut_at(backend: object, places: Callable[..., set[fx.Node] | None]) -> None:
+    """Let Dynamo cut graphs that `backend` compiles under DistributedDataParallel in front of the
+    nodes that `places(gm, bucket, first_bucket, options)` returns. The sizes are in bytes, and the
+    options torch.compile's. Where it returns None, and for other backends, Dynamo chooses.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch._dynamo.backends import distributed
+    from torch._dynamo.eval_frame import innermost_backend
+
+    class AtPlaces(distributed.DDPOptimizer):
+        chosen: set[fx.Node] | None = None
+
+        def compile_fn(self, gm: fx.GraphModule, *args, **kwargs):
+            wrapper = innermost_backend(self.backend_compile_fn)
+            if getattr(wrapper, "compiler_fn", wrapper) is backend:
+                options = getattr(wrapper, "kwargs", {}).get("options")
+                sizes = self.bucket_bytes_cap, self.first_bucket_cap
+                self.chosen = places(gm, *sizes, options)
+            return super().compile_fn(gm, *args, **kwargs)
+
+        def add_param_args(self, bucket, node: fx.Node) -> None:
+            """Called with every call_function, the last one first. A bucket whose size reaches the
+            cap ends in front of that node.
+            """
+            super().add_param_args(bucket, node)
+            if self.chosen is not None:
+                full = node in self.chosen
+                # not 0, by which Dynamo knows a part without parameters
+                bucket.size = self.bucket_bytes_cap if full else min(bucket.size, 1)
+
+    distributed.DDPOptimizer = AtPlaces  # type: ignore[misc]  # Dynamo imports it for each graph

@@ -10,8 +10,10 @@ from torch import fx
 
 from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
+from fusion_backend.capture.bucket_cuts import first_nodes
 from fusion_backend.capture.cut_graphs import Parts
 from fusion_backend.compat.compile_time import hastened
+from fusion_backend.compat.distributed import cut_at
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
@@ -130,6 +132,18 @@ def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callab
     return lambda compiled: compiled
 
 
+def cuts(gm: fx.GraphModule, bucket: int, first_bucket: int, options: dict | None):
+    """Where to cut a graph for buckets of so many bytes. None: where Dynamo does."""
+    if DISABLED.get() or (options or {}).get("fusion.gate") == "never":
+        return None
+    try:
+        return first_nodes(gm, bucket, first_bucket)
+    except Exception as error:
+        fault = f"a graph is cut where Dynamo cuts it: {summary(error)}"
+        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+        return None
+
+
 def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
     """Choose values that Inductor writes to memory. A failure costs nothing else."""
     try:
@@ -170,3 +184,4 @@ def summary(error: Exception) -> str:
 
 
 fusion = FusionBackend()
+cut_at(fusion, cuts)
