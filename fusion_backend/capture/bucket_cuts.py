@@ -2,9 +2,9 @@
 
 Dynamo cuts as soon as the parameters behind the cut fill a bucket. That is anywhere in a layer:
 what belongs together is compiled apart, and everything that passes the cut is written to memory and
-kept. Here the cut moves on towards the start of the graph, to a layer with weights in front of
-which the fewest bytes pass. In a transformer that is the first layer behind a norm: the residual
-stream and the result of the norm are in memory in any case.
+kept. Here the cut moves on towards the start of the graph, to the next operator with weights in
+front of which few bytes pass. In a transformer that is the first one behind a norm, or behind
+attention: the residual stream and what the operator reads are in memory in any case.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor, fx
 
+from fusion_backend.capture.aliases import storages_of
 from fusion_backend.compat.torch import hinted, pytree
 
 # A part may grow by a quarter of all parameters: their gradients are sent in no fewer than about
@@ -25,46 +26,57 @@ def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.No
     """The node that each part begins with, but for the part at the start of the graph.
 
     bucket: bytes of parameters that a part has at least, and the one at the end of the graph
-    first_bucket. Every part begins with a call_function.
+    first_bucket.
     """
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    own = bytes_of_parameters(nodes)
-    passing = bytes_passing(nodes)
+    own, passing = bytes_of_parameters(nodes), bytes_passing(nodes)
+    weighty = [at for at, n in enumerate(nodes) if at and reads_weights(n)]
     more = max(bucket, sum(own) // PARTS)
     found: set[fx.Node] = set()
     size, at = 0, len(nodes) - 1
-    while at > 0:
+    while at > 0 and weighty:
         size += own[at]
-        full = size >= (bucket if found else first_bucket)
-        place = best_place(at, nodes, own, passing, more) if full else None
-        if place is not None:
-            found.add(nodes[place])
-            size, at = 0, place
+        if size >= (bucket if found else first_bucket):
+            place = best_place(at, weighty, own, passing, more)
+            if place is not None:
+                at = with_views(place, nodes, passing)
+                found.add(nodes[at])
+                size = 0
         at -= 1
     return found
 
 
 def best_place(
-    last: int, nodes: list[fx.Node], own: list[int], passing: list[int], more: int
+    last: int, weighty: list[int], own: list[int], passing: list[int], more: int
 ) -> int | None:
-    """The layer with weights in front of which the fewest bytes pass, and the last of several such:
-    at most `last`, and with no more than `more` bytes of parameters between. Where there is none,
-    another call_function; None if there is none, either.
+    """The last of these places, up to `last`, where as few bytes pass as at a quarter of them; else
+    the one where the fewest do. Between it and `last` are at most `more` bytes of parameters. None
+    if there is no such place.
     """
-    best, least, between = None, None, 0
-    for at in range(last, 0, -1):
-        between += own[at] if at < last else 0
-        if between > more:
-            break
-        cost = not reads_weights(nodes[at]), passing[at]
-        if nodes[at].op == "call_function" and (least is None or cost < least):
-            best, least = at, cost
-    return best
+    few = sorted(passing[at] for at in weighty)[len(weighty) // 4]
+    near = [at for at in reversed(weighty) if at <= last and sum(own[at:last]) <= more]
+    good = (at for at in near if passing[at] <= few)
+    return next(good, min(near, key=passing.__getitem__, default=None))
+
+
+def with_views(at: int, nodes: list[fx.Node], passing: list[int]) -> int:
+    """A view right before a node, through which it reads what passes, goes with it."""
+    while at > 1 and is_view(nodes[at - 1]) and passing[at - 1] <= passing[at]:
+        at -= 1
+    return at
+
+
+def is_view(n: fx.Node) -> bool:
+    given = [m.meta.get("example_value") for m in n.all_input_nodes]
+    value = n.meta.get("example_value")
+    return isinstance(value, Tensor) and bool(storages_of(value) & storages_of(given))
 
 
 def reads_weights(n: fx.Node) -> bool:
+    """Is it an operator of a matrix that is trained, as a linear layer or a convolution is?"""
     given = (m.meta.get("example_value") for m in n.all_input_nodes if m.op == "placeholder")
-    return any(isinstance(v, torch.nn.Parameter) and v.dim() > 1 for v in given)
+    trained = any(isinstance(v, torch.nn.Parameter) and v.dim() > 1 for v in given)
+    return trained and n.op == "call_function"
 
 
 def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:

@@ -66,12 +66,18 @@ def cut_at(backend: object, places: Callable[..., set[fx.Node] | None]) -> None:
                 options = getattr(wrapper, "kwargs", {}).get("options")
                 sizes = self.bucket_bytes_cap, self.first_bucket_cap
                 self.chosen = places(gm, *sizes, options)
+            # Dynamo asks add_param_args about functions alone
+            self.methods = {n: n.target for n in self.chosen or () if n.op == "call_method"}
+            for n in self.methods:
+                n.op, n.target = "call_function", getattr(torch.Tensor, n.target)
             return super().compile_fn(gm, *args, **kwargs)
 
         def add_param_args(self, bucket, node: fx.Node) -> None:
             """Called with every call_function, the last one first. A bucket whose size reaches the
             cap ends in front of that node.
             """
+            if node in self.methods:
+                node.op, node.target = "call_method", self.methods[node]
             super().add_param_args(bucket, node)
             if self.chosen is not None:
                 full = node in self.chosen

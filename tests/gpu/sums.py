@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.tensor import DTensor
 
 import fusion_backend
 from fusion_backend.kernels.collective.norm import all_reduce_norm
@@ -26,6 +30,7 @@ from fusion_backend.kernels.norm.operands import Norm
 
 from ..oracle.harness import fused_sites
 from ..ranks import all_reduces, tp_plans
+from ..ranks.sequence_parallel import ROWS, WIDTH, SequenceMLP, planned
 from ..ranks.tp_plans import Job
 
 ALWAYS = {"fusion.gate": "always"}
@@ -186,6 +191,43 @@ def plan(train: bool, norm: Callable[[int], nn.Module]) -> Callable:
     return run
 
 
+def pipelined(make: Callable[[str], nn.Module], train: bool) -> Callable:
+    """A model whose sequence is divided, under _micro_pipeline_tp: distances from eager code, and
+    how many collectives plain Inductor and fusion pipeline.
+    """
+
+    def run(device) -> dict:
+        torch.manual_seed(0)
+        model = make(device.type)
+        enable_symm_mem_for_group(group())
+        want = passed(model, model, train, device)
+        with torch._inductor.config.patch(_micro_pipeline_tp=True, fx_graph_cache=False):
+            torch._dynamo.reset()
+            _, plain = run_and_get_code(passed, model, torch.compile(model), train, device)
+            torch._dynamo.reset()
+            fusion_backend.reset()
+            call = torch.compile(model, backend="fusion", options=ALWAYS)
+            have, ours = run_and_get_code(passed, model, call, train, device)
+        counts = [len(re.findall(r"symm_mem\.fused_\w+", "".join(code))) for code in (plain, ours)]
+        return compared(have, want) | {"pipelined": counts}
+
+    return run
+
+
+def passed(model: nn.Module, call: Callable, train: bool, device) -> list[Tensor]:
+    """The result for this rank's share of a batch; in training then the gradients."""
+    x = drawn(2 * ROWS, WIDTH, torch.bfloat16, device, dist.get_rank()).view(2, ROWS, WIDTH)
+    with torch.set_grad_enabled(train):
+        out = call(x.requires_grad_(train))
+    if not train:
+        return [out]
+    model.zero_grad()
+    out.square().mean().backward()
+    gradients = (p.grad for p in model.parameters())
+    whole = (d.full_tensor() if isinstance(d, DTensor) else d for d in gradients)
+    return [out.detach(), x.grad, *(d.clone() for d in whole)]
+
+
 def llama(job: Job) -> Callable:
     """A model of transformers by its own plan, in the same way."""
 
@@ -213,6 +255,10 @@ def compared(have: list[Tensor], want: list[Tensor]) -> dict:
     return {"far": max(apart), "fused": fused, "errors": errors, "reasons": reasons}
 
 
+def written_out(device: str) -> nn.Module:
+    return SequenceMLP(gated=True).bfloat16().to(device)
+
+
 JOBS: dict[str, Callable] = {
     "kernels": kernels,
     "repeated": repeated,
@@ -222,6 +268,10 @@ JOBS: dict[str, Callable] = {
     "plan, inference": plan(False, nn.RMSNorm),
     "plan, training": plan(True, nn.RMSNorm),
     "plan with layer norms, training": plan(True, nn.LayerNorm),
+    "pipelined, inference": pipelined(written_out, False),
+    "pipelined, training": pipelined(written_out, True),
+    "pipelined by a plan, inference": pipelined(planned, False),
+    "pipelined by a plan, training": pipelined(planned, True),
     "llama, inference": llama(Job("Llama", "inference", torch.bfloat16)),
     "llama, training": llama(Job("Llama", "training")),
 }

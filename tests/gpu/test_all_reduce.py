@@ -1,5 +1,5 @@
 """On several GPUs: sums over ranks by the kernels, alone, in graphs and in models that tensor
-parallelism divides.
+parallelism divides; and asynchronous tensor parallelism.
 """
 
 import time
@@ -93,3 +93,12 @@ def test_models_compute_what_eager_code_does(seen, name):
         kinds = {p: n for p, n in one["fused"].items() if p.startswith("all_reduce")}
         assert not one["errors"] and sum(kinds.values()) == count, one["reasons"]
         assert one["far"] < allowed
+
+
+@pytest.mark.parametrize("by", ["", " by a plan"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_collectives_are_pipelined_as_by_plain_inductor(seen, by, mode):
+    for one in of(seen, f"pipelined{by}, {mode}"):
+        plain, ours = one["pipelined"]
+        assert ours == plain >= 1 and not one["errors"]
+        assert one["far"] < 0.03 and one["fused"]

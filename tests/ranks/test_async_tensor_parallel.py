@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch._inductor.compile_fx as compile_fx
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
@@ -24,12 +23,6 @@ from torch._inductor.virtualized import V
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusion_backend
@@ -37,8 +30,8 @@ from fusion_backend.compat.pretended_cuda import described, empty_like, moved, p
 from fusion_backend.kernels.common.target import as_on, gpu
 
 from ..selection import product
-
-ROWS, WIDTH, INNER = 512, 1024, 2048  # on a rank; large enough for the tables to want kernels
+from . import sequence_parallel
+from .sequence_parallel import INNER, ROWS, WIDTH, SequenceMLP, gather, planned, scatter
 
 pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="the pass asks for NCCL")
 
@@ -49,50 +42,6 @@ def job():
     with _test_mode({dist.group.WORLD.group_name}):  # symmetric memory is taken for available
         yield
     dist.destroy_process_group()
-
-
-def gather(x, dim=1):
-    return funcol.all_gather_tensor_autograd(x, dim, dist.group.WORLD)
-
-
-def scatter(x, dim=1):
-    return funcol.reduce_scatter_tensor_autograd(x, "sum", dim, dist.group.WORLD)
-
-
-class SequenceMLP(nn.Module):
-    """A feed-forward part on a rank's share of the sequence, with its collectives written out."""
-
-    def __init__(self, dim: int = 1, bias: bool = False, gated: bool = False):
-        super().__init__()
-        self.dim, self.norm = dim, nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER, bias), nn.Linear(INNER, WIDTH, False)
-        self.gate = nn.Linear(WIDTH, INNER, False) if gated else None
-
-    def forward(self, x):
-        h = gather(self.norm(x), self.dim)
-        h = F.gelu(self.up(h)) if self.gate is None else F.silu(self.gate(h)) * self.up(h)
-        return x + scatter(self.down(h), self.dim)
-
-
-class Planned(nn.Module):
-    """The same by a plan of torch's tensor parallelism; its layers read DTensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER, False), nn.Linear(INNER, WIDTH, False)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def planned() -> nn.Module:
-    plan = {
-        "norm": SequenceParallel(use_local_output=True),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    return parallelize_module(Planned().bfloat16(), init_device_mesh("cpu", (2,)), plan)
 
 
 class Redistributed(nn.Module):
@@ -204,9 +153,10 @@ def test_the_linear_layers_are_fused_where_nothing_is_pipelined(name):
 
 def test_the_reason_names_the_collective():
     _, report = collectives(MODELS["gated"](), "fusion", False)
-    line = next(n for n, text in enumerate(Path(__file__).open(), 1) if "funcol.all_gather" in text)
+    file = sequence_parallel.__file__
+    line = next(n for n, text in enumerate(Path(file).open(), 1) if "funcol.all_gather" in text)
     why = "left to Inductor: its linear layer reads the all-gather at {}, which _micro_pipeline_tp "
-    assert refused(report, "gated_linear") == why.format(f"{__file__}:{line}") + "pipelines"
+    assert refused(report, "gated_linear") == why.format(f"{file}:{line}") + "pipelines"
     _, report = collectives(MODELS["redistributed"](), "fusion", False)
     assert "layer reads the redistribution at" in refused(report, "linear_act")
 
