@@ -9,17 +9,18 @@ attention: the residual stream and what the operator reads are in memory in any 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor, fx
 
-from fusion_backend.capture.aliases import storages_of
 from fusion_backend.compat.torch import hinted, pytree
 
 # A part may grow by a quarter of all parameters: their gradients are sent in no fewer than about
 # four steps, and all but the last of these beside the backward.
 PARTS = 4
+RESHAPES = {"view", "reshape", "flatten", "unflatten"}
 
 
 def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.Node]:
@@ -31,15 +32,16 @@ def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.No
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     own, passing = bytes_of_parameters(nodes), bytes_passing(nodes)
     weighty = [at for at, n in enumerate(nodes) if at and reads_weights(n)]
-    more = max(bucket, sum(own) // PARTS)
+    before = [*itertools.accumulate(own, initial=0)]
+    more = max(bucket, before[-1] // PARTS)
     found: set[fx.Node] = set()
     size, at = 0, len(nodes) - 1
     while at > 0 and weighty:
         size += own[at]
         if size >= (bucket if found else first_bucket):
-            place = best_place(at, weighty, own, passing, more)
+            place = best_place(at, weighty, before, passing, more)
             if place is not None:
-                at = with_views(place, nodes, passing)
+                at = with_reshapes(place, nodes, passing)
                 found.add(nodes[at])
                 size = 0
         at -= 1
@@ -47,29 +49,29 @@ def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.No
 
 
 def best_place(
-    last: int, weighty: list[int], own: list[int], passing: list[int], more: int
+    last: int, weighty: list[int], before: list[int], passing: list[int], more: int
 ) -> int | None:
     """The last of these places, up to `last`, where as few bytes pass as at a quarter of them; else
-    the one where the fewest do. Between it and `last` are at most `more` bytes of parameters. None
-    if there is no such place.
+    the one where the fewest do. Between it and `last` are at most `more` bytes of parameters:
+    `before` has those that all nodes before a place read. None if there is no such place.
     """
     few = sorted(passing[at] for at in weighty)[len(weighty) // 4]
-    near = [at for at in reversed(weighty) if at <= last and sum(own[at:last]) <= more]
+    near = [at for at in reversed(weighty) if at <= last and before[last] - before[at] <= more]
     good = (at for at in near if passing[at] <= few)
     return next(good, min(near, key=passing.__getitem__, default=None))
 
 
-def with_views(at: int, nodes: list[fx.Node], passing: list[int]) -> int:
-    """A view right before a node, through which it reads what passes, goes with it."""
-    while at > 1 and is_view(nodes[at - 1]) and passing[at - 1] <= passing[at]:
+def with_reshapes(at: int, nodes: list[fx.Node], passing: list[int]) -> int:
+    """Reshapes right before a node, through which it reads what passes, go with it: the rows of a
+    layer are then known to be those of a tensor.
+    """
+    while at > 1 and name_of(nodes[at - 1]) in RESHAPES and passing[at - 1] <= passing[at]:
         at -= 1
     return at
 
 
-def is_view(n: fx.Node) -> bool:
-    given = [m.meta.get("example_value") for m in n.all_input_nodes]
-    value = n.meta.get("example_value")
-    return isinstance(value, Tensor) and bool(storages_of(value) & storages_of(given))
+def name_of(n: fx.Node) -> str:
+    return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
 
 
 def reads_weights(n: fx.Node) -> bool:

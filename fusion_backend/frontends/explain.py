@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusion_backend.compat.torch import graph_break, inductor, many_recompiles
+from fusion_backend.compat.torch import graph_break, inductor, inductor_config, many_recompiles
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.kernels.common.target import GPU, as_on, gpu
@@ -23,7 +23,8 @@ class Collector:
 
     def __init__(self, options: dict | None, target: GPU | None = None):
         self.options, theirs = parse(options, [p.name for p in patterns()])
-        inductor(None, theirs)  # refuses what torch.compile would refuse
+        # refuses what torch.compile would refuse
+        self.config = inductor(None, theirs).config
         self.target = target
         self.report = Report(target=target and target.name)
         self.graphs: list[torch.fx.GraphModule] = []
@@ -32,7 +33,7 @@ class Collector:
     def __call__(self, gm, example_inputs):
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         self.report.graphs.append(record)
-        with as_on(self.target):
+        with as_on(self.target), inductor_config.patch(self.config):
             new, _ = fuse_graph(gm, self.options, record, usable(patterns()), compiles=False)
         self.sources.append(gm)
         self.graphs.append(new)

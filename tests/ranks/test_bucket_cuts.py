@@ -212,9 +212,9 @@ def test_a_part_begins_with_the_first_layer_of_a_block(dynamic):
     ],
 )
 def test_a_part_begins_where_few_bytes_pass_if_that_is_near(last, more, place):
-    weighty = [1, 3, 4, 5]
-    own, passing = [0, 1, 0, 2, 2, 2], [9, 10, 5, 10, 20, 30]
-    assert best_place(last, weighty, own, passing, more) == place
+    weighty, passing = [1, 3, 4, 5], [9, 10, 5, 10, 20, 30]
+    before = [0, 0, 1, 1, 3, 5, 7]  # of nodes with 0, 1, 0, 2, 2 and 2 bytes of parameters
+    assert best_place(last, weighty, before, passing, more) == place
 
 
 def test_frozen_weights_fill_no_bucket():

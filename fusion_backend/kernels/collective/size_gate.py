@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusion_backend.compat.torch import inductor_config
 from fusion_backend.kernels.common.inputs import dynamic, number
 from fusion_backend.reporting.reject import Reject, Unmeasured
 
@@ -24,15 +25,17 @@ class Timed(NamedTuple):
     one before. The kernels won at all of them.
     """
 
-    gpu: str  # NVLink goes from each to all others
+    gpus: tuple[str, ...]  # NVLink goes from each to all others
     n: int
     smallest: int
     largest: int
 
 
-# Ranks -> what was timed. Source: benchmarks/results/h100-all-reduce.json
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+# Ranks -> what was timed. Source: benchmarks/results/h100-all-reduce.json and h200-all-reduce.json
 TIMED: dict[int, Timed] = {
-    ranks: Timed("NVIDIA H100 80GB HBM3", 4096, 1 << 14, 1 << 26) for ranks in (2, 4)
+    2: Timed((H100, H200), 4096, 1 << 14, 1 << 26),
+    4: Timed((H100,), 4096, 1 << 14, 1 << 26),
 }
 # Ranks -> bytes of x from which two shots are taken to be faster than one: each rank reads
 # world - 1 times x in one shot, and 2 (world - 1) / world times in two. Over two ranks they are not
@@ -57,16 +60,15 @@ def reject_size(x: Tensor) -> Reject | None:
 
 
 ALWAYS = "fusion.gate=always takes it"
-# Is the kernel used without being asked for, where it was timed? It was faster in CUDA graphs. By
-# the host, small sums took as long as NCCL's, and a step of a model over two ranks once took 1.36
-# times as long (docs/distributed.md). NCCL, too, was timed without NVLS.
-BY_DEFAULT = False
 
 
 def untimed(
     x: Tensor, residual: Tensor | None, kind: str, world: int, training: bool
 ) -> Unmeasured | None:
-    """Was the kernel faster at this size, with so many ranks?"""
+    """Was the kernel faster at this size, with so many ranks? Without being asked for it is taken
+    in CUDA graphs alone. By the host, small sums took as long as NCCL's, and a step of a model over
+    two ranks once took 1.36 times as long (docs/distributed.md). NCCL was timed without NVLS.
+    """
     if world not in TIMED:
         return Unmeasured(f"the sum over {world} ranks has not been timed; {ALWAYS}")
     timed, n = TIMED[world], number(x.shape[-1])
@@ -86,19 +88,20 @@ def untimed(
             f"x has {size:,} bytes, and over {world} ranks the kernel was faster from "
             f"{timed.smallest:,} to {timed.largest:,}; {ALWAYS}"
         )
-    if not BY_DEFAULT:
+    if not inductor_config.triton.cudagraphs:
         return Unmeasured(
             f"over {world} ranks the kernel was faster at this size in CUDA graphs, but not where "
-            f"the host takes longer than the GPU; {ALWAYS}"
+            f"the host takes longer than the GPU; mode='reduce-overhead' or {ALWAYS}"
         )
     return None
 
 
 def other_gpus(gpu: str, world: int) -> Unmeasured | None:
     """Was it timed on such GPUs? Empty where they differ, or NVLink does not go between all."""
-    timed = TIMED[world].gpu
-    if gpu != timed:
+    timed = TIMED[world].gpus
+    if gpu not in timed:
         found = f"on {gpu}" if gpu else "on GPUs that differ or are not linked by NVLink"
+        there = " and ".join(timed)
         return Unmeasured(
-            f"the sum over {world} ranks has been timed on {timed}, and not {found}; {ALWAYS}"
+            f"the sum over {world} ranks has been timed on {there}, and not {found}; {ALWAYS}"
         )
