@@ -14,6 +14,8 @@ from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_backend
+from benchmarks.subjects.model_zoo import ENTRIES, build
+from fusion_backend import remembered
 from fusion_backend.capture.bucket_cuts import best_place, first_nodes
 from fusion_backend.frontends import dynamo
 
@@ -137,6 +139,45 @@ def test_the_sites_of_the_whole_graph_are_found_in_its_parts(block):
     assert len(parts) > BLOCKS  # one for each, and one for the layer at the end
     for have, want in zip(values, trained(model, model), strict=True):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "t5"])
+def test_models_of_transformers(name, monkeypatch):
+    """With buckets of a twelfth of the parameters."""
+    pytest.importorskip("transformers")
+    subject = build(name, "train", ENTRIES[name].tiny, "sdpa", torch.device("cpu"), torch.float32)
+    size = sum(p.nbytes for p in subject.model.parameters())
+
+    def small(gm, *_):
+        return first_nodes(gm, size // 12, size // 100)
+
+    def trained(model):
+        torch._dynamo.reset()
+        fusion_backend.reset()
+        options = {"fusion.gate": "always", "fusion.skip": ["norm_linear"]}
+        call = torch.compile(model, backend="fusion", options=options)
+        with eager_kernels():
+            call(**subject.kwargs).loss.backward()
+        report = fusion_backend.report()
+        return Counter(s.pattern for s in report.sites if s.fused), len(report.graphs)
+
+    whole, _ = trained(subject.model)
+    monkeypatch.setattr(dynamo, "first_nodes", small)
+    found, parts = trained(DistributedDataParallel(subject.model))
+    assert found == whole and parts > 5
+
+
+def test_calls_of_methods_stay_calls_of_methods(monkeypatch):
+    """Dynamo is shown the first node of a part as a call of a function."""
+    fuse, called = remembered.fuse, Counter()
+
+    def noted(gm, *others):
+        called.update((n.op, n.target) for n in gm.graph.nodes if "view" in str(n.target))
+        return fuse(gm, *others)
+
+    monkeypatch.setattr(remembered, "fuse", noted)
+    compiled(spread(model_of(Flattened)))
+    assert called == {("call_method", "view"): 4 * BLOCKS}
 
 
 def test_other_backends_are_given_the_parts_that_dynamo_cuts():
