@@ -17,68 +17,92 @@ from torch import Tensor, fx
 
 from fusion_backend.compat.torch import hinted, pytree
 
-# A part may grow by a quarter of all parameters: their gradients are sent in no fewer than about
-# four steps, and all but the last of these beside the backward.
+# A part grows by at most a quarter of all parameters: their gradients are sent when its backward
+# ends.
 PARTS = 4
 RESHAPES = {"view", "reshape", "flatten", "unflatten"}
 
 
-def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.Node]:
-    """The node that each part begins with, but for the part at the start of the graph.
+def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.Node] | None:
+    """The node that each part begins with, but for the part at the start of the graph. None if
+    the graph has parameters that are no inputs, or no operator with weights.
 
     bucket: bytes of parameters that a part has at least, and the one at the end of the graph
     first_bucket.
     """
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    own, passing = bytes_of_parameters(nodes), bytes_passing(nodes)
-    weighty = [at for at, n in enumerate(nodes) if at and reads_weights(n)]
+    inside = any(n.op == "call_module" or is_parameter(n) for n in nodes)
+    passing = bytes_passing(nodes)
+    places = [] if inside else places_of(nodes, passing)
+    if not places:
+        return None
+    own = bytes_of_parameters(nodes)
     before = [*itertools.accumulate(own, initial=0)]
     more = max(bucket, before[-1] // PARTS)
+    few = sorted(passing[at] for at in places)[len(places) // 4]
     found: set[fx.Node] = set()
     size, at = 0, len(nodes) - 1
-    while at > 0 and weighty:
+    while at > 0:
         size += own[at]
         if size >= (bucket if found else first_bucket):
-            place = best_place(at, weighty, before, passing, more)
-            if place is not None:
-                at = with_reshapes(place, nodes, passing)
-                found.add(nodes[at])
-                size = 0
+            near = [p for p in reversed(places) if p <= at and before[at] - before[p] <= more]
+            at = best_place(near, passing, few, at)
+            found.add(nodes[at])
+            size = 0
         at -= 1
     return found
 
 
-def best_place(
-    last: int, weighty: list[int], before: list[int], passing: list[int], more: int
-) -> int | None:
-    """The last of these places, up to `last`, where as few bytes pass as at a quarter of them; else
-    the one where the fewest do. Between it and `last` are at most `more` bytes of parameters:
-    `before` has those that all nodes before a place read. None if there is no such place.
+def best_place(near: list[int], passing: list[int], few: int, otherwise: int) -> int:
+    """The first of these places that no more than `few` bytes pass; if there is none, the one that
+    the fewest bytes pass.
     """
-    few = sorted(passing[at] for at in weighty)[len(weighty) // 4]
-    near = [at for at in reversed(weighty) if at <= last and before[last] - before[at] <= more]
     good = (at for at in near if passing[at] <= few)
-    return next(good, min(near, key=passing.__getitem__, default=None))
+    return next(good, min(near, key=passing.__getitem__, default=otherwise))
 
 
-def with_reshapes(at: int, nodes: list[fx.Node], passing: list[int]) -> int:
-    """Reshapes right before a node, through which it reads what passes, go with it: the rows of a
-    layer are then known to be those of a tensor.
+def places_of(nodes: list[fx.Node], passing: list[int]) -> list[int]:
+    """In front of which nodes the graph may be cut: of operators with weights, and of what only
+    they read of the calls right before them, which computes the weights from parameters or makes
+    rows of what passes.
     """
-    while at > 1 and name_of(nodes[at - 1]) in RESHAPES and passing[at - 1] <= passing[at]:
-        at -= 1
-    return at
+    weights: set[fx.Node] = set()  # what is computed from parameters alone
+    places = []
+    for at, n in enumerate(nodes):
+        read = n.all_input_nodes
+        if read and all(is_parameter(m) or m in weights for m in read):
+            weights.add(n)
+        elif any((is_parameter(m) or m in weights) and dimensions(m) > 1 for m in read):
+            first, inside = at, {n}
+            while first > 1 and goes_with(nodes[first - 1], inside, weights, passing, first):
+                first -= 1
+                inside.add(nodes[first])
+            if first:
+                places.append(first)
+    return places
+
+
+def goes_with(
+    n: fx.Node, inside: set[fx.Node], weights: set[fx.Node], passing: list[int], first: int
+) -> bool:
+    """Does the call right before place `first` belong to the same part?"""
+    if not inside.issuperset(n.users):
+        return False
+    return n in weights or (name_of(n) in RESHAPES and passing[first - 1] <= passing[first])
 
 
 def name_of(n: fx.Node) -> str:
     return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
 
 
-def reads_weights(n: fx.Node) -> bool:
-    """Is it an operator of a matrix that is trained, as a linear layer or a convolution is?"""
-    given = (m.meta.get("example_value") for m in n.all_input_nodes if m.op == "placeholder")
-    trained = any(isinstance(v, torch.nn.Parameter) and v.dim() > 1 for v in given)
-    return trained and n.op == "call_function"
+def is_parameter(n: fx.Node) -> bool:
+    held = n.op in ("placeholder", "get_attr")
+    return held and isinstance(n.meta.get("example_value"), torch.nn.Parameter)
+
+
+def dimensions(n: fx.Node) -> int:
+    value = n.meta.get("example_value")
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:
@@ -86,16 +110,17 @@ def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:
     seen: set[fx.Node] = set()
     sizes = []
     for n in reversed(nodes):
-        new = {m for m in n.all_input_nodes if m.op == "placeholder"} - seen
+        new = {m for m in n.all_input_nodes if is_parameter(m)} - seen
         seen |= new
-        values = [m.meta.get("example_value") for m in new]
-        trained = (v for v in values if isinstance(v, torch.nn.Parameter) and v.requires_grad)
-        sizes.append(sum(size_of(v) for v in trained))
+        values = [m.meta["example_value"] for m in new]
+        sizes.append(sum(size_of(v) for v in values if v.requires_grad))
     return sizes[::-1]
 
 
 def bytes_passing(nodes: list[fx.Node]) -> list[int]:
-    """Of each node the bytes that are computed before it and read by it or later."""
+    """Of each node the bytes that are computed before it and read by it or later. Views of a tensor
+    count as tensors.
+    """
     places = {n: at for at, n in enumerate(nodes)}
     changes = [0] * (len(nodes) + 1)
     for at, n in enumerate(nodes):

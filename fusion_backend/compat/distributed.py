@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -61,12 +62,15 @@ def cut_at(backend: object, places: Callable[..., set[fx.Node] | None]) -> None:
         chosen: set[fx.Node] | None = None
 
         def compile_fn(self, gm: fx.GraphModule, *args, **kwargs):
-            wrapper = innermost_backend(self.backend_compile_fn)
-            if getattr(wrapper, "compiler_fn", wrapper) is backend:
-                options = getattr(wrapper, "kwargs", {}).get("options")
+            given = innermost_backend(self.backend_compile_fn)  # by torch.compile, in a wrapper
+            asked, keywords = getattr(given, "compiler_fn", given), getattr(given, "kwargs", {})
+            if isinstance(asked, functools.partial):
+                asked, keywords = asked.func, {**asked.keywords, **keywords}
+            if asked is backend:
                 sizes = self.bucket_bytes_cap, self.first_bucket_cap
-                self.chosen = places(gm, *sizes, options)
-            # Dynamo asks add_param_args about functions alone
+                self.chosen = places(gm, *sizes, keywords.get("options"))
+            # Dynamo asks add_param_args about functions alone, about each of them before it hands
+            # a part to the backend
             self.methods = {n: n.target for n in self.chosen or () if n.op == "call_method"}
             for n in self.methods:
                 n.op, n.target = "call_function", getattr(torch.Tensor, n.target)

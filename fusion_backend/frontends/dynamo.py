@@ -134,9 +134,9 @@ def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callab
 
 def cuts(gm: fx.GraphModule, bucket: int, first_bucket: int, options: dict | None):
     """Where to cut a graph for buckets of so many bytes. None: where Dynamo does."""
-    if DISABLED.get() or (options or {}).get("fusion.gate") == "never":
-        return None
     try:
+        if DISABLED.get() or (options or {}).get("fusion.gate") == "never":
+            return None
         return first_nodes(gm, bucket, first_bucket)
     except Exception as error:
         fault = f"a graph is cut where Dynamo cuts it: {summary(error)}"

@@ -223,6 +223,7 @@ def sites(
 
 @pytest.fixture
 def reached(monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
     monkeypatch.setattr(pattern, "out_of_reach", lambda group: "")
     monkeypatch.setattr(pattern, "linked", lambda group: H100)
@@ -233,21 +234,18 @@ def test_the_kernel_is_taken_where_the_user_asks_for_it(job, reached):
     assert site.fused and site.forward == "kernel"
 
 
-IN_GRAPHS = {"triton.cudagraphs": True}
-
-
-def test_by_default_it_is_taken_in_cuda_graphs_alone(job, reached):
+def test_nothing_is_taken_that_nobody_asked_for(job, reached, monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", False)
     (site,) = sites({})
     assert not site.fused and "but not where the host takes longer" in site.reason
     assert sites({"fusion.gate": "always"})[0].fused
-    assert sites(IN_GRAPHS)[0].fused
 
 
 @pytest.mark.parametrize("options", [{}, {"fusion.gate": "table"}], ids=["auto", "table"])
 def test_what_was_timed_may_be_taken(options, job, reached):
     """From 16 KB to 64 MB of x."""
     rows = (1, 2, 64, 8192)
-    found = [sites(options | IN_GRAPHS, n)[0] for n in rows]
+    found = [sites(options, n)[0] for n in rows]
     assert [site.fused for site in found] == [False, True, True, True]
     assert "x has 8,192 bytes, and over 2 ranks the kernel was faster from" in found[0].reason
 
@@ -262,20 +260,20 @@ def test_what_was_timed_may_be_taken(options, job, reached):
     ],
 )
 def test_nothing_is_taken_that_was_not_timed(given, why, job, reached):
-    (site,) = sites(IN_GRAPHS, **given)
+    (site,) = sites({}, **given)
     assert not site.fused
     assert f"the sum over 2 ranks {why}; fusion.gate=always takes it" in site.reason
 
 
-def test_training_was_not_timed():
+def test_training_was_not_timed(monkeypatch):
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     x = torch.empty(64, 4096, dtype=torch.bfloat16)
-    with torch._inductor.config.patch(IN_GRAPHS):
-        assert size_gate.untimed(x, x, "rms", 2, training=False) is None
-        refused = size_gate.untimed(x, x, "rms", 2, training=True)
-        assert "the sum over 2 ranks has not been timed with gradients" in refused.reason
-        assert size_gate.untimed(x, x, "rms", 4, training=False) is None
-        refused = size_gate.untimed(x, x, "rms", 8, training=False)
-        assert "the sum over 8 ranks has not been timed" in refused.reason
+    assert size_gate.untimed(x, x, "rms", 2, training=False) is None
+    refused = size_gate.untimed(x, x, "rms", 2, training=True)
+    assert "the sum over 2 ranks has not been timed with gradients" in refused.reason
+    assert size_gate.untimed(x, x, "rms", 4, training=False) is None
+    refused = size_gate.untimed(x, x, "rms", 8, training=False)
+    assert "the sum over 8 ranks has not been timed" in refused.reason
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,7 @@ def test_training_was_not_timed():
 )
 def test_other_gpus_were_not_timed(gpu, why, job, reached, monkeypatch):
     monkeypatch.setattr(pattern, "linked", lambda group: gpu)
-    (site,) = sites(IN_GRAPHS)
+    (site,) = sites({})
     assert not site.fused and why in site.reason
     assert sites({"fusion.gate": "always"})[0].fused
 
@@ -300,14 +298,15 @@ def test_what_the_kernel_cannot_do_is_refused(job, reached, why, n):
 
 def test_out_of_reach_is_asked_last_and_refuses(job, monkeypatch):
     asked = []
+    monkeypatch.setattr(size_gate, "BY_DEFAULT", True)
     monkeypatch.setattr(pattern, "unsupported", lambda group: "")
     monkeypatch.setattr(pattern, "linked", lambda group: "")
     monkeypatch.setattr(
         pattern, "out_of_reach", lambda group: asked.append(group) or "the ranks are far apart"
     )
-    sites(IN_GRAPHS, rows=1)
+    sites({}, rows=1)
     assert not asked  # it waits for other ranks, and the tables refuse the site
-    for options in (IN_GRAPHS, {"fusion.gate": "always"}):
+    for options in ({}, {"fusion.gate": "always"}):
         (site,) = sites(options)
         assert asked and not site.fused and site.reason.endswith("the ranks are far apart")
 

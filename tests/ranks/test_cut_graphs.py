@@ -2,6 +2,7 @@
 from constants, the others recompute.
 """
 
+import contextlib
 import dataclasses
 import gc
 import weakref
@@ -71,8 +72,10 @@ class Viewed(Layers):
         return x + mask
 
 
-def trained(model, backend: str, faulty=False, **options):
-    """Results and gradients of two calls, and for each part whether it has calls of `steps`."""
+def trained(model, backend: str, faulty=False, ours=False, **options):
+    """Results and gradients of two calls, and for each part whether it has calls of `steps`. The
+    parts are as Dynamo cuts them, or ours.
+    """
     torch._dynamo.reset()
     fusion_backend.reset()
     call = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -92,7 +95,9 @@ def trained(model, backend: str, faulty=False, **options):
     with (
         eager_kernels(),
         mock.patch.object(remembered, "fuse", fuse),
-        mock.patch.object(dynamo, "first_nodes", return_value=None),  # parts as Dynamo cuts them
+        contextlib.nullcontext()
+        if ours
+        else mock.patch.object(dynamo, "first_nodes", lambda *_: None),
         torch._inductor.config.patch(fallback_random=True),  # the numbers that eager draws
     ):
         outs = [call(x) for _ in range(2)]
@@ -234,6 +239,16 @@ def test_masks_of_transformers_are_proven_in_each_part(name):
     whole = masks(subject.model)
     assert len(whole) == 2 and all("causal" in mask for mask in whole)
     assert masks(DistributedDataParallel(subject.model, bucket_cap_mb=1)) == whole
+
+
+@pytest.mark.parametrize("make", [*MADE, *NOT_FROM_CONSTANTS])
+def test_parts_that_are_cut_elsewhere(make):
+    agree(Layers((MADE | NOT_FROM_CONSTANTS)[make]), ours=True)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_in_parts_that_are_cut_elsewhere(change):
+    agree(Layers(MADE["in fp32"], CHANGES[change]), ours=True)
 
 
 def test_a_fault_changes_no_result(monkeypatch):

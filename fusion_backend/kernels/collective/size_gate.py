@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusion_backend.compat.torch import inductor_config
 from fusion_backend.kernels.common.inputs import dynamic, number
 from fusion_backend.reporting.reject import Reject, Unmeasured
 
@@ -60,15 +59,16 @@ def reject_size(x: Tensor) -> Reject | None:
 
 
 ALWAYS = "fusion.gate=always takes it"
+# Is the kernel used without being asked for, where it was timed? It was faster in CUDA graphs. By
+# the host, small sums took as long as NCCL's, and a step of a model over two ranks once took 1.36
+# times as long (docs/distributed.md). NCCL, too, was timed without NVLS.
+BY_DEFAULT = False
 
 
 def untimed(
     x: Tensor, residual: Tensor | None, kind: str, world: int, training: bool
 ) -> Unmeasured | None:
-    """Was the kernel faster at this size, with so many ranks? Without being asked for it is taken
-    in CUDA graphs alone. By the host, small sums took as long as NCCL's, and a step of a model over
-    two ranks once took 1.36 times as long (docs/distributed.md). NCCL was timed without NVLS.
-    """
+    """Was the kernel faster at this size, with so many ranks?"""
     if world not in TIMED:
         return Unmeasured(f"the sum over {world} ranks has not been timed; {ALWAYS}")
     timed, n = TIMED[world], number(x.shape[-1])
@@ -88,10 +88,10 @@ def untimed(
             f"x has {size:,} bytes, and over {world} ranks the kernel was faster from "
             f"{timed.smallest:,} to {timed.largest:,}; {ALWAYS}"
         )
-    if not inductor_config.triton.cudagraphs:
+    if not BY_DEFAULT:
         return Unmeasured(
             f"over {world} ranks the kernel was faster at this size in CUDA graphs, but not where "
-            f"the host takes longer than the GPU; mode='reduce-overhead' or {ALWAYS}"
+            f"the host takes longer than the GPU; {ALWAYS}"
         )
     return None
 
