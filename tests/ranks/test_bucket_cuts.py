@@ -395,8 +395,15 @@ def test_a_reshape_of_something_else_stays_where_it_is():
             return k @ self.q(y).view(-1, 64).T
 
     gm = graph_of(Beside(), torch.randn(2, 8, 64))
-    (start,) = first_nodes(gm, 1 << 14, 1)
-    assert start.op == "call_function"
+    starts = first_nodes(gm, 1, 1)
+    assert len(starts) == 2 and all(n.target is F.linear for n in starts)
+
+
+@pytest.mark.parametrize("way", [weights_of_methods, cast_weights])
+def test_what_computes_the_weights_goes_with_them(way):
+    gm = graph_of(Layers(way), torch.randn(2, 16, 512))
+    starts = first_nodes(gm, MEGABYTE, 1)
+    assert len(starts) >= 3 and all(n.target in ("t", "to", "flatten") for n in starts)
 
 
 def test_frozen_weights_fill_no_bucket():
