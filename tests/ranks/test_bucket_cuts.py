@@ -21,6 +21,7 @@ from fusion_backend.capture.bucket_cuts import best_place, first_nodes
 from fusion_backend.frontends import dynamo
 
 from ..eager_kernels import eager_kernels
+from ..selection import product
 from .starting import need_gloo
 
 WIDTH, BLOCKS = 128, 3
@@ -142,7 +143,9 @@ def test_the_sites_of_the_whole_graph_are_found_in_its_parts(block):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "t5"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "t5"))]
+)
 def test_models_of_transformers(name, monkeypatch):
     """With buckets of a twelfth of the parameters."""
     pytest.importorskip("transformers")
@@ -271,8 +274,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@product(strength=1, way=WAYS, dynamic=[False, True])
 def test_any_way_to_read_weights_is_cut_and_agrees(way, dynamic):
     torch.manual_seed(0)
     model = Layers(way)
