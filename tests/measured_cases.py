@@ -168,3 +168,15 @@ class Answers:
 
 def refused_by_the_tables(x):
     return F.relu(x.sin()).square() * F.layer_norm(x * 2, (1024,))
+
+
+def names_of_sites(region):
+    return [d.match.pattern.name for d in region.sites]
+
+
+NORMS = Options(gate="always", only=("add_rms_norm", "rms_norm"))
+
+
+def rms(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x) * weight

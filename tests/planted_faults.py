@@ -269,7 +269,7 @@ MUTATIONS = {
         "fusion_backend/measure/bound.py",
         "    ours += half * attention + other / LIBRARY\n",
         "    ours += half * attention\n",
-        "tests/test_regions.py",
+        "tests/test_bounds.py",
     ),
     "matcher: the dtype of the result is not compared": Mutation(
         "fusion_backend/match/outcomes.py",
@@ -606,7 +606,7 @@ MUTATIONS = {
         "fusion_backend/measure/cut.py",
         "rows = [n for n in outside if copying[n]]",
         "rows = []",
-        "tests/test_regions.py",
+        "tests/test_region_cuts.py",
     ),
     "judge: beside a product that lost, a site is taken without a measurement": Mutation(
         "fusion_backend/measure/judge.py",
@@ -724,7 +724,7 @@ MUTATIONS = {
     ),
     "cuts: reshapes stay in the part before": Mutation(
         "fusion_backend/capture/bucket_cuts.py",
-        "(name_of(n) in RESHAPES and passing[first - 1] <= passing[first])",
+        "(is_call(n, RESHAPES) and passing[first - 1] <= passing[first])",
         "False",
         "tests/ranks/test_bucket_cuts.py",
     ),
@@ -742,9 +742,27 @@ MUTATIONS = {
     ),
     "cuts: parameters inside the graph are not noticed": Mutation(
         "fusion_backend/capture/bucket_cuts.py",
-        "    places = [] if inside else places_of(nodes, passing)",
-        "    places = places_of(nodes, passing)",
+        "    places = [] if any(holds_parameters(gm, n) for n in nodes) else",
+        "    places =",
         "tests/ranks/test_bucket_cuts.py",
+    ),
+    "cuts: a sparse value has strides": Mutation(
+        "fusion_backend/capture/bucket_cuts.py",
+        "isinstance(value, Tensor) and value.layout == torch.strided",
+        "isinstance(value, Tensor)",
+        "tests/ranks/test_bucket_cuts.py::test_a_sparse_value_counts_nothing",
+    ),
+    "cuts: a graph without layers is one part": Mutation(
+        "fusion_backend/capture/bucket_cuts.py",
+        "    if not places:\n        return None\n",
+        "    if not places:\n        return set()\n",
+        "tests/ranks/test_bucket_cuts.py::test_any_way_to_read_weights_is_cut_and_agrees",
+    ),
+    "cut graphs: what a part has written to is computed again": Mutation(
+        "fusion_backend/capture/cut_graphs.py",
+        "if memory is not None and not c.storages & memory]",
+        "if True]",
+        "tests/ranks/test_cut_graphs.py::test_what_is_changed_in_parts_that_are_cut_elsewhere",
     ),
     "cuts: where few bytes pass is not asked": Mutation(
         "fusion_backend/capture/bucket_cuts.py",
@@ -772,14 +790,14 @@ MUTATIONS = {
     ),
     "cuts: frozen weights fill buckets": Mutation(
         "fusion_backend/capture/bucket_cuts.py",
-        "sum(size_of(v) for v in values if v.requires_grad)",
-        "sum(size_of(v) for v in values)",
+        "sum(nbytes(v) for v in values if v.requires_grad)",
+        "sum(nbytes(v) for v in values)",
         "tests/ranks/test_bucket_cuts.py",
     ),
     "cuts: tensors of symbolic sizes count nothing": Mutation(
-        "fusion_backend/capture/bucket_cuts.py",
-        "    return 0 if sizes is None else math.prod",
-        "    return 0 if sizes is None or value._has_symbolic_sizes_strides else math.prod",
+        "fusion_backend/capture/sizes.py",
+        "    return 0 if sizes is None or strides is None else",
+        "    return 0 if sizes is None or value._has_symbolic_sizes_strides else",
         "tests/ranks/test_bucket_cuts.py",
     ),
     "cuts: those of other backends are moved": Mutation(
@@ -1827,7 +1845,7 @@ MUTATIONS = {
         "fusion_backend/measure/cut.py",
         "replace_all_uses_with(result, lambda user: user not in site)",
         "replace_all_uses_with(result)",
-        "tests/test_regions.py",
+        "tests/test_region_cuts.py",
     ),
     "made-up inputs: a dynamic length is an unknown tensor": Mutation(
         "fusion_backend/measure/inputs.py",

@@ -10,12 +10,14 @@ attention: the residual stream and what the operator reads are in memory in any 
 from __future__ import annotations
 
 import itertools
-import math
+import operator
 
 import torch
 from torch import Tensor, fx
 
-from fusion_backend.compat.torch import hinted, pytree
+from fusion_backend.capture.cut_graphs import is_call
+from fusion_backend.capture.sizes import nbytes
+from fusion_backend.compat.torch import pytree
 
 # A part grows by at most a quarter of all parameters: their gradients are sent when its backward
 # ends.
@@ -27,13 +29,12 @@ def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.No
     """The node that each part begins with, but for the part at the start of the graph. None if
     the graph has parameters that are no inputs, or no operator with weights.
 
-    bucket: bytes of parameters that a part has at least, and the one at the end of the graph
-    first_bucket.
+    bucket: the bytes of parameters that are enough for a part. first_bucket: the same of the part
+    at the end of the graph, whose gradients come first.
     """
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    inside = any(n.op == "call_module" or is_parameter(n) for n in nodes)
     passing = bytes_passing(nodes)
-    places = [] if inside else places_of(nodes, passing)
+    places = [] if any(holds_parameters(gm, n) for n in nodes) else places_of(nodes, passing)
     if not places:
         return None
     own = bytes_of_parameters(nodes)
@@ -53,6 +54,13 @@ def first_nodes(gm: fx.GraphModule, bucket: int, first_bucket: int) -> set[fx.No
     return found
 
 
+def holds_parameters(gm: fx.GraphModule, n: fx.Node) -> bool:
+    """May the node have parameters that are no inputs of the graph?"""
+    if n.op == "get_attr":
+        return isinstance(operator.attrgetter(n.target)(gm), torch.nn.Parameter)
+    return n.op == "call_module"
+
+
 def best_place(near: list[int], passing: list[int], few: int, otherwise: int) -> int:
     """The first of these places that no more than `few` bytes pass; if there is none, the one that
     the fewest bytes pass.
@@ -62,9 +70,8 @@ def best_place(near: list[int], passing: list[int], few: int, otherwise: int) ->
 
 
 def places_of(nodes: list[fx.Node], passing: list[int]) -> list[int]:
-    """In front of which nodes the graph may be cut: of operators with weights, and of what only
-    they read of the calls right before them, which computes the weights from parameters or makes
-    rows of what passes.
+    """Where the graph may be cut: in front of each operator with weights. If calls right before it
+    are read by it alone, and compute its weights or reshape its input, in front of these.
     """
     weights: set[fx.Node] = set()  # what is computed from parameters alone
     places = []
@@ -88,21 +95,20 @@ def goes_with(
     """Does the call right before place `first` belong to the same part?"""
     if not inside.issuperset(n.users):
         return False
-    return n in weights or (name_of(n) in RESHAPES and passing[first - 1] <= passing[first])
-
-
-def name_of(n: fx.Node) -> str:
-    return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+    return n in weights or (is_call(n, RESHAPES) and passing[first - 1] <= passing[first])
 
 
 def is_parameter(n: fx.Node) -> bool:
-    held = n.op in ("placeholder", "get_attr")
-    return held and isinstance(n.meta.get("example_value"), torch.nn.Parameter)
+    return isinstance(n.meta.get("example_value"), torch.nn.Parameter) and n.op == "placeholder"
 
 
 def dimensions(n: fx.Node) -> int:
     value = n.meta.get("example_value")
     return value.dim() if isinstance(value, Tensor) else 0
+
+
+def is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:
@@ -113,7 +119,7 @@ def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:
         new = {m for m in n.all_input_nodes if is_parameter(m)} - seen
         seen |= new
         values = [m.meta["example_value"] for m in new]
-        sizes.append(sum(size_of(v) for v in values if v.requires_grad))
+        sizes.append(sum(nbytes(v) for v in values if v.requires_grad))
     return sizes[::-1]
 
 
@@ -125,18 +131,8 @@ def bytes_passing(nodes: list[fx.Node]) -> list[int]:
     changes = [0] * (len(nodes) + 1)
     for at, n in enumerate(nodes):
         last = max((places[m] for m in n.users if m in places), default=at)
-        size = sum(size_of(v) for v in pytree.tree_leaves(n.meta.get("example_value")))
+        values = [v for v in pytree.tree_leaves(n.meta.get("example_value")) if is_dense(v)]
+        size = sum(map(nbytes, values))
         changes[at + 1] += size
         changes[last + 1] -= size
-    passing = []
-    for change in changes[:-1]:
-        passing.append(change + (passing[-1] if passing else 0))
-    return passing
-
-
-def size_of(value: object) -> int:
-    """The bytes of a tensor, with symbolic sizes as in the example; else 0."""
-    if not isinstance(value, Tensor):
-        return 0
-    sizes = hinted(value.shape)
-    return 0 if sizes is None else math.prod(sizes) * value.itemsize
+    return [*itertools.accumulate(changes[:-1])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_backend.compat.torch import statically_known_true
+from fusion_backend.compat.torch import hinted, statically_known_true
 
 
 def hashable(value):
@@ -26,3 +26,18 @@ def same(a, b) -> bool:
 def equals(a, b) -> bool:
     """Are two sizes or numbers known to be equal? Adds no guard."""
     return statically_known_true(a == b)
+
+
+def nbytes(value: torch.Tensor) -> int:
+    """The memory that a tensor takes, with symbolic sizes as in the example; expanded dimensions
+    take none. 0 where a size depends on data.
+    """
+    sizes, strides = hinted(value.shape), hinted(value.stride())
+    return 0 if sizes is None or strides is None else span(sizes, strides) * value.element_size()
+
+
+def span(sizes, strides) -> int:
+    """How many elements there are from the first of a tensor to its last."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))

@@ -69,8 +69,8 @@ def cut_at(backend: object, places: Callable[..., set[fx.Node] | None]) -> None:
             if asked is backend:
                 sizes = self.bucket_bytes_cap, self.first_bucket_cap
                 self.chosen = places(gm, *sizes, keywords.get("options"))
-            # Dynamo asks add_param_args about functions alone, about each of them before it hands
-            # a part to the backend
+            # Dynamo calls add_param_args for functions alone. It does so for all of them before it
+            # compiles a part, so that no other code sees these methods as functions.
             self.methods = {n: n.target for n in self.chosen or () if n.op == "call_method"}
             for n in self.methods:
                 n.op, n.target = "call_function", getattr(torch.Tensor, n.target)

@@ -12,13 +12,14 @@ from itertools import starmap
 import torch
 from torch import fx
 
+from fusion_backend.capture.sizes import nbytes
 from fusion_backend.compat.apart import begun_apart, without_compiled_autograd
 from fusion_backend.decide.gate import Decision
 from fusion_backend.measure.agreement import Value, disagreement
 from fusion_backend.measure.cut import Cut
 from fusion_backend.measure.derived import passed_on
 from fusion_backend.measure.gpu import alone
-from fusion_backend.measure.inputs import made_up, nbytes
+from fusion_backend.measure.inputs import made_up
 from fusion_backend.measure.region import convolution, copies_nothing
 from fusion_backend.measure.timing import WORTH, Clock, Race, race
 

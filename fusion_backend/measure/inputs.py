@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from fusion_backend.capture.sizes import span
 from fusion_backend.capture.view import is_lowered, name_of
 from fusion_backend.compat.torch import hinted, overlaps_itself, pytree, schema_of
 from fusion_backend.decide.neighbours import elementwise
@@ -57,18 +58,6 @@ def made_up(cut: Cut, device: torch.device) -> list[torch.Tensor]:
                 found[a] = placed(content, a, cut, found[a].device)
     trained = cut.grads or {a for a in cut.inputs if a in cut.facts.view.requires_grad}
     return [found[a].detach().requires_grad_(a in trained) for a in cut.inputs]
-
-
-def nbytes(value) -> int:
-    """The memory that a tensor takes; expanded dimensions take none."""
-    sizes, strides = hinted(value.shape), hinted(value.stride())
-    return span(sizes, strides) * value.element_size()
-
-
-def span(sizes, strides) -> int:
-    if 0 in sizes:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
 
 
 def placed(content: torch.Tensor, a: fx.Node, cut: Cut, device: torch.device) -> torch.Tensor:

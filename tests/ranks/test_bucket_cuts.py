@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,17 +21,11 @@ from fusion_backend.frontends import dynamo
 
 from ..eager_kernels import eager_kernels
 from ..selection import product
-from .starting import need_gloo
 
 WIDTH, BLOCKS = 128, 3
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    need_gloo()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Block(nn.Module):
@@ -298,15 +291,14 @@ def test_parameters_inside_the_graph_are_left_to_dynamo():
         gm = graph_of(model_of(Block), torch.randn(2, 16, WIDTH))
     if any(n.op == "call_module" for n in gm.graph.nodes):  # not in torch 2.15
         assert first_nodes(gm, MEGABYTE, 1) is None
-    (weight,) = [p for p in (nn.Parameter(torch.randn(4, 4)),)]
-    inside = fx.symbolic_trace(lambda x: x)
-    x, end = inside.graph.nodes
-    inside.weight = weight
-    with inside.graph.inserting_before(end):
-        held = inside.graph.get_attr("weight")
-        held.meta["example_value"] = weight
-        end.args = (inside.graph.call_function(torch.mm, (x, held)),)
-    assert first_nodes(inside, 1, 1) is None
+    # one weight is an input, and the other is not
+    gm = graph_of(Layers(weights_of_methods), torch.randn(2, 16, 512))
+    assert first_nodes(gm, MEGABYTE, 1)
+    gm.weight = nn.Parameter(torch.randn(512, 512))
+    last = next(n for n in reversed(gm.graph.nodes) if n.target == "t")
+    with gm.graph.inserting_before(last):
+        last.args = (gm.graph.get_attr("weight"),)
+    assert first_nodes(gm, MEGABYTE, 1) is None
 
 
 MEGABYTE = 1 << 20
@@ -406,6 +398,13 @@ def test_what_computes_the_weights_goes_with_them(way):
     gm = graph_of(Layers(way), torch.randn(2, 16, 512))
     starts = first_nodes(gm, MEGABYTE, 1)
     assert len(starts) >= 3 and all(n.target in ("t", "to", "flatten") for n in starts)
+
+
+def test_a_sparse_value_counts_nothing():
+    gm = graph_of(Layers(weights_of_methods), torch.randn(2, 16, 512))
+    value = next(n for n in gm.graph.nodes if n.target is torch.tanh)
+    value.meta["example_value"] = torch.eye(4).to_sparse_csr()
+    assert first_nodes(gm, MEGABYTE, 1)
 
 
 def test_frozen_weights_fill_no_bucket():

@@ -2,7 +2,6 @@
 from constants, the others recompute.
 """
 
-import contextlib
 import dataclasses
 import gc
 import weakref
@@ -10,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,21 +17,16 @@ import fusion_backend
 from benchmarks.subjects.model_zoo import ENTRIES, build
 from fusion_backend import remembered
 from fusion_backend.capture import cut_graphs
+from fusion_backend.capture.bucket_cuts import first_nodes
 from fusion_backend.capture.cut_graphs import Parts
 from fusion_backend.frontends import dynamo
 
 from ..eager_kernels import eager_kernels
-from .starting import need_gloo
 
 ROWS, WIDTH = 8, 600  # a layer is larger than the smallest bucket
 
 
-@pytest.fixture(autouse=True)
-def alone():
-    need_gloo()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def steps():
@@ -95,9 +88,7 @@ def trained(model, backend: str, faulty=False, ours=False, **options):
     with (
         eager_kernels(),
         mock.patch.object(remembered, "fuse", fuse),
-        contextlib.nullcontext()
-        if ours
-        else mock.patch.object(dynamo, "first_nodes", lambda *_: None),
+        mock.patch.object(dynamo, "first_nodes", first_nodes if ours else lambda *_: None),
         torch._inductor.config.patch(fallback_random=True),  # the numbers that eager draws
     ):
         outs = [call(x) for _ in range(2)]

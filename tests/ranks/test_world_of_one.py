@@ -11,16 +11,7 @@ from fusion_backend.compat.distributed import default_store
 from fusion_backend.measure.agree import Ranks
 
 from ..eager_kernels import eager_kernels
-from .starting import need_gloo
 from .trainings import JOBS, STEPS, observe
-
-
-@pytest.fixture
-def alone():
-    need_gloo()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("job", ["fsdp by blocks, accumulation, resumed", "tensor parallel"])
