@@ -302,6 +302,11 @@ def pass_slot(options: dict) -> tuple[str, object]:
     return name, options.get(name, getattr(inductor_config, name))
 
 
+def at_end_of_backward(fn: Callable[[], None]) -> None:
+    """Called within a backward: have autograd call `fn` when all of it has run without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(fn)
+
+
 def reset_cudagraphs() -> None:
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees

@@ -17,6 +17,7 @@ from fusion_backend.compat.distributed import cut_at
 from fusion_backend.compat.inductor import inductor_of_ours
 from fusion_backend.compat.torch import (
     RestartAnalysis,
+    dynamo_config,
     graph_break,
     inductor,
     inductor_config,
@@ -29,6 +30,7 @@ from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
 from fusion_backend.rewrite.in_memory import keep_in_memory
+from fusion_backend.rewrite.returned import separate
 
 
 class FusionBackend:
@@ -80,7 +82,8 @@ class FusionBackend:
                     keyed, failed = with_identity(options, key), partial(backward_failed, record)
                     prepared = partial(prepare, record)
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
-                    return Pair(fused, inductor(mode, options))
+                    asked = inductor(mode, options)
+                    return Pair(partial(compiled_apart, fused, gm, asked.config, record), asked)
 
                 with together(new, record):
                     if not ours.verify:
@@ -144,6 +147,21 @@ def cuts(gm: fx.GraphModule, bucket: int, first_bucket: int, options: dict | Non
         return None
 
 
+def compiled_apart(
+    compile: Callable, source: fx.GraphModule, config: dict, record: GraphRecord,
+    gm: fx.GraphModule, example_inputs,
+) -> Callable:  # fmt: skip
+    """Compile a rewritten graph. Gradients that large results get from outside are added where
+    there are some; not in CUDA graphs, which do the same in each step, nor in compiled autograd.
+    """
+    cudagraphs = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
+    if cudagraphs or dynamo_config.compiled_autograd:
+        return compile(gm, example_inputs)
+    separated = separate(gm, source)
+    record.from_outside = separated.told
+    return separated.wrap(compile(gm, example_inputs))
+
+
 def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
     """Choose values that Inductor writes to memory. A failure costs nothing else."""
     try:
@@ -158,6 +176,7 @@ def give_up(record: GraphRecord, error: Exception) -> None:
     """Nothing of the graph is fused, because of this error."""
     record.error = summary(error)
     record.in_memory.clear()
+    record.from_outside = []
     for s in record.sites:
         s.fused, s.forward, s.backward = False, None, None
         s.reason, s.cause = f"the whole graph fell back: {record.error}", FAILED

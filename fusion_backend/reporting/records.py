@@ -142,8 +142,9 @@ class GraphRecord:
     user's file:line at which Dynamo ended the graph early, and the cause; None where it did not.
     verified: the result of `fusion.verify`, in words. in_memory: the values that Inductor writes to
     memory instead of computing them wherever they are read, each with its place; none where the
-    code comes from AOTAutograd's cache. remembered: an earlier process has decided the graph, and
-    its passes did not run.
+    code comes from AOTAutograd's cache. from_outside: the results whose gradient from outside is
+    added only where there is one, each with its place. remembered: an earlier process has decided
+    the graph, and its passes did not run.
     """
 
     nodes: int
@@ -164,6 +165,7 @@ class GraphRecord:
     broken: tuple[str, str] | None = None
     verified: str = ""
     in_memory: list[str] = dataclasses.field(default_factory=list)
+    from_outside: list[str] = dataclasses.field(default_factory=list)
     remembered: bool = False
 
     def __repr__(self) -> str:

@@ -88,6 +88,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
         parts += section("no kernel yet", without_kernel, layout, reasons=False)
     parts += near_misses(report.misses, width, verbose)
     parts += kept_in_memory(report.graphs, width)
+    parts += added_from_outside(report.graphs, width)
     parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
     parts += verified(report.graphs, width, verbose)
@@ -223,13 +224,23 @@ def verified(graphs: list[GraphRecord], width: int, verbose: bool) -> list[list[
 
 def kept_in_memory(graphs: list[GraphRecord], width: int) -> list[list[str]]:
     """The values that are written to memory for the kernels that read them."""
-    told = Counter(text for g in graphs for text in g.in_memory)
+    title = "written to memory once, instead of computed in each kernel that reads it"
+    return counted(title, [text for g in graphs for text in g.in_memory], width)
+
+
+def added_from_outside(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    """The results whose gradient from outside is not filled with zeros where there is none."""
+    title = "returned and read by a loss: no zeros are added to the gradient"
+    return counted(title, [text for g in graphs for text in g.from_outside], width)
+
+
+def counted(title: str, texts: list[str], width: int) -> list[list[str]]:
+    """A part with each text once, and how often it was told."""
     lines = [
         row
-        for text, n in told.items()
+        for text, n in Counter(texts).items()
         for row in hanging(short(f"{text}{f' (×{n})' if n > 1 else ''}"), width)
     ]
-    title = "written to memory once, instead of computed in each kernel that reads it"
     return [["", title, *lines]] if lines else []
 
 
