@@ -23,8 +23,8 @@ from torch import Tensor, fx
 
 from fusion_backend.capture.bucket_cuts import is_dense
 from fusion_backend.compat.torch import (
-    aten,
     at_end_of_backward,
+    aten,
     hinted,
     storage_id,
 )
