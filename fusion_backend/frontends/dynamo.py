@@ -29,6 +29,7 @@ from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
+from fusion_backend.rewrite.embeddings import give_gradients
 from fusion_backend.rewrite.in_memory import keep_in_memory
 from fusion_backend.rewrite.returned import separate
 
@@ -151,9 +152,11 @@ def compiled_apart(
     compile: Callable, source: fx.GraphModule, config: dict, record: GraphRecord,
     gm: fx.GraphModule, example_inputs,
 ) -> Callable:  # fmt: skip
-    """Compile a rewritten graph. Gradients that large results get from outside are added where
-    there are some; not in CUDA graphs, which do the same in each step, nor in compiled autograd.
+    """Compile a rewritten graph, with gradients of our own for large embeddings. Gradients that
+    large results get from outside are added where there are some; not in CUDA graphs, which do the
+    same in each step, nor in compiled autograd.
     """
+    record.embeddings = give_gradients(gm)
     cudagraphs = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     if cudagraphs or dynamo_config.compiled_autograd:
         return compile(gm, example_inputs)
@@ -176,7 +179,7 @@ def give_up(record: GraphRecord, error: Exception) -> None:
     """Nothing of the graph is fused, because of this error."""
     record.error = summary(error)
     record.in_memory.clear()
-    record.from_outside = []
+    record.from_outside, record.embeddings = [], []
     for s in record.sites:
         s.fused, s.forward, s.backward = False, None, None
         s.reason, s.cause = f"the whole graph fell back: {record.error}", FAILED

@@ -143,7 +143,8 @@ class GraphRecord:
     verified: the result of `fusion.verify`, in words. in_memory: the values that Inductor writes to
     memory instead of computing them wherever they are read, each with its place; none where the
     code comes from AOTAutograd's cache. from_outside: the results whose gradient from outside is
-    added only where there is one, each with its place. remembered: an earlier process has decided
+    added only where there is one, each with its place. embeddings: those whose weight gets its
+    gradient from a kernel of ours, each with its place. remembered: an earlier process has decided
     the graph, and its passes did not run.
     """
 
@@ -166,6 +167,7 @@ class GraphRecord:
     verified: str = ""
     in_memory: list[str] = dataclasses.field(default_factory=list)
     from_outside: list[str] = dataclasses.field(default_factory=list)
+    embeddings: list[str] = dataclasses.field(default_factory=list)
     remembered: bool = False
 
     def __repr__(self) -> str:

@@ -89,6 +89,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
     parts += near_misses(report.misses, width, verbose)
     parts += kept_in_memory(report.graphs, width)
     parts += added_from_outside(report.graphs, width)
+    parts += embeddings(report.graphs, width)
     parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
     parts += verified(report.graphs, width, verbose)
@@ -232,6 +233,12 @@ def added_from_outside(graphs: list[GraphRecord], width: int) -> list[list[str]]
     """The results whose gradient from outside is not filled with zeros where there is none."""
     title = "returned and read by a loss: no zeros are added to the gradient"
     return counted(title, [text for g in graphs for text in g.from_outside], width)
+
+
+def embeddings(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    """The embeddings whose gradient a kernel of ours computes."""
+    title = "embeddings whose gradient a kernel writes once, its tokens sorted by row"
+    return counted(title, [text for g in graphs for text in g.embeddings], width)
 
 
 def counted(title: str, texts: list[str], width: int) -> list[list[str]]:

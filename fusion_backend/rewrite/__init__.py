@@ -2,5 +2,5 @@
 
 Comes in: decisions and the view.
 Goes out: a graph module, the very same object where nothing was accepted.
-May import: decide, match, masks, ops, ir, capture, reporting, compat.
+May import: decide, match, masks, ops, ir, capture, kernels, reporting, compat.
 """

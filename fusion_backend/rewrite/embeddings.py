@@ -1,0 +1,91 @@
+"""Large embeddings get a gradient of our own.
+
+Inductor adds the gradients of the tokens to a table of zeros in fp32 by atomics, and rounds the
+table afterwards. For each element of the weight it moves 10 bytes where the gradient has 2. It also
+joins these additions with whatever else reads the same gradients. Here the tokens are sorted, and
+each row of the gradient is written once, with the same bits every time.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion_backend.kernels.common.inputs import dynamic, reject_dtypes
+from fusion_backend.kernels.common.launch import on_gpu
+from fusion_backend.kernels.embedding.gradient import gradient
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.operator import operator_of
+from fusion_backend.reporting.places import location
+from fusion_backend.reporting.reject import Reject
+
+LARGE = 1 << 24  # elements of the weight
+SIGNATURE = inspect.signature(F.embedding)
+
+
+@Op
+def sorted_embedding(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """The rows of weight, `[v, n]`, that ids select, int64 or int32 of any shape: `[*ids.shape,
+    n]`. The row padding_idx has no gradient; -1 stands for no such row.
+    """
+    return torch.ops.aten.embedding.default(weight, ids, padding_idx)
+
+
+@sorted_embedding.guard
+def _(ids, weight, padding_idx):
+    if any(map(dynamic, weight.shape)):
+        return Reject("a size of the weight is dynamic")
+    return reject_dtypes(weight=weight)
+
+
+@sorted_embedding.kernel
+def _(ids, weight, padding_idx):
+    return torch.ops.aten.embedding.default(weight, ids, padding_idx)
+
+
+@sorted_embedding.backward
+def _(saved, d):
+    return None, gradient(d, saved.ids, saved.weight, saved.padding_idx)
+
+
+def give_gradients(gm: fx.GraphModule) -> list[str]:
+    """Have the large embeddings of a rewritten graph call `sorted_embedding`. Returns a sentence
+    for each, with its place in the user's code.
+    """
+    told = []
+    for n in gm.graph.find_nodes(op="call_function", target=F.embedding):
+        given = SIGNATURE.bind(*n.args, **n.kwargs)
+        given.apply_defaults()
+        ids, weight, padding, largest_norm, _, by_frequency, sparse = given.args
+        if largest_norm is not None or by_frequency or sparse or not is_large(ids, weight):
+            continue
+        rows, columns = weight.meta["example_value"].shape
+        padding = -1 if padding is None else padding % rows
+        n.target = operator_of(sorted_embedding).overload
+        n.args, n.kwargs = (ids, weight, padding), dict(forward="reference")
+        told.append(f"{location(n)}: {rows:,} × {columns:,}")
+    if told:
+        gm.recompile()
+    return told
+
+
+def is_large(ids: object, weight: object) -> bool:
+    """Is it a weight in 16 bits on a GPU, with a gradient, that is large for a gradient in fp32?"""
+    table, which = (
+        n.meta.get("example_value") if isinstance(n, fx.Node) else None for n in (weight, ids)
+    )
+    return (
+        isinstance(table, Tensor)
+        and isinstance(which, Tensor)
+        and torch.is_grad_enabled()
+        and table.requires_grad
+        and table.itemsize == 2
+        and on_gpu(table)
+        and sorted_embedding.ask("guard", which, table, -1) is None
+        and table.numel() >= LARGE
+        and statically_known_true(which.numel() > 0)
+    )
