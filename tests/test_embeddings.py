@@ -1,5 +1,7 @@
 """Large embeddings get a gradient from a kernel of ours, which sorts the tokens."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import nn
 import fusion_backend
 from fusion_backend.kernels.embedding.gradient import CHUNK, gradient
 from fusion_backend.rewrite import embeddings
+from tests.without_interpreter import printed_by
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, WIDTH = 40, 24
@@ -183,3 +186,34 @@ def test_dynamic_numbers_of_tokens():
     got, want = passed(Model, ids=ids)
     assert (got.double() - want).norm() <= 0.02 * want.norm()
     assert told()
+
+
+SCRIPT = """
+import json, torch, torch.nn.functional as F
+from benchmarks.host_runs.without_gpu import cpu_tensors_pass
+from fusion_backend.compat.pretended_cuda import code_for_cuda
+from fusion_backend.rewrite import embeddings, returned
+
+embeddings.LARGE = returned.LARGE = 1
+embeddings.on_gpu = lambda t: True
+words = torch.randn(1000, 64, dtype=torch.bfloat16, requires_grad=True)
+ids = torch.arange(256).view(4, 64)
+
+def model(ids, words):
+    logits = F.embedding(ids, words) @ words.t()
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+with cpu_tensors_pass(), code_for_cuda() as codes:
+    call = torch.compile(model, backend="fusion", options={"fusion.gate": "always"})
+    call(ids, words)[0].backward()
+print(json.dumps(codes))
+"""
+
+
+def test_on_a_gpu_inductor_launches_the_kernels_and_adds_no_zeros():
+    _, backward = printed_by(SCRIPT)
+    launched = re.findall(r"^ +(\w+?)_\d+\.run\(", backward, re.MULTILINE)
+    assert launched.count("embedding_gradient_kernel") == 1
+    assert launched.count("chunk_sums_kernel") == 1
+    assert "tl.atomic_add(" not in backward
+    assert backward.count("torch.ops.fusion.add_given_.default(") == 1

@@ -31,7 +31,7 @@ from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
 from fusion_backend.rewrite.embeddings import give_gradients
 from fusion_backend.rewrite.in_memory import keep_in_memory
-from fusion_backend.rewrite.returned import separate
+from fusion_backend.rewrite.returned import Separated, separate
 
 
 class FusionBackend:
@@ -152,15 +152,21 @@ def compiled_apart(
     compile: Callable, source: fx.GraphModule, config: dict, record: GraphRecord,
     gm: fx.GraphModule, example_inputs,
 ) -> Callable:  # fmt: skip
-    """Compile a rewritten graph, with gradients of our own for large embeddings. Gradients that
-    large results get from outside are added where there are some; not in CUDA graphs, which do the
-    same in each step, nor in compiled autograd.
+    """Compile a rewritten graph, with gradients of our own for large embeddings. The gradient that
+    a large result gets from outside is added only where there is one; not in CUDA graphs, which
+    replay the same kernels in each step, nor for compiled autograd. A failure of either costs
+    nothing else.
     """
-    record.embeddings = give_gradients(gm)
     cudagraphs = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
-    if cudagraphs or dynamo_config.compiled_autograd:
-        return compile(gm, example_inputs)
-    separated = separate(gm, source)
+    separated = Separated([], [])
+    try:
+        record.embeddings = give_gradients(gm)
+        if not cudagraphs and not dynamo_config.compiled_autograd:
+            separated = separate(gm, source)
+    except Exception as error:
+        fault = f"gradients of embeddings and results are left to PyTorch: {summary(error)}"
+        record.faults.append(fault)
+        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
     record.from_outside = separated.told
     return separated.wrap(compile(gm, example_inputs))
 

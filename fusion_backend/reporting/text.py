@@ -231,7 +231,7 @@ def kept_in_memory(graphs: list[GraphRecord], width: int) -> list[list[str]]:
 
 def added_from_outside(graphs: list[GraphRecord], width: int) -> list[list[str]]:
     """The results whose gradient from outside is not filled with zeros where there is none."""
-    title = "returned and read by a loss: no zeros are added to the gradient"
+    title = "returned and read by a loss: a gradient from outside is added only where there is one"
     return counted(title, [text for g in graphs for text in g.from_outside], width)
 
 

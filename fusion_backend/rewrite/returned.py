@@ -6,7 +6,7 @@ the one from inside. Where the caller only uses the loss, autograd fills a tenso
 logits with zeros for it, in every step.
 
 Here the value is returned as a constant, together with a *token*: one number, whose gradient
-autograd fills in its place. `returned` then makes the value depend on the token. If the caller
+autograd fills in its place. `Returned` then makes the value depend on the token. If the caller
 differentiates the value, the gradient of the token carries that of the value, and
 `fusion::add_given_` adds it to the gradient from inside when the backward runs.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -57,11 +58,11 @@ class Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token: Tensor, values: list[Tensor]):
-        return values.pop()  # in a list, because of an argument autograd would return a view
+        return values.pop()  # autograd would return a view of an argument
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
                 "fusion: compiled autograd cannot compute a gradient of a tensor that a compiled "
                 "graph returns and reads; set torch._dynamo.config.compiled_autograd before the "
@@ -73,8 +74,9 @@ class Returned(torch.autograd.Function):
         def check():
             if given:
                 raise RuntimeError(
-                    "fusion: the gradient of a returned tensor was lost; please report this, and "
-                    'compile with options={"fusion.gate": "never"}'
+                    "fusion: the gradient of a returned tensor was lost. A hook may have replaced "
+                    "that of another result with new tensors; if there is none, please report "
+                    'this. options={"fusion.gate": "never"} avoids it'
                 )
 
         at_end_of_backward(check)
@@ -112,7 +114,9 @@ class Separated(NamedTuple):
             del found[-len(self.places) :]
             for place, token in zip(self.places, tokens, strict=True):
                 if token.requires_grad:
-                    found[place] = Returned.apply(token, [found[place]])
+                    # another tensor than the graph may keep for its backward, which would then
+                    # keep itself alive
+                    found[place] = Returned.apply(token, [found[place].detach()])
             return tuple(found)
 
         return call
@@ -128,7 +132,7 @@ def separate(gm: fx.GraphModule, source: fx.GraphModule) -> Separated:
         return made
     new, tokens = [*results], []
     for place in places_of(values, source):
-        n, value = results[place], values[place].meta["example_value"]
+        n, value = results[place], value_of(values[place])
         readers = [user for user in n.users if user is not output]
         if results.count(n) > 1 or not readers:
             continue
@@ -136,6 +140,9 @@ def separate(gm: fx.GraphModule, source: fx.GraphModule) -> Separated:
         inside = call_after(both, operator.getitem, both, 0)
         tokens.append(call_after(inside, operator.getitem, both, 1))
         new[place] = call_after(inside, aten.detach.default, n)
+        # AOTAutograd caches no graph that calls a method of a node without a value
+        for m in (inside, new[place]):
+            m.meta = {**n.meta, "example_value": value}
         for user in readers:
             user.replace_input_with(n, inside)
         made.places.append(place)
@@ -154,29 +161,28 @@ def call_after(n: fx.Node, target: Callable, *args) -> fx.Node:
 
 def places_of(results: Sequence, gm: fx.GraphModule) -> list[int]:
     """Which results of a Dynamo graph are large, computed in it with a gradient, never written to,
-    and read by a loss.
+    alone in their memory, and read by a loss.
     """
+    nodes = [n for n in results if isinstance(n, fx.Node)]
+    inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+    memory = Counter(storage_id(v) for n in (*nodes, *inputs) if is_dense(v := value_of(n)))
     return [
         place
         for place, n in enumerate(results)
         if isinstance(n, fx.Node)
         and elements(n) >= LARGE
-        and is_fixed(n.meta["example_value"])
-        and not shares_memory(n, [*results[:place], *results[place + 1 :]], gm)
+        and is_fixed(value_of(n))
+        and memory[storage_id(value_of(n))] == 1
         and is_in_a_loss(n)
     ]
 
 
+def value_of(n: fx.Node):
+    return n.meta.get("example_value")
+
+
 def is_fixed(value: Tensor) -> bool:
     return value.requires_grad and value.is_contiguous() and value._version == 0
-
-
-def shares_memory(n: fx.Node, others: list, gm: fx.GraphModule) -> bool:
-    """Is another result, or an input of the graph, this value or a view of the same memory?"""
-    others += [m for m in gm.graph.nodes if m.op in ("placeholder", "get_attr")]
-    values = [m.meta.get("example_value") for m in others if isinstance(m, fx.Node)]
-    memory = {storage_id(v) for v in values if is_dense(v)}
-    return storage_id(n.meta["example_value"]) in memory
 
 
 def is_in_a_loss(n: fx.Node) -> bool:
@@ -197,7 +203,7 @@ def is_in_a_loss(n: fx.Node) -> bool:
 
 def is_loss(n: fx.Node, most: int) -> bool:
     """Is all that is computed from a value with a gradient no larger than `most`, and returned?"""
-    if not getattr(n.meta.get("example_value"), "requires_grad", False):
+    if not getattr(value_of(n), "requires_grad", False):
         return False
     pending, seen = [n], {n}
     while pending:
@@ -211,6 +217,6 @@ def is_loss(n: fx.Node, most: int) -> bool:
 
 def elements(n: fx.Node) -> int:
     """How many elements a node's tensor has; 0 where that depends on data, or it is no tensor."""
-    value = n.meta.get("example_value")
+    value = value_of(n)
     sizes = hinted(value.shape) if is_dense(value) else None
     return 0 if sizes is None else math.prod(sizes)

@@ -22,22 +22,21 @@ CHUNK = 64  # tokens
 
 def gradient(
     d: Tensor, ids: Tensor, weight: Tensor, padding: int,
-    how: tuple[int, int, int, int] = (2048, 4, 4, 4),
+    how: tuple[int, int, int] = (2048, 4, 4),
 ) -> Tensor:  # fmt: skip
     """The gradient of the weight, `[v, n]`, in its dtype.
 
     d is `[..., n]`; ids `[...]`, int64 or int32, in [0, v). The row `padding` gets zeros; there is
-    none with -1. how: columns a program, tokens a step, rows a program, and warps. Grid: rows,
-    columns.
+    none with -1. how: columns a program, tokens a step, and warps. Grid: rows, columns.
     """
     v, n = map(number, weight.shape)
-    columns, tokens, rows, warps = how
+    columns, tokens, warps = how
     block = min(columns, triton.next_power_of_2(n))
-    ids, order = torch.sort(ids.reshape(-1), stable=True)
+    narrow, order = torch.sort(ids.reshape(-1).int(), stable=True)  # 32 bits are sorted faster
+    ids, count = narrow.long(), ids.numel()
     d = d.reshape(-1, n).contiguous()
     # where each row's tokens begin; those of the row after the last begin at the end
-    starts = torch.searchsorted(ids, torch.arange(v + 1, device=ids.device, dtype=ids.dtype))
-    count = ids.numel()
+    starts = torch.searchsorted(ids, torch.arange(v + 1, device=ids.device))
     chunks = (count + CHUNK - 1) // CHUNK
     sums = torch.empty(chunks, 2, n, dtype=torch.float32, device=d.device)
     out = torch.empty(v, n, dtype=weight.dtype, device=d.device)
@@ -45,8 +44,8 @@ def gradient(
     across = triton.cdiv(n, block)
     launch(chunk_sums_kernel, (chunks, across), d, ids, order, starts, sums, count, **options)
     launch(
-        embedding_gradient_kernel, (triton.cdiv(v, rows), across), d, order, starts, sums, out,
-        V=v, PADDING=padding, ROWS=rows, **options,
+        embedding_gradient_kernel, (v, across), d, order, starts, sums, out,
+        PADDING=padding, **options,
     )  # fmt: skip
     return out
 
@@ -94,22 +93,20 @@ def chunk_sums_kernel(
 # Bytes: the tokens' gradients once, that of the weight once.
 @triton.jit
 def embedding_gradient_kernel(
-    D, ORDER, STARTS, SUMS, OUT,
-    V: tl.constexpr, PADDING: tl.constexpr, ROWS: tl.constexpr,
+    D, ORDER, STARTS, SUMS, OUT, PADDING: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin = tl.program_id(0).to(tl.int64) * ROWS  # int64, as the loop's row then is
-    for row in tl.range(begin, tl.minimum(begin + ROWS, V)):
-        first, end = tl.load(STARTS + row), tl.load(STARTS + row + 1)
-        if row == PADDING:
-            end = first
-        if end - first <= CHUNK:
-            sum = sum_of_tokens(D, ORDER, first, end, col, N, BLOCK, TOKENS)
-        else:
-            sum = tl.zeros([BLOCK], tl.float32)
-            for chunk in tl.range(first // CHUNK, (end + CHUNK - 1) // CHUNK):
-                # the last row of the first chunk, and the first one of the others
-                place = chunk * 2 + tl.where(chunk * CHUNK < first, 1, 0)
-                sum += tl.load(SUMS + place * N + col, col < N, 0.0)
-        tl.store(OUT + row * N + col, sum, col < N)
+    first, end = tl.load(STARTS + row), tl.load(STARTS + row + 1)
+    if row == PADDING:
+        end = first
+    if end - first <= CHUNK:
+        sum = sum_of_tokens(D, ORDER, first, end, col, N, BLOCK, TOKENS)
+    else:
+        sum = tl.zeros([BLOCK], tl.float32)
+        for chunk in tl.range(first // CHUNK, (end + CHUNK - 1) // CHUNK):
+            # the last row of the first chunk, and the first one of the others
+            place = chunk * 2 + tl.where(chunk * CHUNK < first, 1, 0)
+            sum += tl.load(SUMS + place * N + col, col < N, 0.0)
+    tl.store(OUT + row * N + col, sum, col < N)
