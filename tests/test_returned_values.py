@@ -312,7 +312,7 @@ def test_two_values_have_tokens_of_their_own():
 class Written(Model):
     def forward(self, ids, labels):
         logits = self.head(self.hidden(ids))
-        logits[..., 0] = 0.0
+        logits.mul_(2)
         return self.loss(logits, labels), logits
 
 

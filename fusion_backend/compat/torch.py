@@ -92,6 +92,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) != 0
 
 
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of its memory, was written to in place."""
+    return tensor._version
+
+
 def last_node(graph: fx.Graph) -> fx.Node:
     """The last node of a graph; its root where it has none."""
     return graph._root._prev

@@ -28,6 +28,7 @@ from fusion_backend.compat.torch import (
     aten,
     hinted,
     storage_id,
+    times_written,
 )
 from fusion_backend.reporting.places import location
 
@@ -113,10 +114,8 @@ class Separated(NamedTuple):
             tokens = found[-len(self.places) :]
             del found[-len(self.places) :]
             for place, token in zip(self.places, tokens, strict=True):
-                if token.requires_grad:
-                    # another tensor than the graph may keep for its backward, which would then
-                    # keep itself alive
-                    found[place] = Returned.apply(token, [found[place].detach()])
+                # a tensor that the graph keeps for its backward would keep itself alive
+                found[place] = Returned.apply(token, [found[place].detach()])
             return tuple(found)
 
         return call
@@ -182,7 +181,7 @@ def value_of(n: fx.Node):
 
 
 def is_fixed(value: Tensor) -> bool:
-    return value.requires_grad and value.is_contiguous() and value._version == 0
+    return value.requires_grad and value.is_contiguous() and times_written(value) == 0
 
 
 def is_in_a_loss(n: fx.Node) -> bool:
