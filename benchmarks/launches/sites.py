@@ -125,6 +125,8 @@ CASES = [
     ("cross_entropy", dict(rows=8192, v=128256), FULL, True),
     ("linear_cross_entropy", dict(rows=8192, k=4096, v=128256), HALF, True),
     ("padded_linear_cross_entropy", dict(rows=16384, k=1024, v=30522), HALF, True),
+    ("sorted_embedding", dict(rows=16384, v=50257, n=1024), HALF, True),
+    ("sorted_embedding", dict(rows=700, v=257, n=4100), torch.float16, True),
     ("token_log_probs", dict(b=4, s=2048, v=128256), HALF, True),
     ("token_log_probs", dict(b=4, s=2048, v=128256), FULL, True),
     ("token_log_probs", dict(b=4, s=2048, v=262144), torch.float16, True),

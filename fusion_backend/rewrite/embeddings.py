@@ -52,6 +52,12 @@ def _(saved, d):
     return None, gradient(d, saved.ids, saved.weight, saved.padding_idx)
 
 
+@sorted_embedding.inputs(dict(rows=7, v=100, n=24), dict(rows=16384, v=50257, n=1024))
+def _(tensor, rows, v, n):
+    ids = (tensor(rows).abs() * v / 4).long().clamp(max=v - 1)
+    return ids, tensor(v, n), 3
+
+
 def give_gradients(gm: fx.GraphModule) -> list[str]:
     """Have the large embeddings of a rewritten graph call `sorted_embedding`. Returns a sentence
     for each, with its place in the user's code.
