@@ -2069,4 +2069,46 @@ MUTATIONS = {
         "    return None, torch.zeros_like(saved.weight)\n",
         "tests/test_embeddings.py::test_the_operator_runs_the_kernel",
     ),
+    "embeddings: weights that are DTensors are taken": Mutation(
+        "fusion_backend/rewrite/embeddings.py",
+        "        and not any(map(is_traceable_wrapper_subclass, (table, which)))\n",
+        "",
+        "tests/ranks/test_dtensors.py",
+    ),
+    "returned: values that are DTensors are separate": Mutation(
+        "fusion_backend/rewrite/returned.py",
+        "        and not is_traceable_wrapper_subclass(value)\n",
+        "",
+        "tests/ranks/test_dtensors.py",
+    ),
+    "embeddings: ids below 0 select nothing": Mutation(
+        "fusion_backend/kernels/embedding/gradient.py",
+        "torch.where(ids < 0, ids + v, ids)",
+        "torch.where(ids < 0, 0, ids)",
+        "tests/test_embeddings.py::test_ids_below_0_count_from_the_end",
+    ),
+    "embeddings: ids may be missing": Mutation(
+        "fusion_backend/rewrite/embeddings.py",
+        "    if not statically_known_true(ids.numel() > 0):\n",
+        "    if False:\n",
+        "tests/test_embeddings.py::test_the_operator_without_ids",
+    ),
+    "embeddings: a fault goes to the whole graph": Mutation(
+        "fusion_backend/frontends/dynamo.py",
+        '        note_fault(record, f"embeddings keep',
+        '        raise\n        note_fault(record, f"embeddings keep',
+        "tests/test_embeddings.py::test_a_fault_costs_nothing_else",
+    ),
+    "returned: a fault goes to the whole graph": Mutation(
+        "fusion_backend/frontends/dynamo.py",
+        '        note_fault(record, f"results keep',
+        '        raise\n        note_fault(record, f"results keep',
+        "tests/test_returned_values.py::test_a_fault_costs_nothing_else",
+    ),
+    "verify: what the rewrite did is told of a graph that was dropped": Mutation(
+        "fusion_backend/frontends/verify.py",
+        "        self.record.forget_rewrites()\n",
+        "",
+        "tests/test_returned_values.py::test_what_verify_drops_is_no_longer_in_the_report",
+    ),
 }

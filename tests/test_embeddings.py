@@ -6,8 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 import fusion_backend
+from fusion_backend.frontends import dynamo
+from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.embedding.gradient import CHUNK, gradient
 from fusion_backend.rewrite import embeddings
 from tests.without_interpreter import printed_by
@@ -32,7 +40,7 @@ def exact(d, ids, rows, padding):
     return table.index_add_(0, ids.flatten().long(), d)
 
 
-@pytest.mark.parametrize("padding", [-1, 0, ROWS // 2])
+@pytest.mark.parametrize("padding", ["none", "the first", "one in the middle"])
 @pytest.mark.parametrize(
     ("tokens", "rows", "width", "often"),
     [
@@ -48,9 +56,11 @@ def exact(d, ids, rows, padding):
     ],
 )
 def test_rows_are_the_sums_of_their_tokens(tokens, rows, width, often, padding):
+    padding = {"none": -1, "the first": 0, "one in the middle": rows // 2}[padding]
     ids = selected(tokens, rows, often)
     d, weight = (torch.randn(n, width, device=DEVICE) for n in (tokens, rows))
     got = gradient(d, ids, weight, padding)
+    assert torch.equal(got, gradient(d, ids, weight, padding))
     want = exact(d, ids, rows, padding)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -63,6 +73,33 @@ def test_dtypes_layouts_and_ids_of_32_bits(dtype):
     got = gradient(d, ids, weight, -1)
     assert got.dtype == dtype
     torch.testing.assert_close(got, exact(d, ids, ROWS, -1).to(dtype))
+
+
+def test_launches_for_any_number_of_tokens():
+    """Nothing that the launcher computes fixes the number of tokens."""
+    env = ShapeEnv()
+    how = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    ids = FakeTensorMode(shape_env=env).from_tensor(selected(90, ROWS), symbolic_context=how)
+    launched = []
+    with ids.fake_mode, trial(lambda kernel, *rest: launched.append(kernel)):
+        d, weight = (torch.empty(n, WIDTH, device=DEVICE) for n in (ids.shape[0], ROWS))
+        gradient(d, ids, weight, -1)
+    assert len(launched) == 2 and isinstance(ids.shape[0], torch.SymInt) and not env.guards
+
+
+def test_ids_below_0_count_from_the_end():
+    ids = selected(300, ROWS, 100)
+    d, weight = (torch.randn(n, WIDTH, device=DEVICE) for n in (300, ROWS))
+    wrapped = torch.where(ids % 2 == 0, ids, ids - ROWS)
+    assert torch.equal(gradient(d, wrapped, weight, -1), gradient(d, ids, weight, -1))
+
+
+def test_the_operator_without_ids():
+    weight = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
+    none = selected(0, ROWS)
+    assert "no ids" in embeddings.sorted_embedding.ask("guard", none, weight, -1).reason
+    embeddings.sorted_embedding(none, weight, -1).sum().backward()
+    assert not weight.grad.any()
 
 
 @pytest.fixture
@@ -113,7 +150,9 @@ class Wide(Model):
 
 
 def told():
-    return [text for g in fusion_backend.report().graphs for text in g.embeddings]
+    graphs = fusion_backend.report().graphs
+    assert all(any(s.fused for s in g.sites) for g in graphs)
+    return [text for g in graphs for text in g.embeddings]
 
 
 def passed(kind, dtype=torch.bfloat16, ids=None):
@@ -139,7 +178,7 @@ def test_gradients_are_near_those_in_fp64(kind, dtype):
     assert (got.double() - want).norm() <= 0.02 * want.norm()
     (text,) = told()
     assert text.endswith(f": {ROWS} × {WIDTH}") and ".py:" in text
-    assert "its tokens sorted by row" in str(fusion_backend.report())
+    assert "row by row, from sorted tokens" in str(fusion_backend.report())
 
 
 def test_the_operator_runs_the_kernel(monkeypatch):
@@ -218,3 +257,16 @@ def test_on_a_gpu_inductor_launches_the_kernels_and_adds_no_zeros():
     assert launched.count("chunk_sums_kernel") == 1
     assert "tl.atomic_add(" not in backward
     assert backward.count("torch.ops.fusion.add_given_.default(") == 1
+
+
+@pytest.mark.usefixtures("every_table_is_large")
+def test_a_fault_costs_nothing_else(monkeypatch):
+    def fails(gm):
+        raise ValueError("made up")
+
+    monkeypatch.setattr(dynamo, "give_gradients", fails)
+    with pytest.warns(RuntimeWarning, match="keep Inductor's gradient: ValueError: made up"):
+        got, want = passed(Model)
+    assert (got.double() - want).norm() <= 0.02 * want.norm()
+    assert not told()
+    assert not fusion_backend.report().graphs[0].error

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
-from fusion_backend.frontends import dynamo
+from fusion_backend.frontends import dynamo, verify
 from fusion_backend.rewrite import returned
 from tests.ranks.starting import need_gloo
 
@@ -283,7 +283,7 @@ def test_a_fault_costs_nothing_else(monkeypatch):
         raise ValueError("made up")
 
     monkeypatch.setattr(dynamo, "separate", fails)
-    with pytest.warns(RuntimeWarning, match="left to PyTorch: ValueError: made up"):
+    with pytest.warns(RuntimeWarning, match="keep AOTAutograd's gradient: ValueError: made up"):
         agrees(Model, of_both, separated=0)
     (graph,) = fusion_backend.report().graphs
     assert graph.faults and not graph.error and any(s.fused for s in graph.sites)
@@ -364,10 +364,18 @@ def test_small_values_stay(monkeypatch):
     agrees(Model, of_both, separated=0)
 
 
-def test_in_cuda_graphs_values_stay():
-    call = compiled(made(), **{"triton.cudagraphs": True})
+@pytest.mark.parametrize("verify", [False, True])
+def test_in_cuda_graphs_values_stay(verify):
+    call = compiled(made(), **{"triton.cudagraphs": True, "fusion.verify": verify})
     of_the_loss(call)
     assert not fusion_backend.report().graphs[0].from_outside
+
+
+def test_what_verify_drops_is_no_longer_in_the_report(monkeypatch):
+    monkeypatch.setattr(verify.Comparison, "verdict", lambda self, args: "was slower")
+    of_the_loss(compiled(made(), **{"fusion.verify": True}))
+    (graph,) = fusion_backend.report().graphs
+    assert not graph.from_outside and not any(s.fused for s in graph.sites)
 
 
 class Deep(Model):

@@ -79,12 +79,16 @@ class FusionBackend:
                     [str(ours), *(f"{s.pattern} {s.forward} {s.backward}" for s in record.sites)],
                 )
 
+                cudagraphs = plain.config.get(
+                    "triton.cudagraphs", inductor_config.triton.cudagraphs
+                )
+
                 def compilers(options: dict) -> Pair:
                     keyed, failed = with_identity(options, key), partial(backward_failed, record)
                     prepared = partial(prepare, record)
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
-                    asked = inductor(mode, options)
-                    return Pair(partial(compiled_apart, fused, gm, asked.config, record), asked)
+                    rewritten = partial(compile_rewritten, fused, gm, cudagraphs, record)
+                    return Pair(rewritten, inductor(mode, options))
 
                 with together(new, record):
                     if not ours.verify:
@@ -130,9 +134,7 @@ def as_a_part(gm: fx.GraphModule, example_inputs, record: GraphRecord) -> Callab
             parts.recompute(gm, example_inputs)
             return parts.observed(gm)
     except Exception as error:
-        fault = f"a part of a cut graph is taken as it is: {summary(error)}"
-        record.faults.append(fault)
-        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+        note_fault(record, f"a part of a cut graph is taken as it is: {summary(error)}")
     return lambda compiled: compiled
 
 
@@ -148,27 +150,32 @@ def cuts(gm: fx.GraphModule, bucket: int, first_bucket: int, options: dict | Non
         return None
 
 
-def compiled_apart(
-    compile: Callable, source: fx.GraphModule, config: dict, record: GraphRecord,
+def compile_rewritten(
+    compile: Callable, source: fx.GraphModule, cudagraphs: bool, record: GraphRecord,
     gm: fx.GraphModule, example_inputs,
 ) -> Callable:  # fmt: skip
-    """Compile a rewritten graph, with gradients of our own for large embeddings. The gradient that
-    a large result gets from outside is added only where there is one; not in CUDA graphs, which
-    replay the same kernels in each step, nor for compiled autograd. A failure of either costs
-    nothing else.
+    """Compile a graph with sites written in, and with a kernel for the gradient of large
+    embeddings. The gradient that a large result gets from outside is added only where there is one;
+    not in CUDA graphs, which replay the same kernels in each step, nor for compiled autograd. A
+    failure of either costs nothing else.
     """
-    cudagraphs = config.get("triton.cudagraphs", inductor_config.triton.cudagraphs)
     separated = Separated([], [])
     try:
         record.embeddings = give_gradients(gm)
+    except Exception as error:
+        note_fault(record, f"embeddings keep Inductor's gradient: {summary(error)}")
+    try:
         if not cudagraphs and not dynamo_config.compiled_autograd:
             separated = separate(gm, source)
     except Exception as error:
-        fault = f"gradients of embeddings and results are left to PyTorch: {summary(error)}"
-        record.faults.append(fault)
-        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+        note_fault(record, f"results keep AOTAutograd's gradient: {summary(error)}")
     record.from_outside = separated.told
     return separated.wrap(compile(gm, example_inputs))
+
+
+def note_fault(record: GraphRecord, fault: str) -> None:
+    record.faults.append(fault)
+    reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
 
 
 def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
@@ -176,16 +183,15 @@ def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
     try:
         record.in_memory += keep_in_memory(gm)
     except Exception as error:
-        fault = f"cosines and sines are computed wherever they are read: {summary(error)}"
-        record.faults.append(fault)
-        reporting.warn_once(f"fault {fault}", f"fusion: {fault}; please report this")
+        note_fault(
+            record, f"cosines and sines are computed wherever they are read: {summary(error)}"
+        )
 
 
 def give_up(record: GraphRecord, error: Exception) -> None:
     """Nothing of the graph is fused, because of this error."""
     record.error = summary(error)
-    record.in_memory.clear()
-    record.from_outside, record.embeddings = [], []
+    record.forget_rewrites()
     for s in record.sites:
         s.fused, s.forward, s.backward = False, None, None
         s.reason, s.cause = f"the whole graph fell back: {record.error}", FAILED

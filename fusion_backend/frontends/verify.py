@@ -185,6 +185,7 @@ class Comparison(NamedTuple):
             return self.stay.ours
         if not dropped:
             return self.stay.ours
+        self.record.forget_rewrites()
         for s in self.record.sites:
             if s.fused:
                 s.fused, s.forward, s.backward = False, None, None

@@ -170,6 +170,10 @@ class GraphRecord:
     embeddings: list[str] = dataclasses.field(default_factory=list)
     remembered: bool = False
 
+    def forget_rewrites(self) -> None:
+        """Plain Inductor compiles the graph after all: what the rewrite did no longer holds."""
+        self.in_memory, self.from_outside, self.embeddings = [], [], []
+
     def __repr__(self) -> str:
         fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)
         return f"<GraphRecord: {self.nodes} nodes, {fused} of {counted} sites fused>"

@@ -237,7 +237,7 @@ def added_from_outside(graphs: list[GraphRecord], width: int) -> list[list[str]]
 
 def embeddings(graphs: list[GraphRecord], width: int) -> list[list[str]]:
     """The embeddings whose gradient a kernel of ours computes."""
-    title = "embeddings whose gradient a kernel writes once, its tokens sorted by row"
+    title = "embeddings whose gradient a kernel sums row by row, from sorted tokens"
     return counted(title, [text for g in graphs for text in g.embeddings], width)
 
 

@@ -27,6 +27,7 @@ from fusion_backend.compat.torch import (
     at_end_of_backward,
     aten,
     hinted,
+    is_traceable_wrapper_subclass,
     storage_id,
     times_written,
 )
@@ -181,7 +182,12 @@ def value_of(n: fx.Node):
 
 
 def is_fixed(value: Tensor) -> bool:
-    return value.requires_grad and value.is_contiguous() and times_written(value) == 0
+    return (
+        value.requires_grad
+        and value.is_contiguous()
+        and times_written(value) == 0
+        and not is_traceable_wrapper_subclass(value)
+    )
 
 
 def is_in_a_loss(n: fx.Node) -> bool:

@@ -2,9 +2,9 @@
 of the tokens that selected it.
 
 Each row is written once, rows that no token selected as zeros. The tokens are sorted by their row
-first, so that a row knows where its tokens are. A row of more tokens than a chunk has is added up
-in two steps, so that a token that comes very often does not hold up everything. Sums are in fp32,
-in an order that depends on the tokens alone.
+first, so that the tokens of a row are adjacent. A row of more tokens than a chunk has is added up
+in two steps, so that one frequent token does not determine the running time. Sums are in fp32, in
+an order that depends on the tokens alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """The gradient of the weight, `[v, n]`, in its dtype.
 
-    d is `[..., n]`; ids `[...]`, int64 or int32, in [0, v). The row `padding` gets zeros; there is
+    d is `[..., n]`; ids `[...]`, int64 or int32, in [-v, v): Inductor counts ids below 0 from the
+    end, and asserts that there are no others. The row `padding` gets zeros; there is
     none with -1. how: columns a program, tokens a step, and warps. Grid: rows, columns.
     """
     v, n = map(number, weight.shape)
     columns, tokens, warps = how
     block = min(columns, triton.next_power_of_2(n))
-    narrow, order = torch.sort(ids.reshape(-1).int(), stable=True)  # 32 bits are sorted faster
+    ids = ids.reshape(-1).int()  # 32 bits are sorted faster
+    narrow, order = torch.sort(torch.where(ids < 0, ids + v, ids), stable=True)
     ids, count = narrow.long(), ids.numel()
     d = d.reshape(-1, n).contiguous()
     # where each row's tokens begin; those of the row after the last begin at the end
@@ -64,14 +66,14 @@ def sum_of_tokens(
     return sum
 
 
-# Bytes: the tokens' gradients of such rows once.
+# Bytes: the tokens' gradients of such rows once, and their sums.
 @triton.jit
 def chunk_sums_kernel(
     D, IDS, ORDER, STARTS, SUMS, count,
     N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """For the first and the last row of a chunk, if they have more tokens than a chunk: the sum of
-    their tokens in it. No other row of a chunk has so many.
+    their tokens in it. Any other row lies within the chunk.
     """
     chunk = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -90,7 +92,7 @@ def chunk_sums_kernel(
             tl.store(SUMS + N + col, sum, col < N)
 
 
-# Bytes: the tokens' gradients once, that of the weight once.
+# Bytes: the gradients of the other rows' tokens once, the sums once, the weight's gradient once.
 @triton.jit
 def embedding_gradient_kernel(
     D, ORDER, STARTS, SUMS, OUT, PADDING: tl.constexpr,
