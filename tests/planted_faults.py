@@ -2111,4 +2111,52 @@ MUTATIONS = {
         "",
         "tests/test_returned_values.py::test_what_verify_drops_is_no_longer_in_the_report",
     ),
+    "scatters: a sum with a factor is moved": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        "if n.target is not aten.add.Tensor or n.kwargs:",
+        "if n.target is not aten.add.Tensor:",
+        "tests/test_scatters.py::test_other_sums_stay",
+    ),
+    "scatters: a term that is spread over rows is moved": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        '    if any(v is None or v.shape != n.meta["val"].shape for v in values):\n',
+        "    if any(v is None for v in values):\n",
+        "tests/test_scatters.py::test_other_sums_stay",
+    ),
+    "scatters: terms of two dtypes are moved": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        " and len({v.dtype for v in values}) == 1",
+        "",
+        "tests/test_scatters.py::test_other_sums_stay",
+    ),
+    "scatters: what is scattered into may be read elsewhere": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        "        and len(base.users) == 1\n",
+        "",
+        "tests/test_scatters.py::test_other_sums_stay",
+    ),
+    "scatters: several elements of a row are moved": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        '        and index.meta["val"].shape == (shape[0], 1)\n',
+        "",
+        "tests/test_scatters.py::test_other_sums_stay",
+    ),
+    "scatters: the targets miss the other term": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        "call(aten.add.Tensor, (source, targets), source)",
+        "source",
+        "tests/test_scatters.py::test_the_sum_is_moved",
+    ),
+    "scatters: nothing is moved": Mutation(
+        "fusion_backend/rewrite/scatters.py",
+        "            move(n, user, next(a for a in user.args if a is not chain[-1]))\n",
+        "            pass\n",
+        "tests/test_scatters.py",
+    ),
+    "scatters: a fault costs the rest": Mutation(
+        "fusion_backend/frontends/dynamo.py",
+        '        note_fault(record, f"sums with',
+        '        raise\n        note_fault(record, f"sums with',
+        "tests/test_scatters.py::test_a_fault_costs_nothing_else",
+    ),
 }

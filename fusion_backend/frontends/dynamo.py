@@ -32,6 +32,7 @@ from fusion_backend.reporting.records import FAILED, GraphRecord
 from fusion_backend.rewrite.embeddings import give_gradients
 from fusion_backend.rewrite.in_memory import keep_in_memory
 from fusion_backend.rewrite.returned import Separated, separate
+from fusion_backend.rewrite.scatters import add_before_scatters
 
 
 class FusionBackend:
@@ -179,7 +180,13 @@ def note_fault(record: GraphRecord, fault: str) -> None:
 
 
 def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
-    """Choose values that Inductor writes to memory. A failure costs nothing else."""
+    """Choose values that Inductor writes to memory, and what is added before a scatter. A failure
+    costs nothing else.
+    """
+    try:
+        add_before_scatters(gm)
+    except Exception as error:
+        note_fault(record, f"sums with scattered gradients stay: {summary(error)}")
     try:
         record.in_memory += keep_in_memory(gm)
     except Exception as error:
