@@ -747,9 +747,9 @@ MUTATIONS = {
         "tests/ranks/test_bucket_cuts.py",
     ),
     "cuts: a sparse value has strides": Mutation(
-        "fusion_backend/capture/bucket_cuts.py",
-        "isinstance(value, Tensor) and value.layout == torch.strided",
-        "isinstance(value, Tensor)",
+        "fusion_backend/capture/sizes.py",
+        "isinstance(value, torch.Tensor) and value.layout == torch.strided",
+        "isinstance(value, torch.Tensor)",
         "tests/ranks/test_bucket_cuts.py::test_a_sparse_value_counts_nothing",
     ),
     "cuts: a graph without layers is one part": Mutation(

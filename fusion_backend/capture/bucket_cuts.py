@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion_backend.capture.cut_graphs import is_call
-from fusion_backend.capture.sizes import nbytes
+from fusion_backend.capture.sizes import is_dense, nbytes
 from fusion_backend.compat.torch import pytree
 
 # A part grows by at most a quarter of all parameters: their gradients are sent when its backward
@@ -105,10 +105,6 @@ def is_parameter(n: fx.Node) -> bool:
 def dimensions(n: fx.Node) -> int:
     value = n.meta.get("example_value")
     return value.dim() if isinstance(value, Tensor) else 0
-
-
-def is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def bytes_of_parameters(nodes: list[fx.Node]) -> list[int]:

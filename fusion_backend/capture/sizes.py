@@ -28,6 +28,10 @@ def equals(a, b) -> bool:
     return statically_known_true(a == b)
 
 
+def is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
 def nbytes(value: torch.Tensor) -> int:
     """The memory that a tensor takes, with symbolic sizes as in the example; expanded dimensions
     take none. 0 where a size depends on data.

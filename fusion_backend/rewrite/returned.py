@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fusion_backend.capture.bucket_cuts import is_dense
+from fusion_backend.capture.sizes import is_dense
 from fusion_backend.compat.torch import (
     at_end_of_backward,
     aten,
