@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 
 import pytest
 import torch._inductor.config
+import torch.distributed as dist
 
 import fusion_backend
 from fusion_backend import remembered
@@ -103,6 +104,17 @@ def sizes_left_alone():
     with watched() as changed:
         yield
     assert not changed, changed
+
+
+@pytest.fixture
+def alone():
+    """This process is a job of one rank."""
+    from .ranks.starting import need_gloo  # takes long to load
+
+    need_gloo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

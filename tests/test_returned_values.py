@@ -9,7 +9,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import fusion_backend
 from fusion_backend.frontends import dynamo, verify
 from fusion_backend.rewrite import returned
-from tests.ranks.starting import need_gloo
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, WIDTH, CLASSES = 32, 16, 320
@@ -240,6 +238,21 @@ def test_under_autocast():
     assert fusion_backend.report().graphs[0].from_outside
 
 
+class Averaged(Model):
+    """The gradient from inside is one number, expanded."""
+
+    def hidden(self, ids):
+        return F.layer_norm(self.words(ids), (WIDTH,))
+
+    def loss(self, logits, labels):
+        return logits.mean()
+
+
+@pytest.mark.parametrize("use", [of_the_loss, of_both])
+def test_a_gradient_from_inside_that_is_expanded(use):
+    agrees(Averaged, use)
+
+
 class Flat(Model):
     """The logits that are returned are those that the backward keeps."""
 
@@ -396,21 +409,13 @@ class Deep(Model):
 
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("use", [of_the_loss, of_both, of_two_calls_at_once])
-def test_under_distributed_data_parallel(alone_among_ranks, use, unused):
+def test_under_distributed_data_parallel(alone, use, unused):
     model = made(Deep)
     want = copy.deepcopy(gradients(model, model, use))
     spread = DistributedDataParallel(model, bucket_cap_mb=1, find_unused_parameters=unused)
     torch.testing.assert_close(gradients(model, compiled(spread), use), want)
     graphs = fusion_backend.report().graphs
     assert len(graphs) > 1 and sum(len(g.from_outside) for g in graphs) == 1
-
-
-@pytest.fixture
-def alone_among_ranks():
-    need_gloo()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

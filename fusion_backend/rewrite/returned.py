@@ -50,7 +50,6 @@ class ReadInside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor, token: Tensor):
-        gradient = gradient.contiguous()  # not expanded
         torch.ops.fusion.add_given_(gradient, token)
         return gradient
 
@@ -163,18 +162,15 @@ def places_of(results: Sequence, gm: fx.GraphModule) -> list[int]:
     """Which results of a Dynamo graph are large, computed in it with a gradient, never written to,
     alone in their memory, and read by a loss.
     """
-    nodes = [n for n in results if isinstance(n, fx.Node)]
+    nodes = {place: n for place, n in enumerate(results) if isinstance(n, fx.Node)}
+    large = [p for p, n in nodes.items() if elements(n) >= LARGE and is_fixed(value_of(n))]
+    if not large:
+        return []
     inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-    memory = Counter(storage_id(v) for n in (*nodes, *inputs) if is_dense(v := value_of(n)))
-    return [
-        place
-        for place, n in enumerate(results)
-        if isinstance(n, fx.Node)
-        and elements(n) >= LARGE
-        and is_fixed(value_of(n))
-        and memory[storage_id(value_of(n))] == 1
-        and is_in_a_loss(n)
-    ]
+    values = map(value_of, (*nodes.values(), *inputs))
+    memory = Counter(storage_id(v) for v in values if is_dense(v))
+    alone = [p for p in large if memory[storage_id(value_of(nodes[p]))] == 1]
+    return [p for p in alone if is_in_a_loss(nodes[p])]
 
 
 def value_of(n: fx.Node):

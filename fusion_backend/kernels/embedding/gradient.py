@@ -18,21 +18,18 @@ from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
 
 CHUNK = 64  # tokens
+COLUMNS, TOKENS = 2048, 4  # that a program adds up in one step
 
 
-def gradient(
-    d: Tensor, ids: Tensor, weight: Tensor, padding: int,
-    how: tuple[int, int, int] = (2048, 4, 4),
-) -> Tensor:  # fmt: skip
+def gradient(d: Tensor, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
     """The gradient of the weight, `[v, n]`, in its dtype.
 
     d is `[..., n]`; ids `[...]`, int64 or int32, in [-v, v): Inductor counts ids below 0 from the
     end, and asserts that there are no others. The row `padding` gets zeros; there is
-    none with -1. how: columns a program, tokens a step, and warps. Grid: rows, columns.
+    none with -1. Grid: rows, columns.
     """
     v, n = map(number, weight.shape)
-    columns, tokens, warps = how
-    block = min(columns, triton.next_power_of_2(n))
+    block = min(COLUMNS, triton.next_power_of_2(n))
     ids = ids.reshape(-1).int()  # 32 bits are sorted faster
     narrow, order = torch.sort(torch.where(ids < 0, ids + v, ids), stable=True)
     ids, count = narrow.long(), ids.numel()
@@ -42,7 +39,7 @@ def gradient(
     chunks = (count + CHUNK - 1) // CHUNK
     sums = torch.empty(chunks, 2, n, dtype=torch.float32, device=d.device)
     out = torch.empty(v, n, dtype=weight.dtype, device=d.device)
-    options = dict(N=n, BLOCK=block, TOKENS=tokens, CHUNK=CHUNK, num_warps=warps)
+    options = dict(N=n, BLOCK=block, TOKENS=TOKENS, CHUNK=CHUNK, num_warps=4)
     across = triton.cdiv(n, block)
     launch(chunk_sums_kernel, (chunks, across), d, ids, order, starts, sums, count, **options)
     launch(
