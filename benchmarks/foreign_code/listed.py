@@ -37,6 +37,7 @@ from benchmarks.foreign_code import (
     single_operators,
     speech,
     state_spaces,
+    token_embeddings,
     training_parts,
     varied_parts,
 )
@@ -77,6 +78,7 @@ FAMILIES = (
     segmentation,
     state_spaces,
     image_training,
+    token_embeddings,
 )
 
 
