@@ -32,6 +32,7 @@ from fusion_backend.decide.record import (
     note_faults,
     site,
 )
+from fusion_backend.extend.extended import extensions
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
 from fusion_backend.measure.judge import Judge
@@ -90,7 +91,8 @@ def match(top: Scope, rules: list[Rule]) -> None:
     """Canonical expressions and rules -> matches, and near misses with their reasons."""
     for scope in top.scopes():
         scope.matcher = Matcher(scope.view.graph, scope.canon, rules)
-        scope.matches = list(scope.matcher.candidates())
+        found = list(scope.matcher.candidates())
+        scope.matches = [*found, *extensions(scope.view, scope.canon, scope.matcher, found)]
 
 
 def decide(top: Scope, options: Options, judge: Judge) -> None:

@@ -40,6 +40,7 @@ from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.measure.judge import Judge, known_answer
 from fusion_backend.measure.key import inductor_settings
 from fusion_backend.measure.store import TODAY, Answer, on_date
+from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.ops.operator import operator_of
 from fusion_backend.ops.registry import OPS
 from fusion_backend.ops.rule import Rule
@@ -149,7 +150,7 @@ def recall(
     try:
         if kept is None or kept["format"] != FORMAT or not current(kept, options, record):
             return None
-        by_name = {rule.name: rule for rule in rules}
+        by_name = EXTENSIONS | {rule.name: rule for rule in rules}
         used, ops = [by_name[name] for name in kept["rules"]], [OPS[name] for name in kept["ops"]]
         for op in ops:
             operator_of(op)  # so that torch has it

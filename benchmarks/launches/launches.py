@@ -13,6 +13,7 @@ import fusion_backend.patterns  # noqa: F401  (fills the registry)
 import torch
 from torch import Tensor
 
+import fusion_backend.extend.generated_rows  # noqa: F401  (registers the op of this name)
 import fusion_backend.rewrite.embeddings  # noqa: F401  (registers sorted_embedding)
 from benchmarks.launches.sites import SITES
 from fusion_backend.compat.torch import TorchDispatchMode, storage_id

@@ -127,6 +127,12 @@ CASES = [
     ("padded_linear_cross_entropy", dict(rows=16384, k=1024, v=30522), HALF, True),
     ("sorted_embedding", dict(rows=16384, v=50257, n=1024), HALF, True),
     ("sorted_embedding", dict(rows=700, v=257, n=4100), torch.float16, True),
+    *(
+        ("generated_rows", dict(rows=rows, n=n, softmax=softmax), dtype, True)
+        for rows, n in ((65536, 320), (65536, 64), (16384, 2048), (8192, 4096))
+        for softmax in (0, 1)
+        for dtype in (HALF, FULL)
+    ),
     ("token_log_probs", dict(b=4, s=2048, v=128256), HALF, True),
     ("token_log_probs", dict(b=4, s=2048, v=128256), FULL, True),
     ("token_log_probs", dict(b=4, s=2048, v=262144), torch.float16, True),

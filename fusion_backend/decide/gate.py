@@ -41,6 +41,7 @@ from fusion_backend.ir.argument_views import geometry, original
 from fusion_backend.kernels.common.launch import on_gpu, trial
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.match.matcher import Match
+from fusion_backend.ops.extension import Extension
 from fusion_backend.ops.op import Op
 from fusion_backend.ops.operator import fake_seed, operator_of
 from fusion_backend.ops.rule import SEED, Replacement
@@ -131,6 +132,8 @@ class Gate:
         if any(r in claimed and claimed[r].pattern is match.pattern for r in match.roots):
             return None
         if covered := self.claims.overlap(match):
+            if isinstance(match.pattern, Extension):
+                return None
             return Decision(match, False, covered, cause=COVERED)
         if reason := self.unwanted(match):
             return Decision(match, False, reason, cause=SWITCHED_OFF)
@@ -153,7 +156,7 @@ class Gate:
         """
         rule = match.pattern
         kernel = not isinstance(rule, Op) or rule.kernel_fn or rule.replacement_fn
-        if not kernel or match.template.size <= 2:
+        if isinstance(rule, Extension) or not kernel or match.template.size <= 2:
             return None
         others = (o for o in self.other_readings(match) if not self.claims.overlap(o))
         return next((other for other in others if not self.illegal(other)), None)

@@ -10,6 +10,7 @@ from fusion_backend.compat.torch import graph_break, inductor, inductor_config, 
 from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.kernels.common.target import GPU, as_on, gpu
+from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.options import parse
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import GraphRecord
@@ -22,7 +23,7 @@ class Collector:
     """
 
     def __init__(self, options: dict | None, target: GPU | None = None):
-        self.options, theirs = parse(options, [p.name for p in patterns()])
+        self.options, theirs = parse(options, [*(p.name for p in patterns()), *EXTENSIONS])
         # refuses what torch.compile would refuse
         self.config = inductor(None, theirs).config
         self.target = target

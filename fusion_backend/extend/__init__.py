@@ -1,0 +1,7 @@
+"""Extends matches of row kernels by the elementwise code around them, which is generated into the
+kernel.
+
+Comes in: matches and canonical expressions.
+Goes out: larger matches, whose op is `generated_rows`.
+May import: match, ops, kernels, ir, capture, reporting, compat.
+"""

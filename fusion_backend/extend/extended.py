@@ -1,0 +1,148 @@
+"""Matches of row kernels -> larger matches, with the elementwise code around them.
+
+From the result of a match its readers are followed as long as they are elementwise and in the end
+one value is left that others read; from its arguments, the operators that compute them, as long as
+nobody else reads what they compute. Where the gate leaves the match itself to Inductor, because a
+kernel of its own would cut it off from this code, it may take the larger one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fusion_backend.capture.sizes import same
+from fusion_backend.capture.view import View, is_lowered, is_mutation
+from fusion_backend.extend.generated_rows import generated_rows
+from fusion_backend.extend.translate import (
+    ACROSS,
+    NoProgram,
+    Translation,
+    fits,
+    step,
+)
+from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.expr import Expr, peel
+from fusion_backend.match.match import Match
+from fusion_backend.match.matcher import Matcher
+from fusion_backend.match.templates import Template
+
+EXTENDED = ("layer_norm", "rms_norm", "l2_norm", "softmax")
+FAR = 200  # nodes behind a result to look at
+MOST_NODES = 64  # to add
+CONDITION_AND_DTYPES = {"c0": torch.bool, "c1": torch.bool}
+
+
+def extensions(view: View, canon: Canon, matcher: Matcher, matches: list[Match]) -> Iterator[Match]:
+    """A match of `generated_rows` for each of these that has code around it."""
+    seen: set[fx.Node] = set()
+    for match in matches:
+        if match.pattern.name in EXTENDED and len(match.roots) == 1:
+            found = Extent(view, canon, matcher, match).match()
+            if found is not None and found.roots[0] not in seen:
+                seen.add(found.roots[0])
+                yield found
+
+
+class Extent:
+    """The nodes of one extended match."""
+
+    def __init__(self, view: View, canon: Canon, matcher: Matcher, base: Match):
+        self.view, self.canon, self.matcher, self.base = view, canon, matcher, base
+        (self.root,) = base.roots
+        self.shape = tuple(self.root.meta["val"].shape)
+        read = {peel(canon.of[a]) for a in base.nodes_read}  # casts of arguments are not computed
+        self.inside = {n for n in base.interior if peel(canon.of[n]) not in read} | {self.root}
+
+    def match(self) -> Match | None:
+        before = len(self.inside)
+        self.follow_readers()
+        self.follow_arguments()
+        if len(self.inside) == before:
+            return None
+        try:
+            translation = Translation(self.canon, self.inside, self.shape)
+            program = translation.program(self.root)
+        except NoProgram:
+            return None
+        given = dict.fromkeys(p.name for p in generated_rows.params) | translation.arguments
+        dtype = str(self.root.meta["val"].dtype).removeprefix("torch.")
+        given |= dict(program=str(program), dtype=dtype)
+        generated_rows.memo["dtypes"] = CONDITION_AND_DTYPES
+        kinds, size = ("generated",), len(program.statements)
+        roots = (self.canon.of[self.root],)
+        template = Template(generated_rows, kinds, roots, size, generated_rows.line)
+        found = Match(generated_rows, template, [self.root], given, [])
+        inside = self.matcher.between(found)
+        if isinstance(inside, str) or self.matcher.outcomes.disagreement(found):
+            return None
+        found.interior = sorted(inside, key=self.matcher.order.__getitem__)
+        return found
+
+    def follow_readers(self) -> None:
+        """Add what reads the result, up to the last node behind which nothing else of it is
+        read.
+        """
+        order, first = [*self.matcher.order], self.matcher.order[self.root]
+        added, outside = {self.root}, set()
+        last: tuple[fx.Node, set[fx.Node]] = (self.root, set())
+        for n in order[first + 1 : first + FAR]:
+            read = {*n.all_input_nodes}
+            if read.isdisjoint(added) and read.isdisjoint(outside):
+                continue
+            if read.isdisjoint(outside) and self.is_elementwise(n) and self.is_whole(n):
+                added.add(n)
+                if all(u in added for a in added if a is not n for u in self.users(a)):
+                    last = n, {*added}
+            else:
+                outside.add(n)
+            if len(added) > MOST_NODES:
+                break
+        self.root, added = last
+        self.inside |= added
+
+    def users(self, n: fx.Node) -> list[fx.Node]:
+        return [u for u in n.users if u not in self.inside]
+
+    def follow_arguments(self) -> None:
+        """Add what computes the arguments and is read by nothing else."""
+        pending = [*self.inside]
+        room = MOST_NODES
+        while pending and room:
+            for a in pending.pop().all_input_nodes:
+                alone = a not in self.inside and self.inside.issuperset(a.users)
+                if not alone or not self.is_elementwise(a) or self.is_named_again(a):
+                    continue
+                if fits(a.meta["val"].shape, self.shape):
+                    self.inside.add(a)
+                    pending.append(a)
+                    room -= 1
+
+    def is_named_again(self, n: fx.Node) -> bool:
+        """Has it the value of what it reads, casts aside?"""
+        return any(peel(self.canon.of[a]) is peel(self.canon.of[n]) for a in n.all_input_nodes)
+
+    def is_whole(self, n: fx.Node) -> bool:
+        """Has it the shape of the result?"""
+        return same(n.meta["val"].shape, self.shape)
+
+    def is_elementwise(self, n: fx.Node) -> bool:
+        """Is it computed from what it reads by elementwise operations of a program?"""
+        value = n.meta.get("val")
+        if not is_lowered(n) or is_mutation(n) or not isinstance(value, torch.Tensor):
+            return False
+        state = self.view.region.get
+        if not value.is_floating_point() or state(n) != state(self.base.roots[0]):
+            return False
+        read = {peel(self.canon.of[a]) for a in n.all_input_nodes}
+        e = peel(self.canon.of[n])
+        return e in read or self.reaches(e, read)
+
+    def reaches(self, e: Expr, read: set[Expr]) -> bool:
+        """Do operations of a program lead from these values to this one?"""
+        if not step(e) or e.op in ACROSS:
+            return False
+        parts = map(peel, e.args)
+        return all(p in read or p.op == "const" or self.reaches(p, read) for p in parts)

@@ -1,0 +1,325 @@
+"""Matches of row kernels are extended by the elementwise code around them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusion_backend
+from fusion_backend.frontends.explain import Collector
+from fusion_backend.testing import with_kernels
+from tests.kernel_checks import CLOSE, DEVICE, distance, runs_kernels
+from tests.measured_cases import Answers, as_on_a_gpu, decided, told
+
+ALWAYS = {"fusion.gate": "always", "fusion.only": ["generated_rows"]}
+N = 24
+
+
+class Kernels(Collector):
+    """Runs the rewritten graph operator by operator, with kernels at its sites."""
+
+    def __call__(self, gm, example_inputs):
+        super().__call__(gm, example_inputs)
+        return with_kernels(self.graphs[-1]).forward
+
+
+def found(fn, *inputs, dynamic=None):
+    """The programs that a function's graphs have, and what fn returns with their kernels."""
+    torch._dynamo.reset()
+    collector = Kernels(ALWAYS)
+    got = torch.compile(fn, backend=collector, dynamic=dynamic)(*inputs)
+    assert not any(r.error or r.faults for r in collector.report.graphs)
+    calls = [
+        n.args[0]
+        for gm in collector.graphs
+        for n in gm.graph.nodes
+        if str(n.target) == "fusion.generated_rows.default"
+    ]
+    return calls, got
+
+
+def tensors(*shapes, dtype=torch.float32, needs=True):
+    made = [torch.randn(s, device=DEVICE).to(dtype) for s in shapes]
+    return [t.requires_grad_(needs) for t in made]
+
+
+def norm(x, w=None, b=None):
+    return F.layer_norm(x, x.shape[-1:], w, b)
+
+
+def layer_scale(x, residual, w, b, gamma):
+    return residual + gamma * norm(x, w, b)
+
+
+def rms_by_hand(x, residual, w, b, gamma):
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return F.gelu((gamma * h.to(x.dtype)) * residual, approximate="tanh")
+
+
+def squashed_norm(x, residual, w, b, gamma):
+    return torch.tanh(norm(F.silu(x * 2) + b, w)) * residual
+
+
+def gates_by_hand(x, residual, w, b, gamma):
+    y = norm(x, w, b)
+    return y * torch.sigmoid(1.702 * y) + F.relu6(y) / 3
+
+
+def masked_softmax(x, residual, w, b, gamma):
+    return torch.softmax((x * 0.5 + b).masked_fill(residual > 1, -1e9), -1) * residual
+
+
+def unit_length(x, residual, w, b, gamma):
+    return F.normalize(x.abs() + 0.1, dim=-1) * w - residual
+
+
+def norm_between(x, residual, w, b, gamma):
+    return (norm(x.clamp(-1, 1), w, b).clamp_min(-0.5) - residual).abs() * gamma
+
+
+SPELLED = [
+    layer_scale, rms_by_hand, squashed_norm, gates_by_hand, masked_softmax, unit_length,
+    norm_between,
+]  # fmt: skip
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", SPELLED)
+def test_the_code_around_is_part_of_the_kernel(fn, dtype):
+    inputs = tensors((2, 5, N), (2, 5, N), N, N, N, dtype=dtype)
+    programs, got = found(fn, *inputs)
+    assert len(programs) == 1
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    want = fn(*exact)
+    assert distance(got, want) <= 4 * CLOSE[dtype]
+    d = torch.randn_like(got)
+    given = torch.autograd.grad(got, inputs, d, allow_unused=True)
+    wanted = torch.autograd.grad(want, exact, d.double(), allow_unused=True)
+    for mine, its in zip(given, wanted, strict=True):
+        assert (mine is None) == (its is None)
+        if mine is not None:
+            # eager rounds each operator's result; a value near an edge may fall on its other side
+            assert distance(mine, its) <= 10 * CLOSE[dtype]
+
+
+def read_again(x, y):
+    h = norm(x)
+    return h * y, h.sum()
+
+
+def other_dimension(x, y):
+    return torch.softmax(x, 1) * y
+
+
+def dropped(x, y):
+    return F.dropout(norm(x), 0.5) * y
+
+
+def nothing_around(x, y):
+    return norm(x) @ y.transpose(1, 2)
+
+
+def detached(x, y):
+    h = norm(x)
+    return h * torch.sigmoid(h.detach())
+
+
+def whole_numbers(x, y):
+    return norm(x) * torch.arange(N, device=x.device)
+
+
+def power(x, y):
+    return norm(x) ** 2.7
+
+
+def larger(x, y):
+    return norm(x) * y[None].expand(3, *y.shape)
+
+
+LEFT = [read_again, other_dimension, dropped, nothing_around, detached, whole_numbers, power]
+LEFT += [larger]
+
+
+@runs_kernels
+@pytest.mark.parametrize("fn", LEFT)
+def test_what_is_not_elementwise_code_of_one_result_stays(fn):
+    assert not found(fn, *tensors((2, 5, N), (2, 5, N)))[0]
+
+
+@runs_kernels
+def test_code_in_place():
+    """The second tensor is written to after the site has read it, the first one before."""
+
+    def fn(x, y, early):
+        x.add_(1)
+        h = norm(x)
+        h.mul_(y)
+        if early:
+            y.add_(1)
+        h = F.silu(h)
+        y.add_(1)
+        return h
+
+    inputs = tensors((2, 5, N), (2, 5, N), needs=False)
+    copies = [t.clone() for t in inputs]
+    (program,), got = found(lambda x, y: fn(x, y, 0), *inputs)
+    assert "sigmoid" in program and "mul t" in program
+    torch.testing.assert_close(got, fn(*copies, 0))
+    for mine, its in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(mine, its)
+    assert not found(lambda x, y: fn(x, y, 1), *inputs)[0]
+
+
+@runs_kernels
+def test_code_is_added_as_far_as_one_value_is_read():
+    """The sum is read twice, and is the result; its readers stay."""
+
+    def fn(x, y):
+        h = F.silu(norm(x)) + y
+        return torch.tanh(h), torch.exp(h)
+
+    inputs = tensors((2, 5, N), (2, 5, N))
+    programs, got = found(fn, *inputs)
+    assert len(programs) == 1 and "tanh" not in programs[0] and "sigmoid" in programs[0]
+    for mine, its in zip(got, fn(*inputs), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+@runs_kernels
+def test_an_argument_that_others_read_stays():
+    def fn(x, y):
+        h = x * y
+        return F.relu(norm(h + 1)), h
+
+    inputs = tensors((2, 5, N), (2, 5, N))
+    programs, got = found(fn, *inputs)
+    assert len(programs) == 1 and "mul t0 t1" not in programs[0]
+    torch.testing.assert_close(got[0], fn(*inputs)[0])
+
+
+@runs_kernels
+def test_more_tensors_than_a_kernel_takes_are_left_alone():
+    def fn(x, *others):
+        h = norm(x)
+        for other in others:
+            h = torch.sigmoid(h) * other
+        return h
+
+    inputs = tensors(*[(3, N)] * 9)
+    assert not found(fn, *inputs)[0]
+    assert len(found(fn, *inputs[:8])[0]) == 1
+
+
+@runs_kernels
+def test_a_long_chain_is_refused_with_the_number_of_its_operations():
+    def fn(x):
+        h = norm(x)
+        for i in range(50):
+            h = torch.sigmoid(h) * (i + 2)
+        return h
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend="fusion", options=ALWAYS)(torch.randn(3, N, device=DEVICE))
+    (site,) = [s for s in fusion_backend.report().sites if s.pattern == "generated_rows"]
+    assert not site.fused or DEVICE == "cpu"
+
+
+@runs_kernels
+@pytest.mark.parametrize("needs", [(0,), (1,), (4,), (0, 4)])
+def test_only_some_arguments_require_a_gradient(needs):
+    inputs = tensors((2, 5, N), (2, 5, N), N, N, N, needs=False)
+    for i in needs:
+        inputs[i].requires_grad_()
+    (program,), got = found(layer_scale, *inputs)
+    want = layer_scale(*inputs)
+    leaves = [inputs[i] for i in needs]
+    for mine, its in zip(
+        torch.autograd.grad(got.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+@runs_kernels
+def test_a_batch_of_any_size():
+    inputs = tensors((4, 5, N), (4, 5, N), N, N, N)
+    torch._dynamo.mark_dynamic(inputs[0], 0)
+    torch._dynamo.mark_dynamic(inputs[1], 0)
+    (program,), got = found(layer_scale, *inputs)
+    torch.testing.assert_close(got, layer_scale(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@runs_kernels
+def test_tensors_that_are_not_contiguous():
+    x = torch.randn(2, N, 5, device=DEVICE).transpose(1, 2)
+    y = torch.randn(2, 1, N, device=DEVICE).expand(2, 5, N)
+    (program,), got = found(lambda x, y: F.silu(norm(x)) * y, x, y)
+    torch.testing.assert_close(got, F.silu(norm(x)) * y, rtol=1e-4, atol=1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.gamma = nn.Linear(N, N), nn.Parameter(torch.rand(N))
+
+    def forward(self, x):
+        h = self.linear(x).float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.gamma * F.silu(h)
+
+
+@pytest.mark.parametrize("how", ["plain", "autocast", "checkpoint"])
+def test_compiled_blocks_train_as_eager_ones(how):
+    torch.manual_seed(0)
+    block, x = Block().to(DEVICE), torch.randn(3, 5, N, device=DEVICE, requires_grad=True)
+
+    def fn(x):
+        if how == "checkpoint":
+            return checkpoint(block, x, use_reentrant=False)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=how == "autocast"):
+            return block(x)
+
+    leaves = [x, *block.parameters()]
+    want = fn(x)
+    wanted = torch.autograd.grad(want.float().square().sum(), leaves)
+    got = torch.compile(fn, backend="fusion", options=ALWAYS)(x)
+    given = torch.autograd.grad(got.float().square().sum(), leaves)
+    report = fusion_backend.report()
+    assert [s.pattern for s in report.sites if s.fused] == ["generated_rows"]
+    assert not any(g.error or g.faults for g in report.graphs)
+    close = dict(rtol=2e-2, atol=5e-2) if how == "autocast" else dict(rtol=1e-4, atol=1e-4)
+    for mine, its in zip((got, *given), (want, *wanted), strict=True):
+        torch.testing.assert_close(mine, its, **close)
+
+
+def with_code(x, y):
+    return F.silu(norm(x.sin())) * y
+
+
+def large():
+    return [torch.empty(4096, 4096, dtype=torch.bfloat16) for _ in range(2)]
+
+
+def test_it_is_proposed_where_the_match_itself_is_left_to_inductor(monkeypatch, tmp_path):
+    ratios = Answers(layer_norm=0.9, norm_act=0.95, generated_rows=1.3)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub, torch.no_grad():
+        record = decided(with_code, *large())
+    ((_, fused, reason),) = told(record, "generated_rows")
+    assert fused and "1.30" in reason
+    assert ["generated_rows"] in stub.asked and stub.asked[0] != ["generated_rows"]
+
+
+def test_it_is_not_asked_about_where_another_pattern_is_faster(monkeypatch, tmp_path):
+    ratios = Answers(layer_norm=1.2, norm_act=1.2)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios), torch.no_grad():
+        record = decided(with_code, *large())
+    assert not [s for s in record.sites if s.pattern == "generated_rows"]
+
+
+def test_if_it_loses_the_code_is_left_to_inductor(monkeypatch, tmp_path):
+    ratios = Answers(layer_norm=0.9, norm_act=0.95, generated_rows=0.97)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios), torch.no_grad():
+        record = decided(with_code, *large())
+    assert not any(s.fused for s in record.sites)
