@@ -65,11 +65,13 @@ WHOLE = {
     0), None,
                ["its mask stays: causal, proven from", WINDOW]),
 }  # fmt: skip
-# where nothing is masked it hands over a mask
-if importlib.util.find_spec("transformers") and older_than(5, 18):
+# where nothing is masked it hands over a mask, now again
+if importlib.util.find_spec("transformers") and (older_than(5, 18) or not older_than(5, 24)):
     T5 = [NOTHING, CAUSAL_STAYS, "its mask stays: nothing is masked"]
-    for name, reasons in {"bert, no padding": [NOTHING], "vit": [NOTHING], "t5": T5}.items():
-        WHOLE[name] = (WHOLE[name][0], reasons, reasons)
+    by_hand = T5 if older_than(5, 18) else WHOLE["t5"][2]
+    WHOLE["t5"] = (WHOLE["t5"][0], T5, by_hand)
+    for name in ("bert, no padding", "vit"):
+        WHOLE[name] = (WHOLE[name][0], [NOTHING], [NOTHING])
 
 
 @functools.cache

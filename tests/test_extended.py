@@ -127,6 +127,10 @@ def detached(x, y):
     return h * torch.sigmoid(h.detach())
 
 
+def root(x, y):
+    return norm(x) * torch.sqrt(y.abs())
+
+
 def whole_numbers(x, y):
     return norm(x) * torch.arange(N, device=x.device)
 
@@ -140,7 +144,7 @@ def larger(x, y):
 
 
 LEFT = [read_again, other_dimension, dropped, nothing_around, detached, whole_numbers, power]
-LEFT += [larger]
+LEFT += [larger, root]
 
 
 @runs_kernels
@@ -171,6 +175,23 @@ def test_code_in_place():
     for mine, its in zip(inputs, copies, strict=True):
         torch.testing.assert_close(mine, its)
     assert not found(lambda x, y: fn(x, y, 1), *inputs)[0]
+
+
+@runs_kernels
+def test_a_row_of_zeros_has_no_gradient_of_its_length():
+    """As in torch, where √0 by hand would give NaN."""
+
+    x, y = tensors((3, N), (3, N))
+    with torch.no_grad():
+        x[1] = 0
+    for f in (lambda x, y: F.normalize(x * 2, dim=-1) + y, lambda x, y: F.normalize(x - y) * y):
+        (program,), got = found(f, x, y)
+        for mine, its in zip(
+            torch.autograd.grad(got.sum(), (x, y)),
+            torch.autograd.grad(f(x, y).sum(), (x, y)),
+            strict=True,
+        ):
+            torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
 @runs_kernels
@@ -295,7 +316,7 @@ def test_compiled_blocks_train_as_eager_ones(how):
 
 
 def with_code(x, y):
-    return F.silu(norm(x.sin())) * y
+    return F.silu(norm(x * 2)) * y
 
 
 def large():
@@ -316,6 +337,15 @@ def test_it_is_not_asked_about_where_another_pattern_is_faster(monkeypatch, tmp_
     with as_on_a_gpu(monkeypatch, tmp_path, ratios), torch.no_grad():
         record = decided(with_code, *large())
     assert not [s for s in record.sites if s.pattern == "generated_rows"]
+
+
+def test_next_to_more_code_that_inductor_would_fuse_it_is_not_proposed(monkeypatch, tmp_path):
+    ratios = Answers(layer_norm=0.9, norm_act=0.95)
+    for fn in (lambda x, y: with_code(x.sin(), y), lambda x, y: with_code(x, y).sum(-1)):
+        with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub, torch.no_grad():
+            record = decided(fn, *large())
+        assert ["layer_norm"] in stub.asked and ["generated_rows"] not in stub.asked
+        assert not [s for s in record.sites if s.pattern == "generated_rows"]
 
 
 def test_if_it_loses_the_code_is_left_to_inductor(monkeypatch, tmp_path):

@@ -208,7 +208,9 @@ def test_where_tensors_lie():
     assert rows.place_of(wide, shape) == Place((240, 80, 16, 1), (3, 5))
 
 
-LONG = "; ".join(["v0 = exp t0", *(f"v{i + 1} = tanh v{i}" for i in range(MOST)), f"return v{MOST}"])
+LONG = "; ".join(
+    ["v0 = exp t0", *(f"v{i + 1} = tanh v{i}" for i in range(MOST)), f"return v{MOST}"]
+)
 
 
 @pytest.mark.parametrize(

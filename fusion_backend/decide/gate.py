@@ -34,16 +34,15 @@ from fusion_backend.decide.claims import Claims
 from fusion_backend.decide.evidence import Evidence, Measured
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.inductor_asks import asked
-from fusion_backend.decide.kernel_trials import Trials
+from fusion_backend.decide.kernel_trials import Trials, compile_kernels
 from fusion_backend.decide.legality import Legality
 from fusion_backend.decide.neighbours import Neighbours
 from fusion_backend.ir.argument_views import geometry, original
-from fusion_backend.kernels.common.launch import on_gpu, trial
+from fusion_backend.kernels.common.launch import on_gpu
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.match.matcher import Match
 from fusion_backend.ops.extension import Extension
 from fusion_backend.ops.op import Op
-from fusion_backend.ops.operator import fake_seed, operator_of
 from fusion_backend.ops.rule import SEED, Replacement
 from fusion_backend.options import Options
 from fusion_backend.reporting.faults import of_kernel, refusal
@@ -58,6 +57,9 @@ from fusion_backend.reporting.records import (
     UNSUPPORTED,
 )
 from fusion_backend.reporting.reject import BackwardOnly, Reject, Settled
+
+# Of an extended match only these refusals and measured ones are reported; the match itself is.
+ABOUT_EXTENSIONS = (UNSUPPORTED, FAILED)
 
 
 @dataclasses.dataclass
@@ -119,9 +121,14 @@ class Gate:
         return self.found
 
     def decide(self, match: Match) -> Decision | None:
-        """The decision about one match; None if a larger form of the pattern is fused there."""
+        """The decision about one match; None if it is not reported: a larger form of the pattern is
+        fused there, or it was extended and is not even proposed.
+        """
         try:
-            return self.decided(match)
+            found = self.decided(match)
+            extended = found is not None and isinstance(match.pattern, Extension)
+            hidden = extended and not found.fused and found.cause not in ABOUT_EXTENSIONS
+            return None if hidden and not self.evidence.lost(match) else found
         except Exception as error:
             reason, fault = refusal(error, "deciding it")
             cause = FAILED if fault else UNSUPPORTED
@@ -132,8 +139,6 @@ class Gate:
         if any(r in claimed and claimed[r].pattern is match.pattern for r in match.roots):
             return None
         if covered := self.claims.overlap(match):
-            if isinstance(match.pattern, Extension):
-                return None
             return Decision(match, False, covered, cause=COVERED)
         if reason := self.unwanted(match):
             return Decision(match, False, reason, cause=SWITCHED_OFF)
@@ -198,6 +203,8 @@ class Gate:
             return "fusion.gate is never"
         if (o.only and name not in o.only) or name in o.skip:
             return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
+        if isinstance(match.pattern, Extension) and o.gate == "always" and not o.only:
+            return "only where the gate measures, or fusion.only names it"
         if o.limit is not None and self.fused >= o.limit:
             return f"fusion.limit is {o.limit}"
         return asked(match)
@@ -278,6 +285,8 @@ class Gate:
         if op.narrows and op is match.pattern and self.legality.narrow(match):
             return NARROWED
         around = Neighbours(match, self.legality.unread(match))
+        if isinstance(op, Extension) and (refused := around.outside(self.canon)) is not None:
+            return refused
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
             return refused
@@ -366,24 +375,11 @@ class Gate:
         call = call_of_op(op, arguments, values, named, chosen)
         kernel = "kernel" in (chosen["forward"], chosen["backward"])
         if compiles and kernel and torch.cuda.is_available() and TARGET.get() is None:
-            self.compile_kernels(op, values, call, chosen)
+            compile_kernels(self.trials, op, values, call, chosen)
         given = {storage_id(v) for v in values.values() if isinstance(v, torch.Tensor)}
         if not any(storage_id(out) in given for out in call.values):
             self.tried[key] = [(o.dtype, o.device, o.shape, o.stride()) for o in call.values]
         return call
-
-    def compile_kernels(self, op: Op, values: dict, call: Call, chosen: dict) -> None:
-        operator = operator_of(op)
-        tensor = next(v for v in values.values() if isinstance(v, torch.Tensor))
-        with tensor.fake_mode, torch.no_grad(), trial(self.trials):
-            seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
-            flat = operator.flatten(values | seeds)
-            if chosen["forward"] == "kernel":
-                operator.forward(*flat, **chosen)
-            if chosen["backward"] == "kernel":
-                results, saved = call.values[: op.outputs], call.values[op.outputs :]
-                kept = call.values if op.backward_result else saved
-                operator.backward(*results, *kept, [True] * len(operator.tensors), *flat)
 
     def checked(self, decision: Decision, own: bool = False) -> Decision:
         """The decision, or a refusal if the results of the call cannot replace the site's."""

@@ -16,6 +16,10 @@ import torch
 
 from fusion_backend.compat.torch import inductor_config
 from fusion_backend.compat.triton import AsyncCompileMode, FutureKernel, forget_compiled
+from fusion_backend.decide.call import Call
+from fusion_backend.kernels.common.launch import trial
+from fusion_backend.ops.op import Op
+from fusion_backend.ops.operator import fake_seed, operator_of
 
 
 class Trials:
@@ -93,3 +97,18 @@ def error_of(kernel) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def compile_kernels(trials: Trials, op: Op, values: dict, call: Call, chosen: dict) -> None:
+    """Compile the kernels that an op would launch on these fake arguments, by name."""
+    operator = operator_of(op)
+    tensor = next(v for v in values.values() if isinstance(v, torch.Tensor))
+    with tensor.fake_mode, torch.no_grad(), trial(trials):
+        seeds = {name: fake_seed(tensor) for name in op.seed_arguments}
+        flat = operator.flatten(values | seeds)
+        if chosen["forward"] == "kernel":
+            operator.forward(*flat, **chosen)
+        if chosen["backward"] == "kernel":
+            results, saved = call.values[: op.outputs], call.values[op.outputs :]
+            kept = call.values if op.backward_result else saved
+            operator.backward(*results, *kept, [True] * len(operator.tensors), *flat)

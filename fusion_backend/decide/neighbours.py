@@ -18,7 +18,7 @@ from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import in_library, peel
 from fusion_backend.match.matcher import Match
 from fusion_backend.reporting.places import location
-from fusion_backend.reporting.reject import BackwardOnly, Reject
+from fusion_backend.reporting.reject import BackwardOnly, Reject, Settled
 
 NEARBY = 32  # operators to look at, on each side
 LIBRARY = {
@@ -59,8 +59,14 @@ def elementwise(n: fx.Node) -> bool:
     """Does each element of the result need one element of an argument? Views too."""
     if not is_lowered(n):
         return False
-    moves = any(r.alias_info is not None for r in schema_of(n.target).returns)
-    return moves or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
+    return (
+        is_view(n) or torch.Tag.pointwise in n.target.tags or schema_of(n.target).name in POINTWISE
+    )
+
+
+def is_view(n: fx.Node) -> bool:
+    """Is the result, or each of them, in the memory of the first argument?"""
+    return is_lowered(n) and any(r.alias_info is not None for r in schema_of(n.target).returns)
 
 
 class Neighbours:
@@ -123,6 +129,26 @@ class Neighbours:
         return names(
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
+
+    def outside(self, canon: Canon) -> Settled | None:
+        """A site that was extended is all that one kernel of Inductor's computes, or it is refused.
+        The code next to it is seen through views.
+        """
+        found: list[fx.Node] = []
+        for a in self.arguments:
+            while is_view(a):
+                a = a.all_input_nodes[0]
+            found.append(a)
+        pending = [u for r in self.roots for u in self.users(r)]
+        for u in pending:
+            if is_view(u):
+                pending += self.users(u)
+            else:
+                found.append(u)
+        for n in found:
+            if is_lowered(n) and not in_library(peel(canon.of[n]).op) and canon.of[n].op != "input":
+                return Settled(f"Inductor fuses it with more code, at {location(n)}")
+        return None
 
     def fusable(self, canon: Canon, inductor: str, training: bool) -> Reject | None:
         """A kernel of ours stands alone: next to code that Inductor would fuse with its own

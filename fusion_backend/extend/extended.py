@@ -36,13 +36,22 @@ CONDITION_AND_DTYPES = {"c0": torch.bool, "c1": torch.bool}
 
 
 def extensions(view: View, canon: Canon, matcher: Matcher, matches: list[Match]) -> Iterator[Match]:
-    """A match of `generated_rows` for each of these that has code around it."""
-    seen: set[fx.Node] = set()
+    """A match of `generated_rows` for each of these that has code around it, unless another match
+    has the same code.
+    """
+    inside: dict[fx.Node, list[set[fx.Node]]] = {}  # a result -> the nodes of each match with it
+    for match in matches:
+        for root in match.roots:
+            inside.setdefault(root, []).append({*match.interior, *match.roots})
     for match in matches:
         if match.pattern.name in EXTENDED and len(match.roots) == 1:
             found = Extent(view, canon, matcher, match).match()
-            if found is not None and found.roots[0] not in seen:
-                seen.add(found.roots[0])
+            if found is None:
+                continue
+            others = inside.setdefault(found.roots[0], [])
+            own = {*found.interior, *found.roots}
+            if not any(own <= other for other in others):
+                others.append(own)
                 yield found
 
 

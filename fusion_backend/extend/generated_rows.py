@@ -2,8 +2,8 @@
 
 No template finds it. `extended.py` extends the matches of other patterns, and writes the program
 down from their canonical expressions. The tensors are fp32, bf16, fp16 or boolean, and broadcast to
-the result `[..., n]`, of one to four dimensions, its rows up to 4096 long. Computed in fp32, rounded
-once. The backward computes the program again: nothing but the arguments is kept for it.
+the result `[..., n]`, of one to four dimensions, its rows up to 4096 long. Computed in fp32, and
+rounded once. The backward computes the program again: only the arguments are kept for it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ ELEMENTWISE = {"add", "mul", "div", "maximum", "minimum", "exp", "sqrt", "rsqrt"
 ELEMENTWISE |= {"erf", "abs"}
 ACROSS = {"sum": (-1,), "mean": (-1,), "softmax": -1}  # and the attribute of the last dimension
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+# What a root is taken of: a program's root of 0 has the gradient of the length of a row of zeros,
+# which is not that of any other root.
+LENGTHS = {"sum", "mean", "add"}
 MOST_STATEMENTS = 128  # to write down; the guard refuses fewer, and says so
 
 
@@ -66,9 +69,17 @@ class Translation:
             op = step(e)
             if not op or len(self.write.statements) > MOST_STATEMENTS:
                 raise NoProgram(f"{e.op} is no operation of a program")
+            if e.op == "sqrt" and peel(e.args[0]).op not in LENGTHS:
+                raise NoProgram("a root that is no length of a row")
             if e.op in ACROSS and not (e.args[0].shape and same(e.args[0].shape, self.shape)):
                 raise NoProgram(f"{e.op} of another shape")
-            operands = [self.operand(a, e.op == "where" and i == 0) for i, a in enumerate(e.args)]
+            if (square := bounded_square(e)) is not None:
+                root, low = square
+                operands = [self.write("maximum", self.operand(root.args[0]), low)]
+                op = "sqrt"
+            else:
+                where = [e.op == "where" and i == 0 for i in range(len(e.args))]
+                operands = [*map(self.operand, e.args, where)]
             if not any(map(is_name, operands)):
                 raise NoProgram("an operation on numbers alone")
             self.known[e] = self.write(op, *operands)
@@ -93,6 +104,18 @@ class Translation:
             self.known[e] = f"{kind}{number}"
             self.arguments[f"{kind}{number}"] = e.nodes[0]
         return self.known[e]
+
+
+def bounded_square(e: Expr) -> tuple[Expr, float] | None:
+    """√s and c² of max(√s, c). √max(s, c²) is the same value, whose gradient at s = 0 is 0; that of
+    √s is infinite there. Raises NoProgram where c² is no number of fp32.
+    """
+    low, root = sorted(e.args, key=lambda a: a.op != "const") if e.op == "maximum" else (e, e)
+    if low.op != "const" or peel(root).op != "sqrt" or low.attr <= 0:
+        return None
+    if low.attr**2 < torch.finfo(torch.float32).tiny:
+        raise NoProgram("a bound whose square is 0")
+    return peel(root), low.attr**2
 
 
 def widens(e: Expr) -> bool:

@@ -45,7 +45,9 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     ValueError for an unknown option.
     """
     check(program, options)
-    ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, [*(p.name for p in patterns()), *EXTENSIONS])
+    ours, _ = parse(
+        {f"fusion.{k}": v for k, v in options.items()}, [*(p.name for p in patterns()), *EXTENSIONS]
+    )
     record = GraphRecord(len(program.graph.nodes))
     reporting.add(record)
     root = copied(program.graph_module)

@@ -1,8 +1,8 @@
 """The gradient of a program, as a program: reverse-mode differentiation, statement by statement.
 
-A value that is the same for all elements of a row gets the sum of its elements' gradients at once,
-as `sum` of them. A value that is the same for all rows gets a gradient for each row: the kernel adds
-these up at the end, for the tensors that the program is given.
+A value that is the same for all elements of a row gets the sum of its elements' gradients at once.
+A value that is the same for all rows gets a gradient for each row: the kernel adds these up at the
+end, for the tensors that the program is given.
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ def _(write, d, v, a):
 
 @gradient_of("sqrt")
 def _(write, d, v, a):
-    return (write("div", write("mul", d, 0.5), v),)
+    """Nothing at 0, as in torch for the length of a row of zeros. Of any other root of 0 torch's is
+    infinite, or NaN.
+    """
+    slope = write("div", write("mul", d, 0.5), v)
+    return (write("where", write("greater", v, 0.0), slope, 0.0),)
 
 
 @gradient_of("rsqrt")

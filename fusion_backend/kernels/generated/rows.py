@@ -114,7 +114,9 @@ def backward(
         wide = n if place[name].wide else 1
         found[name] = torch.empty((programs, wide), dtype=torch.float32, device=d.device)
     counts = (rows, programs) if sums.added else (rows,)
-    launch(kernel, (programs,), d.contiguous(), *given.values(), *found.values(), *counts, **options)
+    launch(
+        kernel, (programs,), d.contiguous(), *given.values(), *found.values(), *counts, **options
+    )
     for name in sums.written:
         found[name] = found[name].sum_to_size(given[name].shape)
     for name in sums.added:

@@ -23,7 +23,6 @@ from fusion_backend.kernels.generated.program import (
     LENGTH,
     OPERATIONS,
     Operand,
-    Program,
     is_name,
     parsed,
 )
@@ -162,7 +161,9 @@ COLUMNS = ["col = tl.arange(0, BLOCK)[None, :]", "inside = col < N"]
 
 def rows_of(block: str) -> list[str]:
     """The rows of a block of them."""
-    first = f"(tl.zeros([ROWS, 1], tl.int64) + {block}) * ROWS"  # a loop's number may be a Python int
+    first = (
+        f"(tl.zeros([ROWS, 1], tl.int64) + {block}) * ROWS"  # a loop's number may be a Python int
+    )
     row = f"row = {first} + tl.arange(0, ROWS)[:, None]"
     return [row, "valid = row < rows", "mask = valid & inside"]
 
@@ -176,7 +177,9 @@ def loads(places: Places) -> list[str]:
             value = f"tl.load({name.upper()} + {place}, {place.mask}, 0)"
         else:  # a number, as a block
             value = f"tl.load({name.upper()} + tl.arange(0, 1)[None, :])"
-        lines.append(f"{name} = {value} != 0" if name[0] == "c" else f"{name} = {value}.to(tl.float32)")
+        lines.append(
+            f"{name} = {value} != 0" if name[0] == "c" else f"{name} = {value}.to(tl.float32)"
+        )
     return lines
 
 
