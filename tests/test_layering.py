@@ -26,6 +26,7 @@ LOOSE = {
         "compat",
         "decide",
         "dump",
+        "extend",
         "ir",
         "match",
         "measure",

@@ -285,7 +285,8 @@ class Gate:
         if op.narrows and op is match.pattern and self.legality.narrow(match):
             return NARROWED
         around = Neighbours(match, self.legality.unread(match))
-        if isinstance(op, Extension) and (refused := around.outside(self.canon)) is not None:
+        refused = around.outside(self.canon, training) if isinstance(op, Extension) else None
+        if refused is not None:
             return refused
         refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:

@@ -130,15 +130,19 @@ class Neighbours:
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
 
-    def outside(self, canon: Canon) -> Settled | None:
+    def outside(self, canon: Canon, training: bool) -> Settled | None:
         """A site that was extended is all that one kernel of Inductor's computes, or it is refused.
         The code next to it is seen through views.
         """
         found: list[fx.Node] = []
         for a in self.arguments:
-            while is_view(a):
-                a = a.all_input_nodes[0]
-            found.append(a)
+            whole = a
+            while is_view(whole):
+                whole = whole.all_input_nodes[0]
+            if training and whole.meta["val"].numel() > a.meta["val"].numel():
+                told = "Inductor writes its gradient with those of the other parts of a value"
+                return Settled(f"{told}, at {location(whole)}")
+            found.append(whole)
         pending = [u for r in self.roots for u in self.users(r)]
         for u in pending:
             if is_view(u):

@@ -74,11 +74,12 @@ def reject_places(given: Mapping[str, Tensor]) -> Reject | None:
     return None
 
 
-def config(n: int) -> dict:
-    """2048 elements a program, or a row that is longer; 8 a thread."""
+def config(n: int, given: Mapping[str, Tensor]) -> dict:
+    """2048 elements a program, or a row that is longer; 16 a thread, or 8 of fp32."""
     block = triton.next_power_of_2(n)
     rows = max(1, 2048 // block)
-    return dict(N=n, BLOCK=block, ROWS=rows, num_warps=max(4, rows * block // 256))
+    each = 8 if any(t.itemsize == 4 for t in given.values()) else 16
+    return dict(N=n, BLOCK=block, ROWS=rows, num_warps=rows * block // (32 * each))
 
 
 def forward(program: str, given: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -88,7 +89,7 @@ def forward(program: str, given: Mapping[str, Tensor], dtype: torch.dtype) -> Te
     shape = shape_of(given)
     like = next(iter(given.values()))
     out = torch.empty(shape, dtype=dtype, device=like.device)
-    rows, options = math.prod(shape[:-1]), config(shape[-1])
+    rows, options = math.prod(shape[:-1]), config(shape[-1], given)
     kernel = forward_kernel(program, places_of(given, shape))
     blocks = (rows + options["ROWS"] - 1) // options["ROWS"]
     launch(kernel, (blocks,), *given.values(), out, rows, **options)
@@ -104,7 +105,7 @@ def backward(
     shape = shape_of(given)
     places = places_of(given, shape)
     kernel, sums = backward_kernel(program, places, wanted)
-    rows, n, options = math.prod(shape[:-1]), shape[-1], config(shape[-1])
+    rows, n, options = math.prod(shape[:-1]), shape[-1], config(shape[-1], given)
     programs = grid(rows, options["ROWS"], 2 if sums.added else 0, d.device)
     place, found = dict(places), {}
     for name in sums.written:
