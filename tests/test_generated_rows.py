@@ -140,8 +140,24 @@ def test_a_row_of_minus_infinity_alone_is_nan_in_a_softmax_and_others_are_not():
 
 
 @runs_kernels
-def test_columns_beyond_a_row_add_nothing_where_a_function_has_no_value_for_them():
-    """Their tensors are read as 0, where log and 1 / x are infinite."""
+def test_the_length_of_a_row_of_zeros_has_no_gradient():
+    """As in torch; a root of 0 has none otherwise."""
+    x, y, d = (torch.randn(3, 24, device=DEVICE, requires_grad=True) for _ in "xyd")
+    with torch.no_grad():
+        x[1] = 0
+    program = "v0 = mul t0 t0; v1 = sum v0; v2 = sqrt v1; v3 = mul t1 v2; return v3"
+    want = torch.autograd.grad(y * x.norm(dim=-1, keepdim=True), (x, y), d)
+    with torch.no_grad():
+        got = rows.backward(program, d, dict(t0=x, t1=y), ("t0", "t1"))
+    for mine, its in zip(got.values(), want, strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+@runs_kernels
+def test_what_lies_beyond_adds_nothing_where_a_function_has_no_value_for_it():
+    """Columns beyond a row and rows beyond the last are read as 0, where log and 1 / x are
+    infinite.
+    """
     given = dict(t0=randn(4, 33).abs() + 1, t1=randn(33).abs() + 1, t2=randn(4, 33))
     program = "v0 = log t0; v1 = rsqrt t1; v2 = div v0 v1; v3 = mean v2; v4 = mul t2 v3; return v4"
     check(program, given)

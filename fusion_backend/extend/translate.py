@@ -73,13 +73,8 @@ class Translation:
                 raise NoProgram("a root that is no length of a row")
             if e.op in ACROSS and not (e.args[0].shape and same(e.args[0].shape, self.shape)):
                 raise NoProgram(f"{e.op} of another shape")
-            if (square := bounded_square(e)) is not None:
-                root, low = square
-                operands = [self.write("maximum", self.operand(root.args[0]), low)]
-                op = "sqrt"
-            else:
-                where = [e.op == "where" and i == 0 for i in range(len(e.args))]
-                operands = [*map(self.operand, e.args, where)]
+            where = [e.op == "where" and i == 0 for i in range(len(e.args))]
+            operands = [*map(self.operand, e.args, where)]
             if not any(map(is_name, operands)):
                 raise NoProgram("an operation on numbers alone")
             self.known[e] = self.write(op, *operands)
@@ -104,18 +99,6 @@ class Translation:
             self.known[e] = f"{kind}{number}"
             self.arguments[f"{kind}{number}"] = e.nodes[0]
         return self.known[e]
-
-
-def bounded_square(e: Expr) -> tuple[Expr, float] | None:
-    """√s and c² of max(√s, c). √max(s, c²) is the same value, whose gradient at s = 0 is 0; that of
-    √s is infinite there. Raises NoProgram where c² is no number of fp32.
-    """
-    low, root = sorted(e.args, key=lambda a: a.op != "const") if e.op == "maximum" else (e, e)
-    if low.op != "const" or peel(root).op != "sqrt" or low.attr <= 0:
-        return None
-    if low.attr**2 < torch.finfo(torch.float32).tiny:
-        raise NoProgram("a bound whose square is 0")
-    return peel(root), low.attr**2
 
 
 def widens(e: Expr) -> bool:

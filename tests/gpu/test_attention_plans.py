@@ -1,5 +1,5 @@
 """On a GPU: gradients of attention in a process that has computed others of the same sizes, whose
-results lay otherwise in memory. torch keeps cuDNN's plans by sizes, strides and scale of q, k and v.
+results lay otherwise in memory. torch keeps plans of cuDNN by sizes, strides and scale of q, k, v.
 """
 
 import pytest
