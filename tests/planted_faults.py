@@ -2195,12 +2195,6 @@ MUTATIONS = {
         "            if False:\n",
         "tests/test_generated_rows.py::test_a_norm_with_what_surrounds_it",
     ),
-    "generated rows: a root of 0 has an infinite gradient": Mutation(
-        "fusion_backend/kernels/generated/adjoint.py",
-        '    return (write("where", write("greater", v, 0.0), slope, 0.0),)\n',
-        "    return (slope,)\n",
-        "tests/test_generated_rows.py::test_the_length_of_a_row_of_zeros_has_no_gradient",
-    ),
     "generated rows: the derivative of gelu lacks a term": Mutation(
         "fusion_backend/kernels/generated/adjoint.py",
         'write("add", half, write("mul", a, density))',
@@ -2273,12 +2267,6 @@ MUTATIONS = {
         "alone = a not in self.inside",
         "tests/test_extended.py::test_an_argument_that_others_read_stays",
     ),
-    "extended: any root is taken": Mutation(
-        "fusion_backend/extend/translate.py",
-        '            if e.op == "sqrt" and peel(e.args[0]).op not in LENGTHS:\n',
-        "            if False:\n",
-        "tests/test_extended.py::test_what_is_not_elementwise_code_of_one_result_stays",
-    ),
     "extended: a softmax over any dimension is one of rows": Mutation(
         "fusion_backend/extend/translate.py",
         'return e.op if e.attr == ACROSS[e.op] else ""',
@@ -2291,18 +2279,6 @@ MUTATIONS = {
         "",
         "tests/test_extended.py::test_the_code_around_is_part_of_the_kernel",
     ),
-    "extended: it is proposed next to more code": Mutation(
-        "fusion_backend/decide/gate.py",
-        "around.outside(self.canon, training) if isinstance(op, Extension) else None",
-        "None",
-        "tests/test_extended.py::test_next_to_more_code_that_inductor_would_fuse_it_is_not_proposed",
-    ),
-    "extended: refused ones are reported": Mutation(
-        "fusion_backend/decide/gate.py",
-        "            return None if hidden and not self.evidence.lost(match) else found\n",
-        "            return found\n",
-        "tests/test_extended.py::test_it_is_not_asked_about_where_another_pattern_is_faster",
-    ),
     "extended: they come before the patterns": Mutation(
         "fusion_backend/pipeline.py",
         "[*found, *extensions(scope.view, scope.canon, scope.matcher, found)]",
@@ -2314,5 +2290,77 @@ MUTATIONS = {
         "    return scale * (1 + 2**-22)\n",
         "    return scale\n",
         "tests/test_gate_on_cuda.py::test_decision",
+    ),
+    "generated rows: a root of 0 has an infinite gradient": Mutation(
+        "fusion_backend/kernels/generated/adjoint.py",
+        '    return (write("where", write("equal", v, 0.0), 0.0, slope),)\n',
+        "    return (slope,)\n",
+        "tests/test_generated_rows.py::test_the_length_of_a_row_of_zeros_has_no_gradient",
+    ),
+    "extended: any root is taken": Mutation(
+        "fusion_backend/extend/extended.py",
+        ' or e.op == "sqrt":',
+        ":",
+        "tests/test_extended.py::test_code_with_other_values_or_gradients_stays",
+    ),
+    "extended: any minimum and maximum is taken": Mutation(
+        "fusion_backend/extend/extended.py",
+        '        if e.op in ("maximum", "minimum") and not edges:\n',
+        "        if False:\n",
+        "tests/test_extended.py::test_code_with_other_values_or_gradients_stays",
+    ),
+    "extended: any number is taken": Mutation(
+        "fusion_backend/extend/translate.py",
+        "    if math.isfinite(number) and number and not",
+        "    if False and not",
+        "tests/test_extended.py::test_code_with_other_values_or_gradients_stays",
+    ),
+    "extended: sums of what is one number are taken": Mutation(
+        "fusion_backend/extend/extended.py",
+        "            columns_of(program, {k: self.is_wide(a) for k",
+        "            ({k: self.is_wide(a) for k",
+        "tests/test_extended.py::test_sums_over_what_is_one_number_for_a_row",
+    ),
+    "extended: code in fp16 is taken": Mutation(
+        "fusion_backend/extend/extended.py",
+        " and value.dtype != torch.float16",
+        "",
+        "tests/test_extended.py::test_in_fp16_a_value_between_may_be_infinite",
+    ),
+    "extended: a part of a value is taken in training": Mutation(
+        "fusion_backend/decide/neighbours.py",
+        "            if training and not statically",
+        "            if False and not statically",
+        "tests/test_extended.py::test_in_training_a_part_of_a_value_is_left_to_inductor",
+    ),
+    "extended: chunk is no view of its argument": Mutation(
+        "fusion_backend/decide/neighbours.py",
+        " or n.target is operator.getitem:",
+        ":",
+        "tests/test_extended.py::test_in_training_a_part_of_a_value_is_left_to_inductor",
+    ),
+    "generated rows: any dtype is taken": Mutation(
+        "fusion_backend/extend/generated_rows.py",
+        "        if t.dtype not in (DTYPES",
+        "        if False and t.dtype not in (DTYPES",
+        "tests/test_generated_rows.py::test_other_kinds_of_numbers_are_refused",
+    ),
+    "generated rows: sums of one number are taken": Mutation(
+        "fusion_backend/kernels/generated/adjoint.py",
+        "        if OPERATIONS[op].across and not wide:\n",
+        "        if False:\n",
+        "tests/test_generated_rows.py::test_what_a_kernel_does_not_take_is_said",
+    ),
+    "extended: it is proposed next to more code": Mutation(
+        "fusion_backend/decide/gate.py",
+        "            refused = around.beside_extension(self.canon, training)\n",
+        "            refused = None\n",
+        "tests/test_extended.py::test_next_to_more_code_that_inductor_would_fuse_it_is_not_proposed",
+    ),
+    "extended: refused ones are reported": Mutation(
+        "fusion_backend/decide/gate.py",
+        "            return found if told else None\n",
+        "            return found\n",
+        "tests/test_extended.py::test_it_is_not_asked_about_where_another_pattern_is_faster",
     ),
 }

@@ -58,7 +58,8 @@ from fusion_backend.reporting.records import (
 )
 from fusion_backend.reporting.reject import BackwardOnly, Reject, Settled
 
-# Of an extended match only these refusals and measured ones are reported; the match itself is.
+# Of extended matches only these refusals are reported, and measured ones. The match that was
+# extended is reported in any case.
 ABOUT_EXTENSIONS = (UNSUPPORTED, FAILED)
 
 
@@ -126,9 +127,10 @@ class Gate:
         """
         try:
             found = self.decided(match)
-            extended = found is not None and isinstance(match.pattern, Extension)
-            hidden = extended and not found.fused and found.cause not in ABOUT_EXTENSIONS
-            return None if hidden and not self.evidence.lost(match) else found
+            if found is None or found.fused or not isinstance(match.pattern, Extension):
+                return found
+            told = found.cause in ABOUT_EXTENSIONS or self.evidence.lost(match)
+            return found if told else None
         except Exception as error:
             reason, fault = refusal(error, "deciding it")
             cause = FAILED if fault else UNSUPPORTED
@@ -204,7 +206,7 @@ class Gate:
         if (o.only and name not in o.only) or name in o.skip:
             return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
         if isinstance(match.pattern, Extension) and o.gate == "always" and not o.only:
-            return "only where the gate measures, or fusion.only names it"
+            return "fusion.gate=always takes it only if fusion.only names it"
         if o.limit is not None and self.fused >= o.limit:
             return f"fusion.limit is {o.limit}"
         return asked(match)
@@ -285,10 +287,10 @@ class Gate:
         if op.narrows and op is match.pattern and self.legality.narrow(match):
             return NARROWED
         around = Neighbours(match, self.legality.unread(match))
-        refused = around.outside(self.canon, training) if isinstance(op, Extension) else None
-        if refused is not None:
-            return refused
-        refused = match.pattern.answer("neighbours", around, training)
+        if isinstance(op, Extension):
+            refused = around.beside_extension(self.canon, training)
+        else:
+            refused = match.pattern.answer("neighbours", around, training)
         if refused is not None:
             return refused
         refused = op.answer("worthwhile", *values, training)

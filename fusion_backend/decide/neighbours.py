@@ -7,13 +7,14 @@ would make one kernel of the site and its neighbours, or would choose their layo
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from fusion_backend.capture.view import embedded, is_lowered, name_of
-from fusion_backend.compat.torch import schema_of
+from fusion_backend.compat.torch import schema_of, statically_known_true
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import in_library, peel
 from fusion_backend.match.matcher import Match
@@ -67,6 +68,13 @@ def elementwise(n: fx.Node) -> bool:
 def is_view(n: fx.Node) -> bool:
     """Is the result, or each of them, in the memory of the first argument?"""
     return is_lowered(n) and any(r.alias_info is not None for r in schema_of(n.target).returns)
+
+
+def source_of(n: fx.Node) -> fx.Node:
+    """The value that a node is a view, or a part, of."""
+    while is_view(n) or n.target is operator.getitem:
+        n = n.all_input_nodes[0]
+    return n
 
 
 class Neighbours:
@@ -130,26 +138,20 @@ class Neighbours:
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
 
-    def outside(self, canon: Canon, training: bool) -> Settled | None:
-        """A site that was extended is all that one kernel of Inductor's computes, or it is refused.
-        The code next to it is seen through views.
+    def beside_extension(self, canon: Canon, training: bool) -> Settled | None:
+        """Why a site that was extended is not all that one kernel of Inductor's computes; None if
+        it is. The code next to it is seen through views.
         """
-        found: list[fx.Node] = []
-        for a in self.arguments:
-            whole = a
-            while is_view(whole):
-                whole = whole.all_input_nodes[0]
-            if training and whole.meta["val"].numel() > a.meta["val"].numel():
-                told = "Inductor writes its gradient with those of the other parts of a value"
-                return Settled(f"{told}, at {location(whole)}")
-            found.append(whole)
-        pending = [u for r in self.roots for u in self.users(r)]
-        for u in pending:
-            if is_view(u):
-                pending += self.users(u)
-            else:
-                found.append(u)
-        for n in found:
+        sources = [*map(source_of, self.arguments)]
+        for a, source in zip(self.arguments, sources, strict=True):
+            sizes = (n.meta["val"].numel() for n in (a, source))
+            if training and not statically_known_true(operator.eq(*sizes)):
+                where = location(source)
+                return Settled(f"Inductor writes the gradients of all parts of {where} at once")
+        readers = [u for r in self.roots for u in self.users(r)]
+        for u in readers:
+            readers += self.users(u) if is_view(u) else ()
+        for n in (*sources, *(u for u in readers if not is_view(u))):
             if is_lowered(n) and not in_library(peel(canon.of[n]).op) and canon.of[n].op != "input":
                 return Settled(f"Inductor fuses it with more code, at {location(n)}")
         return None

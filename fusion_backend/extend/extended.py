@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.view import View, is_lowered, is_mutation
+from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.extend.generated_rows import generated_rows
 from fusion_backend.extend.translate import (
     ACROSS,
@@ -25,6 +25,7 @@ from fusion_backend.extend.translate import (
 )
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import Expr, peel
+from fusion_backend.kernels.generated.adjoint import columns_of
 from fusion_backend.match.match import Match
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.match.templates import Template
@@ -32,7 +33,8 @@ from fusion_backend.match.templates import Template
 EXTENDED = ("layer_norm", "rms_norm", "l2_norm", "softmax")
 FAR = 200  # nodes behind a result to look at
 MOST_NODES = 64  # to add
-CONDITION_AND_DTYPES = {"c0": torch.bool, "c1": torch.bool}
+# Operators whose gradient at an edge is that of a program, 0. That of clamp and of maximum is not.
+EDGES = {"aten::relu", "aten::relu_", "aten::relu6", "aten::hardtanh"}
 
 
 def extensions(view: View, canon: Canon, matcher: Matcher, matches: list[Match]) -> Iterator[Match]:
@@ -74,15 +76,14 @@ class Extent:
         try:
             translation = Translation(self.canon, self.inside, self.shape)
             program = translation.program(self.root)
-        except NoProgram:
+            columns_of(program, {k: self.is_wide(a) for k, a in translation.arguments.items()})
+        except (NoProgram, ValueError):
             return None
         given = dict.fromkeys(p.name for p in generated_rows.params) | translation.arguments
         dtype = str(self.root.meta["val"].dtype).removeprefix("torch.")
         given |= dict(program=str(program), dtype=dtype)
-        generated_rows.memo["dtypes"] = CONDITION_AND_DTYPES
-        kinds, size = ("generated",), len(program.statements)
-        roots = (self.canon.of[self.root],)
-        template = Template(generated_rows, kinds, roots, size, generated_rows.line)
+        roots, size = (self.canon.of[self.root],), len(program.statements)
+        template = Template(generated_rows, ("generated",), roots, size, generated_rows.line)
         found = Match(generated_rows, template, [self.root], given, [])
         inside = self.matcher.between(found)
         if isinstance(inside, str) or self.matcher.outcomes.disagreement(found):
@@ -95,22 +96,22 @@ class Extent:
         read.
         """
         order, first = [*self.matcher.order], self.matcher.order[self.root]
-        added, outside = {self.root}, set()
-        last: tuple[fx.Node, set[fx.Node]] = (self.root, set())
+        added, stays = {self.root}, set()
+        end, until_there = self.root, set()
         for n in order[first + 1 : first + FAR]:
             read = {*n.all_input_nodes}
-            if read.isdisjoint(added) and read.isdisjoint(outside):
+            if read.isdisjoint(added) and read.isdisjoint(stays):
                 continue
-            if read.isdisjoint(outside) and self.is_elementwise(n) and self.is_whole(n):
+            if read.isdisjoint(stays) and self.is_elementwise(n) and self.is_whole(n):
                 added.add(n)
                 if all(u in added for a in added if a is not n for u in self.users(a)):
-                    last = n, {*added}
+                    end, until_there = n, {*added}
             else:
-                outside.add(n)
+                stays.add(n)
             if len(added) > MOST_NODES:
                 break
-        self.root, added = last
-        self.inside |= added
+        self.root = end
+        self.inside |= until_there
 
     def users(self, n: fx.Node) -> list[fx.Node]:
         return [u for u in n.users if u not in self.inside]
@@ -122,14 +123,18 @@ class Extent:
         while pending and room:
             for a in pending.pop().all_input_nodes:
                 alone = a not in self.inside and self.inside.issuperset(a.users)
-                if not alone or not self.is_elementwise(a) or self.is_named_again(a):
+                if not alone or not self.is_elementwise(a) or self.keeps_its_value(a):
                     continue
                 if fits(a.meta["val"].shape, self.shape):
                     self.inside.add(a)
                     pending.append(a)
                     room -= 1
 
-    def is_named_again(self, n: fx.Node) -> bool:
+    def is_wide(self, n: fx.Node) -> bool:
+        """Is it known to have an element for each of a row's?"""
+        return same(n.meta["val"].shape[-1:], self.shape[-1:])
+
+    def keeps_its_value(self, n: fx.Node) -> bool:
         """Has it the value of what it reads, casts aside?"""
         return any(peel(self.canon.of[a]) is peel(self.canon.of[n]) for a in n.all_input_nodes)
 
@@ -138,20 +143,28 @@ class Extent:
         return same(n.meta["val"].shape, self.shape)
 
     def is_elementwise(self, n: fx.Node) -> bool:
-        """Is it computed from what it reads by elementwise operations of a program?"""
+        """Is it computed from what it reads by elementwise operations of a program? Not in fp16, in
+        which a value between may become infinite.
+        """
         value = n.meta.get("val")
         if not is_lowered(n) or is_mutation(n) or not isinstance(value, torch.Tensor):
             return False
         state = self.view.region.get
-        if not value.is_floating_point() or state(n) != state(self.base.roots[0]):
+        plain = value.is_floating_point() and value.dtype != torch.float16
+        if not plain or state(n) != state(self.base.roots[0]):
             return False
         read = {peel(self.canon.of[a]) for a in n.all_input_nodes}
-        e = peel(self.canon.of[n])
-        return e in read or self.reaches(e, read)
+        edges = name_of(n) in EDGES or not self.view.trains(n)
+        return self.reaches(peel(self.canon.of[n]), read, edges)
 
-    def reaches(self, e: Expr, read: set[Expr]) -> bool:
-        """Do operations of a program lead from these values to this one?"""
-        if not step(e) or e.op in ACROSS:
+    def reaches(self, e: Expr, read: set[Expr], edges: bool) -> bool:
+        """Do operations of a program lead from these values to this one? A root would have the
+        gradient of a length. edges: may a minimum or a maximum be among them?
+        """
+        if e in read or e.op == "const":
+            return True
+        if not step(e) or e.op in ACROSS or e.op == "sqrt":
             return False
-        parts = map(peel, e.args)
-        return all(p in read or p.op == "const" or self.reaches(p, read) for p in parts)
+        if e.op in ("maximum", "minimum") and not edges:
+            return False
+        return all(self.reaches(peel(p), read, edges) for p in e.args)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fusion_backend.kernels.common.inputs import DTYPES
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.generated import rows
 from fusion_backend.kernels.generated.program import Program, evaluated, parsed
@@ -50,12 +51,23 @@ def tensors(given: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 @generated_rows.guard
 def _(program, dtype, **given):
-    return reject_long(parsed(program)) or rows.reject_places(tensors(given))
+    found = tensors(given)
+    return (
+        reject_long(parsed(program))
+        or reject_kinds(found)
+        or rows.reject_places(parsed(program), found)
+    )
 
 
 def reject_long(program: Program) -> Reject | None:
     if len(program.statements) > MOST:
         return Reject(f"{len(program.statements)} operations are more than {MOST} for one kernel")
+
+
+def reject_kinds(given: dict[str, Tensor]) -> Reject | None:
+    for name, t in given.items():
+        if t.dtype not in (DTYPES if name[0] == "t" else (torch.bool,)):
+            return Reject(f"{name} is {t.dtype}")
 
 
 @generated_rows.worthwhile
@@ -100,3 +112,7 @@ def _(tensor, rows, n, softmax=0):
         given = x, tensor(n), tensor(rows, n), *(None,) * 5, masked, None
         return SOFTMAX, dtype, *given
     return NORM, dtype, x, tensor(n), tensor(n), tensor(rows, n), *(None,) * 6
+
+
+# A tensor of any other pattern is one of floats.
+generated_rows.memo["dtypes"] = {f"c{i}": torch.bool for i in range(CONDITIONS)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 
 import torch
@@ -18,10 +19,8 @@ ELEMENTWISE = {"add", "mul", "div", "maximum", "minimum", "exp", "sqrt", "rsqrt"
 ELEMENTWISE |= {"erf", "abs"}
 ACROSS = {"sum": (-1,), "mean": (-1,), "softmax": -1}  # and the attribute of the last dimension
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-# What a root is taken of: a program's root of 0 has the gradient of the length of a row of zeros,
-# which is not that of any other root.
-LENGTHS = {"sum", "mean", "add"}
-MOST_STATEMENTS = 128  # to write down; the guard refuses fewer, and says so
+# The translation stops here. The guard refuses programs of more than 48 statements, and says so.
+MOST_STATEMENTS = 128
 
 
 class NoProgram(Exception):
@@ -53,35 +52,36 @@ class Translation:
             raise NoProgram("it is a number")
         return Program(tuple(self.write.statements), (result,))
 
-    def operand(self, e: Expr, condition: bool = False) -> Operand:
+    def operand(self, e: Expr) -> Operand:
+        """A number, the name of a value that is computed, or that of a tensor. A value that no node
+        has is computed.
+        """
         value = peel(e)
-        if value.op == "const":
-            return value.attr
-        if value.op == "expand" and value.args[0].op == "const":
-            return value.args[0].attr
+        number = value.args[0] if value.op == "expand" else value
+        if number.op == "const":
+            return in_fp32(number.attr)
         ours = not value.nodes or not self.inside.isdisjoint(value.nodes)
-        if condition or not ours or (value.nodes and not step(value)):
-            return self.argument(e, condition)
-        return self.computed(value)
+        return self.computed(value) if ours and step(value) else self.argument(e)
 
     def computed(self, e: Expr) -> Operand:
         if e not in self.known:
             op = step(e)
             if not op or len(self.write.statements) > MOST_STATEMENTS:
                 raise NoProgram(f"{e.op} is no operation of a program")
-            if e.op == "sqrt" and peel(e.args[0]).op not in LENGTHS:
-                raise NoProgram("a root that is no length of a row")
             if e.op in ACROSS and not (e.args[0].shape and same(e.args[0].shape, self.shape)):
                 raise NoProgram(f"{e.op} of another shape")
-            where = [e.op == "where" and i == 0 for i in range(len(e.args))]
-            operands = [*map(self.operand, e.args, where)]
+            chosen = e.op == "where"  # by its first operand
+            operands: list[Operand] = [self.argument(e.args[0], True)] if chosen else []
+            operands += map(self.operand, e.args[chosen:])
             if not any(map(is_name, operands)):
                 raise NoProgram("an operation on numbers alone")
             self.known[e] = self.write(op, *operands)
         return self.known[e]
 
-    def argument(self, e: Expr, condition: bool) -> str:
-        """The name of a tensor: before casts that do not change it."""
+    def argument(self, e: Expr, condition: bool = False) -> str:
+        """The name of a tensor: before casts that do not change it. No value is both a tensor and
+        computed.
+        """
         while e.op == "cast" and e.nodes and widens(e):
             e = e.args[0]
         if e not in self.known:
@@ -99,6 +99,16 @@ class Translation:
             self.known[e] = f"{kind}{number}"
             self.arguments[f"{kind}{number}"] = e.nodes[0]
         return self.known[e]
+
+
+def in_fp32(number: float) -> float:
+    """A number of a kernel. Raises NoProgram for one that fp32 has not, or only with fewer digits:
+    Triton computes with it in fp64.
+    """
+    limits = torch.finfo(torch.float32)
+    if math.isfinite(number) and number and not limits.tiny <= abs(number) <= limits.max:
+        raise NoProgram(f"{number} is no number of fp32")
+    return number
 
 
 def widens(e: Expr) -> bool:

@@ -23,10 +23,9 @@ from fusion_backend.compat.torch import (
     inductor_config,
     reset_cudagraphs,
 )
-from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.frontends.loading import names, patterns, usable
 from fusion_backend.frontends.together import NotCompiledByAllRanks, tell_failure, together
 from fusion_backend.frontends.verify import Pair, compile_both
-from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
@@ -51,7 +50,7 @@ class FusionBackend:
         mode: str | None = None,
         options: dict | None = None,
     ):
-        ours, theirs = parse(options, [*(p.name for p in patterns()), *EXTENSIONS])
+        ours, theirs = parse(options, names())
         plain = inductor(mode, theirs)  # report the user's own mistakes before we start
         if DISABLED.get():
             return plain(gm, example_inputs)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from fusion_backend.compat.torch import graph_break, inductor, inductor_config, many_recompiles
-from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.frontends.loading import names, patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
 from fusion_backend.kernels.common.target import GPU, as_on, gpu
-from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.options import parse
 from fusion_backend.pipeline import fuse_graph
 from fusion_backend.reporting.records import GraphRecord
@@ -23,7 +22,7 @@ class Collector:
     """
 
     def __init__(self, options: dict | None, target: GPU | None = None):
-        self.options, theirs = parse(options, [*(p.name for p in patterns()), *EXTENSIONS])
+        self.options, theirs = parse(options, names())
         # refuses what torch.compile would refuse
         self.config = inductor(None, theirs).config
         self.target = target

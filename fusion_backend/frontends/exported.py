@@ -23,9 +23,8 @@ from fusion_backend.compat.torch import (
     refusals_unlogged,
     tracing_under,
 )
-from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.frontends.loading import names, patterns, usable
 from fusion_backend.measure.judge import Judge
-from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.options import Options, parse
 from fusion_backend.pipeline import Scope, run
 from fusion_backend.reporting import report as reporting
@@ -45,9 +44,7 @@ def fuse(program: ExportedProgram, **options: Any) -> ExportedProgram:
     ValueError for an unknown option.
     """
     check(program, options)
-    ours, _ = parse(
-        {f"fusion.{k}": v for k, v in options.items()}, [*(p.name for p in patterns()), *EXTENSIONS]
-    )
+    ours, _ = parse({f"fusion.{k}": v for k, v in options.items()}, names())
     record = GraphRecord(len(program.graph.nodes))
     reporting.add(record)
     root = copied(program.graph_module)

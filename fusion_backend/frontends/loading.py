@@ -7,6 +7,7 @@ import threading
 
 from fusion_backend.compat.torch import refusals_unlogged
 from fusion_backend.match.templates import renew, templates
+from fusion_backend.ops.extension import EXTENSIONS
 from fusion_backend.ops.registry import FUSION_RULES, clashes_left_out
 from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting import report as reporting
@@ -25,6 +26,11 @@ def patterns() -> list[Rule]:
     with LOADING:
         load()
         return list(FUSION_RULES.values())
+
+
+def names() -> list[str]:
+    """Of all patterns, and of the ops that extend their matches: what options may name."""
+    return [*(p.name for p in patterns()), *EXTENSIONS]
 
 
 def load() -> None:

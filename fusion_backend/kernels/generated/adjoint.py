@@ -21,7 +21,7 @@ from fusion_backend.kernels.generated.program import (
     written,
 )
 
-GRADIENT = "t99"  # the name of the result's gradient in the program of the others
+GRADIENT = "t99"  # the result's gradient in the program of the others: no op has as many tensors
 Gradient = Callable[..., tuple[Operand | None, ...]]
 GRADIENTS: dict[str, Gradient] = {}
 
@@ -79,18 +79,13 @@ def _(write, d, v, a):
     return (write("mul", d, v),)
 
 
-@gradient_of("log")
-def _(write, d, v, a):
-    return (write("div", d, a),)
-
-
 @gradient_of("sqrt")
 def _(write, d, v, a):
     """Nothing at 0, as in torch for the length of a row of zeros. Of any other root of 0 torch's is
     infinite, or NaN.
     """
     slope = write("div", write("mul", d, 0.5), v)
-    return (write("where", write("greater", v, 0.0), slope, 0.0),)
+    return (write("where", write("equal", v, 0.0), 0.0, slope),)
 
 
 @gradient_of("rsqrt")
@@ -162,11 +157,17 @@ def _(write, d, v, a):
 
 
 def columns_of(program: Program, given: Mapping[str, bool]) -> dict[str, bool]:
-    """Which values differ from element to element of a row? given: that of the tensors."""
+    """Which values differ from element to element of a row? given: that of the tensors. Raises
+    ValueError where elements are added up that are one number, or where the result is one.
+    """
     found = dict(given)
     for name, op, operands in program.statements:
         wide = any(found[o] for o in operands if is_name(o))
+        if OPERATIONS[op].across and not wide:
+            raise ValueError(f"{op} of a value that is one number for a row")
         found[name] = op in KEEPS_COLUMNS or (wide and not OPERATIONS[op].across)
+    if not all(found[name] for name in program.results):
+        raise ValueError("the result is one number for a row")
     return found
 
 

@@ -33,18 +33,13 @@ class Operation(NamedTuple):
     across: bool = False
 
 
-def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
-    return torch.maximum(*both(a, b))
+def maximum(a: Tensor, b: Tensor | float) -> Tensor:
+    """A value that equals a number has no gradient, as that of relu(0)."""
+    return torch.maximum(a, b) if isinstance(b, Tensor) else torch.where(a <= b, b, a)
 
 
-def minimum(a: Tensor | float, b: Tensor | float) -> Tensor:
-    return torch.minimum(*both(a, b))
-
-
-def both(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Two operands as tensors, of which one may be a number."""
-    like = a if isinstance(a, Tensor) else b
-    return tuple(x if isinstance(x, Tensor) else like.new_full((), x) for x in (a, b))
+def minimum(a: Tensor, b: Tensor | float) -> Tensor:
+    return torch.minimum(a, b) if isinstance(b, Tensor) else torch.where(a >= b, b, a)
 
 
 # NaN as in torch: the comparison of a NaN is false.
@@ -56,7 +51,6 @@ OPERATIONS = {
     "minimum": Operation(minimum, "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})"),
     "where": Operation(torch.where, "tl.where({0}, {1}, {2})"),
     "exp": Operation(torch.exp, "exp({0})"),
-    "log": Operation(torch.log, "tl.log({0})"),
     "sqrt": Operation(torch.sqrt, "tl.sqrt_rn({0})"),
     "rsqrt": Operation(torch.rsqrt, "tl.rsqrt({0})"),
     "sigmoid": Operation(torch.sigmoid, "tl.sigmoid({0})"),

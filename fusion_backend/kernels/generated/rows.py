@@ -13,6 +13,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.inputs import dense, dynamic, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import grid
+from fusion_backend.kernels.generated.adjoint import columns_of
+from fusion_backend.kernels.generated.program import Program
 from fusion_backend.kernels.generated.text import (
     Place,
     Places,
@@ -42,7 +44,7 @@ def place_of(t: Tensor, shape: tuple) -> Place:
     apart[3] = 1 if single[3] else apart[3]
     sizes = tuple(map(number, full[1:3])) if any(apart[:3]) else (1, 1)
     if any(map(dynamic, (*apart, *sizes))):
-        raise ValueError(f"shape {tuple(t.shape)} and strides {t.stride()} are dynamic")
+        raise ValueError(f"the strides of shape {tuple(t.shape)}, {t.stride()}, are dynamic")
     return Place(tuple(apart), sizes, tall=tall, wide=wide)
 
 
@@ -55,8 +57,10 @@ def shape_of(given: Mapping[str, Tensor]) -> tuple:
     return tuple(map(number, torch.broadcast_shapes(*(t.shape for t in given.values()))))
 
 
-def reject_places(given: Mapping[str, Tensor]) -> Reject | None:
-    """Refuse rows that no program can hold, and tensors that are not known to lie somewhere."""
+def reject_places(program: Program, given: Mapping[str, Tensor]) -> Reject | None:
+    """Refuse rows that a kernel cannot hold, tensors that are not known to lie somewhere, and sums
+    over what is one number for a row.
+    """
     try:
         shape = shape_of(given)
     except RuntimeError as error:
@@ -68,9 +72,9 @@ def reject_places(given: Mapping[str, Tensor]) -> Reject | None:
     if not 1 <= shape[-1] <= MAX_HELD:
         return Reject(f"a row of {shape[-1]} is not between 1 and {MAX_HELD}")
     try:
-        places_of(given, shape)
+        columns_of(program, {name: p.wide for name, p in places_of(given, shape)})
     except ValueError as error:
-        return Reject(f"a tensor's {error}")
+        return Reject(str(error))
     return None
 
 
