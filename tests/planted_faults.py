@@ -2285,12 +2285,6 @@ MUTATIONS = {
         "[*extensions(scope.view, scope.canon, scope.matcher, found), *found]",
         "tests/test_extended.py::test_it_is_proposed_where_the_match_itself_is_left_to_inductor",
     ),
-    "attention: the scale of ours is that of others": Mutation(
-        "patterns/attention/rule.py",
-        "    return scale * (1 + 2**-22)\n",
-        "    return scale\n",
-        "tests/test_gate_on_cuda.py::test_decision",
-    ),
     "generated rows: a root of 0 has an infinite gradient": Mutation(
         "fusion_backend/kernels/generated/adjoint.py",
         '    return (write("where", write("equal", v, 0.0), 0.0, slope),)\n',

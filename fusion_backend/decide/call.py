@@ -50,8 +50,7 @@ class Call:
     the first `outputs` of them stand for the roots. `copied`: the places of the results that are
     copied, because a reader would see that their strides differ from the graph's. `narrow`: the
     first result is rounded to 16 bits, because everything that reads it casts it to them, and
-    written behind a cast to the dtype that the graph has. `written` is written in place of some
-    kwargs: equal regions are told by kwargs.
+    written behind a cast to the dtype that the graph has.
     """
 
     target: object
@@ -61,7 +60,6 @@ class Call:
     copied: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()  # places of results that nobody reads
     narrow: bool = False
-    written: dict = dataclasses.field(default_factory=dict)
 
 
 def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | Reject:
@@ -157,7 +155,7 @@ def call_of_torch(answer: Replacement) -> Call:
     with mode, torch.no_grad(), without_autocast(), enable_python_dispatcher():
         out = answer.op(*args, **kwargs)
     values = out if isinstance(out, tuple) else (out,)
-    return Call(answer.op, answer.args, dict(kwargs), values, written=dict(answer.written))
+    return Call(answer.op, answer.args, dict(kwargs), values)
 
 
 def laid_out_as(out: torch.Tensor, want: torch.Tensor) -> bool:

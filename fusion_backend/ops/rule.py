@@ -41,8 +41,7 @@ class Replacement:
     found, numbers, words, None, or SEED. kwargs: numbers and words.
     why: the gain, for the report. otherwise: what happens to the site if our op refuses the
     arguments, also for the report. at_last: a slow check, which runs only if nothing else refuses
-    the site; it returns a Reject, or None. written: numbers and words that a torch operator gets in
-    place of some of kwargs; they make no difference to its time.
+    the site; it returns a Reject, or None.
     """
 
     op: Any
@@ -51,7 +50,6 @@ class Replacement:
     why: str = ""
     otherwise: str = "the code stays as it is"
     at_last: Callable[[], Reject | None] | None = None
-    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     SEED = SEED
 

@@ -84,7 +84,7 @@ class Insertion:
             args = tuple(map(self.argument, call.args))
             several = len(call.values) > 1
             value = call.values if several else call.values[0]
-            result = self.node(call.target, args, call.kwargs | call.written, value)
+            result = self.node(call.target, args, dict(call.kwargs), value)
             results, places = [result], [0]
             if several:
                 places = [i for i in range(len(roots)) if i not in call.unread]

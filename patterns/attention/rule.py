@@ -154,26 +154,12 @@ def _(
     options = dict(
         dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped"
     )
-    written = dict(scale=scale_of_ours(scale)) if training and on_gpu(q) else {}
     why = "one call, without the scores in memory"
     if found is not None:
         taken = [*found.taken, *([] if fill is None else [fill])]
         why = str(found) if found.everything else f"{found}{approximated(taken)}"
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
-    return Replacement(sdpa, (q, k, v), options, why, written=written)
-
-
-def scale_of_ours(scale: float) -> float:
-    """Another fp32 number next to the scale, for calls with a gradient on a GPU.
-
-    torch keeps cuDNN's plan of a backward by the sizes, strides and scale of q, k and v, but not by
-    the strides of the result and of its gradient. A call whose result lies otherwise in memory then
-    gets gradients that are wrong (seen with torch 2.11, cuDNN 9.19 and an H200). Inductor replaces
-    attention that is written out by such calls as well, and lays their results out in another way;
-    so may code in the same process that is compiled without this backend. With a scale of their own
-    our calls have plans of their own.
-    """
-    return scale * (1 + 2**-22)
+    return Replacement(sdpa, (q, k, v), options, why)
 
 
 def finite_fill(found, fill: float | None, dtype: torch.dtype) -> str:
