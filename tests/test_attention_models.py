@@ -65,8 +65,9 @@ WHOLE = {
     0), None,
                ["its mask stays: causal, proven from", WINDOW]),
 }  # fmt: skip
-# where nothing is masked it hands over a mask, now again
-if importlib.util.find_spec("transformers") and (older_than(5, 18) or not older_than(5, 24)):
+# where nothing is masked it hands over a mask, since 5.18 with an old torch alone
+OLD = torch.__version__ < "2.12"
+if importlib.util.find_spec("transformers") and (older_than(5, 18) or OLD):
     T5 = [NOTHING, CAUSAL_STAYS, "its mask stays: nothing is masked"]
     by_hand = T5 if older_than(5, 18) else WHOLE["t5"][2]
     WHOLE["t5"] = (WHOLE["t5"][0], T5, by_hand)
@@ -144,4 +145,5 @@ def test_whole_model(name, hand, train, dynamic):
     assert sites and all(any(s.reason.startswith(r) for r in expected) for s in sites), report
     for reason in expected:
         found = [s for s in sites if s.reason.startswith(reason)]
-        assert found and all(s.fused == (not reason.startswith("it")) for s in found), report
+        refused = reason.startswith("it") or reason == WRITTEN
+        assert found and all(s.fused != refused for s in found), report

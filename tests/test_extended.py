@@ -12,7 +12,7 @@ from fusion_backend.frontends.explain import Collector
 from fusion_backend.ir.expr import Expr
 from fusion_backend.testing import with_kernels
 from tests.kernel_checks import CLOSE, DEVICE, distance, runs_kernels
-from tests.measured_cases import Answers, as_on_a_gpu, decided, told
+from tests.measured_cases import Answers, as_on_a_gpu, decided, rms, told
 
 ALWAYS = {"fusion.gate": "always", "fusion.only": ["generated_rows"]}
 N = 24
@@ -197,7 +197,7 @@ def test_code_with_other_values_or_gradients_stays(op):
 NARROW = [
     lambda x, y: F.normalize(y + torch.zeros_like(x), dim=-1) * x,
     lambda x, y: torch.softmax(y * torch.ones_like(x) * 2, -1) * x,
-    lambda x, y: norm(torch.where(y > 0, torch.zeros_like(x), torch.ones_like(x)) + y) * x,
+    lambda x, y: rms(torch.where(y > 0, torch.zeros_like(x), torch.ones_like(x)) + y, x),
 ]
 
 
