@@ -32,7 +32,7 @@ from fusion_backend.decide.record import (
     note_faults,
     site,
 )
-from fusion_backend.extend.extended import extensions
+from fusion_backend.extend.extended import extends, extensions
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
 from fusion_backend.measure.judge import Judge
@@ -87,12 +87,16 @@ def analyse(top: Scope, options: Options) -> None:
         scope.facts = Facts(view, scope.canon, options.exact_masks, inner, writers)
 
 
-def match(top: Scope, rules: list[Rule]) -> None:
-    """Canonical expressions and rules -> matches, and near misses with their reasons."""
+def match(top: Scope, rules: list[Rule], options: Options) -> None:
+    """Canonical expressions and rules -> matches, extended matches behind them, and near misses
+    with their reasons.
+    """
     for scope in top.scopes():
         scope.matcher = Matcher(scope.view.graph, scope.canon, rules)
-        found = list(scope.matcher.candidates())
-        scope.matches = [*found, *extensions(scope.view, scope.canon, scope.matcher, found)]
+        scope.matches = list(scope.matcher.candidates())
+        if extends(options):
+            found = extensions(scope.view, scope.canon, scope.matcher, scope.matches)
+            scope.matches = [*scope.matches, *found]
 
 
 def decide(top: Scope, options: Options, judge: Judge) -> None:
@@ -172,7 +176,7 @@ def run(
     options = judge.options
     analyse(top, options)
     dumped.canonical(top)
-    match(top, rules)
+    match(top, rules, options)
     dumped.candidates(top)
     decide(top, options, judge)
     note(top, record)

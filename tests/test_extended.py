@@ -1,5 +1,7 @@
 """Matches of row kernels are extended by the elementwise code around them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
+from fusion_backend.extend.extended import extends
 from fusion_backend.extend.translate import step
 from fusion_backend.frontends.explain import Collector
+from fusion_backend.frontends.loading import names
 from fusion_backend.ir.expr import Expr
+from fusion_backend.kernels.generated import rows
+from fusion_backend.options import parse
 from fusion_backend.testing import with_kernels
 from tests.kernel_checks import CLOSE, DEVICE, distance, runs_kernels
 from tests.measured_cases import Answers, as_on_a_gpu, decided, rms, told
@@ -27,10 +33,13 @@ class Kernels(Collector):
 
 
 def found(fn, *inputs, dynamic=None):
-    """The calls of generated kernels in a function's graphs, and what fn returns with them."""
+    """The calls of generated kernels in a function's graphs, and what fn returns with them. Each
+    call launches its kernel, and does not fall back to the reference.
+    """
     torch._dynamo.reset()
     collector = Kernels(ALWAYS)
-    got = torch.compile(fn, backend=collector, dynamic=dynamic)(*inputs)
+    with mock.patch.object(rows, "launch", wraps=rows.launch) as launched:
+        got = torch.compile(fn, backend=collector, dynamic=dynamic)(*inputs)
     assert not any(r.error or r.faults for r in collector.report.graphs)
     calls = [
         n
@@ -38,6 +47,7 @@ def found(fn, *inputs, dynamic=None):
         for n in gm.graph.nodes
         if str(n.target) == "fusion.generated_rows.default"
     ]
+    assert launched.call_count == len(calls)
     return calls, got
 
 
@@ -148,8 +158,21 @@ def larger(x, y):
     return norm(x) * y[None].expand(3, *y.shape)
 
 
-LEFT = [read_again, other_dimension, dropped, nothing_around, detached, whole_numbers, power]
-LEFT += [larger]
+def a_pattern_of_its_own(x, y):
+    return torch.softmax(x * 0.5 + y, -1)
+
+
+LEFT = [
+    a_pattern_of_its_own,
+    read_again,
+    other_dimension,
+    dropped,
+    nothing_around,
+    detached,
+    whole_numbers,
+    power,
+    larger,
+]
 
 
 @runs_kernels
@@ -290,6 +313,17 @@ def test_code_is_added_as_far_as_one_value_is_read():
 
 
 @runs_kernels
+def test_code_in_another_grad_mode_stays():
+    def fn(x, y):
+        h = F.silu(norm(x)) + 1
+        with torch.no_grad():
+            return h * y
+
+    (call,), _ = found(fn, *tensors((2, 5, N), (2, 5, N)))
+    assert call.args[0].count("sigmoid") == 1 and len(call.all_input_nodes) == 1
+
+
+@runs_kernels
 def test_an_argument_that_others_read_stays():
     def fn(x, y):
         h = x * y
@@ -314,18 +348,35 @@ def test_more_tensors_than_a_kernel_takes_are_left_alone():
     assert len(found(fn, *inputs[:8])[0]) == 1
 
 
-@runs_kernels
-def test_a_long_chain_is_refused_with_the_number_of_its_operations():
-    def fn(x):
-        h = norm(x)
-        for i in range(50):
-            h = torch.sigmoid(h) * (i + 2)
-        return h
+def long_chain(x):
+    h = norm(x)
+    for i in range(50):
+        h = torch.sigmoid(h) * (i + 2)
+    return h
 
-    torch._dynamo.reset()
-    torch.compile(fn, backend="fusion", options=ALWAYS)(torch.randn(3, N, device=DEVICE))
-    (site,) = [s for s in fusion_backend.report().sites if s.pattern == "generated_rows"]
-    assert not site.fused or DEVICE == "cpu"
+
+def test_a_long_chain_is_refused_with_the_number_of_its_operations(monkeypatch, tmp_path):
+    ratios = Answers(layer_norm=0.9, norm_act=0.9)
+    with as_on_a_gpu(monkeypatch, tmp_path, ratios), torch.no_grad():
+        record = decided(long_chain, large()[0])
+    (site,) = [s for s in record.sites if s.pattern == "generated_rows"]
+    assert not site.fused and "operations are more than 48 for one kernel" in site.reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [
+        (True, {}),
+        (True, {"fusion.gate": "measure"}),
+        (False, {"fusion.gate": "never"}),
+        (False, {"fusion.gate": "always"}),
+        (True, {"fusion.gate": "always", "fusion.only": "generated_rows"}),
+        (False, {"fusion.only": "layer_norm"}),
+        (False, {"fusion.skip": "generated_rows"}),
+    ],
+)
+def test_options_that_want_it(wanted, options):
+    assert extends(parse(options, names())[0]) == wanted
 
 
 @runs_kernels
@@ -421,7 +472,12 @@ def test_it_is_not_asked_about_where_another_pattern_is_faster(monkeypatch, tmp_
 
 def test_next_to_more_code_that_inductor_would_fuse_it_is_not_proposed(monkeypatch, tmp_path):
     ratios = Answers(layer_norm=0.9, norm_act=0.95)
-    for fn in (lambda x, y: with_code(x.sin(), y), lambda x, y: with_code(x, y).sum(-1)):
+    beside = [
+        lambda x, y: with_code(x.sin(), y),
+        lambda x, y: with_code(x, y).sum(-1),
+        lambda x, y: with_code(x, y).view(2, -1).cos(),
+    ]
+    for fn in beside:
         with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub, torch.no_grad():
             record = decided(fn, *large())
         assert ["layer_norm"] in stub.asked and ["generated_rows"] not in stub.asked

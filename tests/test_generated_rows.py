@@ -1,14 +1,17 @@
 """Generated kernels: programs on rows and their gradients, against fp64."""
 
+import weakref
+
 import pytest
 import torch
 
+from fusion_backend.compat import inductor
 from fusion_backend.extend.generated_rows import MOST, NORM, generated_rows
 from fusion_backend.kernels.generated import rows
 from fusion_backend.kernels.generated.program import OPERATIONS, Writer, evaluated, parsed
 from fusion_backend.kernels.generated.text import ALL, Place
 from fusion_backend.reporting.reject import Reject
-from tests.kernel_checks import CLOSE, DEVICE, FLOATS, distance, randn, runs_kernels
+from tests.kernel_checks import CLOSE, DEVICE, FLOATS, distance, randn, runs_kernels, symbolic
 
 SOFTMAX = "v0 = mul t0 t1; v1 = where c0 v0 -1e+30; v2 = softmax v1; v3 = mul t2 v2; return v3"
 IN_GRADIENTS = {"greater", "equal"}
@@ -204,6 +207,11 @@ def test_what_is_no_program_is_refused(text):
         parsed(text)
 
 
+def test_inductor_knows_the_names_of_kernels_that_this_process_has_not_made(monkeypatch):
+    monkeypatch.setattr(inductor, "ANALYSED", weakref.WeakKeyDictionary())
+    assert {"generated_rows_kernel", "generated_rows_backward_kernel"} <= inductor.names_of_ours()
+
+
 def test_what_changes_nothing_is_no_statement_and_equal_ones_are_one():
     write = Writer()
     first = write("add", "t0", "t1")
@@ -247,6 +255,18 @@ def test_what_a_kernel_does_not_take_is_said(told, program, shapes):
     missing = [None] * (10 - len(given))
     answer = generated_rows.ask("guard", program, "float32", *given, *missing)
     assert isinstance(answer, Reject) and told in answer.reason
+
+
+def test_any_number_of_rows_is_taken_without_a_guard():
+    missing = [None] * 6
+    env, given = symbolic(*(torch.empty(s) for s in ((5, 16), (16,), (16,), (5, 16))))
+    with given[0].fake_mode:
+        x, w, b, y = (given[0].new_empty(given[0].shape[0], 16), *given[1:3], None)
+        y = torch.empty_like(x)
+        assert generated_rows.ask("guard", NORM, "float32", x, w, b, y, *missing) is None
+        a_sample = x.new_empty(x.shape[0], 1, 16).expand(x.shape[0], 3, 16)
+        answer = generated_rows.ask("guard", NORM, "float32", a_sample, w, b, a_sample, *missing)
+    assert answer is None and not env.guards
 
 
 def test_other_kinds_of_numbers_are_refused():

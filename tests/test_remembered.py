@@ -112,11 +112,25 @@ def dropped(x):
     return F.layer_norm(F.dropout(x, 0.5, True) + x, (16,))
 
 
+def with_its_neighbours(x):
+    return F.silu(F.layer_norm(x * 2, (16,))) * 3
+
+
 def nothing(x):
     return x.sin() + 1
 
 
 CASES = [norms, in_place, parts, checkpointed, dropped, nothing]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_match_that_was_extended_is_remembered(training):
+    x = X.clone().requires_grad_(training)
+    (first,), ((before, used),) = once(with_its_neighbours, x, only=("generated_rows",))
+    (second,), ((after, again_used),) = once(with_its_neighbours, x, only=("generated_rows",))
+    assert second.remembered and not first.remembered
+    assert used == again_used == ["generated_rows"]
+    same_graph(before, after)
 
 
 @pytest.mark.parametrize("training", [False, True])

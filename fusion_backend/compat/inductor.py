@@ -38,6 +38,9 @@ from fusion_backend.compat.tuning import tuned_by_device_time
 # Kernel -> what torch found that it writes, and from 2.13 on reads, by the key of the question.
 # `kernels/common/launch.py` adds the kernels.
 ANALYSED: weakref.WeakKeyDictionary[object, dict] = weakref.WeakKeyDictionary()
+# The names of kernels that are made when they are launched. A process that takes a graph from
+# Inductor's cache makes none.
+MADE_LATER: set[str] = set()
 ANALYSES = ("identify_mutated_tensors", "identify_accessed_tensors")  # torch 2.11; 2.13, 2.15
 REMEMBERED = 200  # answers for each kernel
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool, sympy.Expr)
@@ -143,7 +146,7 @@ def our_kernels() -> Iterator[None]:
 
 
 def names_of_ours() -> set[str]:
-    return {kernel.__name__ for kernel in ANALYSED}
+    return {kernel.__name__ for kernel in ANALYSED} | MADE_LATER
 
 
 @contextlib.contextmanager

@@ -205,8 +205,6 @@ class Gate:
             return "fusion.gate is never"
         if (o.only and name not in o.only) or name in o.skip:
             return f"switched off by fusion.{'skip' if name in o.skip else 'only'}"
-        if isinstance(match.pattern, Extension) and o.gate == "always" and not o.only:
-            return "fusion.gate=always takes it only if fusion.only names it"
         if o.limit is not None and self.fused >= o.limit:
             return f"fusion.limit is {o.limit}"
         return asked(match)

@@ -3,5 +3,5 @@ kernel.
 
 Comes in: matches and canonical expressions.
 Goes out: larger matches, whose op is `generated_rows`.
-May import: match, ops, kernels, ir, capture, reporting, compat.
+May import: options, match, ops, kernels, ir, capture, reporting, compat.
 """

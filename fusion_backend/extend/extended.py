@@ -16,25 +16,29 @@ from torch import fx
 from fusion_backend.capture.sizes import same
 from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.extend.generated_rows import generated_rows
-from fusion_backend.extend.translate import (
-    ACROSS,
-    NoProgram,
-    Translation,
-    fits,
-    step,
-)
+from fusion_backend.extend.translate import ACROSS, NoProgram, Translation, fits, step
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.ir.expr import Expr, peel
 from fusion_backend.kernels.generated.adjoint import columns_of
 from fusion_backend.match.match import Match
 from fusion_backend.match.matcher import Matcher
 from fusion_backend.match.templates import Template
+from fusion_backend.options import Options
 
 EXTENDED = ("layer_norm", "rms_norm", "l2_norm", "softmax")
 FAR = 200  # nodes behind a result to look at
 MOST_NODES = 64  # to add
 # Operators whose gradient at an edge is that of a program, 0. That of clamp and of maximum is not.
-EDGES = {"aten::relu", "aten::relu_", "aten::relu6", "aten::hardtanh"}
+EDGES = {"aten::relu", "aten::relu6", "aten::hardtanh"}
+
+
+def extends(options: Options) -> bool:
+    """May an extended match be fused? It is for the gate to measure; `fusion.gate=always` takes the
+    patterns themselves, and an extension only if `fusion.only` names it.
+    """
+    name, only = generated_rows.name, options.only
+    allowed = name not in options.skip and (not only or name in only)
+    return allowed and options.gate != "never" and (options.gate != "always" or bool(only))
 
 
 def extensions(view: View, canon: Canon, matcher: Matcher, matches: list[Match]) -> Iterator[Match]:
@@ -45,34 +49,34 @@ def extensions(view: View, canon: Canon, matcher: Matcher, matches: list[Match])
     for match in matches:
         for root in match.roots:
             inside.setdefault(root, []).append({*match.interior, *match.roots})
+    order = [*matcher.order]
     for match in matches:
         if match.pattern.name in EXTENDED and len(match.roots) == 1:
-            found = Extent(view, canon, matcher, match).match()
-            if found is None:
+            extent = Extent(view, canon, matcher, order, match)
+            others = inside.setdefault(extent.root, [])
+            if any(extent.inside <= other for other in others):
                 continue
-            others = inside.setdefault(found.roots[0], [])
-            own = {*found.interior, *found.roots}
-            if not any(own <= other for other in others):
-                others.append(own)
+            if (found := extent.match()) is not None:
+                others.append(extent.inside)
                 yield found
 
 
 class Extent:
-    """The nodes of one extended match."""
+    """The nodes of one extended match; order: all nodes of the graph."""
 
-    def __init__(self, view: View, canon: Canon, matcher: Matcher, base: Match):
+    def __init__(
+        self, view: View, canon: Canon, matcher: Matcher, order: list[fx.Node], base: Match
+    ):
         self.view, self.canon, self.matcher, self.base = view, canon, matcher, base
+        self.order = order
         (self.root,) = base.roots
         self.shape = tuple(self.root.meta["val"].shape)
         read = {peel(canon.of[a]) for a in base.nodes_read}  # casts of arguments are not computed
         self.inside = {n for n in base.interior if peel(canon.of[n]) not in read} | {self.root}
-
-    def match(self) -> Match | None:
-        before = len(self.inside)
         self.follow_readers()
         self.follow_arguments()
-        if len(self.inside) == before:
-            return None
+
+    def match(self) -> Match | None:
         try:
             translation = Translation(self.canon, self.inside, self.shape)
             program = translation.program(self.root)
@@ -95,21 +99,24 @@ class Extent:
         """Add what reads the result, up to the last node behind which nothing else of it is
         read.
         """
-        order, first = [*self.matcher.order], self.matcher.order[self.root]
+        first = self.matcher.order[self.root]
         added, stays = {self.root}, set()
+        ahead = {*self.users(self.root)}  # readers of what was added
         end, until_there = self.root, set()
-        for n in order[first + 1 : first + FAR]:
+        for n in self.order[first + 1 : first + FAR]:
+            if not ahead or len(added) > MOST_NODES:
+                break
             read = {*n.all_input_nodes}
-            if read.isdisjoint(added) and read.isdisjoint(stays):
+            if n not in ahead and read.isdisjoint(stays):
                 continue
+            ahead.discard(n)
             if read.isdisjoint(stays) and self.is_elementwise(n) and self.is_whole(n):
                 added.add(n)
+                ahead |= {*self.users(n)}
                 if all(u in added for a in added if a is not n for u in self.users(a)):
                     end, until_there = n, {*added}
             else:
                 stays.add(n)
-            if len(added) > MOST_NODES:
-                break
         self.root = end
         self.inside |= until_there
 

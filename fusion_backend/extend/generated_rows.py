@@ -39,8 +39,7 @@ def generated_rows(
     c0: Tensor | None,
     c1: Tensor | None,
 ) -> Tensor:
-    given = dict(t0=t0, t1=t1, t2=t2, t3=t3, t4=t4, t5=t5, t6=t6, t7=t7, c0=c0, c1=c1)
-    given = {name: t for name, t in given.items() if t is not None}
+    given = tensors(dict(t0=t0, t1=t1, t2=t2, t3=t3, t4=t4, t5=t5, t6=t6, t7=t7, c0=c0, c1=c1))
     (result,) = evaluated(parsed(program), given)
     return result.expand(rows.shape_of(given)).to(getattr(torch, dtype)).contiguous()
 
@@ -94,7 +93,6 @@ NORM = (
     "v5 = add v4 1e-05; v6 = rsqrt v5; v7 = mul v2 v6; v8 = mul t1 v7; v9 = add t2 v8; "
     "v10 = sigmoid v9; v11 = mul v10 v9; v12 = add t3 v11; return v12"
 )
-
 
 SOFTMAX = (
     "v0 = mul t0 0.125; v1 = add t1 v0; v2 = where c0 -1e+30 v1; v3 = softmax v2; "

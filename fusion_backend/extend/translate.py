@@ -42,14 +42,12 @@ class Translation:
     def __init__(self, canon: Canon, inside: Set[fx.Node], shape: tuple):
         self.canon, self.inside, self.shape = canon, inside, shape
         self.write = Writer()
-        self.known: dict[Expr, Operand] = {}
+        self.known: dict[Expr, str] = {}
         self.arguments: dict[str, fx.Node] = {}
 
     def program(self, root: fx.Node) -> Program:
         """The program of a node's value. Raises NoProgram."""
         result = self.computed(peel(self.canon.of[root]))
-        if not is_name(result):
-            raise NoProgram("it is a number")
         return Program(tuple(self.write.statements), (result,))
 
     def operand(self, e: Expr) -> Operand:
@@ -63,7 +61,7 @@ class Translation:
         ours = not value.nodes or not self.inside.isdisjoint(value.nodes)
         return self.computed(value) if ours and step(value) else self.argument(e)
 
-    def computed(self, e: Expr) -> Operand:
+    def computed(self, e: Expr) -> str:
         if e not in self.known:
             op = step(e)
             if not op or len(self.write.statements) > MOST_STATEMENTS:

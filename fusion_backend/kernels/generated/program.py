@@ -138,8 +138,8 @@ class Writer:
         self.known: dict[tuple, str] = {}
         self.first = first
 
-    def __call__(self, op: str, *operands: Operand) -> Operand:
-        """The name of the value of an operation."""
+    def __call__(self, op: str, *operands: Operand) -> str:
+        """The name of the value of an operation, of which one operand at least is no number."""
         if op in COMMUTATIVE:  # names come before numbers
             operands = tuple(sorted(operands, key=lambda o: (not is_name(o), written(o))))
         if (op, operands[-1]) in NOTHING:

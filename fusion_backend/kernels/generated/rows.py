@@ -31,9 +31,9 @@ def place_of(t: Tensor, shape: tuple) -> Place:
     """Where a tensor that broadcasts to `shape`, `[..., n]`, lies. Raises ValueError where that
     depends on a size that is dynamic.
     """
-    missing = (1,) * (DIMENSIONS - len(shape))
-    full, its = (*missing, *shape), (1,) * (DIMENSIONS - t.dim()) + tuple(t.shape)
-    strides = (0,) * (DIMENSIONS - t.dim()) + t.stride()
+    left_out = len(shape) - t.dim()
+    full, its = padded(shape, 1), padded((1,) * left_out + tuple(t.shape), 1)
+    strides = padded((0,) * left_out + t.stride(), 0)
     single = [statically_known_true(size == 1) for size in full]
     alone = [statically_known_true(size == 1) for size in its]
     equal = [statically_known_true(a == b) for a, b in zip(its, full, strict=True)]
@@ -46,6 +46,14 @@ def place_of(t: Tensor, shape: tuple) -> Place:
     if any(map(dynamic, (*apart, *sizes))):
         raise ValueError(f"the strides of shape {tuple(t.shape)}, {t.stride()}, are dynamic")
     return Place(tuple(apart), sizes, tall=tall, wide=wide)
+
+
+def padded(each: tuple, with_: int) -> tuple:
+    """One number for each of four dimensions. The missing ones follow the first, so that the kernel
+    needs no size of the first one, which may be dynamic.
+    """
+    first = each[:-1][:1]
+    return (*first, *(with_,) * (DIMENSIONS - len(each)), *each[len(first) :])
 
 
 def places_of(given: Mapping[str, Tensor], shape: tuple) -> Places:

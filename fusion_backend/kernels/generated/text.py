@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from fusion_backend.compat.inductor import MADE_LATER
 from fusion_backend.kernels.common.activations import activated, exp, tanh
 from fusion_backend.kernels.common.vectors import row_vector
 from fusion_backend.kernels.generated.adjoint import GRADIENT, gradients
@@ -31,6 +32,8 @@ USED = dict(
     triton=triton, tl=tl, activated=activated, exp=exp, tanh=tanh, row_sum=row_sum,
     row_softmax=row_softmax, row_vector=row_vector,
 )  # fmt: skip
+FORWARD, BACKWARD = "generated_rows_kernel", "generated_rows_backward_kernel"
+MADE_LATER.update((FORWARD, BACKWARD))
 SIZES = "N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr"
 
 
@@ -96,7 +99,7 @@ def forward_kernel(text: str, places: Places):
     body = [*COLUMNS, *rows_of("tl.program_id(0)"), *loads(places)]
     body += map(statement, parsed(text).statements)
     body.append(store("OUT", ALL, parsed(text).results[0]))
-    return made("generated_rows_kernel", [*pointers(names), "OUT", "rows", SIZES], body)
+    return made(FORWARD, [*pointers(names), "OUT", "rows", SIZES], body)
 
 
 @functools.lru_cache(256)
@@ -132,7 +135,7 @@ def backward_kernel(text: str, places: Places, wanted: tuple[str, ...]):
     else:
         once.append("block = tl.program_id(0)")
     given = [*pointers(names), *outs, *counts, SIZES]
-    return made("generated_rows_backward_kernel", given, [*once, *step]), kinds
+    return made(BACKWARD, given, [*once, *step]), kinds
 
 
 def written_sum(name: str, place: Place) -> str:
