@@ -34,7 +34,7 @@ def scopes(fn, *inputs, options: Options | None = None, dynamic=None) -> list[Sc
             top = scope_of(capture(gm))
             chosen = options or Options(gate="always")
             analyse(top, chosen)
-            match(top, usable(patterns()))
+            match(top, usable(patterns()), chosen)
             decide(top, chosen, Judge(chosen, GraphRecord(0), False))
         found.append(top)
         return gm.forward
