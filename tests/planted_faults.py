@@ -13,6 +13,48 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "attention plans: batch and heads stay where they are": Mutation(
+        "patterns/attention/own_plan.py",
+        "q, k, v = (t.transpose(0, 1) for t in (q, k, v))\n",
+        "q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))\n",
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: the gradient is read where it lies": Mutation(
+        "patterns/attention/own_plan.py",
+        "return gradient.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)",
+        "return gradient",
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: the gradient belongs to another batch": Mutation(
+        "patterns/attention/own_plan.py",
+        ".contiguous().permute(2, 0, 1, 3)",
+        ".contiguous().reshape(gradient.shape)",
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: any number of batches are heads": Mutation(
+        "patterns/attention/own_plan.py",
+        "if not guard_or_true(q.shape[0] < MOST):",
+        "if False:",
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: inference exchanges batch and heads": Mutation(
+        "patterns/attention/rule.py",
+        'if training and heads == "same" and',
+        'if heads == "same" and',
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: grouped heads are exchanged with the batch": Mutation(
+        "patterns/attention/rule.py",
+        'if training and heads == "same" and',
+        "if training and",
+        "tests/test_own_plans.py",
+    ),
+    "attention plans: every torch": Mutation(
+        "patterns/attention/rule.py",
+        "and PLANS_CAN_BE_CONFUSED and",
+        "and",
+        "tests/test_own_plans.py",
+    ),
     "remembered: the state of torch is not asked": Mutation(
         "fusion_backend/remembered.py",
         "options.measure_s, state_of_torch(), settings",

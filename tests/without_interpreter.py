@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 ROOT = Path(__file__).parent.parent
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # torch's CUDA does not survive a fork
 
 
 def printed_by(script: str):
@@ -34,7 +35,8 @@ def output_of(*command: str, given: str = "", **environment: str) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in").write_text(given)
-        asked = {"command": command, "environment": os.environ | environment, "folder": folder}
+        variables = os.environ | WITHOUT_GPU | environment
+        asked = {"command": command, "environment": variables, "folder": folder}
         server = started(os.getpid())
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
@@ -51,6 +53,7 @@ def started(pid: int) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The default cache directory: the tests before have left the traced patterns there.
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    environment |= WITHOUT_GPU
     return subprocess.Popen(
         [sys.executable, "-m", __name__],
         cwd=ROOT,

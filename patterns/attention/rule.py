@@ -29,10 +29,12 @@ import torch
 import torch.nn.functional as F
 from fusion_backend.patterns.attention.masks import approximated, joint, layout_of
 from fusion_backend.patterns.attention.op import masked_attention, reject_shapes
+from fusion_backend.patterns.attention.own_plan import sdpa_of_own_plan
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject, Replacement
+from fusion_backend.compat.attention_plans import PLANS_CAN_BE_CONFUSED
 from fusion_backend.kernels.common.inputs import (
     dynamic,
     number,
@@ -151,15 +153,15 @@ def _(
     if refused is not None:
         return refused
     is_causal = causal == "causal" or (found is not None and not found.everything)
-    options = dict(
-        dropout_p=p or 0.0, is_causal=is_causal, scale=scale, enable_gqa=heads == "grouped"
-    )
+    options = dict(dropout_p=p or 0.0, is_causal=is_causal, scale=scale)
     why = "one call, without the scores in memory"
     if found is not None:
         taken = [*found.taken, *([] if fill is None else [fill])]
         why = str(found) if found.everything else f"{found}{approximated(taken)}"
+    if training and heads == "same" and PLANS_CAN_BE_CONFUSED and on_gpu(q):
+        return Replacement(sdpa_of_own_plan, (q, k, v), options, why)
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
-    return Replacement(sdpa, (q, k, v), options, why)
+    return Replacement(sdpa, (q, k, v), {**options, "enable_gqa": heads == "grouped"}, why)
 
 
 def finite_fill(found, fill: float | None, dtype: torch.dtype) -> str:
