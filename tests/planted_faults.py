@@ -13,6 +13,18 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "extended: the softmax of attention": Mutation(
+        "fusion_backend/decide/neighbours.py",
+        "        if all(sides):\n",
+        "        if False:\n",
+        "tests/test_extended.py",
+    ),
+    "extended: a softmax of products is taken for attention": Mutation(
+        "fusion_backend/decide/neighbours.py",
+        "        if all(sides):\n",
+        "        if any(sides):\n",
+        "tests/test_extended.py",
+    ),
     "attention plans: batch and heads stay where they are": Mutation(
         "patterns/attention/own_plan.py",
         "q, k, v = (t.transpose(0, 1) for t in (q, k, v))\n",

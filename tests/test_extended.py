@@ -484,6 +484,24 @@ def test_next_to_more_code_that_inductor_would_fuse_it_is_not_proposed(monkeypat
         assert not [s for s in record.sites if s.pattern == "generated_rows"]
 
 
+def test_inside_attention_it_is_left_to_inductor(monkeypatch, tmp_path):
+    """Which has one call for all of it; a region without the products would not show that."""
+    q, k, v = (torch.empty(8, 16, 512, 64, dtype=torch.bfloat16) for _ in "qkv")
+    mask, ratios = (
+        torch.empty(8, 1, 1, 512, dtype=q.dtype),
+        Answers(attention=0.9, softmax=0.9, generated_rows=0.9),
+    )
+
+    def weights(q, k, v, mask):
+        return torch.softmax((q @ k.mT) * 0.125 + (1 - mask) * -1e9, -1)
+
+    for fn, alone in ((lambda *given: weights(*given) @ v, False), (weights, True)):
+        with as_on_a_gpu(monkeypatch, tmp_path, ratios) as stub, torch.no_grad():
+            decided(fn, q, k, v, mask)
+        assert stub.asked[0] == (["softmax"] if alone else ["attention"])
+        assert (["generated_rows"] in stub.asked) == alone
+
+
 PARTS = {
     "chunk": lambda x: x.chunk(2, -1)[0],
     "slice": lambda x: x[:, :2048],

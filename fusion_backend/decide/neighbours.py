@@ -70,6 +70,11 @@ def is_view(n: fx.Node) -> bool:
     return is_lowered(n) and any(r.alias_info is not None for r in schema_of(n.target).returns)
 
 
+def multiplies(n: fx.Node, canon: Canon) -> bool:
+    """Is it a product of two matrices that are no weights of a linear layer?"""
+    return is_lowered(n) and peel(canon.of[n]).op == "matmul"
+
+
 def source_of(n: fx.Node) -> fx.Node:
     """The value that a node is a view, or a part, of."""
     while is_view(n) or n.target is operator.getitem:
@@ -154,6 +159,9 @@ class Neighbours:
         for n in (*sources, *(u for u in readers if not is_view(u))):
             if is_lowered(n) and not in_library(peel(canon.of[n]).op) and canon.of[n].op != "input":
                 return Settled(f"Inductor fuses it with more code, at {location(n)}")
+        sides = [any(multiplies(n, canon) for n in side) for side in (sources, readers)]
+        if all(sides):
+            return Settled("Inductor may compute it in attention: matrix products are around it")
         return None
 
     def fusable(self, canon: Canon, inductor: str, training: bool) -> Reject | None:
