@@ -13,6 +13,72 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "flash: the vector is added to full tiles alone": Mutation(
+        "fusion_backend/kernels/attention/tiles.py",
+        '    if KEYS_ARE == "added":\n',
+        '    if KEYS_ARE == "added" and not MASKED:\n',
+        "tests/test_flash.py",
+    ),
+    "flash: every batch has the first vector": Mutation(
+        "fusion_backend/kernels/attention/tiles.py",
+        "ADDED = KEYS + batch * keys_strides[0] + tl.cast(j0",
+        "ADDED = KEYS + tl.cast(j0",
+        "tests/test_flash.py",
+    ),
+    "flash: the vector begins anew with each block of keys": Mutation(
+        "fusion_backend/kernels/attention/tiles.py",
+        "keys_strides[0] + tl.cast(j0, tl.int64) * keys_strides[1]\n        s +=",
+        "keys_strides[0]\n        s +=",
+        "tests/test_flash.py",
+    ),
+    "flash: the vector hides keys, too": Mutation(
+        "fusion_backend/kernels/attention/tiles.py",
+        'if KEYS is not None and KEYS_ARE != "added":',
+        "if KEYS is not None:",
+        "tests/test_flash.py",
+    ),
+    "flash: the keys that a vector hides are looked for": Mutation(
+        "fusion_backend/kernels/attention/masking.py",
+        'masking.keys_are in ("seen", "padding")',
+        'masking.keys_are != "documents"',
+        "tests/test_flash.py",
+    ),
+    "flash: a vector needs no bias": Mutation(
+        "patterns/attention/op.py",
+        "if bias is None or not broadcasts(keys",
+        "if not broadcasts(keys",
+        "tests/test_flash.py",
+    ),
+    "attention: a vector with a gradient is added as one without": Mutation(
+        "patterns/attention/masks.py",
+        "if fits and bias not in trained and",
+        "if fits and",
+        "tests/test_attention_forms.py",
+    ),
+    "attention: a vector of each head is added as one of all": Mutation(
+        "patterns/attention/masks.py",
+        "broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))",
+        "broadcasts(value, (*q.shape[:2], 1, k.shape[-2]))",
+        "tests/test_attention_forms.py",
+    ),
+    "attention: a vector beside padding takes its place": Mutation(
+        "patterns/attention/masks.py",
+        "bias not in trained and self.visible.keys is None:",
+        "bias not in trained:",
+        "tests/test_attention_forms.py",
+    ),
+    "attention: a mask never has a gradient": Mutation(
+        "fusion_backend/masks/analysis.py",
+        "found.trained = found.added or node, node in self.view.requires_grad",
+        "found.trained = found.added or node, False",
+        "tests/test_attention_forms.py",
+    ),
+    "stored gradients: not beside a vector": Mutation(
+        "fusion_backend/kernels/attention/backward_stored.py",
+        'keys = None if constants["KEYS_ARE"] == "added" else masks.keys',
+        "keys = masks.keys",
+        "tests/test_stored_gradients.py",
+    ),
     "extended: the softmax of attention": Mutation(
         "fusion_backend/decide/neighbours.py",
         "        if all(sides):\n",
@@ -1242,14 +1308,14 @@ MUTATIONS = {
     ),
     "stored gradients: beside a cap": Mutation(
         "fusion_backend/kernels/attention/backward_stored.py",
-        'masks.keys, masks.bias_period, constants["CAP"]',
-        "masks.keys, masks.bias_period",
+        'keys, masks.bias_period, constants["CAP"]',
+        "keys, masks.bias_period",
         "tests/test_stored_gradients.py",
     ),
     "stored gradients: a bias that repeats is added up over neighbours": Mutation(
         "fusion_backend/kernels/attention/backward_stored.py",
-        'masks.keys, masks.bias_period, constants["CAP"]',
-        'masks.keys, constants["CAP"]',
+        'keys, masks.bias_period, constants["CAP"]',
+        'keys, constants["CAP"]',
         "tests/test_stored_gradients.py",
     ),
     "stored gradients: dk is not scaled": Mutation(

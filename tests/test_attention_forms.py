@@ -22,6 +22,7 @@ B, H, S, D = 2, 2, 30, 16
 LEAST = torch.finfo(torch.float32).min
 PADDING = (torch.arange(S) < torch.tensor([[21], [30]])).long()
 EMPTY = PADDING * torch.tensor([[0], [1]])  # nothing but padding in the first batch
+VECTOR = 3 * torch.randn(B, 1, 1, S)
 sdpa = F.scaled_dot_product_attention
 
 
@@ -95,11 +96,14 @@ TAKEN = {
         dict(hidden="zero", low=None), ("bias",)),
     "a sum of a bias and padding by -1e9": (
         lambda q, k, v, x: sdpa(q, k, v, x + hidden(PADDING[:, None, None, :].bool(), -1e9)),
-        dict(hidden="zero"), ("bias",)),
+        dict(hidden="zero", padded="added"), ("bias", "keys")),
+    "a bias and a vector over the keys": (
+        lambda q, k, v, x: attend(scores(q, k) + x + VECTOR.detach(), v), dict(padded="added"),
+        ("bias", "keys")),
     "two numbers that hide": (
         lambda q, k, v, x: attend(scores(q,
         k) + (hidden(causal()) + hidden(PADDING[:, None, None].bool(), -1e30)), v),
-        dict(hidden="zero", low=None), ("bias",)),
+        dict(hidden="zero", low=None, padded="added"), ("bias", "keys")),
     "a bias where the causal part is small": (
         lambda q, k, v, x: sdpa(q, k, v, torch.where(causal(), x, -3.0)), dict(low=None),
         ("bias",)),
@@ -158,8 +162,8 @@ def test_taken_without_gradients(name, on_gpu):
     assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) < 2e-5
     report = collect(fn, *[t.requires_grad_() for t in inputs]).report
     (site,) = [s for s in report.sites if s.pattern == "attention"]
-    assert site.fused != ("bias" in operands), report
-    assert not site.fused or taken(fn, inputs)[:2][1] == {"bias"}
+    assert site.fused, report  # padding is added then: what becomes of the row does not fit
+    assert taken(fn, inputs)[1] == {"bias", *(["keys"] if "bias" in operands else [])}
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -211,6 +215,24 @@ def test_what_comes_close(name, on_gpu):
     assert report.graphs and not any(g.error for g in report.graphs), report
     assert not [s for s in report.fused if s.pattern == "attention"], report
     assert all(s.reason for s in report.sites if s.pattern == "attention"), report
+
+
+def test_what_is_no_vector_beside_a_bias(on_gpu):
+    """It has a gradient, or numbers for each head or query; and padding is one already."""
+    trained = dict(
+        gradient=lambda q, k, v, x: attend(scores(q, k) + x + x[:, :1, :1].sin(), v),
+        heads=lambda q, k, v, x: attend(scores(q, k) + x + VECTOR * x.new_ones(H, 1, 1), v),
+        queries=lambda q, k, v, x: attend(scores(q, k) + x + VECTOR.mT, v),
+    )
+
+    def padding(q, k, v, x):
+        return attend(scores(q, k) + (x + padded(PADDING)) + VECTOR, v)
+
+    for fn in (*trained.values(), padding):
+        inputs = [t.requires_grad_(fn is not padding) for t in inputs_of()]
+        report = collect(fn, *inputs).report
+        (site,) = [s for s in report.sites if s.pattern == "attention"]
+        assert not site.fused and "beside it a vector over the keys" in site.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

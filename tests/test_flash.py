@@ -43,7 +43,7 @@ def seen(shape, masking: Masking):
     kept = torch.ones(shape, dtype=torch.bool, device=DEVICE)
     if masking.keep is not None:
         kept = kept & masking.keep
-    if masking.keys is not None:
+    if masking.keys is not None and masking.keys_are != "added":
         keys = masking.keys[:, 0, 0] if masking.keys.dim() == 4 else masking.keys
         keys = keys if keys.dim() == 2 else keys[None]
         if masking.keys_are == "documents":
@@ -69,6 +69,8 @@ def formula(q, k, v, masking: Masking):
         bias = masking.bias
         periodic = bias.dim() == 4 and bias.shape[0] not in (1, s.shape[0])
         s = s + (bias.repeat(s.shape[0] // bias.shape[0], 1, 1, 1) if periodic else bias)
+    if masking.keys_are == "added":
+        s = s + masking.keys.double()
     kept = seen(s.shape, masking)
     s = s.masked_fill(~kept, masking.fill if masking.hidden == "fill" else -math.inf)
     if masking.sinks is not None:
@@ -142,6 +144,7 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         .expand(b, 1, n, m)
         .contiguous()
     )
+    vector = torch.where(behind, 0.0, -1e9).to(dtype)[:, None, None]
     return {
         "all": Masking(),
         "causal": Masking(low=0),
@@ -165,6 +168,23 @@ def masks(n, m, b=2, h=2, dtype=torch.float32):
         "bias, far down to two depths": Masking(bias=deep),
         "bias, far down to two depths, causal": Masking(bias=deep, low=0),
         "bias of keys": Masking(bias=randn(b, 1, 1, m, dtype=dtype)),
+        "bias and a vector": Masking(
+            bias=randn(1, h, n, m, dtype=dtype), keys=vector, keys_are="added"
+        ),
+        "bias of keys, one vector, filled": Masking(
+            bias=randn(b, h, 1, m, dtype=dtype),
+            keys=randn(2 * m)[None, None, None, ::2],
+            keys_are="added",
+            low=0,
+            hidden="fill",
+            fill=-2.0,
+        ),
+        "dropout, bias and a vector": Masking(
+            bias=randn(b, h, n, m, dtype=dtype),
+            keys=vector,
+            keys_are="added",
+            dropout=dropout(0.3),
+        ),
         "bias of causal heads": Masking(bias=randn(b, h, n, m, dtype=dtype), low=0),
         "capped": Masking(cap=0.5, low=0),
         "capped with a bias and padding": Masking(
@@ -203,6 +223,14 @@ for kind in MANY:
 @pytest.mark.parametrize("n, m, kind", SIZED)
 def test_masks(n, m, kind):
     check(*qkv(n, m, 16), masks(n, m)[kind])
+
+
+@runs_kernels
+def test_a_vector_beside_a_bias():
+    """In full tiles and others, of one batch and of each, where its numbers are apart in memory."""
+    bias = randn(1, 2, 40, 70)
+    for keys in (randn(2, 1, 1, 140)[..., ::2], randn(70)):
+        check(*qkv(40, 70, 16), Masking(bias=bias, keys=keys, keys_are="added"))
 
 
 @runs_kernels
@@ -469,6 +497,12 @@ def test_refusals():
     assert "the vector of keys is torch.bool with shape (2, 5)" in refusal(
         q, k, v, keys=randn(2, 5) > 0
     )
+    added = dict(padded="added", bias=randn(4, 6))
+    assert refusal(q, k, v, keys=randn(2, 1, 1, 6), **added) is None
+    for shape in [(2, 1, 1, 5), (3, 1, 1, 6), (2, 2, 1, 6), (2, 1, 4, 6), (2, 6)]:
+        assert "is no vector over them" in refusal(q, k, v, keys=randn(*shape), **added)
+    assert "is no vector" in refusal(q, k, v, keys=randn(2, 1, 1, 6), padded="added")
+    assert "added is torch.bool" in refusal(q, k, v, keys=randn(2, 1, 1, 6) > 0, **added)
     assert "keep is torch.float32" in refusal(q, k, v, keep=randn(4, 6))
     assert refusal(q, k, v, sinks=randn(2, 1, 1)) is None
     assert "sinks of shape (2, 6)" in refusal(q, k, v, sinks=randn(2, 6))

@@ -61,7 +61,7 @@ def test_a_bias_with_a_gradient(n, m, d, h, kv, shape, dtype, room, stored, monk
 @runs_kernels
 @pytest.mark.parametrize("room", [1, 1 << 20])
 @pytest.mark.parametrize("d, e", [(80, 80), (96, 64), (16, 128)])
-@pytest.mark.parametrize("kind", ["causal", "window", "dropout", "fill"])
+@pytest.mark.parametrize("kind", ["causal", "window", "dropout", "fill", "added"])
 def test_beside_other_masks(kind, d, e, room, stored, monkeypatch):
     """Where tiles are left out, memory that nobody has written to is not read."""
     monkeypatch.setattr(backward_stored, "ROOM", room)
@@ -71,6 +71,7 @@ def test_beside_other_masks(kind, d, e, room, stored, monkeypatch):
         window=dict(low=0, high=20),
         dropout=dict(dropout=dropout(0.3)),
         fill=dict(keep=randomly(2, 1, n, n), hidden="fill", fill=-3.0),
+        added=dict(keys=randn(2, 1, 1, n, dtype=HALF), keys_are="added"),
     )[kind]
     masking = Masking(bias=randn(1, 2, n, n, dtype=HALF), **masks)
     check(*qkv(n, n, d, e=e, dtype=HALF), masking, config=None)

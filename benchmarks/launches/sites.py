@@ -251,6 +251,20 @@ CASES = [
     ),
     ("masked_attention", dict(b=1, h=16, n=512, d=64, bias=1, drop=1), HALF, True),
     ("masked_attention", dict(b=4, h=8, n=2048, d=128, padded=1, drop=1), FULL, True),
+    *(
+        ("masked_attention", dict(bias=1, added=1) | sizes, HALF, True)
+        for sizes in (
+            dict(b=512, h=12, n=64, d=64),
+            dict(b=256, h=4, n=128, d=64),
+            dict(b=256, h=4, n=256, d=32),
+            dict(b=32, h=16, n=512, d=64),
+            dict(b=4, h=16, n=2048, d=128),
+            dict(b=4, h=8, n=2048, d=256),
+            dict(b=2, h=16, n=2048, d=192, e=128),
+            dict(b=32, h=16, n=512, d=64, drop=1),
+        )
+    ),
+    ("masked_attention", dict(b=32, h=16, n=512, d=64, bias=1, added=1), FULL, True),
     ("masked_attention", dict(b=8, h=16, n=2048, d=128, window=512), HALF, True),
     ("masked_attention", dict(b=8, h=16, n=2048, d=128, padded=1), HALF, True),
     *(

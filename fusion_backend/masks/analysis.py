@@ -151,8 +151,9 @@ class Masks:
             kept, fills = hidden_by(t, val.dtype, self.exact)
             if node in self.view.requires_grad or kept is None:
                 kept, fills, found.added = self.separated(node, reader, at, self.exact)
-            bias, trained = found.added or node, node in self.view.requires_grad
-            about = f"{'a bias with a gradient' if trained else 'additive'}, from {source(bias)}"
+            bias, found.trained = found.added or node, node in self.view.requires_grad
+            kind = "a bias with a gradient" if found.trained else "additive"
+            about = f"{kind}, from {source(bias)}"
             if kept is None:
                 found.choice = False
                 if self.exact:

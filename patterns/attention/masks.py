@@ -35,6 +35,30 @@ class Layout(NamedTuple):
     biases: list
     taken: list[float]
 
+    def with_vector(self, masks: dict, tensors: dict, q, k) -> Layout | None:
+        """With one bias: a second that is a vector over the keys becomes their numbers. None if
+        none is, if it has a gradient, or if the keys have numbers already.
+        """
+        if len(self.biases) < 2:
+            return self
+        trained = {n if not m.added else m.added for n, m in masks.items() if m.trained}
+        for bias in self.biases:
+            keys = tensors[bias] if isinstance(bias, str) else bias
+            value = bias.meta["val"] if isinstance(bias, fx.Node) else keys
+            fits = broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))
+            if fits and bias not in trained and self.visible.keys is None:
+                visible = self.visible._replace(keys=keys, keys_are="added")
+                return self._replace(visible=visible, biases=[b for b in self.biases if b != bias])
+        return None
+
+
+def broadcasts(t, full: tuple) -> bool:
+    """Can it be added to scores of this shape, which stay as they are?"""
+    return t.dim() <= len(full) and all(
+        same_sizes((have,), (want,)) or same_sizes((have,), (1,))
+        for have, want in zip(reversed(t.shape), reversed(full), strict=False)
+    )
+
 
 def joint(masks: dict):
     """What all masks keep; None without a mask, or where their bounds cannot be compared."""

@@ -8,6 +8,7 @@ import math
 from typing import Literal
 
 import torch
+from fusion_backend.patterns.attention.masks import broadcasts
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -49,7 +50,7 @@ def masked_attention(
     cap: float | None,
     p: float | None,
     hidden: Literal["zero", "nan", "fill"],
-    padded: Literal["seen", "padding", "documents"],
+    padded: Literal["seen", "padding", "documents", "added"],
 ) -> Tensor:
     """Attention of which `Masking` in kernels/attention/masking.py says what the arguments mean,
     written out; dropout with p, by the seed. `padded` is its `keys_are`. windows `[w, n, m]` is
@@ -66,6 +67,8 @@ def masked_attention(
     apart = torch.arange(q.shape[2], device=q.device)[:, None] - torch.arange(
         k.shape[2], device=q.device
     )
+    if padded == "added" and keys is not None:
+        scores, keys = scores + keys, None
     seen = torch.ones_like(scores, dtype=torch.bool) if keep is None else keep.expand_as(scores)
     if padded == "documents" and keys is not None:
         numbers = keys if keys.dim() == 2 else keys[None]
@@ -109,7 +112,7 @@ def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p,
         or reject_dtypes(q=q, k=k, v=v)
         or reject_dynamic(low=low, high=high, fill=fill, scale=scale, cap=cap, p=p)
         or reject_masks(q, k, v, bias, keep)
-        or reject_keys(q, k, keys, padded, hidden)
+        or reject_keys(q, k, bias, keys, padded, hidden)
         or reject_sinks(q, sinks)
         or reject_windows(q, k, bias, windows)
         or reject_heads(q, k, v)
@@ -153,10 +156,14 @@ def reject_masks(
 
 
 def reject_keys(
-    q: Tensor, k: Tensor, keys: Tensor | None, padded: str, hidden: str
+    q: Tensor, k: Tensor, bias: Tensor | None, keys: Tensor | None, padded: str, hidden: str
 ) -> Reject | None:
     if keys is None:
         return None
+    if padded == "added":
+        if bias is None or not broadcasts(keys, (q.shape[0], 1, 1, k.shape[2])):
+            return Reject(f"what is added to the keys, {tuple(keys.shape)}, is no vector over them")
+        return reject_dtypes(added=keys)
     if padded == "documents" and hidden == "fill":
         return Reject("blocks of other documents are left out, which a fill would have a part in")
     batches = same_sizes(keys.shape[:1], q.shape[:1]) or same_sizes(keys.shape[:1], (1,))
@@ -189,17 +196,10 @@ def reject_windows(
     return reject_dtypes(windows=windows)
 
 
-def broadcasts(t: Tensor, full: tuple) -> bool:
-    return t.dim() <= 4 and all(
-        same_sizes((have,), (want,)) or same_sizes((have,), (1,))
-        for have, want in zip(reversed(t.shape), reversed(full), strict=False)
-    )
-
-
 @masked_attention.worthwhile
-def _(q, k, v, bias, keep, sinks, windows, cap, p):
+def _(q, k, v, bias, keep, sinks, windows, cap, p, padded):
     d, alike = number(q.shape[3]), same_sizes(q.shape[3:], v.shape[3:])
-    if keep is not None or q.element_size() != 2 or not alike:
+    if keep is not None or q.element_size() != 2 or not alike or padded == "added":
         return UNMEASURED
     if d == 32:  # windows of Swin
         others = windows, cap, p
@@ -239,19 +239,21 @@ def _(saved, do):
 )
 def _(
     tensor, b, h, n, d, e=0, causal=0, window=0, bias=0, sinks=0, windows=0, dense=0, padded=0,
-    documents=0, drop=0,
+    documents=0, drop=0, added=0,
 ):  # fmt: skip
     q, k, v = (tensor(b, n, h, size).transpose(1, 2) for size in (d, d, e or d))
     masks = tensor(1, h, n, n) if bias else None, tensor(b, 1, n, n) > 0 if dense else None
     keys = (torch.arange(n, device=q.device) < n // 2).expand(b, n).contiguous() if padded else None
     if documents:
         keys = (torch.arange(n, device=q.device) * documents // n).expand(b, n).contiguous()
+    keys = tensor(b, 1, 1, n) if added else keys
     seed = torch.full((1,), 7, device=q.device) if drop else None
     rows = tensor(1, h, 1, 1) if sinks else None
     images = tensor(windows, n, n) if windows else None
     band = 0 if causal or window else None, window - 1 if window else None
     p = 0.1 if drop else None
-    rest = None, d**-0.5, None, p, "zero", "documents" if documents else "seen"
+    keys_are = "documents" if documents else "added" if added else "seen"
+    rest = None, d**-0.5, None, p, "zero", keys_are
     return q, k, v, *masks, keys, seed, rows, images, *band, *rest
 
 

@@ -186,9 +186,13 @@ def masked(
         more += ("heads of {} with values of {}".format(*sizes),)
     why = why or "; ".join((*map(str, known.values()), *more))
     layout = layout_of(known, q, k, tensors, fill, training, sinks is not None)
+    layout = layout.with_vector(known, tensors, q, k)
+    if layout is None:
+        return Reject(
+            "our kernel adds one mask, and beside it a vector over the keys that has no gradient: "
+            + why
+        )
     visible, biases = layout.visible, layout.biases
-    if len(biases) > 1:
-        return Reject(f"our kernel adds one mask, not two: {why}")
     if causal == "causal":
         visible = visible._replace(low=0)
     if visible.hidden == "zero":

@@ -38,7 +38,8 @@ def heads_at_once(operands: Operands, of_bias: tuple[tuple, torch.dtype] | None)
     size = max(constants["BD"], constants["BE"])
     wide, dense = size == 128, masks.bias is not None or masks.keep is not None
     timed = wide or (size <= 64 and masks.bias is not None)
-    others = masks.keys, masks.bias_period, constants["CAP"]
+    keys = None if constants["KEYS_ARE"] == "added" else masks.keys
+    others = keys, masks.bias_period, constants["CAP"]
     if not (dense and timed) or any(it is not None for it in others) or q.element_size() != 2:
         return None
     if banded(operands) and not (wide and of_bias):

@@ -21,7 +21,8 @@ def kind_of(masking: Masking) -> str:
     """The key of a table of configurations. dense: a tile of the mask or the bias is read too. keys
     and dropout take registers; dropout takes more, and decides where there are both.
     """
-    more = "dropout" if masking.dropout is not None else "keys" if masking.keys is not None else ""
+    hides = masking.keys is not None and masking.keys_are != "added"
+    more = "dropout" if masking.dropout is not None else "keys" if hides else ""
     dense = "dense" if masking.bias is not None or masking.keep is not None else ""
     return " ".join(filter(None, (dense, more))) or "plain"
 

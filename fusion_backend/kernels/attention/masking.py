@@ -27,8 +27,9 @@ class Masking(NamedTuple):
     keep: a bool tensor that broadcasts to their shape, true where a key is seen.
     keys: what `keys_are` says. "seen", "padding": a bool tensor `[b or 1, m]`, or of four
     dimensions, of which the two in the middle do not count: true where a key is seen, or where it
-    is padding. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have the
-    number of its own place, of as many queries as keys; `hidden` is no fill then.
+    is padding. "added": numbers in such a tensor, which are added to the scores beside the bias;
+    there must be one. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have
+    the number of its own place, of as many queries as keys; `hidden` is no fill then.
     low, high: the band, low <= i - j <= high for query i and key j; None: no such bound.
     hidden: what a score that is not seen becomes. "zero" and "nan": -infinity, and the result of a
     row that sees nothing is 0 or NaN; "fill": the number `fill`, which gives no gradient.
@@ -133,7 +134,7 @@ def mask_arguments(q: Tensor, k: Tensor, masking: Masking, ranges: bool = True) 
     batch sees, unless they depend on the query.
     """
     bias, keep, keys = rows_in_memory(masking.bias), rows_in_memory(masking.keep), masking.keys
-    ranges = ranges and keys is not None and masking.keys_are != "documents"
+    ranges = ranges and keys is not None and masking.keys_are in ("seen", "padding")
     seen = seen_keys(q, k, masking) if ranges else None
     return MaskArguments(
         bias, keep, keys, seen, None if masking.dropout is None else masking.dropout.seed,

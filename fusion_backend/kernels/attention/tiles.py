@@ -112,13 +112,16 @@ def masked(
         of_bias = batch if period is None else batch % period
         BIAS = row_pointer(BIAS, bias_strides, of_bias, head, i0) + tl.cast(j0, tl.int64) * bias_col
         s = scores(s, BIAS, i, j, bias_row, bias_col, SCALE, CAP)
+    if KEYS_ARE == "added":
+        ADDED = KEYS + batch * keys_strides[0] + tl.cast(j0, tl.int64) * keys_strides[1]
+        s += tl.load(ADDED + j * keys_strides[1]).to(tl.float32)
     visible = row + col >= 0
     if KEEP is not None:
         keep_row, keep_col = keep_strides[2], keep_strides[3]
         KEEP = row_pointer(KEEP, keep_strides, batch, head, i0) + tl.cast(j0, tl.int64) * keep_col
         visible = tl.load(KEEP + i * keep_row + j * keep_col) != 0
     if MASKED:
-        if KEYS is not None:
+        if KEYS is not None and KEYS_ARE != "added":
             KEYS += batch * keys_strides[0]
             of_query = KEYS + tl.cast(i0, tl.int64) * keys_strides[1] + i * keys_strides[1]
             KEYS += tl.cast(j0, tl.int64) * keys_strides[1]
