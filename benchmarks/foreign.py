@@ -75,6 +75,7 @@ def add_contenders(add) -> None:
     add("--warm", action="store_true", help=warm)
     apart = "a cache for each contender: compile times compare, tuning may differ by chance"
     add("--apart", action="store_true", help=apart)
+    add("--max-autotune", action="store_true", help="one more contender, which compiles slowly")
     add("--rounds", type=positive, default=7, metavar="N", help="turns of every contender")
     jobs = "at a time (default: one a core but for two, at most 14; 1 without a GPU)"
     add("--processes", type=positive, metavar="N", help=jobs)
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         about |= dict(
             options=options, size=size, warm=args.warm, apart=args.apart, processes=args.processes
         )
-        how = How(size, options, args.rounds, args.apart, args.warm)
+        how = How(size, options, args.rounds, args.apart, args.warm, args.max_autotune)
         run = Run("foreign", about, before(args.out, about) if args.add else [])
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -13,6 +13,18 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "foreign: a failure of max-autotune ends the graph": Mutation(
+        "benchmarks/foreign_runs/measuring.py",
+        "            if name == AUTOTUNED:\n",
+        "            if False:\n",
+        "tests/test_foreign.py",
+    ),
+    "foreign: max-autotune is compared with Inductor": Mutation(
+        "benchmarks/foreign_runs/measuring.py",
+        "ratio = row.side(AUTOTUNED).kernel.median / mine.median",
+        "ratio = row.side(AUTOTUNED).kernel.median / base.median",
+        "tests/test_foreign.py",
+    ),
     "flash: the vector is added to full tiles alone": Mutation(
         "fusion_backend/kernels/attention/tiles.py",
         '    if KEYS_ARE == "added":\n',

@@ -11,7 +11,7 @@ from benchmarks.foreign_runs import measuring, request, running
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.measuring import How, measure
 from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
-from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWINS
+from benchmarks.foreign_runs.steps import AUTOTUNED, FUSION, INDUCTOR, TWINS, contenders
 from benchmarks.foreign_runs.summary import geometric_mean, line, markdown, status, summary, text
 from benchmarks.processes.pool import CRASHED, TIMEOUT, Lost
 from benchmarks.processes.turns import Turns
@@ -161,10 +161,10 @@ def test_ours_may_not_be_worse_than_inductors(mine, other, size, wrong):
 # One graph, under contenders that do not compile.
 
 
-def fill(name, tmp_path, monkeypatch, ours=lambda fn: fn, plain=lambda fn: fn) -> GraphRow:
+def fill(name, tmp_path, monkeypatch, ours=lambda fn: fn, plain=lambda fn: fn, **more) -> GraphRow:
     graph = graphs()[name]
-    found, made = GraphRow.of_graph(graph), {INDUCTOR: plain, FUSION: ours}
-    monkeypatch.setattr(measuring, "contenders", lambda options: made)
+    found, made = GraphRow.of_graph(graph), {INDUCTOR: plain, FUSION: ours, **more}
+    monkeypatch.setattr(measuring, "contenders", lambda *how: made)
     (tmp_path / "caches").mkdir(exist_ok=True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     measure(graph, How("tiny", {}, 1, False), found, Turns(tmp_path / "gpu.lock"), CPU)
@@ -190,6 +190,23 @@ def test_a_graph_is_compared_and_timed(name, tmp_path, monkeypatch):
         assert ratio == pytest.approx(min(medians[::2]) / min(medians[1::2]))
     assert 0 < mine.output_error == base.output_error < 0.01
     assert (mine.gradient_error is None) == (found.mode == "infer")
+
+
+def test_max_autotune_is_one_contender_more(tmp_path, monkeypatch):
+    found = fill("layer_norm_odd infer bf16", tmp_path, monkeypatch, **{AUTOTUNED: lambda fn: fn})
+    assert [side.name for side in found.sides][2:] == [AUTOTUNED, *TWINS.values()]
+    ratio = found.side(AUTOTUNED).kernel.median / found.best(FUSION).median
+    assert found.status == OK and f"{ratio:.3f} times as fast as max-autotune" in found.note
+
+
+def test_a_failure_of_max_autotune_costs_the_graph_nothing(tmp_path, monkeypatch):
+    found = fill("layer_norm_odd infer bf16", tmp_path, monkeypatch, **{AUTOTUNED: raises})
+    assert found.status == OK and found.ratio and "max-autotune" not in found.note
+    assert "of a contender" in found.side(AUTOTUNED).note
+
+
+def test_contenders():
+    assert [*contenders({}, True)] == [*contenders({}), AUTOTUNED] == [INDUCTOR, FUSION, AUTOTUNED]
 
 
 def test_the_better_of_twins_counts():

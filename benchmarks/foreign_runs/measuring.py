@@ -17,7 +17,15 @@ import fusion_backend
 from benchmarks.foreign_code.problems import DTYPES, INFER, Graph
 from benchmarks.foreign_runs.checking import Distance, distance, worse
 from benchmarks.foreign_runs.rows import NO_BASELINE, GraphRow, Side
-from benchmarks.foreign_runs.steps import FUSION, INDUCTOR, TWINS, Step, contenders, entry
+from benchmarks.foreign_runs.steps import (
+    AUTOTUNED,
+    FUSION,
+    INDUCTOR,
+    TWINS,
+    Step,
+    contenders,
+    entry,
+)
 from benchmarks.measure.failures import said
 from benchmarks.measure.memory import peak_bytes
 from benchmarks.measure.timing import Clock, in_turn, noise, verdict
@@ -31,7 +39,7 @@ from benchmarks.records.rows import FAILED, OK, WRONG, Spread
 class How(NamedTuple):
     """size: full or tiny. options: those of fusion. rounds: turns of each contender. apart: each
     contender has caches of its own; otherwise fusion finds what Inductor has compiled. warm: the
-    caches are the user's, and nothing is added beside them.
+    caches are the user's, and nothing is added beside them. max_autotune: one contender more.
     """
 
     size: str
@@ -39,6 +47,7 @@ class How(NamedTuple):
     rounds: int
     apart: bool
     warm: bool = False
+    max_autotune: bool = False
 
 
 def measure(graph: Graph, how: How, row: GraphRow, turns: Turns, device: torch.device) -> None:
@@ -80,8 +89,9 @@ def compiled(
     stands for the luck of a compilation: Inductor times the configurations of its kernels, and does
     not always choose the same ones.
     """
-    functions, makes = {}, contenders(how.options)
-    for name, make in {**makes, **{TWINS[name]: make for name, make in makes.items()}}.items():
+    functions, makes = {}, contenders(how.options, how.max_autotune)
+    twins = {twin: makes[name] for name, twin in TWINS.items()}
+    for name, make in {**makes, **twins}.items():
         side = Side(name)
         row.sides.append(side)
         turns.at(f"compiling under {name}")
@@ -93,6 +103,9 @@ def compiled(
                 first_calls(step, functions[name], side, turns, device)
         except Exception as error:
             side.status, side.note = FAILED, said(error)
+            if name == AUTOTUNED:
+                functions.pop(name, None)
+                continue
             row.status = FAILED if name in (FUSION, TWINS[FUSION]) else NO_BASELINE
             row.note = f"{name}: {side.note}"
             return functions
@@ -200,7 +213,7 @@ def times(
     )
     clock = Clock(device)
     kernel = in_turn(turns, step.fresh, clock, rounds)
-    for side in row.sides:
+    for side in (side for side in row.sides if side.name in functions):
         side.kernel, side.call = Spread.of(kernel[side.name]), Spread.of(whole[side.name])
     base, mine = row.best(INDUCTOR), row.best(FUSION)
     row.ratio = base.median / mine.median
@@ -208,6 +221,10 @@ def times(
     row.call_ratio = operator.truediv(*calls)
     row.noise = noise(row.side(INDUCTOR).kernel, row.side(TWINS[INDUCTOR]).kernel)
     row.verdict = verdict(mine, base, row.noise)
+    if AUTOTUNED in functions:
+        ratio = row.side(AUTOTUNED).kernel.median / mine.median
+        told = f"{ratio:.3f} times as fast as max-autotune"
+        row.note = f"{row.note}; {told}" if row.note else told
     if clock.exposed:
         note = f"the GPU waited for the host in {clock.exposed} samples"
         row.note = f"{row.note}; {note}" if row.note else note

@@ -10,18 +10,24 @@ from torch import Tensor, nn
 
 from benchmarks.foreign_code.problems import INFER, Graph, cast
 
-INDUCTOR, FUSION = "inductor", "fusion"
+INDUCTOR, FUSION, AUTOTUNED = "inductor", "fusion", "max-autotune"
 # The twin of each contender: the same code, for which Inductor chooses the configurations of its
 # kernels once more.
 TWINS = {INDUCTOR: "inductor-again", FUSION: "fusion-again"}
 
 
-def contenders(options: dict) -> dict[str, Callable[[Callable], Callable]]:
+def contenders(
+    options: dict, max_autotune: bool = False
+) -> dict[str, Callable[[Callable], Callable]]:
     """What each makes of a function. Inductor comes first: ours are compared with it."""
-    return {
-        INDUCTOR: lambda fn: torch.compile(fn, dynamic=False),
-        FUSION: lambda fn: torch.compile(fn, dynamic=False, backend="fusion", options=options),
-    }
+
+    def compiled(**how) -> Callable[[Callable], Callable]:
+        return lambda fn: torch.compile(fn, dynamic=False, **how)
+
+    found = {INDUCTOR: compiled(), FUSION: compiled(backend="fusion", options=options)}
+    return found | (
+        {AUTOTUNED: compiled(mode="max-autotune-no-cudagraphs")} if max_autotune else {}
+    )
 
 
 def entry(module: nn.Module, name: str) -> Callable:
