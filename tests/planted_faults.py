@@ -13,6 +13,24 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "attention: gradients of five dimensions have four": Mutation(
+        "patterns/attention/op.py",
+        "g.unsqueeze(0) if g is not None and t is not None and t.dim() == 5 else g",
+        "g",
+        "tests/test_attention_forms.py",
+    ),
+    "attention: a vector over the keys has four dimensions": Mutation(
+        "patterns/attention/masks.py",
+        "broadcasts(value, (*q.shape[:-3], 1, 1, k.shape[-2]))",
+        "broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))",
+        "tests/test_attention_forms.py",
+    ),
+    "attention: of five dimensions without a mask goes to the library": Mutation(
+        "patterns/attention/rule.py",
+        "and sdpa_takes_sizes(q, k, v, heads) and q.dim() < 5",
+        "and sdpa_takes_sizes(q, k, v, heads)",
+        "tests/test_attention_forms.py",
+    ),
     "foreign: a failure of max-autotune ends the graph": Mutation(
         "benchmarks/foreign_runs/measuring.py",
         "            if name == AUTOTUNED:\n",
@@ -69,8 +87,8 @@ MUTATIONS = {
     ),
     "attention: a vector of each head is added as one of all": Mutation(
         "patterns/attention/masks.py",
-        "broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))",
-        "broadcasts(value, (*q.shape[:2], 1, k.shape[-2]))",
+        "broadcasts(value, (*q.shape[:-3], 1, 1, k.shape[-2]))",
+        "broadcasts(value, (*q.shape[:-2], 1, k.shape[-2]))",
         "tests/test_attention_forms.py",
     ),
     "attention: a vector beside padding takes its place": Mutation(

@@ -217,6 +217,32 @@ def test_what_comes_close(name, on_gpu):
     assert all(s.reason for s in report.sites if s.pattern == "attention"), report
 
 
+FIVE = {
+    "a bias and a vector": (lambda q, k, v, x: attend(scores(q, k) + VECTOR[None] + x, v), True),
+    "a bias of four dimensions, causal": (
+        lambda q, k, v, x: attend(scores(q, k) + x[0] + hidden(causal()), v), True),
+    "a cap": (lambda q, k, v, x: attend(scores(q, k, 2.0), v), True),
+    "nothing around": (lambda q, k, v, x: attend(scores(q, k), v), True),
+    "two batches of batches": (
+        lambda q, k, v, x: attend(scores(*(torch.cat((t, t)) for t in (q, k))) + x, v), False),
+}  # fmt: skip
+
+
+def test_five_dimensions(on_gpu):
+    """As OpenFold has them, of which the first is 1."""
+    for fn, fused in FIVE.values():
+        inputs = [t.unsqueeze(0).requires_grad_() for t in inputs_of()]
+        torch.compiler.reset()
+        collector = collect(fn, *inputs)
+        (site,) = [s for s in collector.report.sites if s.pattern == "attention"]
+        assert site.fused == fused and (fused or "four dimensions" in site.reason), site
+        torch.compiler.reset()
+        exactly = gradients(fn, [t.double() for t in inputs])
+        got = gradients(torch.compile(fn, backend=collector), inputs)
+        for g, w in zip(got, exactly, strict=True):
+            assert (g is None) == (w is None) and (w is None or distance(g, w) < 2e-5)
+
+
 def test_what_is_no_vector_beside_a_bias(on_gpu):
     """It has a gradient, or numbers for each head or query; and padding is one already."""
     trained = dict(

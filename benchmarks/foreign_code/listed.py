@@ -6,6 +6,7 @@ import itertools
 
 from benchmarks.foreign_code import (
     assorted_layers,
+    attention_variants,
     attentions,
     backbones,
     convnets,
@@ -52,6 +53,7 @@ FAMILIES = (
     dense_vision,
     encoders,
     decoders,
+    attention_variants,
     attentions,
     backbones,
     image_attentions,

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         for bias in self.biases:
             keys = tensors[bias] if isinstance(bias, str) else bias
             value = bias.meta["val"] if isinstance(bias, fx.Node) else keys
-            fits = broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))
+            fits = broadcasts(value, (*q.shape[:-3], 1, 1, k.shape[-2]))
             if fits and bias not in trained and self.visible.keys is None:
                 visible = self.visible._replace(keys=keys, keys_are="added")
                 return self._replace(visible=visible, biases=[b for b in self.biases if b != bias])

@@ -54,8 +54,13 @@ def masked_attention(
 ) -> Tensor:
     """Attention of which `Masking` in kernels/attention/masking.py says what the arguments mean,
     written out; dropout with p, by the seed. `padded` is its `keys_are`. windows `[w, n, m]` is
-    added to the scores as well; batch i has that of i modulo w.
+    added to the scores as well; batch i has that of i modulo w. In front of all dimensions q may
+    have one more, of size 1, and the others with it.
     """
+    if q.dim() == 5:
+        q, k, v, bias, keep, keys, sinks = (squeezed(t) for t in (q, k, v, bias, keep, keys, sinks))
+        rest = low, high, fill, scale, cap, p, hidden, padded
+        return masked_attention(q, k, v, bias, keep, keys, seed, sinks, windows, *rest).unsqueeze(0)
     times = q.shape[1] // k.shape[1]
     k, v = (t if times == 1 else t.repeat_interleave(times, 1) for t in (k, v))
     scores = (q @ k.mT) * scale
@@ -93,10 +98,16 @@ def masked_attention(
     return (weights.to(v.dtype) @ v).transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def squeezed(t: Tensor | None) -> Tensor | None:
+    """Without the first of five dimensions, of size 1."""
+    return t.squeeze(0) if t is not None and t.dim() == 5 else t
+
+
 def masking_of(
     bias, keep, keys, seed, sinks, windows, low, high, fill, scale, cap, p, hidden, padded
 ) -> Masking:
     """What the kernels are told about the masks. They add one bias: the sum of two is small."""
+    bias, keep, keys, sinks = (squeezed(t) for t in (bias, keep, keys, sinks))
     if windows is not None:
         windows = windows[:, None].float()
         bias = windows if bias is None else bias + windows
@@ -107,6 +118,8 @@ def masking_of(
 
 @masked_attention.guard
 def _(q, k, v, bias, keep, keys, sinks, windows, low, high, fill, scale, cap, p, hidden, padded):
+    if q.dim() == 5 and all(same_sizes(t.shape[:-4], (1,)) for t in (q, k, v)):
+        q, k, v, bias, keep, keys, sinks = (squeezed(t) for t in (q, k, v, bias, keep, keys, sinks))
     return (
         reject_shapes(q, k, v, "grouped")
         or reject_dtypes(q=q, k=k, v=v)
@@ -198,6 +211,7 @@ def reject_windows(
 
 @masked_attention.worthwhile
 def _(q, k, v, bias, keep, sinks, windows, cap, p, padded):
+    q, k, v, bias = (squeezed(t) for t in (q, k, v, bias))
     d, alike = number(q.shape[3]), same_sizes(q.shape[3:], v.shape[3:])
     if keep is not None or q.element_size() != 2 or not alike or padded == "added":
         return UNMEASURED
@@ -215,7 +229,8 @@ def _(q, k, v, bias, keep, sinks, windows, cap, p, padded):
 
 @masked_attention.kernel(saves=("lse",))
 def _(q, k, v, save, **masks):
-    return forward.forward(q, k, v, masking_of(**masks), save)
+    out, lse = forward.forward(*map(squeezed, (q, k, v)), masking_of(**masks), save)
+    return (out.unsqueeze(0) if q.dim() == 5 else out), lse
 
 
 @masked_attention.backward(result=True)
@@ -223,8 +238,12 @@ def _(saved, do):
     masks = {p.name: getattr(saved, p.name) for p in masked_attention.params[3:]}
     masking, needs = masking_of(**masks), saved.needs
     needs = needs | {"bias": needs["bias"] or needs["windows"]}
-    *found, db, dsinks = backward.backward(
-        saved.q, saved.k, saved.v, masking, saved.result, saved.lse, do, needs
+    q, k, v, result, do = map(squeezed, (saved.q, saved.k, saved.v, saved.result, do))
+    found = backward.backward(q, k, v, masking, result, saved.lse, do, needs)
+    given = saved.q, saved.k, saved.v, saved.bias, saved.sinks
+    *found, db, dsinks = (
+        g.unsqueeze(0) if g is not None and t is not None and t.dim() == 5 else g
+        for g, t in zip(found, given, strict=True)
     )
     dbias, dwindows = db, None
     if saved.windows is not None and db is not None:

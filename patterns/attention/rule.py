@@ -145,7 +145,7 @@ def _(
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
     simple = simple and all(x is None for x in (cap, sinks, windows))
-    simple = simple and sdpa_takes_sizes(q, k, v, heads)
+    simple = simple and sdpa_takes_sizes(q, k, v, heads) and q.dim() < 5
     if not simple or any(m.added is not None for m in known.values()):
         options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
         return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
