@@ -13,6 +13,48 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = {
+    "inputs of attention: a value that one argument reads is kept": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        "if computed(s) and reads(s) > 1]",
+        "if computed(s)]",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: other readers alone count": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        "return sum(sum(any(a is v for v in views) for a in u.args) or 1 for u in users)",
+        "return sum(1 for u in users)",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: readers through views do not count": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        "        views += filter(is_view, v.users)\n",
+        "        pass\n",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: a concatenation is in memory": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        '(elementwise(n) or name_of(n) == "aten::cat")',
+        "elementwise(n)",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: whatever it is, it is computed again": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        '(elementwise(n) or name_of(n) == "aten::cat")',
+        "True",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: what is read as it is counts as viewed": Mutation(
+        "fusion_backend/rewrite/attention_inputs.py",
+        "return isinstance(a, fx.Node) and is_view(a)",
+        "return isinstance(a, fx.Node)",
+        "tests/test_attention_inputs.py",
+    ),
+    "inputs of attention: a failure costs the graph": Mutation(
+        "fusion_backend/frontends/dynamo.py",
+        'note_fault(record, f"inputs of attention are computed for each reader: {summary(error)}")',
+        "raise",
+        "tests/test_attention_inputs.py",
+    ),
     "attention: gradients of five dimensions have four": Mutation(
         "patterns/attention/op.py",
         "g.unsqueeze(0) if g is not None and t is not None and t.dim() == 5 else g",

@@ -134,12 +134,12 @@ def graph_bias_attention(n, nodes, width):
         return m.norm(x + m.out(joined(y)))
 
     parts = linears(width, "q k v out") | dict(
-        norm=nn.LayerNorm(width), near=nn.Embedding(64, heads)
+        norm=nn.LayerNorm(width), near=nn.Embedding(512, heads)
     )
     return Called(forward, **parts), (
         features(n, nodes, width),
         features(n, heads, nodes, nodes),
-        torch.randint(64, (n, nodes, nodes)),
+        torch.randint(512, (n, nodes, nodes)),
         ~lengths_mask(n, nodes),
     )
 

@@ -29,6 +29,7 @@ from fusion_backend.frontends.verify import Pair, compile_both
 from fusion_backend.options import DISABLED, Options, parse
 from fusion_backend.reporting import report as reporting
 from fusion_backend.reporting.records import FAILED, GraphRecord
+from fusion_backend.rewrite.attention_inputs import keep_inputs_of_attention
 from fusion_backend.rewrite.embeddings import give_gradients
 from fusion_backend.rewrite.in_memory import keep_in_memory
 from fusion_backend.rewrite.returned import Separated, separate
@@ -181,7 +182,7 @@ def note_fault(record: GraphRecord, fault: str) -> None:
 
 def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
     """Choose values that Inductor writes to memory, and what is added before a scatter. A failure
-    costs nothing else.
+    of one costs nothing else.
     """
     try:
         add_before_scatters(gm)
@@ -193,6 +194,10 @@ def prepare(record: GraphRecord, gm: fx.GraphModule) -> None:
         note_fault(
             record, f"cosines and sines are computed wherever they are read: {summary(error)}"
         )
+    try:
+        record.in_memory += keep_inputs_of_attention(gm)
+    except Exception as error:
+        note_fault(record, f"inputs of attention are computed for each reader: {summary(error)}")
 
 
 def give_up(record: GraphRecord, error: Exception) -> None:
