@@ -244,11 +244,21 @@ def test_five_dimensions(on_gpu):
 
 
 def test_what_is_no_vector_beside_a_bias(on_gpu):
-    """It has a gradient, or numbers for each head or query; and padding is one already."""
+    """It has a gradient, or numbers for each head or query, or is a single one; and padding is one
+    already.
+    """
+    pad = PADDING[:, None, None].bool()
     trained = dict(
         gradient=lambda q, k, v, x: attend(scores(q, k) + x + x[:, :1, :1].sin(), v),
+        around=lambda q, k, v, x: attend(
+            scores(q, k) + x + (x[:, :1, :1].sin() + hidden(pad, -1e9)), v
+        ),
+        view=lambda q, k, v, x: attend(
+            scores(q[:, 0], k[:, 0]) + x[0, :1].detach() + x[:, 0, :, :1].mT, v[:, 0]
+        ),
         heads=lambda q, k, v, x: attend(scores(q, k) + x + VECTOR * x.new_ones(H, 1, 1), v),
         queries=lambda q, k, v, x: attend(scores(q, k) + x + VECTOR.mT, v),
+        number=lambda q, k, v, x: attend(scores(q, k) + x + VECTOR[0, 0, 0, 0], v),
     )
 
     def padding(q, k, v, x):
@@ -258,7 +268,7 @@ def test_what_is_no_vector_beside_a_bias(on_gpu):
         inputs = [t.requires_grad_(fn is not padding) for t in inputs_of()]
         report = collect(fn, *inputs).report
         (site,) = [s for s in report.sites if s.pattern == "attention"]
-        assert not site.fused and "beside it a vector over the keys" in site.reason
+        assert not site.fused and "only if it is a vector over the keys" in site.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

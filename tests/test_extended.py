@@ -47,7 +47,8 @@ def found(fn, *inputs, dynamic=None):
         for n in gm.graph.nodes
         if str(n.target) == "fusion.generated_rows.default"
     ]
-    assert launched.called == bool(calls)  # on a GPU a launch is traced, and more than once
+    traced = DEVICE == "cuda"  # and more than once
+    assert launched.call_count == len(calls) or (traced and launched.call_count > len(calls) > 0)
     return calls, got
 
 

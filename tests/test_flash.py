@@ -3,6 +3,7 @@ every kind of mask.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,7 +230,8 @@ def test_masks(n, m, kind):
 def test_a_vector_beside_a_bias():
     """In full tiles and others, of one batch and of each, where its numbers are apart in memory."""
     bias = randn(1, 2, 40, 70)
-    for keys in (randn(2, 1, 1, 140)[..., ::2], randn(70)):
+    one = randn(2, 1, 1, 1)
+    for keys in (randn(2, 1, 1, 140)[..., ::2], randn(70), one, one.expand(-1, -1, -1, 70)):
         check(*qkv(40, 70, 16), Masking(bias=bias, keys=keys, keys_are="added"))
 
 
@@ -469,6 +471,38 @@ def test_masks_of_graphs(name, taken):
             assert distance(g, w) < 1e-5
 
 
+def gradients_of_op(needs=("q", "k", "v", "bias", "windows"), **given):
+    """Those of q, k, v, the bias and the windows, by the op's kernels."""
+    rest = dict.fromkeys(p.name for p in masked_attention.params)
+    rest |= dict(scale=0.25, hidden="zero", padded="seen") | given
+    out, lse = masked_attention.kernel_fn(*rest.values(), True)
+    asked = {p.name: p.name in needs for p in masked_attention.params}
+    saved = SimpleNamespace(**rest, result=out, lse=lse, needs=asked)
+    found = masked_attention.backward_fn(saved, torch.ones_like(out))
+    return out, *found[:4], found[-1]
+
+
+@runs_kernels
+def test_a_dimension_in_front():
+    """Of q, k, v and a bias beside masks of windows."""
+    four = dict(zip("qkv", qkv(17, 17, 16, b=4), strict=True)) | dict(bias=randn(1, 2, 17, 17))
+    windows = randn(2, 17, 17)
+    want = gradients_of_op(**four, windows=windows)
+    got = gradients_of_op(**{n: t[None] for n, t in four.items()}, windows=windows)
+    for mine, its in zip(got[:-1], want[:-1], strict=True):
+        torch.testing.assert_close(mine, its[None])
+    torch.testing.assert_close(got[-1], want[-1])
+
+
+@runs_kernels
+def test_a_vector_over_the_keys_has_no_gradient():
+    q, k, v = qkv(4, 6, 16)
+    given = dict(q=q, k=k, v=v, bias=randn(4, 6), keys=randn(6), padded="added")
+    gradients_of_op(**given)
+    with pytest.raises(ValueError, match="no gradient"):
+        gradients_of_op(needs=["keys"], **given)
+
+
 def test_refusals():
     q, k, v = qkv(4, 6, 16)
     rest = dict.fromkeys((*NAMES[3:], "low", "high", "fill"))
@@ -499,7 +533,7 @@ def test_refusals():
     )
     added = dict(padded="added", bias=randn(4, 6))
     assert refusal(q, k, v, keys=randn(2, 1, 1, 6), **added) is None
-    for shape in [(2, 1, 1, 5), (3, 1, 1, 6), (2, 2, 1, 6), (2, 1, 4, 6), (2, 6)]:
+    for shape in [(2, 1, 1, 5), (3, 1, 1, 6), (2, 2, 1, 6), (2, 1, 4, 6), (2, 6), ()]:
         assert "is no vector over them" in refusal(q, k, v, keys=randn(*shape), **added)
     assert "is no vector" in refusal(q, k, v, keys=randn(2, 1, 1, 6), padded="added")
     assert "added is torch.bool" in refusal(q, k, v, keys=randn(2, 1, 1, 6) > 0, **added)

@@ -79,7 +79,7 @@ def replacement_of(match: Match, facts: Facts, training: bool) -> Replacement | 
         return Reject(f"it would call {answer.op.name}, but another definition has that name now")
     answer = dataclasses.replace(answer, args=tuple(on_graph(a, match) for a in answer.args))
     if already(match, answer, facts.canon):
-        name = schema_of(answer.op).name.removeprefix("aten::")
+        name = schema_of(match.roots[0].target).name.removeprefix("aten::")
         return Reject(f"the code calls {name} itself")
     found = [a for a in answer.args if isinstance(a, fx.Node)]
     found = [n for n in found if n not in match.tensors.values()]
@@ -100,11 +100,11 @@ def on_graph(value, match: Match):
 
 
 def already(match: Match, answer: Replacement, canon) -> bool:
-    """Does the graph already call this operator on these tensors?"""
+    """Does the graph already call this operator, or what it stands for, on these tensors?"""
     root = match.roots[0]
     given = [a for a in root.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor)]
     wanted = [a for a in answer.args if isinstance(a, (fx.Node, Viewed))]
-    if root.target is not answer.op or len(given) != len(wanted):
+    if root.target not in (answer.op, answer.instead_of) or len(given) != len(wanted):
         return False
     if not all(isinstance(w, fx.Node) for w in wanted):
         return False

@@ -95,6 +95,11 @@ class Masks:
     def of(self, argument: fx.Node | Viewed) -> Mask:
         steps = argument.steps if isinstance(argument, Viewed) else ()
         node = argument.node if isinstance(argument, Viewed) else argument
+        found = self.of_view(node, steps)
+        found.trained = node in self.view.requires_grad
+        return found
+
+    def of_view(self, node: fx.Node, steps: tuple) -> Mask:
         nots = sum(step == ("not", ()) for step in steps)
         # a mask of three dimensions, with one for the only head, has the same element (i, j)
         with_head = ("unsqueeze", (-3,)) in steps and node.meta["val"].dim() == 3
@@ -151,9 +156,8 @@ class Masks:
             kept, fills = hidden_by(t, val.dtype, self.exact)
             if node in self.view.requires_grad or kept is None:
                 kept, fills, found.added = self.separated(node, reader, at, self.exact)
-            bias, found.trained = found.added or node, node in self.view.requires_grad
-            kind = "a bias with a gradient" if found.trained else "additive"
-            about = f"{kind}, from {source(bias)}"
+            bias, trained = found.added or node, node in self.view.requires_grad
+            about = f"{'a bias with a gradient' if trained else 'additive'}, from {source(bias)}"
             if kept is None:
                 found.choice = False
                 if self.exact:

@@ -103,7 +103,7 @@ class Mask:
     exact: bool = False
     added: fx.Node | None = None
     about: str = ""  # what is added
-    trained: bool = False  # has it a gradient?
+    trained: bool = False  # has the mask a gradient?
     proofs: list[str] = dataclasses.field(default_factory=list)
 
     def hides(self, fill: float, dtype: torch.dtype) -> bool:

@@ -41,7 +41,8 @@ class Replacement:
     found, numbers, words, None, or SEED. kwargs: numbers and words.
     why: the gain, for the report. otherwise: what happens to the site if our op refuses the
     arguments, also for the report. at_last: a slow check, which runs only if nothing else refuses
-    the site; it returns a Reject, or None.
+    the site; it returns a Reject, or None. instead_of: an operator of torch that computes the same;
+    where the code calls it on the same tensors, the site is left alone.
     """
 
     op: Any
@@ -50,6 +51,7 @@ class Replacement:
     why: str = ""
     otherwise: str = "the code stays as it is"
     at_last: Callable[[], Reject | None] | None = None
+    instead_of: Any = None
 
     SEED = SEED
 

@@ -54,4 +54,5 @@ def reads(n: fx.Node) -> int:
     for v in views:
         views += filter(is_view, v.users)
     users = {u: None for v in views for u in v.users if u not in views}
-    return sum(sum(any(a is v for v in views) for a in u.args) or 1 for u in users)
+    # a list of arguments counts as one
+    return sum(max(1, sum(a in views for a in u.args)) for u in users)

@@ -36,17 +36,18 @@ class Layout(NamedTuple):
     taken: list[float]
 
     def with_vector(self, masks: dict, tensors: dict, q, k) -> Layout | None:
-        """With one bias: a second that is a vector over the keys becomes their numbers. None if
-        none is, if it has a gradient, or if the keys have numbers already.
+        """The same with at most one bias. Where there are two, one of them is a vector over the
+        keys, which `visible.keys` takes. None where neither is a vector without a gradient, or
+        where `visible` has keys already.
         """
         if len(self.biases) < 2:
             return self
-        trained = {n if not m.added else m.added for n, m in masks.items() if m.trained}
         for bias in self.biases:
             keys = tensors[bias] if isinstance(bias, str) else bias
             value = bias.meta["val"] if isinstance(bias, fx.Node) else keys
-            fits = broadcasts(value, (*q.shape[:-3], 1, 1, k.shape[-2]))
-            if fits and bias not in trained and self.visible.keys is None:
+            trained = any(m.trained for n, m in masks.items() if bias is m.added or bias == n)
+            fits = value.dim() > 0 and broadcasts(value, (*q.shape[:-3], 1, 1, k.shape[-2]))
+            if fits and not trained and self.visible.keys is None:
                 visible = self.visible._replace(keys=keys, keys_are="added")
                 return self._replace(visible=visible, biases=[b for b in self.biases if b != bias])
         return None

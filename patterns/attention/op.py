@@ -174,7 +174,8 @@ def reject_keys(
     if keys is None:
         return None
     if padded == "added":
-        if bias is None or not broadcasts(keys, (q.shape[0], 1, 1, k.shape[2])):
+        full = q.shape[0], 1, 1, k.shape[2]
+        if bias is None or keys.dim() == 0 or not broadcasts(keys, full):
             return Reject(f"what is added to the keys, {tuple(keys.shape)}, is no vector over them")
         return reject_dtypes(added=keys)
     if padded == "documents" and hidden == "fill":
@@ -239,17 +240,20 @@ def _(saved, do):
     masking, needs = masking_of(**masks), saved.needs
     needs = needs | {"bias": needs["bias"] or needs["windows"]}
     q, k, v, result, do = map(squeezed, (saved.q, saved.k, saved.v, saved.result, do))
-    found = backward.backward(q, k, v, masking, result, saved.lse, do, needs)
-    given = saved.q, saved.k, saved.v, saved.bias, saved.sinks
-    *found, db, dsinks = (
-        g.unsqueeze(0) if g is not None and t is not None and t.dim() == 5 else g
-        for g, t in zip(found, given, strict=True)
-    )
+    if needs["keys"]:
+        raise ValueError("a vector over the keys has no gradient")
+    *found, db, dsinks = backward.backward(q, k, v, masking, result, saved.lse, do, needs)
     dbias, dwindows = db, None
     if saved.windows is not None and db is not None:
-        summed = db.sum_to_size(saved.bias.shape) if saved.needs["bias"] else None
+        shape = squeezed(saved.bias).shape
+        summed = db.sum_to_size(shape) if saved.needs["bias"] else None
         dbias = None if summed is None else summed.to(saved.bias.dtype)
         dwindows = db.sum(1).to(saved.windows.dtype) if saved.needs["windows"] else None
+    given = saved.q, saved.k, saved.v, saved.bias, saved.sinks
+    *found, dbias, dsinks = (
+        g.unsqueeze(0) if g is not None and t is not None and t.dim() == 5 else g
+        for g, t in zip((*found, dbias, dsinks), given, strict=True)
+    )
     return *found, dbias, None, None, None, dsinks, dwindows
 
 

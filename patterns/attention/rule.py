@@ -12,9 +12,11 @@ Liu et al. 2021.
 
 A mask that keeps everything, or is causal, is dropped: the site becomes one call of
 `F.scaled_dot_product_attention`, also where it was written by hand, and without repeating the heads
-of k and v. With a cap, sinks, windows or any other mask, it becomes masked_attention, which reads
-bands, vectors over the keys, the numbers of documents, dense masks and biases without the scores in
-memory. Its dropout is of a new seed at each call, and not with the bits of eager or plain Inductor.
+of k and v; in training as own_plan.py has it. With a cap, sinks, windows or any other mask, it
+becomes masked_attention, which reads bands, vectors over the keys, the numbers of documents, dense
+masks and biases without the scores in memory; also where q, k and v have five dimensions, of which
+the first is 1. Its dropout is of a new seed at each call, and not with the bits of eager or plain
+Inductor.
 
 If values have another size than queries and keys, SDPA has fused kernels on GPUs alone, for as many
 heads of k and v as of q, of sizes that are multiples of 8. Otherwise such a site becomes
@@ -158,9 +160,9 @@ def _(
     if found is not None:
         taken = [*found.taken, *([] if fill is None else [fill])]
         why = str(found) if found.everything else f"{found}{approximated(taken)}"
-    if training and heads == "same" and PLANS_CAN_BE_CONFUSED and on_gpu(q):
-        return Replacement(sdpa_of_own_plan, (q, k, v), options, why)
     sdpa = torch.ops.aten.scaled_dot_product_attention.default
+    if training and heads == "same" and PLANS_CAN_BE_CONFUSED and on_gpu(q):
+        return Replacement(sdpa_of_own_plan, (q, k, v), options, why, instead_of=sdpa)
     return Replacement(sdpa, (q, k, v), {**options, "enable_gqa": heads == "grouped"}, why)
 
 
@@ -189,8 +191,8 @@ def masked(
     layout = layout.with_vector(known, tensors, q, k)
     if layout is None:
         return Reject(
-            "our kernel adds one mask, and beside it a vector over the keys that has no gradient: "
-            + why
+            "our kernel adds one mask, and a second only if it is a vector over the keys without a "
+            f"gradient, and nothing else hides keys one by one: {why}"
         )
     visible, biases = layout.visible, layout.biases
     if causal == "causal":

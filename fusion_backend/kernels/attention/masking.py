@@ -27,8 +27,8 @@ class Masking(NamedTuple):
     keep: a bool tensor that broadcasts to their shape, true where a key is seen.
     keys: what `keys_are` says. "seen", "padding": a bool tensor `[b or 1, m]`, or of four
     dimensions, of which the two in the middle do not count: true where a key is seen, or where it
-    is padding. "added": numbers in such a tensor, which are added to the scores beside the bias;
-    there must be one. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have
+    is padding. "added": numbers that broadcast to `[b, 1, 1, m]` and are added to the scores beside
+    a bias. "documents": integers `[b or 1, m]` or `[m]`; a query sees the keys that have
     the number of its own place, of as many queries as keys; `hidden` is no fill then.
     low, high: the band, low <= i - j <= high for query i and key j; None: no such bound.
     hidden: what a score that is not seen becomes. "zero" and "nan": -infinity, and the result of a
@@ -118,7 +118,8 @@ def strides_of_keys(keys: Tensor | None) -> tuple:
     if keys is None:
         return (0, 0)
     one = keys.dim() == 1 or statically_known_true(keys.shape[0] == 1)
-    return 0 if one else keys.stride(0), keys.stride(-1)
+    same = statically_known_true(keys.shape[-1] == 1)
+    return 0 if one else keys.stride(0), 0 if same else keys.stride(-1)
 
 
 def hides_exactly(masking: Masking) -> bool:
