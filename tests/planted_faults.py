@@ -49,16 +49,10 @@ MUTATIONS = {
         "0 if one else keys.stride(0), keys.stride(-1)",
         "tests/test_flash.py",
     ),
-    "flash: a vector over the keys loses its gradient": Mutation(
-        "patterns/attention/op.py",
-        '    if needs["keys"]:\n',
-        "    if False:\n",
-        "tests/test_flash.py",
-    ),
     "flash: the gradient of a bias beside windows keeps five dimensions": Mutation(
         "patterns/attention/op.py",
-        "shape = squeezed(saved.bias).shape",
-        "shape = saved.bias.shape",
+        "db.sum_to_size(squeezed(saved.bias).shape)",
+        "db.sum_to_size(saved.bias.shape)",
         "tests/test_flash.py",
     ),
     "inputs of attention: a value that one argument reads is kept": Mutation(
@@ -115,9 +109,15 @@ MUTATIONS = {
         "broadcasts(value, (q.shape[0], 1, 1, k.shape[-2]))",
         "tests/test_attention_forms.py",
     ),
+    "attention: any five dimensions go to our kernel": Mutation(
+        "patterns/attention/rule.py",
+        "five = q.dim() == 5 and same_sizes(q.shape[:1], (1,))",
+        "five = q.dim() == 5",
+        "tests/test_attention.py",
+    ),
     "attention: of five dimensions without a mask goes to the library": Mutation(
         "patterns/attention/rule.py",
-        "and sdpa_takes_sizes(q, k, v, heads) and q.dim() < 5",
+        "and sdpa_takes_sizes(q, k, v, heads) and not five",
         "and sdpa_takes_sizes(q, k, v, heads)",
         "tests/test_attention_forms.py",
     ),

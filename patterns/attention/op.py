@@ -240,13 +240,11 @@ def _(saved, do):
     masking, needs = masking_of(**masks), saved.needs
     needs = needs | {"bias": needs["bias"] or needs["windows"]}
     q, k, v, result, do = map(squeezed, (saved.q, saved.k, saved.v, saved.result, do))
-    if needs["keys"]:
-        raise ValueError("a vector over the keys has no gradient")
     *found, db, dsinks = backward.backward(q, k, v, masking, result, saved.lse, do, needs)
     dbias, dwindows = db, None
     if saved.windows is not None and db is not None:
-        shape = squeezed(saved.bias).shape
-        summed = db.sum_to_size(shape) if saved.needs["bias"] else None
+        trained = saved.needs["bias"]
+        summed = db.sum_to_size(squeezed(saved.bias).shape) if trained else None
         dbias = None if summed is None else summed.to(saved.bias.dtype)
         dwindows = db.sum(1).to(saved.windows.dtype) if saved.needs["windows"] else None
     given = saved.q, saved.k, saved.v, saved.bias, saved.sinks

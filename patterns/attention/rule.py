@@ -147,7 +147,8 @@ def _(
     why = finite_fill(found, fill, q.dtype)
     simple = found is None or found.everything or (found.causal and not why)
     simple = simple and all(x is None for x in (cap, sinks, windows))
-    simple = simple and sdpa_takes_sizes(q, k, v, heads) and q.dim() < 5
+    five = q.dim() == 5 and same_sizes(q.shape[:1], (1,))  # of which SDPA has no fused kernel
+    simple = simple and sdpa_takes_sizes(q, k, v, heads) and not five
     if not simple or any(m.added is not None for m in known.values()):
         options = dict(fill=fill, cap=cap, sinks=sinks, windows=windows, scale=scale, p=p)
         return masked(q, k, v, tensors, known, training, why, causal=causal, **options)
