@@ -113,7 +113,7 @@ MUTATIONS = {
         "patterns/attention/rule.py",
         "five = q.dim() == 5 and same_sizes(q.shape[:1], (1,))",
         "five = q.dim() == 5",
-        "tests/test_attention.py",
+        "tests/test_attention.py::test_shapes_that_fused_kernels_do_not_take",
     ),
     "attention: of five dimensions without a mask goes to the library": Mutation(
         "patterns/attention/rule.py",
