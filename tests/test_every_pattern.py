@@ -230,14 +230,16 @@ def test_gradient_of_some_inputs_only(pattern):
 
 @every_written
 def test_dynamic_shapes_are_recognised(pattern):
-    if pattern.name == "soft_cross_entropy" and torch.__version__.startswith("2.11."):
-        pytest.skip("torch 2.11 cannot trace F.cross_entropy of probabilities of symbolic sizes")
+    if pattern.name == "soft_cross_entropy" and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("torch cannot trace F.cross_entropy of probabilities of symbolic sizes yet")
     kinds = written(pattern)[0]
     tensors, call = split(arguments(pattern, kinds, torch.float32))
     (parts, *_) = [subexpressions(t.roots) for t in templates(pattern) if t.kinds == kinds]
     # what chunk gives of a size known to be even
     for t in tensors if any(e.op == "half" for e in parts) else ():
         torch._dynamo.mark_static(t, t.dim() - 1)
+    if pattern.name == "interpolate_bilinear":  # the size of the result is a text
+        torch._dynamo.mark_static(tensors[0], [2, 3])
     # numbers of the code, not of the call
     with torch._dynamo.config.patch(specialize_float=True, specialize_int=True):
         report = collect(call(pattern.reference), *tensors, dynamic=True).report

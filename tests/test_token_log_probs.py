@@ -41,7 +41,7 @@ def test_the_tables_take_what_was_timed():
     def answer(rows=8192, v=128256, dtype=torch.bfloat16, take="gather", total="log_softmax"):
         x = torch.empty(1, rows, v, dtype=dtype, device="meta")
         index = torch.empty(1, rows, 1, dtype=torch.int64, device="meta")
-        return PATTERN.worthwhile_fn(x, index, take, total, "none", "dropped", training=True)
+        return PATTERN.worthwhile_fn(x, index, None, take, total, "none", "dropped", training=True)
 
     assert answer() is None
     for other in (
@@ -53,7 +53,7 @@ def test_the_tables_take_what_was_timed():
 
 def test_symbolic_sizes_add_no_guard():
     env, (x, ids) = symbolic(torch.randn(5, 7, 9), torch.zeros(5, 7, 1, dtype=torch.int64))
-    rest = ("gather", "log_softmax", "none", "dropped")
+    rest = (None, "gather", "log_softmax", "none", "dropped")
     assert "the number of classes is dynamic" in PATTERN.guard_fn(x, ids, *rest).reason
     with x.fake_mode:
         b, s = x.shape[:2]
@@ -284,6 +284,28 @@ OTHERS = {
 def test_other_values_are_left_alone(what):
     x, ids = torch.randn(B, S, V, requires_grad=True), torch.randint(0, V, (B, S))
     assert_fuses(OTHERS[what], x, ids, pattern=NAME, count=0)
+
+
+TEMPERATURES = {
+    "divided": lambda x, i: F.log_softmax(x / 0.7, -1).gather(-1, column(i)),
+    "multiplied": lambda x, i: F.log_softmax(1.3 * x, -1).gather(-1, column(i)),
+    "in place": lambda x, i: F.log_softmax((x + 1).div_(0.7), -1).gather(-1, column(i)),
+    "after the cast": lambda x, i: F.log_softmax(x.bfloat16().float() / 0.7, -1).gather(
+        -1, column(i)
+    ),
+    "twice": lambda x, i: (x / 0.7).gather(-1, column(i)) - (x / 0.7).logsumexp(-1, keepdim=True),
+    "the loss": lambda x, i: (lambda y: y.logsumexp(-1) - y.gather(-1, column(i))[..., 0])(x * 3),
+}
+
+
+@pytest.mark.parametrize("how", TEMPERATURES)
+def test_the_temperature_is_part_of_the_site(how):
+    x, ids = torch.randn(B, S, V), torch.randint(0, V, (B, S))
+    collector = collect(TEMPERATURES[how], x, ids, options={"fusion.only": NAME})
+    (site,) = collector.report.fused
+    (graph,) = collector.graphs
+    (node,) = (n for n in graph.graph.nodes if "token_log_probs" in str(n.target))
+    assert not any(n.name.startswith(("truediv", "mul", "div")) for n in node.all_input_nodes)
 
 
 def test_a_change_of_grad_mode_inside_is_left_alone():

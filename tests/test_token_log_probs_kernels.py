@@ -24,14 +24,14 @@ def tokens(*shape, v=V):
     return torch.randint(0, v, shape, device=randn(1).device)
 
 
-def of(x, take="gather", total="log_softmax", upcast="none", column="dropped"):
+def of(x, take="gather", total="log_softmax", upcast="none", column="dropped", scale=None):
     """The arguments of the pattern for logits."""
-    return x, tokens(*x.shape[:-1], 1, v=x.shape[-1]), take, total, upcast, column
+    return x, tokens(*x.shape[:-1], 1, v=x.shape[-1]), scale, take, total, upcast, column
 
 
 def gradient(args, dout, sums):
     """What the backward kernel gives."""
-    names = ("x", "index", "take", "total", "upcast", "column")
+    names = ("x", "index", "scale", "take", "total", "upcast", "column")
     saved = SimpleNamespace(**dict(zip(names, args, strict=True)), sums=sums)
     return PATTERN.backward_fn(saved, dout)[0]
 
@@ -57,10 +57,10 @@ def test_rows_that_are_walked_through(how):
     """Whole steps alone, whole steps and a rest, and values that grow or fall along the row."""
     for x in randn(3, 128), randn(3, 300), randn(3, 300).sort(-1)[0], -randn(3, 300).sort(-1)[0]:
         args = of(20 * x)
-        out, sums = kernels.forward(*args[:2], torch.float32, False, math.nan, how)
+        out, sums = kernels.forward(*args[:2], torch.float32, False, math.nan, how=how)
         want, (dx,) = eager([args[0].double(), *args[1:]])
         assert distance(out, want) < 2e-6
-        got = kernels.backward(torch.ones_like(out), *args[:2], sums, False, (64, 1, 2))
+        got = kernels.backward(torch.ones_like(out), *args[:2], sums, False, how=(64, 1, 2))
         assert distance(got, dx) < 1e-5
 
 
@@ -69,12 +69,33 @@ def test_rows_that_are_walked_through(how):
 def test_as_near_to_fp64_as_eager(dtype, total):
     args = of(4 * randn(8, 33, 500, dtype=dtype), total=total, upcast="fp32")
     dout = randn(8, 33)
-    want, (dx,) = eager([args[0].double(), *args[1:4], "none", "dropped"], dout.double())
+    want, (dx,) = eager([args[0].double(), *args[1:5], "none", "dropped"], dout.double())
     plain, (plain_dx,) = eager(args, dout)
     out, sums = PATTERN.launched(args, save=True)
     assert distance(out, want) <= 1.2 * distance(plain, want)
     if dtype != torch.bfloat16:  # to which the interpreter rounds by cutting off
         assert distance(gradient(args, dout, sums), dx) <= 1.2 * distance(plain_dx, dx)
+
+
+@runs_kernels
+@product(dtype=FLOATS, total=TOTALS, scale=[0.0, 1 / 0.7, -3.0])
+def test_temperatures(dtype, total, scale):
+    for upcast in ("none", "fp32"):
+        check(NAME, *of(randn(3, 5, 300, dtype=dtype), total=total, upcast=upcast, scale=scale))
+
+
+@runs_kernels
+@pytest.mark.parametrize("total", TOTALS)
+def test_infinite_logits_at_a_temperature(total):
+    x = randn(6, 40)
+    x[0, 3], x[1, :5], x[2, 7] = math.inf, -math.inf, math.nan
+    for scale in (0.5, -2.0):
+        args = of(x, total=total, scale=scale)
+        want, (dx,) = eager(args)
+        out, sums = PATTERN.launched(args, save=True)
+        torch.testing.assert_close(out, want, equal_nan=True)
+        got = gradient(args, torch.ones_like(out), sums)
+        torch.testing.assert_close(got, dx, equal_nan=True)
 
 
 LAYOUTS = {
@@ -167,9 +188,9 @@ def unusual():
 @product(total=TOTALS, take=TAKES, how=[(8, 1, 1), (2, 2, 1), (2, 1, 1)])
 def test_nan_and_infinity_as_eager_has_them(total, take, how):
     x, index = unusual()
-    args = x, index, take, total, "none", "dropped"
+    args = x, index, None, take, total, "none", "dropped"
     infinite = math.nan if total == "log_softmax" else math.inf
-    out, sums = kernels.forward(x, index, x.dtype, take != "gather", infinite, how)
+    out, sums = kernels.forward(x, index, x.dtype, take != "gather", infinite, how=how)
     out = -out if total == "negated" else out
     plain = PATTERN.saved_fn(*args)
     torch.testing.assert_close(sums.sum(0), plain.sum(0), equal_nan=True)
@@ -202,9 +223,9 @@ def test_tokens_out_of_bounds(token):
     with pytest.raises(RuntimeError, match="an index is out of bounds"):
         PATTERN.launched((x, index, *rest), save=False)
     for total in TOTALS:
-        check(NAME, x, index, "take_along_dim", total, "none", "kept")
+        check(NAME, x, index, None, "take_along_dim", total, "none", "kept")
     if -V <= token < V:
-        check(NAME, x, index, "index", *rest[1:])
+        check(NAME, x, index, None, "index", *rest[2:])
     else:
         with pytest.raises(RuntimeError, match="an index is out of bounds"):
-            PATTERN.launched((x, index, "index", *rest[1:]), save=False)
+            PATTERN.launched((x, index, None, "index", *rest[2:]), save=False)

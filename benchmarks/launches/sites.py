@@ -149,6 +149,15 @@ CASES = [
             (7, 1, FULL),
         )
     ),
+    *(
+        ("interpolate_bilinear", case, dtype, True)
+        for case, dtype in (
+            (dict(b=8, c=21, n=64, size=512), HALF),
+            (dict(b=4, c=150, n=128, size=512, corners=1), FULL),
+            (dict(b=16, c=64, n=128, size=256, last=1), HALF),
+            (dict(b=8, c=3, n=513, size=129), torch.float16),
+        )
+    ),
     ("norm_act", dict(rows=524288, n=128), HALF, True),
     ("norm_act", dict(rows=16384, n=4096), HALF, True),
     ("norm_act", dict(rows=16384, n=8192), HALF, True),

@@ -22,6 +22,14 @@ IN_RESNET = [(64, 56, 64, 3), (64, 56, 256, 1), (128, 28, 128, 3), (128, 28, 512
 IN_RESNET += [(256, 14, 256, 3), (256, 14, 1024, 1)]
 # images, classes (of Cityscapes, ADE20K, COCO-Stuff at an eighth, and a few) and side
 IN_SEGMENTATION = [(16, 19, 512), (16, 150, 128), (32, 171, 64), (8, 4, 512)]
+# logits of DeepLab and SegFormer to the size of the labels, a level of a feature pyramid, and a
+# decoder of a U-Net in channels-last
+RESIZED = [
+    dict(b=8, c=21, n=64, size=512),
+    dict(b=4, c=150, n=128, size=512),
+    dict(b=8, c=256, n=32, size=64),
+    dict(b=16, c=64, n=128, size=256, last=1, corners=1),
+]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -146,6 +154,11 @@ WORK = [
         Work(name, dict(b=b, c=c, n=n), BF16, train)
         for name in ("channel_softmax", "channel_cross_entropy")
         for b, c, n in IN_SEGMENTATION
+        for train in (False, True)
+    ),
+    *(
+        Work("interpolate_bilinear", case, BF16, train)
+        for case in RESIZED
         for train in (False, True)
     ),
     *(
@@ -329,6 +342,7 @@ SMALL = [
     Work("channel_norm", dict(b=2, c=6, n=8), BF16, train=True),
     Work("channel_softmax", dict(b=2, c=6, n=8), BF16, train=True),
     Work("channel_cross_entropy", dict(b=2, c=6, n=8), BF16, train=True),
+    Work("interpolate_bilinear", dict(b=2, c=6, n=8, size=20), BF16, train=True),
     Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
     Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),

@@ -39,6 +39,15 @@ def expanded(c: Builder, call: Call, self: Expr):
     return c.make("expand", (self,), hashable(call.shape), call.shape)
 
 
+@rule("aten::masked_scatter")
+def scattered(c: Builder, call: Call, self: Expr, mask: Expr, source: Expr):
+    """A mask of whole rows is expanded anyway; the rest is left unchanged."""
+    mask = mask.args[0] if mask.op == "expand" else mask
+    if mask.op != "unsqueeze" or mask.attr != -1 or not same(self.shape, call.shape):
+        return None
+    return c.make("scatter_rows", (self, mask.args[0], source), None, call.shape)
+
+
 @rule("aten::unsqueeze")
 def unsqueezed(c: Builder, call: Call, self: Expr, dim: int):
     rank = len(call.shape)

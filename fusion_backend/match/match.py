@@ -66,6 +66,8 @@ class Mismatch:
     gave_up: bool = False  # the rest was not looked at
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """If a node has several misses, the one of the highest rank is reported."""
-        return self.gave_up, self.matched
+    def rank(self) -> tuple[bool, int, int]:
+        """If a node has several misses, the one of the highest rank is reported: of forms of which
+        as many operators agree, the smaller one, which lacks less.
+        """
+        return self.gave_up, self.matched, -self.size

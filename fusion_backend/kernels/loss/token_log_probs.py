@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, and their gradient.
 
-out = x of the token - log Σ e^x; gradient = (onehot - softmax(x)) · that of out. Sums in fp32. Rows
-are read where they lie: as slices of sequences and transposed batches have them.
+With y = scale · x, out = y of the token - log Σ e^y; the gradient of x is scale · (onehot -
+softmax(y)) · that of out. Sums in fp32. Rows are read where they lie: as slices of sequences and
+transposed batches have them.
 """
 
 from __future__ import annotations
@@ -75,12 +76,13 @@ def check(index: Tensor, classes: int, first: int = 0) -> None:
 
 
 def forward(
-    x: Tensor, index: Tensor, dtype: torch.dtype, wraps: bool, infinite: float,
+    x: Tensor, index: Tensor, dtype: torch.dtype, wraps: bool, infinite: float, scale: float = 1.0,
     how: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probability of each row's token in `dtype`, `[rows]`, and what the gradient reads in
     fp32, `[2, rows]`: the largest logit (0 for an infinite one), and the logarithm of the sum of
-    the e^(x - that). Their own sum would be rounded, which is worse than eager for large logits.
+    the e^(y - that), of scaled logits y. Their own sum would be rounded, which is worse than eager
+    for large logits.
 
     x is `[..., v]` in fp32, bf16 or fp16, its columns one element apart; index int64, with as many
     elements as there are rows, taken modulo v where it `wraps`. With an infinite logit the
@@ -95,14 +97,14 @@ def forward(
     sums = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     launch(
         token_log_probs_kernel, (rows,), x, index.contiguous(), out, sums, length, outer, inner,
-        UNIT=unit, V=v, LANES=lanes, LOGITS=each, WRAPS=wraps, INFINITE=math.isinf(infinite),
+        scale, UNIT=unit, V=v, LANES=lanes, LOGITS=each, WRAPS=wraps, INFINITE=math.isinf(infinite),
         num_warps=warps,
     )  # fmt: skip
     return out, sums
 
 
 def backward(
-    dout: Tensor, x: Tensor, index: Tensor, sums: Tensor, wraps: bool,
+    dout: Tensor, x: Tensor, index: Tensor, sums: Tensor, wraps: bool, scale: float = 1.0,
     how: tuple[int, int, int] = (8192, 16, 1),
 ) -> Tensor:  # fmt: skip
     """The gradient of x, in its dtype; in its layout where that is dense and static, otherwise
@@ -124,7 +126,7 @@ def backward(
     launch(
         token_log_probs_backward_kernel, (index.numel(),),
         dout.contiguous(), x, index.contiguous(), sums, dx,
-        length, outer, inner, d_outer, d_inner,
+        length, outer, inner, d_outer, d_inner, scale,
         UNIT=unit, D_UNIT=d_unit, V=v, WRAPS=wraps, **config(v, *how),
     )  # fmt: skip
     return dx
@@ -158,16 +160,17 @@ def accumulate(x, tops, sums):
 
 
 @triton.jit
-def sums_of_row(X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
-    """The largest logit of a row (0 for an infinite one), and the sum of the e^(x - that)."""
+def sums_of_row(X, scale, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
+    """The largest scaled logit y of a row (0 for an infinite one), and the sum of e^(y - that)."""
     col = tl.arange(0, LOGITS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     tops = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     WHOLE: tl.constexpr = V // (LOGITS * LANES) * (LOGITS * LANES)
     for start in tl.range(0, WHOLE, LOGITS * LANES):
-        tops, sums = accumulate(tl.load(X + start + col).to(tl.float32), tops, sums)
+        tops, sums = accumulate(tl.load(X + start + col).to(tl.float32) * scale, tops, sums)
     if WHOLE < V:
-        x = tl.load(X + WHOLE + col, WHOLE + col < V, float("-inf")).to(tl.float32)
+        x = tl.load(X + WHOLE + col, WHOLE + col < V, 0.0).to(tl.float32) * scale
+        x = tl.where(WHOLE + col < V, x, float("-inf"))
         tops, sums = accumulate(x, tops, sums)
     top = tl.max(tops)
     shift = tl.where(tl.abs(top) == float("inf"), 0.0, top)
@@ -177,17 +180,19 @@ def sums_of_row(X, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
 # Bytes: logits once.
 @triton.jit
 def token_log_probs_kernel(
-    X, INDEX, OUT, SUMS, length, outer, inner,
+    X, INDEX, OUT, SUMS, length, outer, inner, scale,
     UNIT: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr,
     WRAPS: tl.constexpr, INFINITE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     X += first_of_row(row, length, outer, inner, UNIT)
-    top, sum = sums_of_row(X, V, LANES, LOGITS)
+    scale = tl.cast(scale, tl.float32)
+    top, sum = sums_of_row(X, scale, V, LANES, LOGITS)
     if not INFINITE:
         sum = tl.where(sum == float("inf"), float("nan"), sum)
     token = token_of_row(INDEX, row, V, WRAPS)
     logit = tl.load(X + token, (token >= 0) & (token < V), float("nan")).to(tl.float32)
+    logit *= scale
     tl.store(OUT + row, logit - top - tl.log(sum))
     tl.store(SUMS + row, top)
     tl.store(SUMS + tl.num_programs(0) + row, tl.log(sum))
@@ -196,7 +201,7 @@ def token_log_probs_kernel(
 # Bytes: logits once, their gradient once.
 @triton.jit
 def token_log_probs_backward_kernel(
-    DOUT, X, INDEX, SUMS, DX, length, outer, inner, d_outer, d_inner,
+    DOUT, X, INDEX, SUMS, DX, length, outer, inner, d_outer, d_inner, scale,
     UNIT: tl.constexpr, D_UNIT: tl.constexpr, V: tl.constexpr, WRAPS: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +215,11 @@ def token_log_probs_backward_kernel(
     # sum shows that one of them is no number.
     wanted = (d != 0.0) | (log != log) | (tl.abs(log) == float("inf"))
     read = wanted.to(tl.int32) != 0  # the interpreter spreads no comparison of floats
+    scale = tl.cast(scale, tl.float32)
     lane = tl.arange(0, BLOCK)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         col = start + lane
-        x = tl.load(X + col, (col < V) & read, float("-inf")).to(tl.float32)
+        x = tl.load(X + col, (col < V) & read, 0.0).to(tl.float32) * scale
         p = tl.exp2((x - top - log) * 1.4426950408889634)
-        tl.store(DX + col, tl.where(col == token, d, 0.0) - p * d, col < V)
+        dx = tl.where(read, tl.where(col == token, d, 0.0) - p * d, 0.0)
+        tl.store(DX + col, dx * scale, col < V)

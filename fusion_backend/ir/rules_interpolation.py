@@ -1,0 +1,28 @@
+"""The rule of bilinear interpolation: a scale factor as the size of its result."""
+
+from __future__ import annotations
+
+from fusion_backend.ir.builder import Builder
+from fusion_backend.ir.expr import Expr
+from fusion_backend.ir.rules import rule
+from fusion_backend.ir.schema_args import Call
+
+
+@rule("aten::upsample_bilinear2d")
+def bilinear(
+    c: Builder, call: Call, input: Expr, align_corners: bool, scale_factors: list[float] | None
+):
+    """Where the sizes are known, the result's size and the corners are one text, which patterns
+    capture. A scale factor alone says how far two pixels are apart, unless the corners are aligned:
+    it must be the quotient of the sizes.
+    """
+    if input.shape is None or not all(
+        isinstance(n, int) for n in (*input.shape[2:], *call.shape[2:])
+    ):
+        return None
+    read, written = input.shape[2:], call.shape[2:]
+    factors = scale_factors if scale_factors and not align_corners else ()
+    if any(1 / by != n / m for by, n, m in zip(factors, read, written, strict=False)):
+        return None
+    text = ",".join(map(str, written)) + " align_corners" * align_corners
+    return c.make("aten.interpolate.bilinear", (input, c.word(text)), None, call.shape)

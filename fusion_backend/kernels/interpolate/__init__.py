@@ -1,0 +1,1 @@
+"""Bilinear interpolation of images, forward and backward."""
