@@ -15,15 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern, Reject
-from fusion_backend.compat.torch import suggest_memory_format
-from fusion_backend.kernels import dynamic, reject_dtypes
-from fusion_backend.kernels.common.inputs import memory
+from fusion_backend import Pattern
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.interpolate.bilinear import backward, forward, target_of
+from fusion_backend.kernels.images.bilinear import backward, forward, target_of
+from fusion_backend.kernels.images.tiles import reject_images
 from fusion_backend.reporting.reject import Settled
-
-MAX_SIDE, MAX_IMAGE = 1 << 15, 1 << 29  # elements, which a program counts in 32 bits
 
 
 @Pattern
@@ -56,14 +52,7 @@ def _(x, target):
 @interpolate_bilinear.guard
 def _(x, target):
     height, width, _ = target_of(target)
-    if (no := reject_dtypes(x=x)) or any(map(dynamic, x.shape[1:])):
-        return no or Reject("the number of channels or the size of the images is dynamic")
-    if max(*x.shape[2:], height, width) > MAX_SIDE:
-        return Reject(f"an image has a side of more than {MAX_SIDE}")
-    if x.shape[1] * max(x.shape[2] * max(x.shape[3], width), height * width) > MAX_IMAGE:
-        return Reject(f"an image has more than {MAX_IMAGE} elements")
-    if not x.is_contiguous(memory_format=suggest_memory_format(x)):
-        return Reject(f"x is neither contiguous nor channels-last: {memory(x)}")
+    return reject_images(x, height, width)
 
 
 @interpolate_bilinear.neighbours

@@ -44,7 +44,7 @@ TITLES = {
     "rules_batch_norm": "group, instance and batch norms",
     "rules_channel_norm": "norms over channels",  # composites
     "rules_conv": "convolutions",
-    "rules_interpolation": "images that are resized",
+    "rules_images": "images that are resized or pooled",
     "rules_complex": "complex numbers",
     "rules_product": "matrix products",
     "rules_attention": "attention",

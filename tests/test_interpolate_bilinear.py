@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusion_backend.kernels.interpolate import bilinear as kernels
+from fusion_backend.kernels.images import bilinear as kernels
+from fusion_backend.kernels.images.tiles import Tile
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import assert_fuses, collect
 from tests.kernel_checks import (
@@ -59,7 +60,7 @@ def test_sizes_formats_and_dtypes(size, corners, last, dtype):
 @pytest.mark.parametrize("tile", [(1, 16, 1), (8, 4, 1), (64, 32, 4)])
 @pytest.mark.parametrize("last", [False, True])
 def test_tiles_of_any_size(tile, last):
-    x, how, target = randn(3, 5, 6, 7), kernels.Tile(*tile), "9,17"
+    x, how, target = randn(3, 5, 6, 7), Tile(*tile), "9,17"
     x = (x.contiguous(memory_format=LAST) if last else x).requires_grad_()
     y = PATTERN.reference(x, target)
     dy = randn(*y.shape)

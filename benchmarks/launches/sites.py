@@ -158,6 +158,15 @@ CASES = [
             (dict(b=8, c=3, n=513, size=129), torch.float16),
         )
     ),
+    *(
+        ("max_pool", case, dtype, True)
+        for case, dtype in (
+            (dict(b=128, c=64, n=112), HALF),
+            (dict(b=128, c=64, n=112, last=1), HALF),
+            (dict(b=16, c=128, n=112, k=2), FULL),
+            (dict(b=8, c=3, n=57, last=1), torch.float16),
+        )
+    ),
     ("norm_act", dict(rows=524288, n=128), HALF, True),
     ("norm_act", dict(rows=16384, n=4096), HALF, True),
     ("norm_act", dict(rows=16384, n=8192), HALF, True),

@@ -30,6 +30,12 @@ RESIZED = [
     dict(b=8, c=256, n=32, size=64),
     dict(b=16, c=64, n=128, size=256, last=1, corners=1),
 ]
+# the stem of ResNets, and behind the first convolutions of VGG
+POOLED = [
+    dict(b=128, c=64, n=112),
+    dict(b=128, c=64, n=112, last=1),
+    dict(b=32, c=64, n=224, k=2),
+]
 OTHER_DTYPES = {
     **dict.fromkeys(("layer_norm", "softmax", "add_rms_norm"), dict(rows=16384, n=4096)),
     "cross_entropy": dict(rows=4096, v=128256),
@@ -156,6 +162,7 @@ WORK = [
         for b, c, n in IN_SEGMENTATION
         for train in (False, True)
     ),
+    *(Work("max_pool", case, BF16, train=True) for case in POOLED),
     *(
         Work("interpolate_bilinear", case, BF16, train)
         for case in RESIZED
@@ -343,6 +350,7 @@ SMALL = [
     Work("channel_softmax", dict(b=2, c=6, n=8), BF16, train=True),
     Work("channel_cross_entropy", dict(b=2, c=6, n=8), BF16, train=True),
     Work("interpolate_bilinear", dict(b=2, c=6, n=8, size=20), BF16, train=True),
+    Work("max_pool", dict(b=2, c=6, n=9), BF16, train=True),
     Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
     Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),

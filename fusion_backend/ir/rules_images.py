@@ -1,4 +1,4 @@
-"""The rule of bilinear interpolation: a scale factor as the size of its result."""
+"""Rules of images that are resized or pooled: how, as one text."""
 
 from __future__ import annotations
 
@@ -26,3 +26,27 @@ def bilinear(
         return None
     text = ",".join(map(str, written)) + " align_corners" * align_corners
     return c.make("aten.interpolate.bilinear", (input, c.word(text)), None, call.shape)
+
+
+@rule("aten::max_pool2d")
+def max_pool(
+    c: Builder,
+    call: Call,
+    self: Expr,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+):
+    """Images whose windows have no gaps; kernel, stride and padding are the text."""
+
+    def pair(sizes: list[int]) -> tuple[int, ...]:
+        return tuple(sizes) * (2 // len(sizes))
+
+    kernel = pair(kernel_size)
+    sizes = kernel, pair(stride) if stride else kernel, pair(padding)
+    if not all(isinstance(n, int) for size in sizes for n in size) or {*dilation} != {1}:
+        return None
+    text = " ".join(",".join(map(str, size)) for size in sizes) + " ceil" * ceil_mode
+    return c.make("aten.max_pool", (self, c.word(text)), None, call.shape)

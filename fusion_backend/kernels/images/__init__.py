@@ -1,0 +1,1 @@
+"""Images that are resized or pooled, contiguous or channels-last, with their gradients."""

@@ -1,0 +1,116 @@
+"""Tiles of images `[n, c, h, w]`, contiguous or channels-last.
+
+Either is seen as `[outer, h, w, inner]`: a contiguous tensor as n · c images of one channel each,
+with which a tile has rows of the images and columns of the images; a channels-last tensor as n
+images of c channels, with which a tile has pixels and channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusion_backend.compat.torch import suggest_memory_format
+from fusion_backend.kernels.common.inputs import dynamic, memory, number, reject_dtypes
+from fusion_backend.reporting.reject import Reject
+
+MAX_SIDE, MAX_IMAGE = 1 << 15, 1 << 29  # elements, which a program counts in 32 bits
+
+
+class Tile(NamedTuple):
+    """What a program computes: rows times columns; its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class Images(NamedTuple):
+    """How a tensor is seen, by the names of a kernel's constants but for outer."""
+
+    outer: int
+    H: int
+    W: int
+    C: int
+    LAST: bool
+
+    def constants(self) -> dict:
+        return {name: value for name, value in self._asdict().items() if name != "outer"}
+
+    def grid(self, how: Tile | None) -> tuple[tuple[int, int], Tile]:
+        """The programs, and the tile of each."""
+        rows, columns = (self.outer * self.H, self.W)
+        if self.LAST:
+            rows, columns = self.outer * self.H * self.W, self.C
+        how = how or tile_of(columns)
+        return (triton.cdiv(rows, how.rows), triton.cdiv(columns, how.columns)), how
+
+
+def images(x: Tensor) -> Images:
+    n, c, h, w = map(number, x.shape)
+    last = suggest_memory_format(x) == torch.channels_last
+    return Images(n, h, w, c, True) if last else Images(n * c, h, w, 1, False)
+
+
+def tile_of(columns: int, elements: int = 2048) -> Tile:
+    """Whole rows where they are short, 512 columns of longer ones; 512 elements a warp."""
+    across = min(512, triton.next_power_of_2(columns))
+    return Tile(max(1, elements // across), across, max(1, min(4, elements // 512)))
+
+
+def empty_images(x: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Images of another size in the memory format of x."""
+    shape, form = (*x.shape[:2], height, width), suggest_memory_format(x)
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=form)
+
+
+def reject_images(x: Tensor, height: int, width: int) -> Reject | None:
+    """Refuse images that are neither contiguous nor channels-last, whose size is not a number, or
+    that are too large, as they are or with another size.
+    """
+    if x.dim() != 4:
+        return Reject(f"x has {x.dim()} dimensions, not 4")
+    if (no := reject_dtypes(x=x)) or any(map(dynamic, x.shape[1:])):
+        return no or Reject("the number of channels or the size of the images is dynamic")
+    if max(*x.shape[2:], height, width) > MAX_SIDE:
+        return Reject(f"an image has a side of more than {MAX_SIDE}")
+    if x.shape[1] * max(x.shape[2], height) * max(x.shape[3], width) > MAX_IMAGE:
+        return Reject(f"an image has more than {MAX_IMAGE} elements")
+    if not x.is_contiguous(memory_format=suggest_memory_format(x)):
+        return Reject(f"x is neither contiguous nor channels-last: {memory(x)}")
+
+
+@triton.jit
+def rows_of(t, outer, COUNT: tl.constexpr, ROWS: tl.constexpr):
+    """Of tile number t of rows `[outer, COUNT]`: the first image, and of each row how many images
+    further it lies, its number in it, and whether it exists.
+    """
+    start = tl.cast(t, tl.int64) * ROWS
+    image = start // COUNT
+    row = (start - image * COUNT).to(tl.int32) + tl.arange(0, ROWS)
+    there = row < (tl.cast(outer, tl.int64) - image) * COUNT
+    return image, row // COUNT, row % COUNT, there
+
+
+@triton.jit
+def places(
+    outer, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of this program: the first image, and of its elements how many images further they lie, row,
+    column and channel of each, to be broadcast, and which of them exist.
+    """
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    if LAST:
+        image, o, pixel, there = rows_of(tl.program_id(0), outer, H * W, ROWS)
+        i, j, c = (pixel // W)[:, None], (pixel % W)[:, None], column
+        keep = there[:, None] & (c < C)
+    else:
+        image, o, row, there = rows_of(tl.program_id(0), outer, H, ROWS)
+        i, j, c = row[:, None], column, 0
+        keep = there[:, None] & (j < W)
+    return image, o[:, None], i, j, c, keep

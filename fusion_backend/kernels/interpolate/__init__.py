@@ -1,1 +1,0 @@
-"""Bilinear interpolation of images, forward and backward."""

@@ -1,0 +1,177 @@
+"""Max pooling: what is found, what is left alone, and the kernels against torch's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusion_backend.kernels.images import max_pool as kernels
+from fusion_backend.kernels.images.tiles import Tile
+from fusion_backend.ops.registry import FUSION_RULES
+from fusion_backend.reporting.reject import Settled
+from fusion_backend.testing import assert_fuses, collect
+from tests.kernel_checks import FLOATS, check, check_training, randn, runs_kernels, symbolic
+from tests.selection import product
+
+pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
+NAME = "max_pool"
+PATTERN = FUSION_RULES[NAME]
+LAST = torch.channels_last
+# of a stem, side by side, with gaps between them, that overlap by all but one, of another width
+# than height, whose last ones end outside, of one element, of the whole image
+WINDOWS = [
+    "3,3 2,2 1,1",
+    "2,2 2,2 0,0",
+    "2,2 3,3 0,0",
+    "3,3 1,1 1,1",
+    "3,2 2,1 1,0",
+    "3,3 2,2 0,0 ceil",
+    "2,2 2,2 1,1 ceil",
+    "1,1 1,1 0,0",
+    "7,5 7,5 0,0",
+]
+SHAPES = [(2, 3, 7, 5), (1, 70, 8, 9), (3, 1, 13, 40)]
+
+
+# The kernels
+
+
+@runs_kernels
+@product(windows=WINDOWS, shape=SHAPES, last=[False, True], dtype=FLOATS)
+def test_windows_shapes_formats_and_dtypes(windows, shape, last, dtype):
+    x = randn(*shape, dtype=dtype)
+    check(NAME, x.contiguous(memory_format=LAST) if last else x, windows)
+
+
+@runs_kernels
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_of_equal_elements_the_first_and_of_nan_the_last(windows):
+    """The gradient goes where torch's goes."""
+    x = randn(2, 3, 14, 15).round()
+    x[0, 0, 2:9, 3], x[0, 1], x[1, 2, 4:8] = math.nan, -math.inf, math.inf
+    want, at = kernels.windows_of(windows).pool(x, indices=True)
+    y, kept = kernels.forward(x, windows, save=True)
+    torch.testing.assert_close(y, want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(kept, kernels.places_of(x, windows))
+    dy = randn(*y.shape)
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(kernels.windows_of(windows).pool(leaf), leaf, dy)
+    torch.testing.assert_close(kernels.backward(dy, x, kept, windows), dx)
+
+
+@runs_kernels
+@pytest.mark.parametrize("tile", [(1, 16, 1), (8, 4, 1), (64, 32, 4)])
+@pytest.mark.parametrize("last", [False, True])
+def test_tiles_of_any_size(tile, last):
+    x, how, windows = randn(3, 5, 6, 7), Tile(*tile), "3,3 2,2 1,1"
+    x = x.contiguous(memory_format=LAST) if last else x
+    y, kept = kernels.forward(x, windows, True, how)
+    assert torch.equal(y, PATTERN.reference(x, windows))
+    dy, leaf = randn(*y.shape), x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(PATTERN.reference(leaf, windows), leaf, dy)
+    torch.testing.assert_close(kernels.backward(dy, x, kept, windows, how), dx)
+
+
+@runs_kernels
+def test_a_gradient_of_any_strides():
+    x, dy = randn(2, 3, 8, 10), randn(2, 5, 3, 4).permute(0, 2, 3, 1)
+    windows = "2,2 2,2 0,0"
+    _, kept = kernels.forward(x, windows, save=True)
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(PATTERN.reference(leaf, windows), leaf, dy)
+    torch.testing.assert_close(kernels.backward(dy, x, kept, windows), dx)
+
+
+@runs_kernels
+def test_places_are_written_for_a_gradient_alone():
+    _, kept = kernels.forward(randn(2, 3, 8, 8), "2,2 2,2 0,0", save=False)
+    assert not kept.numel()
+
+
+def test_what_the_kernel_refuses():
+    x = torch.randn(2, 6, 14, 15)
+    refused = {
+        "neither": x[..., ::2],
+        "float64": x.double(),
+        "3 dimensions": x[0],
+        "a side of more": torch.empty(1, 1, 2, 1 << 16, device="meta"),
+    }
+    for why, value in refused.items():
+        assert why in str(PATTERN.guard_fn(value, "2,2 2,2 0,0")), why
+    assert "144 elements" in str(PATTERN.guard_fn(x, "12,12 2,2 0,0"))
+    assert PATTERN.guard_fn(x, "11,11 2,2 0,0") is None
+    _, (fake,) = symbolic(x)
+    assert "dynamic" in str(PATTERN.guard_fn(fake, "2,2 2,2 0,0"))
+
+
+def test_without_a_gradient_it_is_left_to_inductor():
+    x = torch.randn(2, 6, 4, 5)
+    assert isinstance(PATTERN.worthwhile_fn(x, "2,2 2,2 0,0", training=False), Settled)
+    assert not isinstance(PATTERN.worthwhile_fn(x, "2,2 2,2 0,0", training=True), Settled)
+
+
+# What is found
+
+
+FOUND = {
+    "a number": lambda x: F.max_pool2d(x, 2),
+    "two numbers": lambda x: F.max_pool2d(x, (3, 2), (2, 1)),
+    "with padding": lambda x: F.max_pool2d(x, 3, 2, padding=1),
+    "outside": lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
+    "torch": lambda x: torch.max_pool2d(x, [3, 3], [2, 2], [1, 1]),
+    "a module": nn.MaxPool2d(3, stride=2, padding=1),
+    "between others": lambda x: F.max_pool2d(x.relu(), 2).exp() + 1,
+}
+
+
+@pytest.mark.parametrize("fn", FOUND.values(), ids=FOUND)
+def test_spellings(fn):
+    assert_fuses(fn, torch.randn(2, 3, 6, 7), pattern=NAME)
+
+
+LEFT_ALONE = {
+    "with gaps": lambda x: F.max_pool2d(x, 2, dilation=2),
+    "with indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "means": lambda x: F.avg_pool2d(x, 2),
+    "of one dimension": lambda x: F.max_pool1d(x[0], 2),
+    "of volumes": lambda x: F.max_pool3d(x, 2),
+    "of a given size": lambda x: F.adaptive_max_pool2d(x, 3),
+    "of any number of elements": lambda x: F.fractional_max_pool2d(x, 2, 3),
+}
+
+
+@pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_near_misses(fn):
+    collector = collect(fn, torch.randn(2, 3, 6, 7), options={"fusion.only": NAME})
+    assert not collector.report.fused, collector.report
+
+
+# In whole functions
+
+
+@runs_kernels
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stem_trains(last):
+    layers = nn.Conv2d(3, 9, 3, bias=False), nn.BatchNorm2d(9), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    stem, x = nn.Sequential(*layers, nn.Conv2d(9, 4, 1)), torch.randn(2, 3, 9, 11)
+    if last:
+        stem, x = stem.to(memory_format=LAST), x.to(memory_format=LAST)
+    check_training(NAME, stem, x, False)
+
+
+def test_under_autocast():
+    conv = nn.Conv2d(6, 9, 1)
+
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.max_pool2d(conv(x), 2)
+
+    assert_fuses(fn, torch.randn(2, 6, 5, 7), pattern=NAME)
+
+
+def test_a_batch_of_any_size():
+    x = torch.randn(3, 6, 5, 7)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert_fuses(nn.Sequential(nn.Conv2d(6, 9, 1), nn.MaxPool2d(2)), x, pattern=NAME)
