@@ -1,12 +1,12 @@
 """Bilinear interpolation of images to another size, as in segmentation, feature pyramids and
 decoders.
 
-x is `[n, c, h, w]`, contiguous or channels-last, in fp32, bf16 or fp16; the result has its dtype
-and memory format. target is the size of the result and where the corners lie: "512,512", or
-"512,512 align_corners". A scale factor is taken if it is the quotient of the sizes. Computed in
-fp32. Each element of the gradient is added up by the program that writes it; Inductor adds every
-term to memory by an atomic operation, in the dtype of x. The backward keeps nothing. Source:
-torch.nn.functional.interpolate.
+x is `[n, c, h, w]`, contiguous, or channels-last with 16 channels or more, in fp32, bf16 or fp16;
+the result has its dtype and memory format. target is the size of the result and where the corners
+lie: "512,512", or "512,512 align_corners". A scale factor is taken if it is the quotient of the
+sizes. Computed in fp32. Each element of the gradient is added up by the program that writes it;
+Inductor adds every term to memory by an atomic operation, in the dtype of x. Compiled code keeps
+nothing for the backward. Source: torch.nn.functional.interpolate.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_backend import Pattern
+from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.images.bilinear import backward, forward, target_of
-from fusion_backend.kernels.images.tiles import reject_images
+from fusion_backend.kernels.images.tiles import channels_last, reject_images
 from fusion_backend.reporting.reject import Settled
 
 
@@ -52,7 +52,10 @@ def _(x, target):
 @interpolate_bilinear.guard
 def _(x, target):
     height, width, _ = target_of(target)
-    return reject_images(x, height, width)
+    if (no := reject_images(x, height, width)) is not None:
+        return no
+    if channels_last(x) and x.shape[1] < 16:
+        return Reject("x is channels-last, and torch's result of fewer than 16 channels contiguous")
 
 
 @interpolate_bilinear.neighbours

@@ -4,9 +4,9 @@ embedded text this way.
 
 x is `[..., n]`, mask bool `[...]`, source `[..., n]` with as many rows as the mask selects, or
 more; the mask is expanded along the rows, as `mask.unsqueeze(-1).expand_as(x)`. torch takes any
-mask, and counts the selected elements in front of each element of x. Of a mask of rows, the rows
-are counted: n times fewer numbers. The gradient of source is gathered: the row of x that a row of
-source became is found by bisection. Source: torch.Tensor.masked_scatter.
+mask, and counts the selected elements in front of each element of x. Where the mask selects rows,
+the rows are counted here, n times fewer numbers. The gradient of source is gathered: the row of x
+that a row of source became is found by bisection. Source: torch.Tensor.masked_scatter.
 """
 
 from __future__ import annotations

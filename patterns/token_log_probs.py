@@ -1,17 +1,17 @@
 """Log-probabilities of given tokens: y[token] - log Σ e^y, over the last dimension; y = x · scale.
 
 x is `[..., v]` in fp32, bf16 or fp16; scale is a number, such as one over the temperature, or
-missing; index `[..., 1]` int64, one token a row, or `[rows, 1]` for
-the rows of x. The result is `[..., 1]`, or `[...]` with column "dropped", in x's dtype, or in fp32
-with upcast "fp32". take is the operator that selects. As in torch, an index outside [0, v) fails an
-assertion with "gather", and one outside [-v, v) with "index", x[arange, i]; "take_along_dim" takes
-it modulo v. total is the operator that gives the logarithm of the sum: with "log_softmax" a row
-with an infinite logit is NaN; with "logsumexp" its sum is infinite, and also with "negated", where
-the result is the loss of each token, log Σ e^y - y[token]. The sums are in fp32. The backward keeps
-the largest logit of each row and the logarithm of the sum of e^(y - largest), `[2, rows]`. The
-gradient of x is scale · (onehot - softmax(y)) times that of the result, in one pass. Source:
-torch.log_softmax and torch.gather, as policy-gradient and preference losses have them (PPO,
-Schulman et al. 2017; DPO, Rafailov et al. 2023; GRPO, Shao et al. 2024).
+missing; index `[..., 1]` int64, one token a row, or `[rows, 1]` for the rows of x. The result is
+`[..., 1]`, or `[...]` with column "dropped", in x's dtype, or in fp32 with upcast "fp32". take is
+the operator that selects. As in torch, an index outside [0, v) fails an assertion with "gather",
+and one outside [-v, v) with "index", x[arange, i]; "take_along_dim" takes it modulo v. total is the
+operator that gives the logarithm of the sum: with "log_softmax" a row with an infinite logit is
+NaN; with "logsumexp" its sum is infinite, and also with "negated", where the result is the loss of
+each token, log Σ e^y - y[token]. The sums are in fp32. The backward keeps the largest logit of each
+row and the logarithm of the sum of e^(y - largest), `[2, rows]`. The gradient of x is scale ·
+(onehot - softmax(y)) times that of the result, in one pass. Source: torch.log_softmax and
+torch.gather, as policy-gradient and preference losses have them (PPO, Schulman et al. 2017; DPO,
+Rafailov et al. 2023; GRPO, Shao et al. 2024).
 """
 
 from __future__ import annotations

@@ -51,16 +51,25 @@ def text(height, width, corners):
 @product(size=SIZES, corners=[False, True], last=[False, True], dtype=FLOATS)
 def test_sizes_formats_and_dtypes(size, corners, last, dtype):
     n, c, h, w, height, width = size
-    x = randn(n, c, h, w, dtype=dtype)
+    x = randn(n, 15 + c if last else c, h, w, dtype=dtype)
     x = x.contiguous(memory_format=LAST) if last else x
     check(NAME, x, text(height, width, corners))
+
+
+@runs_kernels
+@pytest.mark.parametrize(
+    "size", [(4, 1, 64, 64, 3, 3), (1, 16, 64, 64, 2, 1), (40, 1, 1, 1, 90, 90)]
+)
+def test_a_tile_of_many_images(size):
+    n, c, h, w, height, width = size
+    check(NAME, randn(n, c, h, w), text(height, width, False))
 
 
 @runs_kernels
 @pytest.mark.parametrize("tile", [(1, 16, 1), (8, 4, 1), (64, 32, 4)])
 @pytest.mark.parametrize("last", [False, True])
 def test_tiles_of_any_size(tile, last):
-    x, how, target = randn(3, 5, 6, 7), Tile(*tile), "9,17"
+    x, how, target = randn(3, 16, 6, 7), Tile(*tile), "9,17"
     x = (x.contiguous(memory_format=LAST) if last else x).requires_grad_()
     y = PATTERN.reference(x, target)
     dy = randn(*y.shape)
@@ -110,6 +119,15 @@ def test_what_the_kernel_refuses():
         assert why in str(PATTERN.guard_fn(value, "8,8")), why
     assert "a side of more" in str(PATTERN.guard_fn(x, f"{1 << 16},8"))
     assert "elements" in str(PATTERN.guard_fn(x, "32768,32768"))
+    # small results of large images: a tile has 256 images of 2**27 elements
+    large = torch.empty(20, 1, 16384, 8192, dtype=torch.float16, device="meta")
+    assert "images of a tile" in str(PATTERN.guard_fn(large, "8,8"))
+    assert PATTERN.guard_fn(large, "4096,4096") is None
+    wide = torch.empty(1, 8192, 1, 64, device="meta").to(memory_format=LAST)
+    assert "a row of more" in str(PATTERN.guard_fn(wide, "1,8192"))
+    few = torch.empty(2, 15, 8, 8).to(memory_format=LAST)
+    assert "16 channels" in str(PATTERN.guard_fn(few, "12,12"))
+    assert PATTERN.guard_fn(few[:, :1].contiguous(), "12,12") is None
     _, (fake,) = symbolic(x)
     assert "dynamic" in str(PATTERN.guard_fn(fake, "8,8"))
 
@@ -147,7 +165,7 @@ LEFT_ALONE = {
     "the nearest": lambda x: F.interpolate(x, (8, 8), mode="nearest"),
     "cubic": lambda x: F.interpolate(x, (8, 8), mode="bicubic"),
     "means of areas": lambda x: F.interpolate(x, (2, 3), mode="area"),
-    "without aliases": lambda x: F.interpolate(x, (2, 3), mode="bilinear", antialias=True),
+    "antialiased": lambda x: F.interpolate(x, (2, 3), mode="bilinear", antialias=True),
     "of one dimension": lambda x: F.interpolate(x[0], 8, mode="linear"),
     "of volumes": lambda x: F.interpolate(x[None], (3, 5, 7), mode="trilinear"),
     "of bytes": lambda x: F.interpolate(x.to(torch.uint8), (8, 8), mode="bilinear"),

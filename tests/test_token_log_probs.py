@@ -271,6 +271,12 @@ OTHERS = {
     ),
     "the sum of other logits": lambda x, i: x.gather(-1, column(i))[..., 0] - (2 * x).logsumexp(-1),
     "a sum": lambda x, i: x.gather(-1, column(i))[..., 0] + x.logsumexp(-1),
+    "two temperatures": lambda x, i: (
+        (x * 0.7).gather(-1, column(i))[..., 0] - (x * 0.8).logsumexp(-1)
+    ),
+    "a temperature in the sum alone": lambda x, i: (
+        x.gather(-1, column(i))[..., 0] - (x / 0.8).logsumexp(-1)
+    ),
     "detached": lambda x, i: F.log_softmax(x, -1).detach().gather(-1, column(i)),
     "half of it detached": lambda x, i: x.gather(-1, column(i))[..., 0] - x.logsumexp(-1).detach(),
     "a sparse gradient": lambda x, i: torch.gather(
@@ -306,6 +312,15 @@ def test_the_temperature_is_part_of_the_site(how):
     (graph,) = collector.graphs
     (node,) = (n for n in graph.graph.nodes if "token_log_probs" in str(n.target))
     assert not any(n.name.startswith(("truediv", "mul", "div")) for n in node.all_input_nodes)
+
+
+def test_scaled_logits_may_be_used_elsewhere():
+    def fn(x, i):
+        y = x / 0.7
+        return F.log_softmax(y, -1).gather(-1, column(i)), y.argmax(-1), y * y
+
+    x, ids = torch.randn(B, S, V, requires_grad=True), torch.randint(0, V, (B, S))
+    assert_fuses(fn, x, ids, pattern=NAME)
 
 
 def test_a_change_of_grad_mode_inside_is_left_alone():

@@ -21,9 +21,10 @@ def bilinear(
     ):
         return None
     read, written = input.shape[2:], call.shape[2:]
-    factors = scale_factors if scale_factors and not align_corners else ()
-    if any(1 / by != n / m for by, n, m in zip(factors, read, written, strict=False)):
-        return None
+    if scale_factors and not align_corners:
+        apart = zip(scale_factors, read, written, strict=True)
+        if any(1 / by != n / m for by, n, m in apart):
+            return None
     text = ",".join(map(str, written)) + " align_corners" * align_corners
     return c.make("aten.interpolate.bilinear", (input, c.word(text)), None, call.shape)
 

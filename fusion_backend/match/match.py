@@ -67,7 +67,7 @@ class Mismatch:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """If a node has several misses, the one of the highest rank is reported: of forms of which
-        as many operators agree, the smaller one, which lacks less.
+        """If a node has several misses, the one of the highest rank is reported: among forms of
+        which equally many operators agree, the smaller one.
         """
         return self.gave_up, self.matched, -self.size

@@ -1,10 +1,11 @@
 """Bilinear interpolation of images, and its gradient.
 
 Row i of the output lies at row s = step · (i + ½) - ½ of the input, at least 0, or with corners
-aligned at s = step · i: between the rows ⌊s⌋ and ⌊s⌋ + 1, which count 1 - (s - ⌊s⌋) and s - ⌊s⌋.
-Columns likewise. The gradient is added up for each row of the input, and then for each column, over
-the outputs that read it: nothing is written by two programs, and the sums have the same bits every
-time. Computed in fp32; the gradient of the rows is written in fp32.
+aligned at s = step · i: between the rows ⌊s⌋ and ⌊s⌋ + 1, but no further than the last, weighted by
+1 - (s - ⌊s⌋) and s - ⌊s⌋. Columns likewise. The gradient is added up for each row of the input, and
+then for each column, over the outputs that read it: nothing is written by two programs, and the
+sums have the same bits every time. Computed in fp32, in which the sums of the rows are written,
+too. What has no weight is not read: a NaN of the gradient stays where it is.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.compat.torch import suggest_memory_format
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.images.tiles import (
     Tile,
     empty_images,
+    form_of,
     images,
     places,
     rows_of,
@@ -51,6 +52,13 @@ def step(read: int, written: int, corners: bool) -> float:
     return read / written
 
 
+def backward_tile(inner: int) -> Tile:
+    """One row with a warp where rows are long, and of columns as many as 4 warps have lanes."""
+    if inner == 1:
+        return Tile(512, 1, 4)
+    return Tile(1, 512, 1) if inner >= 512 else tile_of(inner, 1024)
+
+
 def forward(x: Tensor, target: str, how: Tile | None = None) -> Tensor:
     """The interpolated image `[n, c, height, width]`, in x's dtype and memory format.
 
@@ -76,9 +84,9 @@ def backward(dy: Tensor, x: Tensor, target: str, how: Tile | None = None) -> Ten
     """
     height, width, corners = target_of(target)
     outer, h, w, inner, _ = images(x)
-    dy = dy.contiguous(memory_format=suggest_memory_format(x))
+    dy = dy.contiguous(memory_format=form_of(x))
     rows = torch.empty(outer, h, width, inner, dtype=torch.float32, device=dy.device)
-    dx = torch.empty_like(x, memory_format=suggest_memory_format(x))
+    dx = torch.empty_like(x, memory_format=form_of(x))
     add_up(dy, rows, outer, (height, h), width * inner, corners, how)
     add_up(rows, dx, outer * h, (width, w), inner, corners, how)
     return dx
@@ -99,7 +107,7 @@ def add_up(
     written, read = sizes
     apart = step(read, written, corners)
     terms = written if apart == 0 else min(written, math.ceil(2 / apart) + 3)
-    how = how or tile_of(inner, 1024)
+    how = how or backward_tile(inner)
     launch(
         bilinear_backward_kernel,
         (triton.cdiv(outer * read, how.rows), triton.cdiv(inner, how.columns)),

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.compat.torch import suggest_memory_format
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.kernels.images.tiles import Tile, empty_images, images, places
+from fusion_backend.kernels.images.tiles import Images, Tile, empty_images, form_of, images, places
 
 
 class Windows(NamedTuple):
@@ -52,6 +51,11 @@ def windows_of(text: str) -> Windows:
     return Windows(*pairs, bool(ceil))
 
 
+def elements_of(x: Images) -> int:
+    """Those of a tile: a warp's where neighbours in a row are in the same windows."""
+    return 2048 if x.LAST else 256
+
+
 def forward(x: Tensor, windows: str, save: bool, how: Tile | None = None) -> tuple[Tensor, Tensor]:
     """The largest elements, and their places in the windows, int8; an empty tensor if they are not
     saved. Both in the memory format of x.
@@ -62,7 +66,7 @@ def forward(x: Tensor, windows: str, save: bool, how: Tile | None = None) -> tup
     height, width = of.size(x)
     y, written = empty_images(x, height, width, x.dtype), read._replace(H=height, W=width)
     kept = empty_images(x, height, width, torch.int8) if save else y.new_empty(0, dtype=torch.int8)
-    grid, how = written.grid(how)
+    grid, how = written.grid(how, elements_of(read))
     launch(
         max_pool_kernel, grid, x, y, kept, read.outer, HEIGHT=read.H, WIDTH=read.W, SAVE=save,
         **of.constants(), **written.constants(),
@@ -75,10 +79,10 @@ def backward(dy: Tensor, x: Tensor, kept: Tensor, windows: str, how: Tile | None
     """dx in the shape, dtype and memory format of x; dy and the places are copied where they have
     another. Grid: tiles of dx.
     """
-    of, written, form = windows_of(windows), images(x), suggest_memory_format(x)
+    of, written, form = windows_of(windows), images(x), form_of(x)
     height, width = of.size(x)
     dx = torch.empty_like(x, memory_format=form)
-    grid, how = written.grid(how)
+    grid, how = written.grid(how, elements_of(written))
     launch(
         max_pool_backward_kernel, grid,
         dy.contiguous(memory_format=form), kept.contiguous(memory_format=form), dx, written.outer,

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusion_backend.compat.torch import suggest_memory_format
-from fusion_backend.kernels.common.inputs import dynamic, memory, number, reject_dtypes
+from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number, reject_dtypes
 from fusion_backend.reporting.reject import Reject
 
-MAX_SIDE, MAX_IMAGE = 1 << 15, 1 << 29  # elements, which a program counts in 32 bits
+MAX_SIDE, MAX_ROW, MAX_IMAGE = 1 << 15, 1 << 24, 1 << 29  # elements
+MAX_ROWS = 2048  # of a tile, which counts the elements of its images in 32 bits
 
 
 class Tile(NamedTuple):
@@ -41,22 +41,30 @@ class Images(NamedTuple):
     def constants(self) -> dict:
         return {name: value for name, value in self._asdict().items() if name != "outer"}
 
-    def grid(self, how: Tile | None) -> tuple[tuple[int, int], Tile]:
-        """The programs, and the tile of each."""
+    def grid(self, how: Tile | None, elements: int = 2048) -> tuple[tuple[int, int], Tile]:
+        """The programs, and the tile of each: `how`, or one of so many elements."""
         rows, columns = (self.outer * self.H, self.W)
         if self.LAST:
             rows, columns = self.outer * self.H * self.W, self.C
-        how = how or tile_of(columns)
+        how = how or tile_of(columns, elements)
         return (triton.cdiv(rows, how.rows), triton.cdiv(columns, how.columns)), how
+
+
+def channels_last(x: Tensor) -> bool:
+    """Are the channels adjacent in memory, and the rows not? Adds no guard."""
+    return not dense(x, range(4)) and dense(x, (0, 2, 3, 1))
+
+
+def form_of(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if channels_last(x) else torch.contiguous_format
 
 
 def images(x: Tensor) -> Images:
     n, c, h, w = map(number, x.shape)
-    last = suggest_memory_format(x) == torch.channels_last
-    return Images(n, h, w, c, True) if last else Images(n * c, h, w, 1, False)
+    return Images(n, h, w, c, True) if channels_last(x) else Images(n * c, h, w, 1, False)
 
 
-def tile_of(columns: int, elements: int = 2048) -> Tile:
+def tile_of(columns: int, elements: int) -> Tile:
     """Whole rows where they are short, 512 columns of longer ones; 512 elements a warp."""
     across = min(512, triton.next_power_of_2(columns))
     return Tile(max(1, elements // across), across, max(1, min(4, elements // 512)))
@@ -64,8 +72,8 @@ def tile_of(columns: int, elements: int = 2048) -> Tile:
 
 def empty_images(x: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     """Images of another size in the memory format of x."""
-    shape, form = (*x.shape[:2], height, width), suggest_memory_format(x)
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=form)
+    shape = (*x.shape[:2], height, width)
+    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=form_of(x))
 
 
 def reject_images(x: Tensor, height: int, width: int) -> Reject | None:
@@ -76,12 +84,16 @@ def reject_images(x: Tensor, height: int, width: int) -> Reject | None:
         return Reject(f"x has {x.dim()} dimensions, not 4")
     if (no := reject_dtypes(x=x)) or any(map(dynamic, x.shape[1:])):
         return no or Reject("the number of channels or the size of the images is dynamic")
-    if max(*x.shape[2:], height, width) > MAX_SIDE:
-        return Reject(f"an image has a side of more than {MAX_SIDE}")
-    if x.shape[1] * max(x.shape[2], height) * max(x.shape[3], width) > MAX_IMAGE:
-        return Reject(f"an image has more than {MAX_IMAGE} elements")
-    if not x.is_contiguous(memory_format=suggest_memory_format(x)):
+    _, c, h, w = map(number, x.shape)
+    if max(h, w, height, width) > MAX_SIDE or c * max(w, width) > MAX_ROW:
+        return Reject(f"a side of more than {MAX_SIDE}, or a row of more than {MAX_ROW} elements")
+    if not dense(x, range(4)) and not channels_last(x):
         return Reject(f"x is neither contiguous nor channels-last: {memory(x)}")
+    last, elements = channels_last(x), max(h * w, height * width)
+    rows = min(h * w, height * width) if last else min(h, height)
+    of_tile = MAX_ROWS // max(1, rows) + 2  # images
+    if c * elements > MAX_IMAGE or of_tile * elements * (c if last else 1) >= 1 << 31:
+        return Reject(f"the images of a tile have more than {MAX_IMAGE} elements")
 
 
 @triton.jit

@@ -80,9 +80,9 @@ def forward(
     how: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The log-probability of each row's token in `dtype`, `[rows]`, and what the gradient reads in
-    fp32, `[2, rows]`: the largest logit (0 for an infinite one), and the logarithm of the sum of
-    the e^(y - that), of scaled logits y. Their own sum would be rounded, which is worse than eager
-    for large logits.
+    fp32, `[2, rows]`: with y = scale · x, the largest y (0 for an infinite one), and the logarithm
+    of the sum of the e^(y - that). Their own sum would be rounded, which is worse than eager for
+    large logits.
 
     x is `[..., v]` in fp32, bf16 or fp16, its columns one element apart; index int64, with as many
     elements as there are rows, taken modulo v where it `wraps`. With an infinite logit the
@@ -161,7 +161,7 @@ def accumulate(x, tops, sums):
 
 @triton.jit
 def sums_of_row(X, scale, V: tl.constexpr, LANES: tl.constexpr, LOGITS: tl.constexpr):
-    """The largest scaled logit y of a row (0 for an infinite one), and the sum of e^(y - that)."""
+    """Of y = scale · x: the largest of a row (0 if it is infinite), and the sum of e^(y - that)."""
     col = tl.arange(0, LOGITS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     tops = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
