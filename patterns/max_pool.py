@@ -16,9 +16,14 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.images.max_pool import backward, forward, places_of, windows_of
+from fusion_backend.kernels.images.max_pool import (
+    ONLY_TRAINING,
+    backward,
+    forward,
+    places_of,
+    windows_of,
+)
 from fusion_backend.kernels.images.tiles import reject_images
-from fusion_backend.reporting.reject import Settled
 
 
 @Pattern
@@ -51,7 +56,7 @@ def _(x, windows):
 @max_pool.worthwhile
 def _(x, windows, training):
     if not training:
-        return Settled("without a gradient Inductor computes it in one kernel with its neighbours")
+        return ONLY_TRAINING
     return UNMEASURED
 
 

@@ -39,6 +39,29 @@ def written_in_part(x, part):
 
 # what is computed, on which inputs, in words that become one expression
 SAME = {
+    "an enlarged image": (
+        ((2, 3, 4, 5),),
+        lambda x: F.interpolate(x, (8, 10), mode="bilinear"),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False),
+        lambda x: torch.ops.aten.upsample_bilinear2d(x, None, False, [2.0, 2.0]),
+    ),
+    "an enlarged image with the same corners": (
+        ((2, 3, 4, 5),),
+        lambda x: F.interpolate(x, (8, 10), mode="bilinear", align_corners=True),
+        lambda x: F.interpolate(x, scale_factor=2.1, mode="bilinear", align_corners=True),
+    ),
+    "the largest elements of windows": (
+        ((2, 3, 6, 8),),
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: torch.max_pool2d(x, [2, 2], stride=2),
+        lambda x: torch.ops.aten.max_pool2d(x, [2, 2], [2, 2], [0], [1]),
+    ),
+    "rows in the place of others": (
+        (R, R),
+        lambda x, y: x.masked_scatter((y[:, 0] > 0).unsqueeze(-1).expand_as(x), y),
+        lambda x, y: x.masked_scatter((y[:, 0] > 0)[:, None], y),
+        lambda x, y: torch.masked_scatter(x, (y[:, 0] > 0).unsqueeze(1).expand(-1, 6), y),
+    ),
     "sum over ranks": (
         (M,),
         lambda x: torch.ops.fusion_c10d.all_reduce(x, "the group") + 1,

@@ -27,6 +27,23 @@ OTHER = {
         lambda x, v: x * (x.mean(-1) + v).unsqueeze(-1),
         lambda x, v: x * (x.mean(-1) + v).unsqueeze(0),
     ),
+    "images of another size, and other corners": (
+        ((2, 3, 4, 5),),
+        lambda x: F.interpolate(x, (8, 10), mode="bilinear"),
+        lambda x: F.interpolate(x, (8, 11), mode="bilinear"),
+        lambda x: F.interpolate(x, (10, 8), mode="bilinear"),
+        lambda x: F.interpolate(x, (8, 10), mode="bilinear", align_corners=True),
+        lambda x: F.interpolate(x, scale_factor=(2.0, 2.1), mode="bilinear"),
+    ),
+    "other windows of the largest": (
+        ((2, 3, 6, 8),),
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: F.max_pool2d(x, 2, 1),
+        lambda x: F.max_pool2d(x, (2, 1), 2),
+        lambda x: F.max_pool2d(x, 2, padding=1),
+        lambda x: F.max_pool2d(x, 2, dilation=2),
+        lambda x: F.max_pool2d(x, 2, ceil_mode=True),
+    ),
     "division is no product with the reciprocal": (
         (R, R),
         lambda x, y: x / y,

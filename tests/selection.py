@@ -42,6 +42,8 @@ SAMPLED = {
     "tests/test_gate_spellings.py": 3,
     "tests/test_group_norm_rows.py::test_values_and_gradients": 3,
     "tests/test_kernels.py": 3,
+    "tests/test_interpolate_bilinear.py::test_sizes_formats_and_dtypes": 4,
+    "tests/test_max_pool.py::test_windows_shapes_formats_and_dtypes": 4,
     "tests/test_linear_cross_entropy.py": 6,
     "tests/test_models.py::test_model": 2,
     "tests/test_modulated_norm.py": 3,

@@ -8,7 +8,7 @@ from torch import nn
 from fusion_backend.kernels.images import bilinear as kernels
 from fusion_backend.kernels.images.tiles import Tile
 from fusion_backend.ops.registry import FUSION_RULES
-from fusion_backend.testing import assert_fuses, collect
+from fusion_backend.testing import assert_fuses
 from tests.kernel_checks import (
     DEVICE,
     FLOATS,
@@ -18,6 +18,7 @@ from tests.kernel_checks import (
     runs_kernels,
     symbolic,
 )
+from tests.measured_cases import Answers, as_on_a_gpu, decided
 from tests.selection import product
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
@@ -172,8 +173,7 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_near_misses(fn):
-    collector = collect(fn, torch.randn(2, 3, 4, 6), options={"fusion.only": NAME})
-    assert not collector.report.fused, collector.report
+    assert_fuses(fn, torch.randn(2, 3, 4, 6), pattern=NAME, count=0)
 
 
 @pytest.mark.parametrize("corners", [False, True])
@@ -209,3 +209,30 @@ def test_a_dynamic_batch_is_fused_and_a_dynamic_height_is_not(dim, count):
     x = torch.randn(3, 6, 5, 7)
     torch._dynamo.mark_dynamic(x, dim)
     assert_fuses(head, x, pattern=NAME, count=count)
+
+
+def after(convolution):
+    return lambda x: F.interpolate(convolution(x).relu() + 1, (256, 256), mode="bilinear")
+
+
+@pytest.mark.parametrize(
+    ("fn", "grad", "last", "settled"),
+    [
+        (after(nn.Conv2d(64, 64, 1)), False, False, True),
+        (after(nn.Conv2d(64, 64, 1)), True, False, False),
+        (after(nn.Conv2d(64, 64, 1).to(memory_format=LAST)), False, True, False),
+        (after(nn.Identity()), False, False, False),
+    ],
+    ids=["without gradients", "with gradients", "channels-last", "no convolution"],
+)
+def test_in_inference_a_convolution_before_it_decides(
+    monkeypatch, tmp_path, fn, grad, last, settled
+):
+    x = torch.randn(32, 64, 64, 64)
+    x = x.to(memory_format=LAST) if last else x
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(interpolate_bilinear=2.0)):
+        with torch.set_grad_enabled(grad):
+            record = decided(fn, x.requires_grad_(grad))
+    (site,) = (s for s in record.sites if s.pattern == NAME)
+    assert site.fused is not settled, site
+    assert ("decide the layout of conv2d" in site.reason) is settled, site

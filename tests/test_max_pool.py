@@ -11,8 +11,9 @@ from fusion_backend.kernels.images import max_pool as kernels
 from fusion_backend.kernels.images.tiles import Tile
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.reporting.reject import Settled
-from fusion_backend.testing import assert_fuses, collect
+from fusion_backend.testing import assert_fuses
 from tests.kernel_checks import FLOATS, check, check_training, randn, runs_kernels, symbolic
+from tests.measured_cases import Answers, as_on_a_gpu, decided
 from tests.selection import product
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
@@ -144,8 +145,7 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("fn", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_near_misses(fn):
-    collector = collect(fn, torch.randn(2, 3, 6, 7), options={"fusion.only": NAME})
-    assert not collector.report.fused, collector.report
+    assert_fuses(fn, torch.randn(2, 3, 7, 7), pattern=NAME, count=0)
 
 
 # In whole functions
@@ -175,3 +175,13 @@ def test_a_batch_of_any_size():
     x = torch.randn(3, 6, 5, 7)
     torch._dynamo.mark_dynamic(x, 0)
     assert_fuses(nn.Sequential(nn.Conv2d(6, 9, 1), nn.MaxPool2d(2)), x, pattern=NAME)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_in_training_alone_it_is_measured(monkeypatch, tmp_path, grad):
+    x = torch.randn(32, 64, 112, 112, requires_grad=grad)
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(max_pool=2.0)):
+        with torch.set_grad_enabled(grad):
+            record = decided(lambda x: F.max_pool2d(x * 2, 3, 2, 1), x)
+    (site,) = (s for s in record.sites if s.pattern == NAME)
+    assert site.fused is grad, site

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.images.tiles import Images, Tile, empty_images, form_of, images, places
+from fusion_backend.reporting.reject import Settled
+
+ONLY_TRAINING = Settled("without a gradient Inductor computes it in one kernel with its neighbours")
 
 
 class Windows(NamedTuple):
