@@ -1,8 +1,10 @@
 """Layer normalisation over the last dimension: (x - mean) / sqrt(var + eps) · weight + bias.
 
 x is `[..., n]` in fp32, bf16 or fp16, its rows up to 131072 long; weight and bias `[n]` may be
-missing, and may be in fp32 beside an x in 16 bits; then the result is in fp32. Sums are taken in
-fp32. Source: Ba et al. 2016, torch.nn.functional.layer_norm.
+missing, and may be in fp32 beside an x in 16 bits; then the result is in fp32. An x `[b, t, n]`
+that is a transposed view of signals `[b, n, t]` is read as these, and the result lies in memory as
+x does; weight and bias then have its dtype. Sums are taken in fp32. Source: Ba et al. 2016,
+torch.nn.functional.layer_norm.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend import BackwardOnly, Pattern, Reject
 from fusion_backend.kernels import (
     number,
+    reject_dtypes,
     reject_dynamic,
     reject_rows,
     reject_vectors,
 )
+from fusion_backend.kernels.common.channel_tiles import reject_channels_first
 from fusion_backend.kernels.common.inputs import common_dtype, reject_dtypes_of_vectors
 from fusion_backend.kernels.common.rows import FEW, RESULTS, UNMEASURED
 from fusion_backend.kernels.norm.backward import backward
+from fusion_backend.kernels.norm.channel_norm import ChannelNorm, channels_of_rows
+from fusion_backend.kernels.norm.channel_norm import forward as forward_of_channels
+from fusion_backend.kernels.norm.channel_norm_backward import backward as backward_of_channels
 from fusion_backend.kernels.norm.forward import Norm, forward, small_in_fp32
 
 
@@ -57,8 +64,12 @@ def _(x, weight, bias, eps):
 
 @layer_norm.guard
 def _(x, weight, bias, eps):
+    if (first := channels_of_rows(x)) is not None:
+        no = reject_channels_first(x=first) or reject_dtypes(x=x, weight=weight, bias=bias)
+    else:
+        no = reject_rows(x)
     return (
-        reject_rows(x)
+        no
         or reject_vectors(weight=weight, bias=bias)
         or reject_dtypes_of_vectors(x, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
@@ -67,7 +78,7 @@ def _(x, weight, bias, eps):
 
 @layer_norm.worthwhile
 def _(x, weight, bias, eps, training):
-    timed = common_dtype(x, weight, bias) == x.dtype
+    timed = common_dtype(x, weight, bias) == x.dtype and channels_of_rows(x) is None
     if not timed or statically_known_true(x.numel() < 1 << 17):
         return UNMEASURED
     if no := small_in_fp32(x, training):
@@ -82,6 +93,10 @@ def _(x, weight, bias, eps, training):
 
 @layer_norm.kernel(saves=("mean", "rstd"))
 def _(x, weight, bias, eps, save, result_dtype):
+    if (first := channels_of_rows(x)) is not None:
+        y = forward_of_channels(first, ChannelNorm(weight, bias, eps, "layer")).transpose(1, 2)
+        nothing = x.new_empty(0, dtype=torch.float32)
+        return y if result_dtype is None else y.to(result_dtype), nothing, nothing.clone()
     norm = Norm(weight, bias, None, eps, True)
     y, _, mean, rstd = forward(x, None, norm, save, dtype=result_dtype)
     return y, mean, rstd
@@ -97,6 +112,10 @@ def _(x, weight, bias, eps):
 @layer_norm.backward
 def _(saved, dy):
     needs = [saved.needs[name] for name in ("x", "weight", "bias")]
+    if (first := channels_of_rows(saved.x)) is not None:
+        norm = ChannelNorm(saved.weight, saved.bias, saved.eps, "layer")
+        dx, dw, db = backward_of_channels(dy.transpose(1, 2), first, norm, tuple(needs))
+        return dx if dx is None else dx.transpose(1, 2), dw, db
     norm = Norm(saved.weight, saved.bias, None, saved.eps, True)
     return backward(dy, None, saved.x, saved.mean, saved.rstd, norm, needs)
 

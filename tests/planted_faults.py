@@ -2867,4 +2867,22 @@ MUTATIONS = {
         "self.matched, self.size",
         "tests/test_token_log_probs.py::test_left_alone_for_a_reason",
     ),
+    "norms: signals are as narrow as their result": Mutation(
+        "patterns/layer_norm.py",
+        "y if result_dtype is None else y.to(result_dtype)",
+        "y",
+        "tests/test_layer_norm_of_channels.py::test_a_result_that_is_read_in_16_bits",
+    ),
+    "norms: weights of signals have any dtype": Mutation(
+        "patterns/layer_norm.py",
+        "no = reject_channels_first(x=first) or reject_dtypes(x=x, weight=weight, bias=bias)",
+        "no = reject_channels_first(x=first)",
+        "tests/test_layer_norm_of_channels.py::test_what_the_guard_refuses",
+    ),
+    "norms: signals have been timed": Mutation(
+        "patterns/layer_norm.py",
+        " == x.dtype and channels_of_rows(x) is None",
+        " == x.dtype",
+        "tests/test_layer_norm_of_channels.py::test_the_tables_have_not_timed_it",
+    ),
 }

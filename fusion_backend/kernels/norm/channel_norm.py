@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile, tiles_of
 from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
@@ -34,6 +35,17 @@ class ChannelNorm(NamedTuple):
     eps: float
     norm: Kind
     scale: float | None = None
+
+
+def channels_of_rows(x: Tensor) -> Tensor | None:
+    """x `[n, t, c]` as `[n, c, t]` if that is dense: its rows are the channels of a signal, as
+    behind a transposed convolution. None of other tensors, and of images, whose convolutions
+    Inductor may lay out otherwise than the graph says.
+    """
+    if x.dim() != 3 or statically_known_true(x.stride(-1) == 1):
+        return None
+    first = x.transpose(1, 2)
+    return first if dense(first, range(3)) else None
 
 
 def reject_per_channel(x: Tensor, **vectors: Tensor | None) -> Reject | None:
