@@ -95,8 +95,8 @@ def _(x, weight, bias, eps, training):
 def _(x, weight, bias, eps, save, result_dtype):
     if (first := channels_of_rows(x)) is not None:
         y = forward_of_channels(first, ChannelNorm(weight, bias, eps, "layer")).transpose(1, 2)
-        nothing = x.new_empty(0, dtype=torch.float32)
-        return y if result_dtype is None else y.to(result_dtype), nothing, nothing.clone()
+        nothing = (x.new_empty(0, dtype=torch.float32) for _ in range(2))
+        return y if result_dtype is None else y.to(result_dtype), *nothing
     norm = Norm(weight, bias, None, eps, True)
     y, _, mean, rstd = forward(x, None, norm, save, dtype=result_dtype)
     return y, mean, rstd

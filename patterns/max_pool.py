@@ -50,7 +50,7 @@ def _(x, windows):
     of = windows_of(windows)
     if of.kernel[0] * of.kernel[1] > 127:
         return Reject(f"the windows have {of.kernel[0] * of.kernel[1]} elements, more than 127")
-    return reject_images(x, 1, 1)
+    return reject_images(x) or reject_images(x, *of.size(x))
 
 
 @max_pool.worthwhile

@@ -2761,8 +2761,8 @@ MUTATIONS = {
     ),
     "images: a tile has one image": Mutation(
         "fusion_backend/kernels/images/tiles.py",
-        "of_tile = MAX_ROWS // max(1, rows) + 2",
-        "of_tile = 1",
+        "(rows_of_tile(columns) // rows + 2) * size",
+        "size",
         "tests/test_interpolate_bilinear.py::test_what_the_kernel_refuses",
     ),
     "images: few channels are channels-last": Mutation(
@@ -2884,5 +2884,17 @@ MUTATIONS = {
         " == x.dtype and channels_of_rows(x) is None",
         " == x.dtype",
         "tests/test_layer_norm_of_channels.py::test_the_tables_have_not_timed_it",
+    ),
+    "images: one image is a batch": Mutation(
+        "fusion_backend/ir/rules_images.py",
+        "if len(call.shape) != 4:",
+        "if False:",
+        "tests/test_max_pool.py::test_near_misses",
+    ),
+    "images: a window begins behind the image": Mutation(
+        "fusion_backend/kernels/images/max_pool.py",
+        "count - (self.ceil and (count - 1) * step >= n + pad)",
+        "count",
+        "tests/test_max_pool.py::test_sizes_are_those_of_torch",
     ),
 }

@@ -112,13 +112,15 @@ def test_what_the_kernel_refuses():
         "neither": torch.randn(2, 6, 4, 10)[..., ::2],
         "float64": x.double(),
         "a side of more": torch.empty(1, 1, 2, 1 << 16, device="meta"),
-        "elements": torch.empty(1, 1 << 12, 1024, 1024, device="meta"),
+        "elements": torch.empty(1, 1024, 1024, 1024, device="meta").to(memory_format=LAST),
     }
     for why, value in refused.items():
         assert why in str(PATTERN.guard_fn(value, "8,8")), why
     assert "a side of more" in str(PATTERN.guard_fn(x, f"{1 << 16},8"))
     assert "elements" in str(PATTERN.guard_fn(x, "32768,32768"))
-    # small results of large images: a tile has 256 images of 2**27 elements
+    pooled = torch.empty(8, 512, 2, 2).to(memory_format=LAST)
+    assert PATTERN.guard_fn(pooled, "128,128") is None
+    # small results of large images: a tile has 34 images of 2**27 elements
     large = torch.empty(20, 1, 16384, 8192, dtype=torch.float16, device="meta")
     assert "images of a tile" in str(PATTERN.guard_fn(large, "8,8"))
     assert PATTERN.guard_fn(large, "4096,4096") is None

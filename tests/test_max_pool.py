@@ -1,5 +1,6 @@
 """Max pooling: what is found, what is left alone, and the kernels against torch's."""
 
+import itertools
 import math
 
 import pytest
@@ -62,6 +63,14 @@ def test_of_equal_elements_the_first_and_of_nan_the_last(windows):
     torch.testing.assert_close(kernels.backward(dy, x, kept, windows), dx)
 
 
+@pytest.mark.parametrize("windows", [*WINDOWS, "3,3 5,5 1,1 ceil", "2,2 3,3 1,1 ceil"])
+def test_sizes_are_those_of_torch(windows):
+    of = kernels.windows_of(windows)
+    for h, w in itertools.product(range(8, 14), repeat=2):
+        x = torch.empty(1, h, w)
+        assert of.size(x) == tuple(of.pool(x).shape[-2:])
+
+
 @runs_kernels
 @pytest.mark.parametrize("tile", [(1, 16, 1), (8, 4, 1), (64, 32, 4)])
 @pytest.mark.parametrize("last", [False, True])
@@ -103,6 +112,13 @@ def test_what_the_kernel_refuses():
         assert why in str(PATTERN.guard_fn(value, "2,2 2,2 0,0")), why
     assert "144 elements" in str(PATTERN.guard_fn(x, "12,12 2,2 0,0"))
     assert PATTERN.guard_fn(x, "11,11 2,2 0,0") is None
+    for large in (8, 64, 224, 224), (8, 64, 256, 256), (2, 64, 1024, 1024):
+        images = torch.empty(large, dtype=torch.bfloat16, device="meta")
+        assert PATTERN.guard_fn(images, "3,3 2,2 1,1") is None
+        assert PATTERN.guard_fn(images.to(memory_format=LAST), "3,3 2,2 1,1") is None
+    # tiles of 512 images
+    small = torch.empty(5000, 1, 2050, 2050, device="meta")
+    assert "images of a tile" in str(PATTERN.guard_fn(small, "11,11 2050,2050 0,0"))
     _, (fake,) = symbolic(x)
     assert "dynamic" in str(PATTERN.guard_fn(fake, "2,2 2,2 0,0"))
 
@@ -134,6 +150,7 @@ def test_spellings(fn):
 
 LEFT_ALONE = {
     "with gaps": lambda x: F.max_pool2d(x, 2, dilation=2),
+    "one image": lambda x: F.max_pool2d(x[0], 2),
     "with indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
     "means": lambda x: F.avg_pool2d(x, 2),
     "of one dimension": lambda x: F.max_pool1d(x[0], 2),

@@ -40,11 +40,13 @@ def max_pool(
     dilation: list[int],
     ceil_mode: bool,
 ):
-    """Images whose windows have no gaps; kernel, stride and padding are the text."""
+    """A batch of images whose windows have no gaps; kernel, stride and padding are the text."""
 
     def pair(sizes: list[int]) -> tuple[int, ...]:
         return tuple(sizes) * (2 // len(sizes))
 
+    if len(call.shape) != 4:
+        return None
     kernel = pair(kernel_size)
     sizes = kernel, pair(stride) if stride else kernel, pair(padding)
     if not all(isinstance(n, int) for size in sizes for n in size) or {*dilation} != {1}:

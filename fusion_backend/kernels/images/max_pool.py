@@ -38,8 +38,14 @@ class Windows(NamedTuple):
         return F.max_pool2d(x, kernel, stride, padding, **how)
 
     def size(self, x: Tensor) -> tuple[int, int]:
-        """The height and width of the result."""
-        return tuple(self.pool(torch.empty(x.shape[-3:], device="meta")).shape[-2:])
+        """The height and width of the result. A window begins in the image or in the padding
+        before it.
+        """
+        found = []
+        for n, k, step, pad in zip(x.shape[-2:], *self[:3], strict=True):
+            count = (n + 2 * pad - k + (step - 1) * self.ceil) // step + 1
+            found.append(count - (self.ceil and (count - 1) * step >= n + pad))
+        return tuple(found)
 
     def constants(self) -> dict:
         (kh, kw), (sh, sw), (ph, pw), _ = self

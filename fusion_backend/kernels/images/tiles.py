@@ -18,7 +18,7 @@ from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number,
 from fusion_backend.reporting.reject import Reject
 
 MAX_SIDE, MAX_ROW, MAX_IMAGE = 1 << 15, 1 << 24, 1 << 29  # elements
-MAX_ROWS = 2048  # of a tile, which counts the elements of its images in 32 bits
+MAX_TILE = 2048  # elements; a program counts those of all images of a tile in 32 bits
 
 
 class Tile(NamedTuple):
@@ -51,7 +51,7 @@ class Images(NamedTuple):
 
 
 def channels_last(x: Tensor) -> bool:
-    """Are the channels adjacent in memory, and the rows not? Adds no guard."""
+    """Is it channels-last in memory, and not contiguous? Adds no guard."""
     return not dense(x, range(4)) and dense(x, (0, 2, 3, 1))
 
 
@@ -76,7 +76,7 @@ def empty_images(x: Tensor, height: int, width: int, dtype: torch.dtype) -> Tens
     return torch.empty(shape, dtype=dtype, device=x.device, memory_format=form_of(x))
 
 
-def reject_images(x: Tensor, height: int, width: int) -> Reject | None:
+def reject_images(x: Tensor, height: int | None = None, width: int | None = None) -> Reject | None:
     """Refuse images that are neither contiguous nor channels-last, whose size is not a number, or
     that are too large, as they are or with another size.
     """
@@ -84,16 +84,25 @@ def reject_images(x: Tensor, height: int, width: int) -> Reject | None:
         return Reject(f"x has {x.dim()} dimensions, not 4")
     if (no := reject_dtypes(x=x)) or any(map(dynamic, x.shape[1:])):
         return no or Reject("the number of channels or the size of the images is dynamic")
-    _, c, h, w = map(number, x.shape)
-    if max(h, w, height, width) > MAX_SIDE or c * max(w, width) > MAX_ROW:
-        return Reject(f"a side of more than {MAX_SIDE}, or a row of more than {MAX_ROW} elements")
     if not dense(x, range(4)) and not channels_last(x):
         return Reject(f"x is neither contiguous nor channels-last: {memory(x)}")
-    last, elements = channels_last(x), max(h * w, height * width)
-    rows = min(h * w, height * width) if last else min(h, height)
-    of_tile = MAX_ROWS // max(1, rows) + 2  # images
-    if c * elements > MAX_IMAGE or of_tile * elements * (c if last else 1) >= 1 << 31:
-        return Reject(f"the images of a tile have more than {MAX_IMAGE} elements")
+    _, h, w, c, last = images(x)
+    height, width = height or h, width or w
+    if max(h, w, height, width) > MAX_SIDE or c * max(w, width) > MAX_ROW:
+        return Reject(f"a side of more than {MAX_SIDE}, or a row of more than {MAX_ROW} elements")
+    size = c * max(h * w, height * width)
+    if size > MAX_IMAGE:
+        return Reject(f"an image of more than {MAX_IMAGE} elements")
+    # rows of an image and columns, as the forward and the backward cut them, and the sums of rows
+    cut = [(height * width, c), (h * w, c)] if last else [(height, width), (h, w)]
+    for rows, columns in (*cut, (h, width * c)):
+        if (rows_of_tile(columns) // rows + 2) * size >= 1 << 31:
+            return Reject("the images of a tile have more elements than 32 bits count")
+
+
+def rows_of_tile(columns: int) -> int:
+    """As many as a tile has at most."""
+    return max(1, MAX_TILE // min(512, triton.next_power_of_2(columns)))
 
 
 @triton.jit
