@@ -9,6 +9,7 @@ that computes something twice, or less, gets no other number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,14 @@ COMPOUND = (  # counted by the operators that they decompose into
 COMPOUND = {getattr(aten, name).default for name in COMPOUND if hasattr(aten, name)}
 REDUCTIONS = dict.fromkeys("sum mean amax amin max min prod cumsum".split(), 1)
 REDUCTIONS |= dict(linalg_vector_norm=2, logsumexp=3, var=3, var_mean=3, std=3, std_mean=3)
+# Of images: three for each of the three lines between two pixels; a product and a sum for each of
+# the four pixels that a gradient goes to; and one for each element of a window.
+IMAGES = {
+    "upsample_bilinear2d": lambda args, out: 9 * out.numel(),
+    "upsample_bilinear2d_backward": lambda args, out: 8 * args[0].numel(),
+    "max_pool2d_with_indices": lambda args, out: math.prod(args[1]) * out[0].numel(),
+    "max_pool2d_with_indices_backward": lambda args, out: args[0].numel(),
+}
 FREE = "clone copy_ fill fill_ zero_ where masked_fill masked_fill_ _to_copy".split()
 
 
@@ -48,6 +57,8 @@ class Operations(TorchDispatchMode):
             self.count += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         elif name == "_int_mm":  # of integers, which torch's registry leaves out
             self.count += 2 * args[0].shape[1] * out.numel()
+        elif name in IMAGES:
+            self.count += IMAGES[name](args, out)
         elif name in REDUCTIONS:
             self.count += args[0].numel() * REDUCTIONS[name]
         elif torch.Tag.pointwise in func.tags and name not in FREE:

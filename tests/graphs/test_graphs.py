@@ -325,7 +325,7 @@ class TokenLogProbs(TestCase):
 getitem = getitem(l_x_, (slice(None, None, None), slice(None, -1, None)))
 getitem_1 = getitem(l_ids_, (slice(None, None, None), slice(1, None, None)))
 unsqueeze = unsqueeze(getitem_1, -1)
-token_log_probs_default = fusion.token_log_probs(getitem, unsqueeze, gather, log_softmax, fp32, dropped, forward=reference, backward=vjp, save=False)
+token_log_probs_default = fusion.token_log_probs(getitem, unsqueeze, None, gather, log_softmax, fp32, dropped, forward=reference, backward=vjp, save=False)
 getitem_2 = getitem(token_log_probs_default, 0)
 sum_1 = sum(getitem_2)
 return (sum_1,)""",
