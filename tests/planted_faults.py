@@ -2897,4 +2897,16 @@ MUTATIONS = {
         "count",
         "tests/test_max_pool.py::test_sizes_are_those_of_torch",
     ),
+    "norms: a convolution sees how signals lie": Mutation(
+        "fusion_backend/decide/call.py",
+        '{"conv1d", "conv2d", "conv3d"}',
+        '{"conv2d", "conv3d"}',
+        "tests/test_layer_norm_of_channels.py::test_who_sees_the_layout_gets_a_copy",
+    ),
+    "norms: nobody sees how results lie": Mutation(
+        "fusion_backend/decide/call.py",
+        "return tuple(i for i, root, out in read if needs_copy(root, out, writers))",
+        "return ()",
+        "tests/test_layer_norm_of_channels.py::test_who_sees_the_layout_gets_a_copy",
+    ),
 }
