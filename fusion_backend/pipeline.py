@@ -1,4 +1,5 @@
-"""The passes, in order: capture, analyse, match, decide, write.
+"""The passes, in order: capture, analyse, match, decide, write. Where Inductor lays out images
+channels-last, they run on a copy of the graph that is (`rewrite/channels_last.py`).
 
 Each pass is a function of scopes, and reads what the passes before it have filled in. The Dynamo
 entry, the torch.export entry and `explain` run the same passes. `fusion.dump` (`dump.py`) prints
@@ -39,6 +40,7 @@ from fusion_backend.measure.judge import Judge
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord, RuleCount
+from fusion_backend.rewrite.channels_last import in_channels_last
 from fusion_backend.rewrite.writer import Origins, rewrite
 
 
@@ -151,7 +153,8 @@ def fuse_graph(
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
         started = time.thread_time()
-        view = capture(gm)
+        laid_out = in_channels_last(gm)
+        view = capture(gm if laid_out is None else laid_out)
         record.capture_s = time.thread_time() - started
         if view is None:
             return gm, []
@@ -165,8 +168,10 @@ def fuse_graph(
         write(top)
         record.rewrite_s += time.thread_time() - started
         dumped.result(top)
+        record.channels_last = laid_out is not None and top.result is not laid_out
         done(top, judge)
-    return top.result, [d for scope in top.scopes() for d in scope.decisions]
+    new = gm if top.result is laid_out else top.result
+    return new, [d for scope in top.scopes() for d in scope.decisions]
 
 
 def run(

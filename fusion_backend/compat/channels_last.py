@@ -1,10 +1,19 @@
-"""Operators of ours that Inductor is to call with channels-last tensors."""
+"""Channels-last and Inductor: which graphs it lays out so, and operators of ours that it is to call
+with such tensors.
+"""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERATORS: list[OpOverload] = []
+# Inductor lays out no graph with more nodes for a convolution, of which an operator is many.
+NODES_PER_CONVOLUTION, OPERATORS_PER_NODE = 300, 5
 
 
 def takes_channels_last(op: OpOverload) -> None:
@@ -32,3 +41,44 @@ def laid_out(node, *args, **kwargs):
         return ExternKernel.require_channels_last(a) if planes else a
 
     return tuple(map(last, args)), {name: last(a) for name, a in kwargs.items()}
+
+
+class Convolutions(TorchDispatchMode):
+    """Inside, `calls` gets the arguments and the result of each convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[tuple, Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            self.calls.append((args, out))
+        return out
+
+
+def lays_out(calls: list[tuple[tuple, Tensor]], trains: bool, nodes: int) -> bool:
+    """Does Inductor lay out the images of a graph channels-last, which has these convolutions and
+    so many nodes of Dynamo? Asked of Inductor itself.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    if nodes * OPERATORS_PER_NODE >= NODES_PER_CONVOLUTION * len(calls):
+        return False
+    if has_free_symbols(calls):
+        return False  # on a CPU Inductor does; there are no kernels for it
+    graph = fx.Graph()
+
+    def placeholder(a):
+        if not isinstance(a, Tensor):
+            return a
+        node = graph.placeholder(f"input_{len(graph.nodes)}")
+        node.meta["val"] = a
+        return node
+
+    for args, out in calls:
+        args = pytree.tree_map(placeholder, args)
+        graph.call_function(torch.ops.aten.convolution.default, args).meta["val"] = out
+    graph.output(())
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    return GraphLowering.decide_layout_opt(gm, is_inference=not trains)

@@ -144,7 +144,8 @@ class GraphRecord:
     memory instead of computing them wherever they are read, each with its place; none where the
     code comes from AOTAutograd's cache. from_outside: the results whose gradient from outside is
     added only where there is one, each with its place. embeddings: those whose weight gets its
-    gradient from a kernel of ours, each with its place. remembered: an earlier process has decided
+    gradient from a kernel of ours, each with its place. channels_last: its images are laid out so
+    before AOTAutograd, as Inductor would afterwards. remembered: an earlier process has decided
     the graph, and its passes did not run.
     """
 
@@ -168,11 +169,13 @@ class GraphRecord:
     in_memory: list[str] = dataclasses.field(default_factory=list)
     from_outside: list[str] = dataclasses.field(default_factory=list)
     embeddings: list[str] = dataclasses.field(default_factory=list)
+    channels_last: bool = False
     remembered: bool = False
 
     def forget_rewrites(self) -> None:
         """Plain Inductor compiles the graph after all: what the rewrite did no longer holds."""
         self.in_memory, self.from_outside, self.embeddings = [], [], []
+        self.channels_last = False
 
     def __repr__(self) -> str:
         fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)

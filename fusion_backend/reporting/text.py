@@ -90,6 +90,7 @@ def text_of(report: Report, verbose: bool, width: int, words: Hints = IN_PYTHON)
     parts += kept_in_memory(report.graphs, width)
     parts += added_from_outside(report.graphs, width)
     parts += embeddings(report.graphs, width)
+    parts += channels_last(report.graphs, width)
     parts += measurements(report.graphs)
     parts += graph_breaks(report.graphs, width)
     parts += verified(report.graphs, width, verbose)
@@ -239,6 +240,12 @@ def embeddings(graphs: list[GraphRecord], width: int) -> list[list[str]]:
     """The embeddings whose gradient a kernel of ours computes."""
     title = "embeddings whose gradient a kernel sums row by row, from sorted tokens"
     return counted(title, [text for g in graphs for text in g.embeddings], width)
+
+
+def channels_last(graphs: list[GraphRecord], width: int) -> list[list[str]]:
+    """The graphs whose images are channels-last although the model's are contiguous."""
+    title = "images channels-last, as Inductor lays them out for the convolutions"
+    return counted(title, [f"graph {i}" for i, g in enumerate(graphs) if g.channels_last], width)
 
 
 def counted(title: str, texts: list[str], width: int) -> list[list[str]]:

@@ -1,0 +1,225 @@
+"""A Dynamo graph in channels-last, where Inductor lays its images out so.
+
+Inductor computes most networks with convolutions in channels-last, also where the model's images
+are contiguous. It decides that after AOTAutograd, and the strides of a Dynamo graph do not show it:
+a kernel that is chosen by them is given copies. Here the inputs of convolutions become channels-last
+in the Dynamo graph, as `model.to(memory_format=torch.channels_last)` has it, and the strides of
+everything behind them follow. The results of the graph have the strides that they had.
+
+The graph stays as it is if any code in it could tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, fx
+
+from fusion_backend.capture.aliases import storages_of
+from fusion_backend.capture.predicted_writes import REPLACES_STORAGE, PredictedWrites
+from fusion_backend.capture.sizes import is_dense
+from fusion_backend.capture.tracer import preserved_state
+from fusion_backend.compat.channels_last import Convolutions, lays_out
+from fusion_backend.compat.torch import (
+    FakeTensor,
+    HigherOrderOperator,
+    aten,
+    fake_mode_of,
+    keep_signature,
+    keep_source,
+    namespace_of,
+    pytree,
+    without_torch_function,
+)
+from fusion_backend.rewrite.writer import module_of
+
+LAST, FIRST = torch.channels_last, torch.contiguous_format
+CONVOLUTIONS = {"conv2d", "conv_transpose2d"}  # of images; Inductor lays out no others
+READS_LAYOUT = REPLACES_STORAGE | {
+    "as_strided", "as_strided_", "as_strided_scatter", "stride", "storage_offset", "is_contiguous",
+    "data_ptr", "untyped_storage", "storage", "empty_strided", "new_empty_strided", "view_as",
+}  # fmt: skip
+MODULES = ("torch", "_operator", "operator", "builtins", "math")
+
+
+class Differs(Exception):
+    """Code of the graph could tell its layout; the message says which."""
+
+
+def in_channels_last(gm: fx.GraphModule) -> fx.GraphModule | None:
+    """The graph in channels-last, with example values of its own. None where Inductor does not lay
+    it out so, where it is channels-last already, and where code of it could tell the difference.
+    """
+    mode = fake_mode_of(gm)
+    if mode is None or not any(map(contiguous_image, gm.graph.nodes)):
+        return None
+    try:
+        copy = Copy(gm)
+        with preserved_state(), without_torch_function(), mode, Convolutions() as seen:
+            copy.run()
+            copy.restore_results()
+    except Exception:  # best effort: the graph is right as it is
+        return None
+    nodes = len(gm.graph.nodes)
+    return copy.finished() if lays_out(seen.calls, copy.trains, nodes) else None
+
+
+def contiguous_image(n: fx.Node) -> bool:
+    """Is the node a convolution of a contiguous image of more than one pixel and channel?"""
+    x = value_of(n.args[0]) if is_convolution(n) and n.args else None
+    return is_dense(x) and x.dim() == 4 and not x.is_contiguous(memory_format=LAST)
+
+
+def is_convolution(n: fx.Node) -> bool:
+    return n.op == "call_function" and getattr(n.target, "__name__", "") in CONVOLUTIONS
+
+
+def value_of(n) -> object:
+    return n.meta.get("example_value") if isinstance(n, fx.Node) else None
+
+
+class Copy:
+    """A copy of a graph, whose values are computed while it is made. Raises Differs."""
+
+    def __init__(self, gm: fx.GraphModule):
+        self.gm, self.graph = gm, fx.Graph()
+        self.node: dict[fx.Node, fx.Node] = {}  # of the source -> of the copy
+        self.value: dict[fx.Node, object] = {}  # of the copy -> what it computes
+        self.writes = PredictedWrites(gm)
+        results = pytree.tree_leaves(gm.graph.output_node().args)
+        self.results = [n for n in results if isinstance(n, fx.Node)]
+        memory = Counter(s for n in {*self.results} for s in storages_of(value_of(n)))
+        inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+        given = {s for n in inputs for s in storages_of(value_of(n))}
+        # memory of a result that somebody outside may know by another name
+        self.shared = {s for s, times in memory.items() if times > 1 or s in given}
+        self.trains = torch.is_grad_enabled() and any(
+            getattr(value_of(n), "requires_grad", False) for n in self.results
+        )
+
+    def run(self) -> None:
+        for n in self.gm.graph.nodes:
+            if n.op == "output":
+                continue
+            self.node[n] = new = self.copied(n)
+            if n.op in ("placeholder", "get_attr"):
+                self.value[new] = value_of(n)
+                if not traceable(self.value[new]):
+                    raise Differs(f"{n} has no example value")
+            else:
+                self.compute(new)
+                self.check(n, new)
+
+    def copied(self, n: fx.Node) -> fx.Node:
+        """The node, with the input of a convolution in channels-last. A view of an image may only
+        be had as a copy, as for Inductor.
+        """
+        if not ordinary(n):
+            raise Differs(f"{n} may depend on the layout")
+        new = self.graph.node_copy(n, self.node.__getitem__)
+        keep_source(new, n)
+        name = getattr(n.target, "__name__", n.target)
+        if name in CONVOLUTIONS and not self.value[new.args[0]].is_contiguous(memory_format=LAST):
+            with self.graph.inserting_before(new):
+                self.in_format(new, new.args[0], LAST)
+        elif new.op == "call_method" and name == "view" and sizes_of(n) is not None:
+            new.op, new.target = "call_function", aten.reshape.default
+            new.args, new.kwargs = (new.args[0], sizes_of(new)), {}
+        return new
+
+    def in_format(self, reader: fx.Node, n: fx.Node, form: torch.memory_format) -> None:
+        laid = self.graph.call_function(aten.contiguous.default, (n,), {"memory_format": form})
+        laid.meta = {k: v for k, v in reader.meta.items() if k != "example_value"}
+        self.compute(laid)
+        reader.replace_input_with(n, laid)
+
+    def compute(self, n: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), self.value.__getitem__)
+        if n.op == "call_method":
+            out = getattr(args[0], n.target)(*args[1:], **kwargs)
+        else:
+            out = n.target(*args, **kwargs)
+        self.value[n] = out
+        if value_of(n) is not None or n.target is aten.contiguous.default:
+            n.meta["example_value"] = out
+
+    def check(self, n: fx.Node, new: fx.Node) -> None:
+        """Has the copy the sizes that the node has, and memory of its own or not as before,
+        wherever it matters?
+        """
+        if value_of(n) is None:
+            return
+        was, now = (pytree.tree_leaves(v) for v in (value_of(n), self.value[new]))
+        if [*map(about, was)] != [*map(about, now)]:
+            raise Differs(f"{n} is another")
+        if is_convolution(n) or aliased(n, value_of) == aliased(new, self.value.get):
+            return
+        if not self.writes.touched.isdisjoint((n, *n.all_input_nodes)):
+            raise Differs(f"{n} is a copy, and something writes to its memory")
+        if self.shared & storages_of(value_of(n)):
+            raise Differs(f"{n} is a copy, and what it was a view of is returned")
+
+    def restore_results(self) -> None:
+        """Give each result the strides that it had."""
+        output = self.graph.node_copy(self.gm.graph.output_node(), self.node.__getitem__)
+        for n in dict.fromkeys(self.results):
+            new, was = self.node[n], value_of(n)
+            if not isinstance(was, Tensor) or strides(was) == strides(self.value[new]):
+                continue
+            if not was.is_contiguous() or self.shared & storages_of(was):
+                raise Differs(f"{n} is returned, and lies in memory otherwise")
+            with self.graph.inserting_before(output):
+                self.in_format(output, new, FIRST)
+
+    def finished(self) -> fx.GraphModule:
+        keep_signature(self.graph, self.gm.graph)
+        self.graph.lint()
+        return module_of(self.graph, self.gm)
+
+
+def ordinary(n: fx.Node) -> bool:
+    """Is the node a call of torch, whose result does not depend on the strides of its arguments?"""
+    if n.op in ("placeholder", "output"):
+        return True
+    if n.op == "get_attr":
+        return isinstance(value_of(n), Tensor)
+    if n.op not in ("call_function", "call_method") or isinstance(n.target, HigherOrderOperator):
+        return False
+    name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "")
+    if name.partition(".")[0] in READS_LAYOUT or "out" in n.kwargs:
+        return False
+    if n.op == "call_method":
+        return True
+    space = namespace_of(n.target)
+    module = getattr(n.target, "__module__", None) or "torch"
+    return space in ("aten", "prims") if space else module.partition(".")[0] in MODULES
+
+
+def traceable(value: object) -> bool:
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    return value is not None and all(type(t) is FakeTensor for t in tensors)
+
+
+def sizes_of(n: fx.Node) -> tuple | None:
+    """The sizes that x.view is called with; None of view(dtype)."""
+    sizes = n.args[1:]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = sizes[0]
+    numbers = all(isinstance(s, (int, fx.Node)) for s in sizes)
+    return tuple(sizes) if sizes and numbers and not n.kwargs else None
+
+
+def about(t: object) -> tuple | None:
+    return (t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None
+
+
+def strides(t: Tensor) -> list:
+    """The strides that matter."""
+    return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+def aliased(n: fx.Node, value) -> list[bool]:
+    """Whether the result of a call shares memory with each node that it reads."""
+    own = storages_of(value(n))
+    return [bool(own & storages_of(value(a))) for a in n.all_input_nodes]
