@@ -40,7 +40,7 @@ from fusion_backend.measure.judge import Judge
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
 from fusion_backend.reporting.records import GraphRecord, RuleCount
-from fusion_backend.rewrite.channels_last import in_channels_last
+from fusion_backend.rewrite.channels_last import layout_of
 from fusion_backend.rewrite.writer import Origins, rewrite
 
 
@@ -153,12 +153,13 @@ def fuse_graph(
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
         started = time.thread_time()
-        laid_out = in_channels_last(gm)
+        laid_out, hidden = layout_of(gm)
         view = capture(gm if laid_out is None else laid_out)
         record.capture_s = time.thread_time() - started
         if view is None:
             return gm, []
         started = time.thread_time()
+        view.lies_otherwise = hidden
         top = scope_of(view)
         dumped.view(top)
         judge = Judge(options, record, compiles)

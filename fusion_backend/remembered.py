@@ -49,7 +49,7 @@ from fusion_backend.pipeline import Scope, fuse_graph
 from fusion_backend.reporting.faults import described
 from fusion_backend.reporting.records import GraphRecord, Miss, Site
 from fusion_backend.reporting.report import warn_once
-from fusion_backend.rewrite.channels_last import in_channels_last
+from fusion_backend.rewrite.channels_last import layout_of
 from fusion_backend.rewrite.recipe import NoRecipe, rebuilt, recipe_of
 
 USED = True  # False: every graph is decided anew
@@ -155,7 +155,7 @@ def recall(
         used, ops = [by_name[name] for name in kept["rules"]], [OPS[name] for name in kept["ops"]]
         for op in ops:
             operator_of(op)  # so that torch has it
-        source = in_channels_last(gm) if kept["about"]["channels_last"] else gm
+        source = layout_of(gm).graph if kept["about"]["channels_last"] else gm
         new = rebuilt(kept["recipe"], source)
         sites = [Site(**{**s, "nodes": tuple(s["nodes"])}) for s in kept["sites"]]
         misses = [Miss(**m) for m in kept["misses"]]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.images.bilinear import backward, decides_layout, forward, target_of
-from fusion_backend.kernels.images.tiles import channels_last, reject_images
+from fusion_backend.kernels.images.bilinear import backward, forward, target_of
+from fusion_backend.kernels.images.tiles import channels_last, lies_otherwise, reject_images
 
 
 @Pattern
@@ -59,11 +59,8 @@ def _(x, target):
 
 @interpolate_bilinear.neighbours
 def _(around, training):
-    """Inductor lays a convolution's result out channels-last, whatever the graph says."""
-    images = [n.meta["val"] for n in around.arguments]
-    made = next((name for name in around.makers if name.startswith("conv")), None)
-    if made and not training and all(map(torch.Tensor.is_contiguous, images)):
-        return decides_layout(made)
+    if not training and around.laid_out_by:
+        return lies_otherwise(around.laid_out_by)
 
 
 @interpolate_bilinear.worthwhile

@@ -23,7 +23,7 @@ from fusion_backend.kernels.images.max_pool import (
     places_of,
     windows_of,
 )
-from fusion_backend.kernels.images.tiles import reject_images
+from fusion_backend.kernels.images.tiles import lies_otherwise, reject_images
 
 
 @Pattern
@@ -51,6 +51,12 @@ def _(x, windows):
     if of.kernel[0] * of.kernel[1] > 127:
         return Reject(f"the windows have {of.kernel[0] * of.kernel[1]} elements, more than 127")
     return reject_images(x) or reject_images(x, *of.size(x))
+
+
+@max_pool.neighbours
+def _(around, training):
+    if around.laid_out_by:
+        return lies_otherwise(around.laid_out_by)
 
 
 @max_pool.worthwhile

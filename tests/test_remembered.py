@@ -120,7 +120,14 @@ def nothing(x):
     return x.sin() + 1
 
 
-CASES = [norms, in_place, parts, checkpointed, dropped, nothing]
+CONV = nn.Conv2d(4, 32, 3)
+
+
+def laid_out(x):
+    return F.layer_norm(CONV(x.view(2, 4, 4, 2).repeat(1, 1, 2, 4)), (6,)).relu()
+
+
+CASES = [norms, in_place, parts, checkpointed, dropped, laid_out, nothing]
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -147,9 +154,10 @@ def test_it_is_written_as_it_was(fn, training, monkeypatch):
         assert used == used_again
     for old, new in zip(first, second, strict=True):
         assert old.sites == new.sites and old.misses == new.misses
-        about = [(r.training, r.operators, r.copied) for r in (old, new)]
+        about = [(r.training, r.operators, r.copied, r.channels_last) for r in (old, new)]
         assert about[0] == about[1]
     assert any(s.fused for r in first for s in r.sites) or fn is nothing
+    assert any(r.channels_last for r in first) is (fn is laid_out)
 
 
 def test_what_backward_computes_again_is_marked_again(monkeypatch, tmp_path):
@@ -165,10 +173,12 @@ def test_what_backward_computes_again_is_marked_again(monkeypatch, tmp_path):
     same_graph(first, second)
 
 
+@pytest.mark.parametrize("images", [False, True])
 def test_a_model_has_the_same_results_report_and_place_in_caches(
-    monkeypatch, tmp_path, scalar_code
+    images, monkeypatch, tmp_path, scalar_code
 ):
-    model, x = Block().eval(), torch.randn(2, 6, 16)
+    model = nn.Sequential(nn.Conv2d(4, 32, 3), nn.BatchNorm2d(32), nn.ReLU()) if images else Block()
+    model, x = model.eval(), torch.randn(2, 4, 8, 8) if images else torch.randn(2, 6, 16)
     options, seen = {"fusion.gate": "always"}, []
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for _ in range(2):
@@ -176,10 +186,13 @@ def test_a_model_has_the_same_results_report_and_place_in_caches(
         fusion_backend.reset()
         counters.clear()
         compiled = torch.compile(model, backend="fusion", dynamic=False, options=options)
-        with torch.no_grad():  # a graph with a backward is cached when that is compiled
+        with torch.set_grad_enabled(images):  # images are laid out where a network is trained
             result = compiled(x)
+        if images:  # a graph with a backward is cached when that is compiled
+            result.sum().backward()
         seen.append((result, str(fusion_backend.report())))
-    assert [g.remembered for g in fusion_backend.report().graphs] == [True]
+    (graph,) = fusion_backend.report().graphs
+    assert graph.remembered and graph.channels_last is images
     assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 

@@ -24,6 +24,7 @@ class View:
     requires_grad: set[fx.Node]
     copied: dict[fx.Node, str]  # Dynamo node copied verbatim -> why
     bodies: dict[str, View]  # get_attr target of a body -> its view
+    lies_otherwise: bool = False  # Inductor will lay out its images channels-last
 
     def trains(self, n: fx.Node) -> bool:
         """May a gradient of the node be wanted? A node between Dynamo nodes has no flag of its own;

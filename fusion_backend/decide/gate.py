@@ -284,7 +284,7 @@ class Gate:
         """Why the op is not faster here, by the tables of the op and by its neighbours."""
         if op.narrows and op is match.pattern and self.legality.narrow(match):
             return NARROWED
-        around = Neighbours(match, self.legality.unread(match))
+        around = Neighbours(match, self.legality.unread(match), self.facts.view.lies_otherwise)
         if isinstance(op, Extension):
             refused = around.beside_extension(self.canon, training)
         else:

@@ -2,16 +2,20 @@
 
 Inductor computes most networks with convolutions in channels-last, also where the model's images
 are contiguous. It decides that after AOTAutograd, and the strides of a Dynamo graph do not show it:
-a kernel that is chosen by them is given copies. Here the inputs of convolutions become channels-last
-in the Dynamo graph, as `model.to(memory_format=torch.channels_last)` has it, and the strides of
-everything behind them follow. The results of the graph have the strides that they had.
+a kernel that is chosen by them is given copies. Here the images with which a network begins become
+channels-last in the Dynamo graph, as after `model.to(memory_format=torch.channels_last)`, and the
+strides of everything behind them follow. The results of the graph have the strides that they had.
 
-The graph stays as it is if any code in it could tell the difference.
+Only graphs that are trained are changed. In inference, and where a network does not begin with
+images of few channels, Inductor's kernels for the rest of the graph may become slower: in
+`benchmarks.foreign` an image that was given in contiguous memory and normalised before its first
+convolution cost 16 % of a step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +30,7 @@ from fusion_backend.compat.torch import (
     HigherOrderOperator,
     aten,
     fake_mode_of,
+    inductor_config,
     keep_signature,
     keep_source,
     namespace_of,
@@ -36,36 +41,46 @@ from fusion_backend.rewrite.writer import module_of
 
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 CONVOLUTIONS = {"conv2d", "conv_transpose2d"}  # of images; Inductor lays out no others
+PIXELS = 4  # channels of images with which networks begin
 READS_LAYOUT = REPLACES_STORAGE | {
     "as_strided", "as_strided_", "as_strided_scatter", "stride", "storage_offset", "is_contiguous",
-    "data_ptr", "untyped_storage", "storage", "empty_strided", "new_empty_strided", "view_as",
+    "data_ptr", "untyped_storage", "storage", "empty_strided", "new_empty_strided",
 }  # fmt: skip
 MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
 class Differs(Exception):
-    """Code of the graph could tell its layout; the message says which."""
+    """The copy would compute something else, or more; the message says what."""
 
 
-def in_channels_last(gm: fx.GraphModule) -> fx.GraphModule | None:
-    """The graph in channels-last, with example values of its own. None where Inductor does not lay
-    it out so, where it is channels-last already, and where code of it could tell the difference.
+class Layout(NamedTuple):
+    """graph: a copy of the graph in channels-last, with example values of its own. hidden: there is
+    none, but Inductor lays out the images so.
     """
+
+    graph: fx.GraphModule | None
+    hidden: bool
+
+
+def layout_of(gm: fx.GraphModule) -> Layout:
+    """How Inductor lays out the images of a Dynamo graph, if not as the graph says."""
     mode = fake_mode_of(gm)
-    if mode is None or not any(map(contiguous_image, gm.graph.nodes)):
-        return None
+    if mode is None or not any(map(is_contiguous, gm.graph.nodes)):
+        return Layout(None, False)
     try:
         copy = Copy(gm)
-        with preserved_state(), without_torch_function(), mode, Convolutions() as seen:
-            copy.run()
-            copy.restore_results()
-    except Exception:  # best effort: the graph is right as it is
-        return None
-    nodes = len(gm.graph.nodes)
-    return copy.finished() if lays_out(seen.calls, copy.trains, nodes) else None
+        with preserved_state(), without_torch_function(), mode:
+            if not lays_out(copy.convolutions(), copy.trains, len(gm.graph.nodes)):
+                return Layout(None, False)
+            if copy.trains:
+                copy.run()
+                return Layout(copy.finished(), False)
+    except Exception:  # the graph is right as it is
+        pass
+    return Layout(None, True)
 
 
-def contiguous_image(n: fx.Node) -> bool:
+def is_contiguous(n: fx.Node) -> bool:
     """Is the node a convolution of a contiguous image of more than one pixel and channel?"""
     x = value_of(n.args[0]) if is_convolution(n) and n.args else None
     return is_dense(x) and x.dim() == 4 and not x.is_contiguous(memory_format=LAST)
@@ -80,7 +95,9 @@ def value_of(n) -> object:
 
 
 class Copy:
-    """A copy of a graph, whose values are computed while it is made. Raises Differs."""
+    """A copy of a graph, whose values are computed while it is made. It is not made, but Differs is
+    raised, where code could tell the difference.
+    """
 
     def __init__(self, gm: fx.GraphModule):
         self.gm, self.graph = gm, fx.Graph()
@@ -98,7 +115,23 @@ class Copy:
             getattr(value_of(n), "requires_grad", False) for n in self.results
         )
 
+    def convolutions(self) -> list:
+        """The convolutions of the graph as Inductor will see them, but all in fp32: autocast may
+        cast some of what they read.
+        """
+
+        def value(n: fx.Node):
+            found = value_of(n)
+            return found.float() if isinstance(found, Tensor) else found
+
+        with Convolutions() as seen:
+            for n in filter(is_convolution, self.gm.graph.nodes):
+                n.target(*fx.map_arg(n.args, value), **fx.map_arg(n.kwargs, value))
+        return seen.calls
+
     def run(self) -> None:
+        if inductor_config.fallback_random:
+            raise Differs("eager code draws random numbers in the order of memory")
         for n in self.gm.graph.nodes:
             if n.op == "output":
                 continue
@@ -110,6 +143,7 @@ class Copy:
             else:
                 self.compute(new)
                 self.check(n, new)
+        self.restore_results()
 
     def copied(self, n: fx.Node) -> fx.Node:
         """The node, with the input of a convolution in channels-last. A view of an image may only
@@ -120,9 +154,13 @@ class Copy:
         new = self.graph.node_copy(n, self.node.__getitem__)
         keep_source(new, n)
         name = getattr(n.target, "__name__", n.target)
-        if name in CONVOLUTIONS and not self.value[new.args[0]].is_contiguous(memory_format=LAST):
-            with self.graph.inserting_before(new):
-                self.in_format(new, new.args[0], LAST)
+        if is_convolution(n):
+            x = self.value[new.args[0]]
+            if x.stride(1) != 1 and x.shape[1] > PIXELS:
+                raise Differs(f"{n} would need a copy in the middle of a network")
+            if not x.is_contiguous(memory_format=LAST):
+                with self.graph.inserting_before(new):
+                    self.in_format(new, new.args[0], LAST)
         elif new.op == "call_method" and name == "view" and sizes_of(n) is not None:
             new.op, new.target = "call_function", aten.reshape.default
             new.args, new.kwargs = (new.args[0], sizes_of(new)), {}

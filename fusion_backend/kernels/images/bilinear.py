@@ -28,15 +28,6 @@ from fusion_backend.kernels.images.tiles import (
     rows_of,
     tile_of,
 )
-from fusion_backend.reporting.reject import Settled
-
-
-def decides_layout(convolution: str) -> Settled:
-    """The region that the gate would measure has the layout of the graph."""
-    return Settled(
-        f"it would decide the layout of {convolution} before it: timed at 0.91 to 0.94 of Inductor "
-        "on an H200"
-    )
 
 
 class Target(NamedTuple):

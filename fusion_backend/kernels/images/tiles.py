@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number, reject_dtypes
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.reject import Reject, Settled
 
 MAX_SIDE, MAX_ROW, MAX_IMAGE = 1 << 15, 1 << 24, 1 << 29  # elements
 MAX_TILE = 2048  # elements; a program counts those of all images of a tile in 32 bits
@@ -98,6 +98,11 @@ def reject_images(x: Tensor, height: int | None = None, width: int | None = None
     for rows, columns in (*cut, (h, width * c)):
         if (rows_of_tile(columns) // rows + 2) * size >= 1 << 31:
             return Reject("the images of a tile have more elements than 32 bits count")
+
+
+def lies_otherwise(convolution: str) -> Settled:
+    """The region that the gate would measure has the layout of the graph."""
+    return Settled(f"Inductor lays out the images of {convolution} before it channels-last")
 
 
 def rows_of_tile(columns: int) -> int:

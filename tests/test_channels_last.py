@@ -1,0 +1,328 @@
+"""Graphs whose images Inductor lays out channels-last: they are decided as such, compute the same,
+and return tensors that lie in memory as before. What could tell the difference stays as it is.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusion_backend
+from fusion_backend.compat.torch import inductor_config
+from fusion_backend.options import Options
+from fusion_backend.pipeline import fuse_graph
+from fusion_backend.frontends.loading import patterns, usable
+from fusion_backend.reporting.records import GraphRecord
+from fusion_backend.rewrite.channels_last import layout_of
+
+LAST = torch.channels_last
+CONV, WIDE = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 128, 3, padding=1)
+UP = nn.ConvTranspose2d(3, 64, 2, 2)
+X = torch.randn(4, 3, 12, 10)
+
+
+class Block(nn.Module):
+    """In-place code, a residual, windows, a view of what is pooled; images are returned, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64)
+        self.conv2, self.norm2 = nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = self.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(x))
+        y += x
+        y = F.max_pool2d(self.relu(y), 2)
+        return self.head(y.mean((2, 3)).view(len(x), -1)), y
+
+
+def copied(fn, *inputs, dynamic=None):
+    """For each graph of a function: is there a copy of it (True), or none, although Inductor lays
+    out its images channels-last (None)?
+    """
+    found = []
+
+    def backend(gm, example_inputs):
+        graph, hidden = layout_of(gm)
+        assert not (hidden and graph is not None)
+        found.append(None if hidden else graph is not None)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    return found
+
+
+def agrees(fn, *inputs, used=True):
+    """Results, their strides and memory, and what is written to the inputs, against eager. `used`:
+    the sites were written into a copy that is channels-last.
+    """
+    torch._dynamo.reset()
+    mine, theirs = (copy.deepcopy((fn, inputs)) for _ in range(2))
+    got = torch.compile(mine[0], backend="fusion", options={"fusion.gate": "always"})(*mine[1])
+    want = theirs[0](*theirs[1])
+    got, want = ((v,) if isinstance(v, torch.Tensor) else v for v in (got, want))
+    got, want = (*got, *mine[1]), (*want, *theirs[1])
+    memory = [[a.untyped_storage()._cdata for a in tensors] for tensors in (got, want)]
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-5)
+        assert g.stride() == w.stride()
+        for j in range(i):
+            assert (memory[0][i] == memory[0][j]) is (memory[1][i] == memory[1][j])
+    record = fusion_backend.report().graphs[-1]
+    assert not record.faults and not record.error
+    assert any(s.fused for s in record.sites)
+    assert record.channels_last is used, record.sites
+    return record
+
+
+def pooled(x):
+    """With a site of max_pool."""
+    return F.max_pool2d(x, 2)
+
+
+# It computes the same
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_network_is_trained_the_same(cast):
+    """Its sites of batch norm are those of channels-last images."""
+    torch.manual_seed(0)
+    model, want = Block(), Block()
+    want.load_state_dict(model.state_dict())
+    want = want.double()
+    compiled = torch.compile(model, backend="fusion", options={"fusion.gate": "always"})
+    torch._dynamo.reset()
+    for _ in range(2):
+        x = torch.randn(4, 3, 16, 16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            y, image = compiled(x)
+        exact, other = want(x.double())
+        (y.square().mean() + image.mean()).backward()
+        (exact.square().mean() + other.mean()).backward()
+        assert image.stride() == other.stride()
+    record = fusion_backend.report().graphs[-1]
+    assert record.channels_last and sum(s.fused for s in record.sites if s.counted) == 3
+    assert [s.pattern for s in record.sites if s.fused].count("batch_norm_training") == 2
+    close = 0.05 if cast else 1e-4
+    torch.testing.assert_close(y.double(), exact, rtol=close, atol=close)
+    for p, q in zip(
+        (*model.parameters(), *model.buffers()), (*want.parameters(), *want.buffers()), strict=True
+    ):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.double(), q.grad, rtol=close, atol=close)
+            assert p.grad.stride() == q.grad.stride()
+        if not cast:
+            torch.testing.assert_close(p.double(), q.to(torch.float64), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: pooled(CONV(x)),
+        lambda x: pooled(UP(x)).flatten(1),
+        lambda x: (lambda y: y.view(len(y), -1))(pooled(CONV(x))),
+        lambda x: (lambda y: y.view((len(y), 64, -1)).sum(-1))(pooled(CONV(x))),
+        lambda x: (lambda y: (y, y.sum()))(pooled(CONV(x)).relu_()),
+        lambda x: (lambda y: (pooled(y), y.view(torch.int32).sum()))(CONV(x).detach() + CONV(x)),
+        lambda x: (x, pooled(CONV(x))),
+        lambda x: (x[0], pooled(CONV(x)).chunk(2, 1)[1] + 1),
+        lambda x: (x.view(4, -1), pooled(CONV(x))),
+        lambda x: pooled(WIDE(CONV(x))),
+        lambda x: pooled(CONV(CONV(x)[:, :3].contiguous())),
+        lambda x: pooled(CONV(torch.cat((CONV(x), x), 1)[:, 62:65])),
+        lambda x: pooled(WIDE(torch.cat((CONV(x).chunk(2, 1)[0], UP(x)[..., ::2, ::2].chunk(2, 1)[1]), 1))),
+        lambda x: pooled(CONV(x)).permute(0, 2, 3, 1) @ CONV.weight.new_ones(64, 2),
+        lambda x: pooled(CONV(x.mul_(2))),
+    ],
+)
+def test_results_inputs_and_strides_are_as_before(fn):
+    agrees(fn, X)
+
+
+def test_the_report_says_so():
+    agrees(lambda x: pooled(CONV(x)), X)
+    told = "images channels-last, as Inductor lays them out for the convolutions\n  graph"
+    assert told in fusion_backend.report().text()
+
+
+# What stays as it is
+
+
+def nudged(x):
+    """Writes to an image through another view of it, which in channels-last would be a copy."""
+    y = CONV(x)
+    y.view(len(y), -1).mul_(2)
+    return pooled(y)
+
+
+def nudged_later(x):
+    y = CONV(x)
+    flat = y.flatten(1)
+    y.mul_(2)
+    return pooled(y), flat.sum()
+
+
+def two_names(x):
+    """Returns an image and a view of it."""
+    y = pooled(CONV(x))
+    return y, y.view(len(y), -1)
+
+
+def permuted(x):
+    return pooled(CONV(x)).permute(0, 2, 3, 1)
+
+
+def strided(x):
+    y = CONV(x)
+    return pooled(y), torch.as_strided(y, (4, 7), (7680, 1)).sum()
+
+
+@torch.library.custom_op("test_channels_last::of_strides", mutates_args=())
+def of_strides(x: torch.Tensor) -> torch.Tensor:
+    return x.new_full((), x.stride(1))
+
+
+@of_strides.register_fake
+def _(x):
+    return x.new_empty(())
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+STAY = {
+    "an image that is written to by another name": nudged,
+    "a view that is read after its image was written to": nudged_later,
+    "an image that is returned by two names": two_names,
+    "a result that is permuted": permuted,
+    "code with strides": strided,
+    "an operator of the user's": lambda x: (pooled(CONV(x)), of_strides(CONV(x).detach())),
+    "a function with a gradient of its own": lambda x: pooled(Twice.apply(CONV(x))),
+    "a checkpoint": lambda x: pooled(
+        checkpoint(lambda y: CONV(y).relu(), x, use_reentrant=False)
+    ),
+}
+
+
+OTHER = {"a checkpoint": False}  # whose convolution is in a body
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_could_tell_the_difference_stays(name):
+    assert copied(STAY[name], X) == [OTHER.get(name)]
+    agrees(STAY[name], X, used=False)
+
+
+def test_in_the_middle_of_a_network_and_in_inference():
+    """There is a copy of neither, but it is known how the images will lie."""
+    x = torch.randn(4, 64, 12, 10)
+    for fn in (lambda x: pooled(WIDE(x)), lambda x: pooled(WIDE(x.relu())) + 1):
+        assert copied(fn, x) == [None]
+        agrees(fn, x, used=False)
+    norm = nn.BatchNorm2d(64).eval()
+    with torch.no_grad():
+        assert copied(lambda x: norm(CONV(x)), X) == [None]
+        agrees(lambda x: norm(CONV(x)), X, used=False)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x"),
+    [
+        (lambda x: pooled(x), X),
+        (lambda x: F.max_pool1d(F.conv1d(x, CONV.weight[..., 0]), 2), X[..., 0]),
+        (lambda x: pooled(CONV(x)), X.to(memory_format=LAST)),
+        (lambda x: pooled(F.conv2d(x, CONV.weight[:, :1])), X[:, :1].contiguous()),
+    ],
+    ids=["no convolution", "of signals", "channels-last", "of one channel"],
+)
+def test_nothing_to_lay_out(fn, x):
+    assert copied(fn, x) == [False]
+
+
+def test_where_inductor_does_not():
+    fn = lambda x: pooled(CONV(x))  # noqa: E731
+    assert copied(fn, X) == [True]
+    assert copied(fn, X, dynamic=True) == [False]
+    with inductor_config.patch(layout_optimization=False):
+        assert copied(fn, X) == [False]
+        agrees(fn, X, used=False)
+    many = lambda x: [x := x + i for i in range(60)] and pooled(CONV(x))  # noqa: E731
+    assert copied(many, X) == [False]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_inductor_is_asked_about_the_convolutions(cast, monkeypatch):
+    """On a GPU not all graphs are laid out so: of those that are trained none whose convolutions
+    all have few channels.
+    """
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+
+    def fn(x, *convolutions):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return pooled(nn.Sequential(*convolutions)(x.relu()))
+
+    assert copied(lambda x: fn(x, CONV), X) == [False]
+    assert copied(lambda x: fn(x, CONV, WIDE), X) == [True]
+    with torch.no_grad():
+        assert copied(lambda x: fn(x, CONV), X) == [None]
+
+
+def test_random_numbers_of_eager_code_stay():
+    fn = lambda x: pooled(F.dropout(CONV(x), 0.5))  # noqa: E731
+    assert copied(fn, X) == [True]
+    with inductor_config.patch(fallback_random=True):
+        assert copied(fn, X) == [None]
+
+
+# Around it
+
+
+def test_nothing_accepted_leaves_the_graph_itself():
+    def backend(gm, example_inputs):
+        record = GraphRecord(0)
+        new, _ = fuse_graph(gm, Options(), record, usable(patterns()))
+        seen.append((new is gm, record.channels_last))
+        return gm.forward
+
+    seen: list = []
+    torch._dynamo.reset()
+    torch.compile(lambda x: CONV(x).relu(), backend=backend)(X)
+    assert seen == [(True, False)]
+
+
+def test_the_graph_and_its_values_are_not_changed():
+    def text(gm):
+        values = [(n.name, n.meta["example_value"].stride()) for n in gm.graph.nodes
+                  if isinstance(n.meta.get("example_value"), torch.Tensor)]  # fmt: skip
+        return str(gm.graph), values
+
+    def backend(gm, example_inputs):
+        before = text(gm)
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        assert layout_of(gm).graph is not None
+        assert text(gm) == before
+        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == state
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = Block()
+
+    def fn(x):
+        with torch.no_grad(), torch.autocast("cpu"):
+            y = CONV(x)
+        return model(x), y
+
+    torch.compile(fn, backend=backend)(X)
