@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_backend
 from fusion_backend.compat.torch import inductor_config
+from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.options import Options
 from fusion_backend.pipeline import fuse_graph
-from fusion_backend.frontends.loading import patterns, usable
 from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.channels_last import layout_of
 
@@ -136,9 +136,10 @@ def test_a_network_is_trained_the_same(cast):
         lambda x: pooled(WIDE(CONV(x))),
         lambda x: pooled(CONV(CONV(x)[:, :3].contiguous())),
         lambda x: pooled(CONV(torch.cat((CONV(x), x), 1)[:, 62:65])),
-        lambda x: pooled(WIDE(torch.cat((CONV(x).chunk(2, 1)[0], UP(x)[..., ::2, ::2].chunk(2, 1)[1]), 1))),
+        lambda x: pooled(WIDE(torch.cat((CONV(x)[:, :32], UP(x)[:, 32:, ::2, ::2]), 1))),
         lambda x: pooled(CONV(x)).permute(0, 2, 3, 1) @ CONV.weight.new_ones(64, 2),
         lambda x: pooled(CONV(x.mul_(2))),
+        lambda x: F.adaptive_avg_pool2d(pooled(CONV(x)), 1),
     ],
 )
 def test_results_inputs_and_strides_are_as_before(fn):
@@ -203,17 +204,44 @@ class Twice(torch.autograd.Function):
         return dy
 
 
+def joined(x):
+    """Returns a copy that in channels-last would be a view, and what is computed from the image."""
+    y = pooled(CONV(x))
+    return y.permute(0, 2, 3, 1).contiguous(), (y * y).sum()
+
+
+def without_gradients(x):
+    """A function in an enclosing region without gradients returns an image."""
+    y = pooled(CONV(x))
+    torch.set_grad_enabled(False)
+    return y, y * 2
+
+
+def half_cast(x):
+    """What may depend on the layout is in a region of autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        z = torch.as_strided(x * 2, (4,), (1,)).sum()
+    return pooled(CONV(x)), z
+
+
+def of_each(x):
+    return pooled(torch.vmap(lambda t: F.conv2d(t, CONV.weight))(x[None])[0])
+
+
 STAY = {
     "an image that is written to by another name": nudged,
     "a view that is read after its image was written to": nudged_later,
     "an image that is returned by two names": two_names,
     "a result that is permuted": permuted,
+    "a copy that would be a view": joined,
+    "results without gradients": without_gradients,
+    "code with strides under autocast": half_cast,
+    "a vmap": of_each,
+    "a product with contiguous ones": lambda x: torch.ones(4, 64, 6, 5) * pooled(CONV(x)),
     "code with strides": strided,
     "an operator of the user's": lambda x: (pooled(CONV(x)), of_strides(CONV(x).detach())),
     "a function with a gradient of its own": lambda x: pooled(Twice.apply(CONV(x))),
-    "a checkpoint": lambda x: pooled(
-        checkpoint(lambda y: CONV(y).relu(), x, use_reentrant=False)
-    ),
+    "a checkpoint": lambda x: pooled(checkpoint(lambda y: CONV(y).relu(), x, use_reentrant=False)),
 }
 
 
@@ -222,8 +250,15 @@ OTHER = {"a checkpoint": False}  # whose convolution is in a body
 
 @pytest.mark.parametrize("name", STAY)
 def test_what_could_tell_the_difference_stays(name):
-    assert copied(STAY[name], X) == [OTHER.get(name)]
-    agrees(STAY[name], X, used=False)
+    grad = torch.is_grad_enabled()
+    try:
+        assert copied(STAY[name], X) == [OTHER.get(name)]
+        torch.set_grad_enabled(grad)
+        agrees(STAY[name], X, used=False)
+        assert torch.autocast_decrement_nesting() == -1  # what was entered has been left
+        torch.autocast_increment_nesting()
+    finally:
+        torch.set_grad_enabled(grad)
 
 
 def test_in_the_middle_of_a_network_and_in_inference():

@@ -338,9 +338,12 @@ def convolution(n: fx.Node) -> bool:
 
 def copies_nothing(convolutions: list[fx.Node], inputs: list[fx.Node]) -> bool:
     """Are the results of the convolutions, and all images among the inputs of their region, known
-    to be in channels-last, so that Inductor copies none of them to that format?
+    to be in channels-last, so that Inductor copies none of them to that format? Weights that are
+    inputs of the graph it copies in any case.
     """
-    values = (n.meta.get("val") for n in inputs)
+    weights = {n.args[1] for n in convolutions if len(n.args) > 1}
+    given = {n for n in weights if isinstance(n, fx.Node) and n.op == "placeholder"}
+    values = (n.meta.get("val") for n in inputs if n not in given)
     images = [t for t in values if isinstance(t, torch.Tensor) and t.is_floating_point()]
     images = [t for t in images if t.dim() > 3] + [n.meta["val"] for n in convolutions]
     return all(t.dim() > 3 and dense(t, [0, *range(2, t.dim()), 1]) for t in images)

@@ -14,6 +14,7 @@ convolution cost 16 % of a step.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from typing import NamedTuple
 
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor, fx
 
 from fusion_backend.capture.aliases import storages_of
+from fusion_backend.capture.interpreter import AUTOCAST, LEVELS, traceable
 from fusion_backend.capture.predicted_writes import REPLACES_STORAGE, PredictedWrites
 from fusion_backend.capture.sizes import is_dense
 from fusion_backend.capture.tracer import preserved_state
 from fusion_backend.compat.channels_last import Convolutions, lays_out
 from fusion_backend.compat.torch import (
-    FakeTensor,
+    LOG_USAGE,
+    STATE_FUNCTIONS,
     HigherOrderOperator,
     aten,
     fake_mode_of,
@@ -39,14 +42,14 @@ from fusion_backend.compat.torch import (
 )
 from fusion_backend.rewrite.writer import module_of
 
+ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 LAST, FIRST = torch.channels_last, torch.contiguous_format
 CONVOLUTIONS = {"conv2d", "conv_transpose2d"}  # of images; Inductor lays out no others
 PIXELS = 4  # channels of images with which networks begin
 READS_LAYOUT = REPLACES_STORAGE | {
-    "as_strided", "as_strided_", "as_strided_scatter", "stride", "storage_offset", "is_contiguous",
-    "data_ptr", "untyped_storage", "storage", "empty_strided", "new_empty_strided",
+    "as_strided", "as_strided_", "as_strided_scatter", "empty_strided", "new_empty_strided",
 }  # fmt: skip
-MODULES = ("torch", "_operator", "operator", "builtins", "math")
+MODULES = ("torch", "_operator", "builtins")
 
 
 class Differs(Exception):
@@ -64,10 +67,10 @@ class Layout(NamedTuple):
 
 def layout_of(gm: fx.GraphModule) -> Layout:
     """How Inductor lays out the images of a Dynamo graph, if not as the graph says."""
-    mode = fake_mode_of(gm)
-    if mode is None or not any(map(is_contiguous, gm.graph.nodes)):
-        return Layout(None, False)
     try:
+        mode = fake_mode_of(gm)
+        if mode is None or not any(map(is_contiguous, gm.graph.nodes)):
+            return Layout(None, False)
         copy = Copy(gm)
         with preserved_state(), without_torch_function(), mode:
             if not lays_out(copy.convolutions(), copy.trains, len(gm.graph.nodes)):
@@ -81,7 +84,7 @@ def layout_of(gm: fx.GraphModule) -> Layout:
 
 
 def is_contiguous(n: fx.Node) -> bool:
-    """Is the node a convolution of a contiguous image of more than one pixel and channel?"""
+    """Is the node a convolution of an image that is not channels-last?"""
     x = value_of(n.args[0]) if is_convolution(n) and n.args else None
     return is_dense(x) and x.dim() == 4 and not x.is_contiguous(memory_format=LAST)
 
@@ -111,6 +114,8 @@ class Copy:
         given = {s for n in inputs for s in storages_of(value_of(n))}
         # memory of a result that somebody outside may know by another name
         self.shared = {s for s, times in memory.items() if times > 1 or s in given}
+        self.autocasts: list = []  # that have been entered
+        self.joined: set[int] = set()  # memory in the copy of what had memory of its own
         self.trains = torch.is_grad_enabled() and any(
             getattr(value_of(n), "requires_grad", False) for n in self.results
         )
@@ -132,25 +137,35 @@ class Copy:
     def run(self) -> None:
         if inductor_config.fallback_random:
             raise Differs("eager code draws random numbers in the order of memory")
+        if special := next((n for n in self.gm.graph.nodes if not ordinary(n)), None):
+            raise Differs(f"{special} may depend on the layout, or change some state")
+        before = torch.is_grad_enabled()
+        try:
+            self.compute_all()
+        finally:
+            while self.autocasts:
+                self.autocasts.pop().__exit__(None, None, None)
+        if torch.is_grad_enabled() is not before:
+            raise Differs("the results would be copied without their gradient")
+        self.restore_results()
+
+    def compute_all(self) -> None:
         for n in self.gm.graph.nodes:
             if n.op == "output":
                 continue
             self.node[n] = new = self.copied(n)
             if n.op in ("placeholder", "get_attr"):
                 self.value[new] = value_of(n)
-                if not traceable(self.value[new]):
-                    raise Differs(f"{n} has no example value")
+                if self.value[new] is None or not traceable(self.value[new]):
+                    raise Differs(f"{n} has no example value of a tensor without a subclass")
             else:
                 self.compute(new)
                 self.check(n, new)
-        self.restore_results()
 
     def copied(self, n: fx.Node) -> fx.Node:
         """The node, with the input of a convolution in channels-last. A view of an image may only
         be had as a copy, as for Inductor.
         """
-        if not ordinary(n):
-            raise Differs(f"{n} may depend on the layout")
         new = self.graph.node_copy(n, self.node.__getitem__)
         keep_source(new, n)
         name = getattr(n.target, "__name__", n.target)
@@ -159,16 +174,17 @@ class Copy:
             if x.stride(1) != 1 and x.shape[1] > PIXELS:
                 raise Differs(f"{n} would need a copy in the middle of a network")
             if not x.is_contiguous(memory_format=LAST):
-                with self.graph.inserting_before(new):
-                    self.in_format(new, new.args[0], LAST)
+                self.in_format(new, new.args[0], LAST)
         elif new.op == "call_method" and name == "view" and sizes_of(n) is not None:
             new.op, new.target = "call_function", aten.reshape.default
             new.args, new.kwargs = (new.args[0], sizes_of(new)), {}
         return new
 
     def in_format(self, reader: fx.Node, n: fx.Node, form: torch.memory_format) -> None:
-        laid = self.graph.call_function(aten.contiguous.default, (n,), {"memory_format": form})
-        laid.meta = {k: v for k, v in reader.meta.items() if k != "example_value"}
+        """Have `reader` read a value in this format."""
+        with self.graph.inserting_before(reader):
+            laid = self.graph.call_function(aten.clone.default, (n,), {"memory_format": form})
+        laid.meta = dict(n.meta)
         self.compute(laid)
         reader.replace_input_with(n, laid)
 
@@ -178,8 +194,13 @@ class Copy:
             out = getattr(args[0], n.target)(*args[1:], **kwargs)
         else:
             out = n.target(*args, **kwargs)
+        name = getattr(n.target, "__name__", "")
+        if name == ENTER_AUTOCAST:
+            self.autocasts.append(out)
+        elif name == EXIT_AUTOCAST:
+            self.autocasts.remove(*args)
         self.value[n] = out
-        if value_of(n) is not None or n.target is aten.contiguous.default:
+        if value_of(n) is not None:
             n.meta["example_value"] = out
 
     def check(self, n: fx.Node, new: fx.Node) -> None:
@@ -191,8 +212,11 @@ class Copy:
         was, now = (pytree.tree_leaves(v) for v in (value_of(n), self.value[new]))
         if [*map(about, was)] != [*map(about, now)]:
             raise Differs(f"{n} is another")
-        if is_convolution(n) or aliased(n, value_of) == aliased(new, self.value.get):
+        before, after = aliased(n, value_of), aliased(new, self.value.get)
+        if is_convolution(n) or before == after:
             return
+        if any(after) and not any(before):
+            self.joined |= storages_of(self.value[new])
         if not self.writes.touched.isdisjoint((n, *n.all_input_nodes)):
             raise Differs(f"{n} is a copy, and something writes to its memory")
         if self.shared & storages_of(value_of(n)):
@@ -202,13 +226,19 @@ class Copy:
         """Give each result the strides that it had."""
         output = self.graph.node_copy(self.gm.graph.output_node(), self.node.__getitem__)
         for n in dict.fromkeys(self.results):
-            new, was = self.node[n], value_of(n)
-            if not isinstance(was, Tensor) or strides(was) == strides(self.value[new]):
+            was, now = value_of(n), self.value[self.node[n]]
+            if not isinstance(was, Tensor):
                 continue
-            if not was.is_contiguous() or self.shared & storages_of(was):
+            if self.joined & storages_of(now):
+                raise Differs(f"{n} is returned, and would be a view")
+            if was.stride() == now.stride():
+                if mixes_formats(self.node[n], self.value):
+                    raise Differs(f"Inductor may return an operand of {n}, which lies otherwise")
+                continue
+            contiguous = was.stride() == torch.empty_like(was, memory_format=FIRST).stride()
+            if not contiguous or self.shared & storages_of(was):
                 raise Differs(f"{n} is returned, and lies in memory otherwise")
-            with self.graph.inserting_before(output):
-                self.in_format(output, new, FIRST)
+            self.in_format(output, self.node[n], FIRST)
 
     def finished(self) -> fx.GraphModule:
         keep_signature(self.graph, self.gm.graph)
@@ -217,7 +247,9 @@ class Copy:
 
 
 def ordinary(n: fx.Node) -> bool:
-    """Is the node a call of torch, whose result does not depend on the strides of its arguments?"""
+    """Is the node a call of torch, whose result does not depend on the strides of its arguments,
+    and that changes no state but autocast and grad mode?
+    """
     if n.op in ("placeholder", "output"):
         return True
     if n.op == "get_attr":
@@ -225,18 +257,15 @@ def ordinary(n: fx.Node) -> bool:
     if n.op not in ("call_function", "call_method") or isinstance(n.target, HigherOrderOperator):
         return False
     name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "")
-    if name.partition(".")[0] in READS_LAYOUT or "out" in n.kwargs:
+    if name.partition(".")[0] in READS_LAYOUT or name in LEVELS or "out" in n.kwargs:
         return False
     if n.op == "call_method":
         return True
+    if value_of(n) is None and n.target is not operator.setitem:
+        return name in AUTOCAST or n.target in STATE_FUNCTIONS or n.target is LOG_USAGE
     space = namespace_of(n.target)
     module = getattr(n.target, "__module__", None) or "torch"
     return space in ("aten", "prims") if space else module.partition(".")[0] in MODULES
-
-
-def traceable(value: object) -> bool:
-    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    return value is not None and all(type(t) is FakeTensor for t in tensors)
 
 
 def sizes_of(n: fx.Node) -> tuple | None:
@@ -252,12 +281,22 @@ def about(t: object) -> tuple | None:
     return (t.shape, t.dtype, t.device) if isinstance(t, Tensor) else None
 
 
-def strides(t: Tensor) -> list:
-    """The strides that matter."""
-    return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1]
-
-
 def aliased(n: fx.Node, value) -> list[bool]:
     """Whether the result of a call shares memory with each node that it reads."""
     own = storages_of(value(n))
     return [bool(own & storages_of(value(a))) for a in n.all_input_nodes]
+
+
+def mixes_formats(n: fx.Node, values: dict) -> bool:
+    """Is a contiguous image computed from one in channels-last of the same shape? Inductor drops
+    an operator that does nothing, such as a product with ones, although its strides matter.
+    """
+    own = values[n]
+    return (
+        own.dim() == 4
+        and own.is_contiguous()
+        and any(
+            is_dense(v) and v.shape == own.shape and not v.is_contiguous()
+            for v in map(values.get, n.all_input_nodes)
+        )
+    )
