@@ -134,6 +134,7 @@ def test_a_network_is_trained_the_same(cast):
         lambda x: (x[0], pooled(CONV(x)).chunk(2, 1)[1] + 1),
         lambda x: (x.view(4, -1), pooled(CONV(x))),
         lambda x: pooled(WIDE(CONV(x))),
+        lambda x: pooled(F.conv2d(CONV(x)[:, :32], WIDE.weight[:, :32])),
         lambda x: pooled(CONV(CONV(x)[:, :3].contiguous())),
         lambda x: pooled(CONV(torch.cat((CONV(x), x), 1)[:, 62:65])),
         lambda x: pooled(WIDE(torch.cat((CONV(x)[:, :32], UP(x)[:, 32:, ::2, ::2]), 1))),
@@ -228,6 +229,13 @@ def of_each(x):
     return pooled(torch.vmap(lambda t: F.conv2d(t, CONV.weight))(x[None])[0])
 
 
+def wide_cast(x):
+    """An image of many channels is found in a region of autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = WIDE(x.repeat(1, 22, 1, 1)[:, :64].relu())
+    return pooled(y.float() * 0)
+
+
 STAY = {
     "an image that is written to by another name": nudged,
     "a view that is read after its image was written to": nudged_later,
@@ -236,6 +244,7 @@ STAY = {
     "a copy that would be a view": joined,
     "results without gradients": without_gradients,
     "code with strides under autocast": half_cast,
+    "many channels under autocast": wide_cast,
     "a vmap": of_each,
     "a product with contiguous ones": lambda x: torch.ones(4, 64, 6, 5) * pooled(CONV(x)),
     "code with strides": strided,

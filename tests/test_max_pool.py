@@ -202,3 +202,21 @@ def test_in_training_alone_it_is_measured(monkeypatch, tmp_path, grad):
             record = decided(lambda x: F.max_pool2d(x * 2, 3, 2, 1), x)
     (site,) = (s for s in record.sites if s.pattern == NAME)
     assert site.fused is grad, site
+
+
+@pytest.mark.parametrize(
+    ("channels", "last", "taken"),
+    [(3, False, True), (64, False, False), (64, True, True)],
+    ids=["pixels", "many channels", "channels-last"],
+)
+def test_behind_a_convolution_the_format_is_known(monkeypatch, tmp_path, channels, last, taken):
+    """In pixels the graph is laid out as by Inductor; from other images it is known to differ."""
+    conv = nn.Conv2d(channels, 64, 3, padding=1)
+    form = LAST if last else torch.contiguous_format
+    x = torch.randn(32, channels, 64, 64).to(memory_format=form)
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(max_pool=2.0)):
+        record = decided(lambda x: F.max_pool2d(conv(x).relu(), 2), x)
+    (site,) = (s for s in record.sites if s.pattern == NAME)
+    assert site.fused is taken, site
+    assert ("lays out the images of conv2d" in site.reason) is not taken, site
+    assert record.channels_last is (channels == 3)

@@ -52,13 +52,13 @@ def pixels(n: int, side: int) -> torch.Tensor:
     return torch.randn(n, 3, side, side)
 
 
-@problem("torchvision resnet50, two blocks a stage", dict(n=64, side=224), FEW, TRAINS)
+@problem("torchvision resnet50, two blocks a stage", dict(n=256, side=224), FEW, TRAINS)
 def resnet_from_pixels(n, side):
     return nn.Sequential(*stem(64), *bottlenecks(64), *head(2048)), (pixels(n, side),)
 
 
 @problem(
-    "torchvision resnet50 under autocast, two blocks a stage", dict(n=64, side=224), FEW, AUTOCAST
+    "torchvision resnet50 under autocast, two blocks a stage", dict(n=256, side=224), FEW, AUTOCAST
 )
 def resnet_from_pixels_under_autocast(n, side):
     def forward(m, x):
@@ -69,7 +69,7 @@ def resnet_from_pixels_under_autocast(n, side):
     return Called(forward, network=network), images
 
 
-@problem("torchvision vgg16_bn without its classifier", dict(n=32, side=224), FEW, TRAINS)
+@problem("torchvision vgg16_bn without its classifier", dict(n=128, side=224), FEW, TRAINS)
 def vgg_from_pixels(n, side):
     layers, inner = [], 3
     for outer, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -93,7 +93,7 @@ class DenseLayer(nn.Module):
         return torch.cat((x, self.conv2(F.relu(self.norm2(y)))), 1)
 
 
-@problem("torchvision densenet121, three layers a block", dict(n=64, side=224), FEW, TRAINS)
+@problem("torchvision densenet121, three layers a block", dict(n=256, side=224), FEW, TRAINS)
 def densenet_from_pixels(n, side):
     layers, c = stem(64), 64
     for last in (False, False, True):
@@ -106,7 +106,7 @@ def densenet_from_pixels(n, side):
     return nn.Sequential(*layers, *head(c)), (pixels(n, side),)
 
 
-@problem("milesial/Pytorch-UNet: three levels", dict(n=8, side=256), FEW, TRAINS)
+@problem("milesial/Pytorch-UNet: three levels", dict(n=16, side=256), FEW, TRAINS)
 def unet_from_pixels(n, side):
     def forward(m, x):
         first = m.down[0](x)
@@ -141,7 +141,7 @@ def silu(inner: int, outer: int, kernel: int = 1, stride: int = 1) -> nn.Sequent
     return nn.Sequential(conv_norm(inner, outer, kernel, stride), nn.SiLU(inplace=True))
 
 
-@problem("Ultralytics YOLOv8: the first three stages of the backbone", dict(n=32, side=320), FEW,
+@problem("Ultralytics YOLOv8: the first three stages of the backbone", dict(n=128, side=320), FEW,
          TRAINS)  # fmt: skip
 def yolo_from_pixels(n, side):
     layers = [silu(3, 32, 3, 2)]
@@ -166,7 +166,7 @@ class Inverted(nn.Module):
         return x + self.body(x) if self.same else self.body(x)
 
 
-@problem("torchvision mobilenet_v2, two blocks a width", dict(n=64, side=224), FEW, TRAINS)
+@problem("torchvision mobilenet_v2, two blocks a width", dict(n=256, side=224), FEW, TRAINS)
 def mobilenet_from_pixels(n, side):
     layers, inner = [conv_norm(3, 32, 3, 2), nn.ReLU6(inplace=True)], 32
     for outer in (24, 32, 64, 96):
@@ -175,7 +175,7 @@ def mobilenet_from_pixels(n, side):
     return nn.Sequential(*layers, *head(inner)), (pixels(n, side),)
 
 
-@problem("diffusers UNet2DModel, of latents: two levels", dict(n=16, side=64),
+@problem("diffusers UNet2DModel, of latents: two levels", dict(n=64, side=64),
          dict(n=2, side=8), TRAINS)  # fmt: skip
 def diffusion_from_latents(n, side):
     def forward(m, x):
@@ -192,7 +192,7 @@ def diffusion_from_latents(n, side):
     return Called(forward, **parts), (torch.randn(n, 4, side, side),)
 
 
-@problem("torchvision's fcn_resnet50 and its loss, two blocks a stage", dict(n=8, side=384), FEW,
+@problem("torchvision's fcn_resnet50 and its loss, two blocks a stage", dict(n=32, side=384), FEW,
          TRAINS)  # fmt: skip
 def segmentation_from_pixels(n, side):
     def forward(m, x, target):
