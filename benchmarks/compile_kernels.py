@@ -9,7 +9,8 @@ versions of Triton, so that versions can be compared. With --mutations it prints
 arguments torch believes that a kernel writes: where torch's analysis fails, it takes all to be
 written, and Inductor copies them. Exit status: 1 where a kernel spills more than is known to pay,
 asks for more shared memory than there is, shares rows among more programs than run at once, or
-computes with a tile in two layouts, "torn": it moves through shared memory in between.
+computes with a tile in two layouts, "torn": it moves through shared memory in between. The same
+where Triton mixes up the rows of a tile, "mixed".
 """
 
 from __future__ import annotations

@@ -2171,6 +2171,18 @@ MUTATIONS = {
         "if False:",
         "tests/test_survey.py",
     ),
+    "layouts: channels of odd planes are mixed": Mutation(
+        "fusion_backend/kernels/norm/channel_norm_backward.py",
+        "tl.sum(tl.where(keep, g, 0.0), 1)",
+        "tl.sum(g, 1)",
+        "tests/test_kernels.py::test_channels_of_odd_planes_are_not_mixed",
+    ),
+    "layouts: no tile is mixed": Mutation(
+        "benchmarks/launches/layouts.py",
+        "if order[name][0] != len(shape) - 1]",
+        "if False]",
+        "tests/test_kernels.py::test_mixed_tiles",
+    ),
     "layouts: no tile is torn": Mutation(
         "benchmarks/launches/layouts.py",
         "if len(found) > 1 and",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from benchmarks.launches.layouts import torn_tiles
+from benchmarks.launches.layouts import mixed_tiles, torn_tiles
 from benchmarks.records.runs import Run
 from fusion_backend.kernels.common.inputs import as_rows
 from fusion_backend.kernels.common.launch import trial
@@ -107,6 +107,40 @@ def test_every_kernel_compiles_without_a_gpu(tmp_path):
     run = Run.load(tmp_path / "compiled.json")
     assert run.rows[0] == other and run.about["triton"] == f"3.0.0, {triton.__version__}"
     assert {"flash_kernel", "norm_backward_shared_kernel"} < {row["kernel"] for row in run.rows[1:]}
+
+
+MIXED = """
+import os
+os.environ["TRITON_INTERPRET"] = "0"
+from benchmarks.launches.launches import all_launches
+from benchmarks.launches.resources import usage
+
+for one in all_launches(["channel_norm"]):
+    if one.launch.name == "channel_norm_backward_kernel" and one.work == "b=32 c=768 n=7":
+        print(one.dtype, usage(one.launch).mixed)
+"""
+
+
+def test_channels_of_odd_planes_are_not_mixed():
+    """Triton 3.6 added up different channels of planes of 7 x 7 in fp32."""
+    told = output_of("-c", MIXED).splitlines()
+    assert told[-2:] == ["bf16 []", "fp32 []"]
+
+
+def test_mixed_tiles():
+    layouts = (
+        "#blocked = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [32, 1], "
+        "warpsPerCTA = [8, 1], order = [0, 1]}>\n"
+        "#blocked1 = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], "
+        "warpsPerCTA = [8, 1], order = [1, 0]}>\n"
+    )
+    line = (
+        "%1 = tt.reshape %g_46 allow_reorder efficient_layout : tensor<512x16xf32, #{}> "
+        "-> tensor<512x1x16xf32, #blocked2> loc(#loc205)\n"
+    )
+    assert mixed_tiles(layouts + line.format("blocked")) == [(512, 16)]
+    assert not mixed_tiles(layouts + line.format("blocked1"))
+    assert not mixed_tiles(layouts)
 
 
 def test_torn_tiles():

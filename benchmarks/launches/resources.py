@@ -13,7 +13,7 @@ import torch
 import triton
 
 from benchmarks.launches.launches import Found, Launch
-from benchmarks.launches.layouts import torn_tiles
+from benchmarks.launches.layouts import mixed_tiles, torn_tiles
 from benchmarks.records.runs import Run
 from fusion_backend.compat.gluon import source_class
 from fusion_backend.compat.triton import SM_90, JITFunction
@@ -27,6 +27,7 @@ class Usage(NamedTuple):
     shared: int  # bytes a block
     tensor_core: str  # the matrix instruction, if any
     torn: list[tuple[int, int]]  # shapes of tiles that are computed with in several layouts
+    mixed: list[tuple[int, ...]]  # shapes of tiles whose rows are added up wrongly
 
 
 def compiled_for_hopper(launch: Launch):
@@ -58,6 +59,7 @@ def usage(launch: Launch) -> Usage:
         compiled.metadata.shared,
         mma[0] if mma else "",
         torn_tiles(compiled.asm["ttgir"]),
+        mixed_tiles(compiled.asm["ttgir"]),
     )
 
 
@@ -100,7 +102,7 @@ def check_resources(found: list[Found], run: Run) -> int:
         waits = launch.programs > at_once(use, warps)
         most = TOLERATED.get((launch.name, warps), TOLERATED.get(launch.name, 0))
         wrong = use.spilled > most or use.shared > SHARED_LIMIT or waits
-        wrong = wrong or (use.torn and launch.name not in TORN)
+        wrong = wrong or (use.torn and launch.name not in TORN) or use.mixed
         bad += bool(wrong)
         run.rows.append(
             dict(
@@ -114,11 +116,13 @@ def check_resources(found: list[Found], run: Run) -> int:
         )
         numbers = f"{warps:6}{use.registers:6}{use.spilled:7}{use.shared:8}"
         torn = "".join(f"  torn {rows}x{columns}" for rows, columns in use.torn)
+        torn += "".join(f"  mixed {'x'.join(map(str, shape))}" for shape in use.mixed)
         mark = torn + ("  TOO MUCH" if wrong else "")
         print(f"{launch.name:37}{dtype:6}{numbers}  {words} {use.tensor_core}{mark}", flush=True)
     print(
         f"{bad} launches spill, exceed {SHARED_LIMIT} bytes of shared memory, "
-        "share rows among more programs than run at once, or compute with a tile in two layouts"
+        "share rows among more programs than run at once, compute with a tile in two layouts, or "
+        "mix up its rows"
     )
     return bad
 

@@ -88,7 +88,9 @@ def channel_norm_backward_kernel(
         x, factor, total = factor_of(x, ch, eps, C, NORM)
         u = tl.where(keep, x * factor, 0.0)  # where there is no position it may be infinite
         if BIAS:
-            db += tl.sum(g, 1)
+            # not of g itself: in fp32 Triton 3.6 sums a tile that was just loaded as if its rows
+            # were held as its columns are, and adds up different channels
+            db += tl.sum(tl.where(keep, g, 0.0), 1)
         if NORM == "length":
             g *= tl.cast(scale, tl.float32)
         if WEIGHT:
