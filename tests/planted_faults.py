@@ -91,12 +91,6 @@ MUTATIONS = {
         "",
         "tests/test_channels_last.py",
     ),
-    "channels-last: functions with gradients of their own are copied": Mutation(
-        "fusion_backend/rewrite/channels_last.py",
-        " or isinstance(n.target, HigherOrderOperator)",
-        "",
-        "tests/test_channels_last.py",
-    ),
     "channels-last: eager random numbers are drawn otherwise": Mutation(
         "fusion_backend/rewrite/channels_last.py",
         "if inductor_config.fallback_random:",
