@@ -33,7 +33,7 @@ MUTATIONS = {
     ),
     "channels-last: a view that is written to may be a copy": Mutation(
         "fusion_backend/rewrite/channels_last.py",
-        "if not self.writes.touched.isdisjoint((n, *n.all_input_nodes)):",
+        "if any(times_written(t) != times for t, times in self.watched):",
         "if False:",
         "tests/test_channels_last.py",
     ),
@@ -47,6 +47,12 @@ MUTATIONS = {
         "fusion_backend/rewrite/channels_last.py",
         "if self.joined & storages_of(now):",
         "if False:",
+        "tests/test_channels_last.py",
+    ),
+    "channels-last: padded images have the strides of fakes": Mutation(
+        "fusion_backend/rewrite/channels_last.py",
+        'PADDED = {"replicate", "reflect",',
+        "PADDED = {",
         "tests/test_channels_last.py",
     ),
     "channels-last: results are copied without gradients": Mutation(
@@ -63,7 +69,7 @@ MUTATIONS = {
     ),
     "channels-last: Inductor may drop a change of format": Mutation(
         "fusion_backend/rewrite/channels_last.py",
-        "if mixes_formats(self.node[n], self.value):",
+        "if self.mixes_formats(n):",
         "if False:",
         "tests/test_channels_last.py",
     ),

@@ -213,6 +213,13 @@ def test_a_dynamic_batch_is_fused_and_a_dynamic_height_is_not(dim, count):
     assert_fuses(head, x, pattern=NAME, count=count)
 
 
+class Copied(nn.Conv2d):
+    """The graph itself says how its result lies."""
+
+    def forward(self, x):
+        return super().forward(x).contiguous(memory_format=LAST)
+
+
 def after(convolution):
     return lambda x: F.interpolate(convolution(x).relu() + 1, (256, 256), mode="bilinear")
 
@@ -224,8 +231,9 @@ def after(convolution):
         (after(nn.Conv2d(64, 64, 1)), True, False, False),
         (after(nn.Conv2d(64, 64, 1).to(memory_format=LAST)), False, True, False),
         (after(nn.Identity()), False, False, False),
+        (after(Copied(64, 64, 1)), False, False, False),
     ],
-    ids=["without gradients", "with gradients", "channels-last", "no convolution"],
+    ids=["without gradients", "with gradients", "channels-last", "no convolution", "copied"],
 )
 def test_in_inference_a_convolution_before_it_decides(
     monkeypatch, tmp_path, fn, grad, last, settled

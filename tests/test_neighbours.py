@@ -43,7 +43,7 @@ left("batch_norm", beside, lambda x, k, c: norm(conv(x, k), c).relu(), x, k, c)
 left("batch_norm", beside, lambda x, k, c: conv(norm(x, c).relu(), k), x, k, c)
 transposed = lambda x, k, c: norm(F.conv_transpose2d(x, k, padding=1), c)
 left("batch_norm", "layout of conv_transpose2d", transposed, x, k, c)
-parts = lambda x: torch.cat((x[:, :128].sin(), x[:, 128:].cos()))
+parts = lambda x: (lambda v: torch.cat((v.sin(), v.cos())))(x.flatten(2))
 several = "compute the silu of its result in each kernel"
 left("batch_norm", several, lambda x, k, c: parts(F.silu(norm(conv(x, k), c))), x, k, c)
 left("batch_norm", beside, lambda x, k, c: parts(norm(conv(x, k), c).relu()), x, k, c)

@@ -6,9 +6,9 @@ a kernel that is chosen by them is given copies. Here the images with which a ne
 channels-last in the Dynamo graph, as after `model.to(memory_format=torch.channels_last)`, and the
 strides of everything behind them follow. The results of the graph have the strides that they had.
 
-Only graphs that are trained are changed, and only those that begin with images of few channels.
-In blocks that are given larger images in contiguous memory, and in some graphs in inference, the
-rest of Inductor's kernels became slower in trials on an H200.
+Only graphs with results that require gradients are changed, and only those that begin with images
+of few channels. In blocks that are given larger images in contiguous memory, and in some graphs in
+inference, the rest of Inductor's kernels became slower in trials on an H200.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch import Tensor, fx
 
 from fusion_backend.capture.aliases import storages_of
 from fusion_backend.capture.interpreter import AUTOCAST, LEVELS, traceable
-from fusion_backend.capture.predicted_writes import REPLACES_STORAGE, PredictedWrites
+from fusion_backend.capture.predicted_writes import REPLACES_STORAGE
 from fusion_backend.capture.sizes import is_dense
 from fusion_backend.capture.tracer import preserved_state
 from fusion_backend.compat.channels_last import Convolutions, lays_out
+from fusion_backend.compat.memory import DATA
 from fusion_backend.compat.torch import (
     LOG_USAGE,
     STATE_FUNCTIONS,
@@ -36,6 +37,7 @@ from fusion_backend.compat.torch import (
     keep_source,
     namespace_of,
     pytree,
+    times_written,
     without_torch_function,
 )
 from fusion_backend.rewrite.writer import module_of
@@ -47,6 +49,10 @@ PIXELS = 4  # channels of images with which networks begin
 READS_LAYOUT = REPLACES_STORAGE | {
     "as_strided", "as_strided_", "as_strided_scatter", "empty_strided", "new_empty_strided",
 }  # fmt: skip
+ARITHMETIC = {"add", "sub", "rsub", "subtract", "mul", "multiply", "div", "divide", "true_divide"}
+ARITHMETIC |= {"truediv", "pow", "float_power", "iadd", "isub", "imul", "itruediv", "ipow"}
+# Of these torch's fake kernels tell other strides than the real ones have.
+PADDED = {"replicate", "reflect", "replication_pad2d", "reflection_pad2d"}
 MODULES = ("torch", "_operator", "builtins")
 
 
@@ -55,8 +61,8 @@ class Differs(Exception):
 
 
 class Layout(NamedTuple):
-    """graph: a copy of the graph in channels-last, with example values of its own. hidden: there is
-    none, but Inductor lays out the images so.
+    """graph: a copy of the graph in channels-last, with example values of its own. hidden: no copy
+    was made although Inductor lays out the images so.
     """
 
     graph: fx.GraphModule | None
@@ -96,24 +102,24 @@ def value_of(n) -> object:
 
 
 class Copy:
-    """A copy of a graph, whose values are computed while it is made. It is not made, but Differs is
-    raised, where code could tell the difference.
+    """A copy of a graph, whose values are computed while it is made. Where code could tell the
+    difference, Differs is raised instead.
     """
 
     def __init__(self, gm: fx.GraphModule):
         self.gm, self.graph = gm, fx.Graph()
         self.node: dict[fx.Node, fx.Node] = {}  # of the source -> of the copy
         self.value: dict[fx.Node, object] = {}  # of the copy -> what it computes
-        self.writes = PredictedWrites(gm)
         results = pytree.tree_leaves(gm.graph.output_node().args)
         self.results = [n for n in results if isinstance(n, fx.Node)]
         memory = Counter(s for n in {*self.results} for s in storages_of(value_of(n)))
         inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
         given = {s for n in inputs for s in storages_of(value_of(n))}
-        # memory of a result that somebody outside may know by another name
+        # memory of a result that is also that of another result or of an input
         self.shared = {s for s, times in memory.items() if times > 1 or s in given}
         self.autocasts: list = []  # that have been entered
-        self.joined: set[int] = set()  # memory in the copy of what had memory of its own
+        self.watched: list[tuple[Tensor, int]] = []  # with how often they had been written to
+        self.joined: set[int] = set()  # storages in the copy of values that had one of their own
         self.trains = torch.is_grad_enabled() and any(
             getattr(value_of(n), "requires_grad", False) for n in self.results
         )
@@ -143,6 +149,8 @@ class Copy:
         finally:
             while self.autocasts:
                 self.autocasts.pop().__exit__(None, None, None)
+        if any(times_written(t) != times for t, times in self.watched):
+            raise Differs("what is a copy instead of a view, or the reverse, is written to")
         if torch.is_grad_enabled() is not before:
             raise Differs("the results would be copied without their gradient")
         self.restore_results()
@@ -159,10 +167,12 @@ class Copy:
             else:
                 self.compute(new)
                 self.check(n, new)
+                if self.mixes_formats(n):
+                    raise Differs(f"{n} has operands of two formats")
 
     def copied(self, n: fx.Node) -> fx.Node:
-        """The node, with the input of a convolution in channels-last. A view of an image may only
-        be had as a copy, as for Inductor.
+        """The node, with the input of a convolution in channels-last. `view` becomes `reshape`,
+        because it may need a copy, as it does for Inductor.
         """
         new = self.graph.node_copy(n, self.node.__getitem__)
         keep_source(new, n)
@@ -215,10 +225,28 @@ class Copy:
             return
         if any(after) and not any(before):
             self.joined |= storages_of(self.value[new])
-        if not self.writes.touched.isdisjoint((n, *n.all_input_nodes)):
-            raise Differs(f"{n} is a copy, and something writes to its memory")
+        near = pytree.tree_leaves([self.value[m] for m in (new, *new.all_input_nodes)])
+        self.watched += [(t, times_written(t)) for t in near if isinstance(t, Tensor)]
         if self.shared & storages_of(value_of(n)):
             raise Differs(f"{n} is a copy, and what it was a view of is returned")
+
+    def mixes_formats(self, n: fx.Node) -> bool:
+        """Is a contiguous sum or product computed from an operand of the same shape that is so no
+        more? Inductor drops those that do nothing, such as a product with ones, and what reads them
+        gets the operand, which lies in memory otherwise.
+        """
+        own = self.value[self.node[n]]
+        name = str(getattr(n.target, "__name__", n.target)).partition(".")[0].strip("_")
+        if name not in ARITHMETIC or not is_dense(own) or not own.is_contiguous():
+            return False
+        read = [(value_of(a), self.value[self.node[a]]) for a in n.all_input_nodes]
+        return any(
+            is_dense(now)
+            and now.shape == own.shape
+            and was.is_contiguous()
+            and not now.is_contiguous()
+            for was, now in read
+        )
 
     def restore_results(self) -> None:
         """Give each result the strides that it had."""
@@ -230,8 +258,6 @@ class Copy:
             if self.joined & storages_of(now):
                 raise Differs(f"{n} is returned, and would be a view")
             if was.stride() == now.stride():
-                if mixes_formats(self.node[n], self.value):
-                    raise Differs(f"Inductor may return an operand of {n}, which lies otherwise")
                 continue
             contiguous = was.stride() == torch.empty_like(was, memory_format=FIRST).stride()
             if not contiguous or self.shared & storages_of(was):
@@ -245,8 +271,8 @@ class Copy:
 
 
 def ordinary(n: fx.Node) -> bool:
-    """Is the node a call of torch, whose result does not depend on the strides of its arguments,
-    and that changes no state but autocast and grad mode?
+    """Is the node a call of torch that is not known to depend on the strides of its arguments, and
+    that changes no state but autocast and grad mode?
     """
     if n.op in ("placeholder", "output"):
         return True
@@ -255,7 +281,10 @@ def ordinary(n: fx.Node) -> bool:
     if n.op not in ("call_function", "call_method"):
         return False
     name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "")
-    if name.partition(".")[0] in READS_LAYOUT or name in LEVELS or "out" in n.kwargs:
+    special = name.partition(".")[0] in READS_LAYOUT or name in LEVELS or n.target is DATA
+    if special or "out" in n.kwargs:
+        return False
+    if PADDED.intersection(v for v in (name, *n.args, *n.kwargs.values()) if isinstance(v, str)):
         return False
     if n.op == "call_method":
         return True
@@ -283,18 +312,3 @@ def aliased(n: fx.Node, value) -> list[bool]:
     """Whether the result of a call shares memory with each node that it reads."""
     own = storages_of(value(n))
     return [bool(own & storages_of(value(a))) for a in n.all_input_nodes]
-
-
-def mixes_formats(n: fx.Node, values: dict) -> bool:
-    """Is a contiguous image computed from one in channels-last of the same shape? Inductor drops
-    an operator that does nothing, such as a product with ones, although its strides matter.
-    """
-    own = values[n]
-    return (
-        own.dim() == 4
-        and own.is_contiguous()
-        and any(
-            is_dense(v) and v.shape == own.shape and not v.is_contiguous()
-            for v in map(values.get, n.all_input_nodes)
-        )
-    )
