@@ -24,6 +24,7 @@ SAMPLED = {
     "tests/test_benchmarks.py": 2,
     "tests/test_channel_cross_entropy.py::test_spellings": 3,
     "tests/test_channel_kernels.py": 5,
+    "tests/test_channels_last.py::test_results_inputs_and_strides_are_as_before": 2,
     "tests/test_channel_norm.py": 3,
     "tests/test_channel_norm_kernels.py": 3,
     "tests/test_check_pattern.py": 2,
