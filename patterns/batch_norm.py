@@ -18,7 +18,7 @@ from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import reject_dtypes, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.norm.channels import Affine, computed_in_each, forward, reject_channels
+from fusion_backend.kernels.norm.channels import Affine, forward, reject_channels
 
 
 @Pattern(inductor="pointwise")
@@ -59,8 +59,6 @@ def _(x, mean, var, weight, bias, eps, act):
 def _(around, training):
     if around.convolutions:
         beside = around.convolutions[0]
-        if around.read_in_several:
-            return computed_in_each(around.read_in_several[0])
         return Reject(
             f"it would decide the layout of {beside} beside it: timed at 0.78 to 0.98 of Inductor "
             "on an H200"

@@ -163,18 +163,6 @@ MUTATIONS = {
         "for n in inputs)",
         "tests/test_measured_regions.py",
     ),
-    "channels-last: one reader computes an activation again": Mutation(
-        "fusion_backend/decide/neighbours.py",
-        "if len(readers_through_views(u)) > 1)",
-        "if len(readers_through_views(u)) > 0)",
-        "tests/test_neighbours.py",
-    ),
-    "channels-last: parts of a value are one reader": Mutation(
-        "fusion_backend/decide/neighbours.py",
-        "        if is_view(u) or u.target is operator.getitem:\n",
-        "        if False:\n",
-        "tests/test_neighbours.py",
-    ),
     "attention plans: fp32 has plans of cuDNN, too": Mutation(
         "patterns/attention/own_plan.py",
         "if not half or not guard_or_true(",

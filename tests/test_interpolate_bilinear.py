@@ -245,4 +245,4 @@ def test_in_inference_a_convolution_before_it_decides(
             record = decided(fn, x.requires_grad_(grad))
     (site,) = (s for s in record.sites if s.pattern == NAME)
     assert site.fused is not settled, site
-    assert ("lays out the images of conv2d" in site.reason) is settled, site
+    assert ("from conv2d, which Inductor computes channels-last" in site.reason) is settled, site

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERATORS: list[OpOverload] = []
-# Inductor lays out no graph with more nodes for a convolution, of which an operator is many.
+# Inductor lays out no graph with so many nodes for each convolution. A node of Dynamo becomes
+# several.
 NODES_PER_CONVOLUTION, OPERATORS_PER_NODE = 300, 5
 
 
@@ -58,15 +59,15 @@ class Convolutions(TorchDispatchMode):
 
 
 def lays_out(calls: list[tuple[tuple, Tensor]], trains: bool, nodes: int) -> bool:
-    """Does Inductor lay out the images of a graph channels-last, which has these convolutions and
-    so many nodes of Dynamo? Asked of Inductor itself.
+    """Will Inductor lay out the images of a graph channels-last? Inductor itself is asked, with the
+    convolutions of the graph (`calls`). nodes: how many the Dynamo graph has.
     """
     from torch._inductor.graph import GraphLowering
 
     if nodes * OPERATORS_PER_NODE >= NODES_PER_CONVOLUTION * len(calls):
         return False
     if has_free_symbols(calls):
-        return False  # on a CPU Inductor does; there are no kernels for it
+        return False  # on a CPU Inductor does, but there are no kernels for that
     graph = fx.Graph()
 
     def placeholder(a):

@@ -82,18 +82,6 @@ def source_of(n: fx.Node) -> fx.Node:
     return n
 
 
-def readers_through_views(n: fx.Node) -> set[fx.Node]:
-    """The operators that read a value or a part of it."""
-    found, pending = set(), [*n.users]
-    while pending:
-        u = pending.pop()
-        if is_view(u) or u.target is operator.getitem:
-            pending += u.users
-        else:
-            found.add(u)
-    return found
-
-
 class Neighbours:
     """The neighbours of one match, the nearest first. unread: the places of results that nobody
     reads. lies_otherwise: Inductor will lay out images channels-last that are contiguous here.
@@ -154,15 +142,6 @@ class Neighbours:
         return names(
             n for n in (*self.making, *self.reading) if name_of(n).startswith("aten::conv")
         )
-
-    @property
-    def read_in_several(self) -> list[str]:
-        """The elementwise operators on the results that several operators read, also through views.
-        Inductor computes such an operator in each of them, unless it is long.
-        """
-        users = [u for r in self.roots for u in self.users(r)]
-        own = (u for u in users if elementwise(u) and not is_view(u))
-        return names(u for u in own if len(readers_through_views(u)) > 1)
 
     @property
     def laid_out_by(self) -> str | None:

@@ -102,7 +102,7 @@ def reject_images(x: Tensor, height: int | None = None, width: int | None = None
 
 def lies_otherwise(convolution: str) -> Settled:
     """The region that the gate would measure has the layout of the graph."""
-    return Settled(f"Inductor lays out the images of {convolution} before it channels-last")
+    return Settled(f"its images come from {convolution}, which Inductor computes channels-last")
 
 
 def rows_of_tile(columns: int) -> int:

@@ -29,7 +29,7 @@ from fusion_backend.kernels.common.inputs import (
     same_layout,
 )
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.reporting.reject import Reject, Settled
+from fusion_backend.reporting.reject import Reject
 
 SMALL = 1024  # elements below which a plane is small
 
@@ -44,13 +44,6 @@ class Affine(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-
-
-def computed_in_each(activation: str) -> Settled:
-    """Inductor's own norm and activation are long enough to be computed once."""
-    return Settled(
-        f"Inductor would compute the {activation} of its result in each kernel that reads it"
-    )
 
 
 def planes_of(x: Tensor, dim: int) -> bool | None:
