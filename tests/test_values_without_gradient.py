@@ -63,8 +63,8 @@ def frozen_and_trained(x, frozen, trained):
 
 
 def a_zero_of_each(x, frozen, trained):
-    zero = torch.zeros_like(x)
-    h = F.linear(x, trained, trained[0])
+    zero = torch.zeros_like(trained)
+    h = F.linear(x, frozen, frozen[0])
     return torch.maximum(h, torch.zeros_like(h)), zero
 
 

@@ -21,6 +21,7 @@ from fusion_backend.compat.torch import (
 )
 from fusion_backend.decide.facts import Facts
 from fusion_backend.ir.argument_views import OF_COMPLEX, Viewed, original
+from fusion_backend.ir.edges import bounded, is_strict
 from fusion_backend.ir.expr import FREE, LIKE, Expr, peel
 from fusion_backend.match.matcher import Match
 from fusion_backend.match.templates import variables
@@ -70,6 +71,7 @@ class Legality:
             self.computed_again(match)
             or self.not_movable(match)
             or self.without_gradient(match)
+            or self.another_gradient(match)
             or not_supported(match)
         )
 
@@ -169,6 +171,18 @@ class Legality:
                 return f"nobody asks for a gradient of {result(r)}"
             if not any(map(self.facts.view.trains, (r, *self.canon.of[r].nodes))):
                 return f"{result(r)} requires no gradient, unlike the other results"
+        return ""
+
+    def another_gradient(self, match: Match) -> str:
+        """Has an operator inside, such as clamp, another gradient at its bound than that of the
+        pattern, such as relu?
+        """
+        strict = match.pattern.memo.get("strict", set())
+        for n in bounded((*match.interior, *match.roots), self.canon.of):
+            if len(strict) == 1 and is_strict(n) not in strict and self.facts.view.trains(n):
+                passes = "no gradient" if is_strict(n) else "a gradient"
+                told = f"{name_of(n).removeprefix('aten::')} at {location(n)} passes {passes}"
+                return f"at its bound {told}, unlike the operator of the pattern"
         return ""
 
     def not_movable(self, match: Match) -> str:

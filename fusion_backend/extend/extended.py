@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
+from fusion_backend.capture.view import View, is_lowered, is_mutation
 from fusion_backend.extend.generated_rows import generated_rows
 from fusion_backend.extend.translate import ACROSS, NoProgram, Translation, fits, step
 from fusion_backend.ir.canonicalize import Canon
+from fusion_backend.ir.edges import is_strict
 from fusion_backend.ir.expr import Expr, peel
 from fusion_backend.kernels.generated.adjoint import columns_of
 from fusion_backend.match.match import Match
@@ -28,8 +29,6 @@ from fusion_backend.options import Options
 EXTENDED = ("layer_norm", "rms_norm", "l2_norm", "softmax")
 FAR = 200  # nodes behind a result to look at
 MOST_NODES = 64  # to add
-# Operators whose gradient at an edge is that of a program, 0. That of clamp and of maximum is not.
-EDGES = {"aten::relu", "aten::relu6", "aten::hardtanh"}
 
 
 def extends(options: Options) -> bool:
@@ -161,7 +160,7 @@ class Extent:
         if not plain or state(n) != state(self.base.roots[0]):
             return False
         read = {peel(self.canon.of[a]) for a in n.all_input_nodes}
-        edges = name_of(n) in EDGES or not self.view.trains(n)
+        edges = is_strict(n) or not self.view.trains(n)  # a program passes nothing at a bound
         return self.reaches(peel(self.canon.of[n]), read, edges)
 
     def reaches(self, e: Expr, read: set[Expr], edges: bool) -> bool:

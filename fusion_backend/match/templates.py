@@ -22,6 +22,7 @@ from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.view import View, is_lowered
 from fusion_backend.compat.torch import FakeTensorMode, pytree, schema_of, trace
 from fusion_backend.ir.canonicalize import Canon, unrepeatable
+from fusion_backend.ir.edges import bounded, is_strict
 from fusion_backend.ir.expr import LEAVES, Expr, peel
 from fusion_backend.ir.rules import version
 from fusion_backend.match.prefilter import Skeleton, make_room, skeleton_of
@@ -33,7 +34,7 @@ from fusion_backend.ops.rule import Rule
 from fusion_backend.reporting.reject import PatternError
 
 # other results of tracing, besides the templates
-TRACED = ("random", "differentiable", "dtypes", "default_dtype")
+TRACED = ("random", "differentiable", "dtypes", "default_dtype", "strict")
 PROBES = (1.2360679774997898, 0.8660254037844386)  # factors of a scalar's example value
 # How a captured scalar may reach the graph, and how to get it back from there.
 FORMS: dict[str, tuple[Callable, Callable]] = {
@@ -276,6 +277,8 @@ def traced(pattern: Definition, fn: Callable, kinds: tuple[str, ...], probe: flo
     outs = results_of(pattern, gm.graph)
     check_operators(pattern, gm.graph, kinds)
     pattern.memo["differentiable"] = any(o.meta["val"].is_floating_point() for o in outs)
+    found = map(is_strict, bounded(gm.graph.nodes, canon.of))
+    pattern.memo.setdefault("strict", set()).update(found)
     roots = tuple(canon.of[o] for o in outs)
     size = sum(e.op not in LEAVES for e in subexpressions(roots))
     # the final rounding of a result is compared with the graph's dtypes, not matched

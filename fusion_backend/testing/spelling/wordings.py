@@ -215,10 +215,6 @@ WORDINGS: dict[str, list] = {
     "relu": unary(
         "relu",
         "F.relu({self})",
-        "torch.clamp({self}, min=0)",
-        "{self}.clamp_min(0)",
-        "{self}.clamp(min=0.0)",
-        "torch.maximum({self}, torch.zeros_like({self}))",
         ("F.relu({self:n}, inplace=True)", overwritable),
         module="ReLU",
     ),
@@ -264,13 +260,8 @@ WORDINGS: dict[str, list] = {
             "{self}.clamp_max({max}).clamp_min({min})",
             lambda a: number(a.min) and number(a.max) and a.min <= a.max,
         ),
-        (
-            "F.hardtanh({self}, {min}, {max})",
-            lambda a: number(a.min) and number(a.max) and a.min < a.max,
-        ),
         ("{self:n}.clamp_({min}, {max}); {self:n}", overwritable),
         ("torch.clamp_min({self}, {min})", lambda a: number(a.min) and a.max is None),
-        ("F.relu({self})", lambda a: a.min == 0 and a.max is None),
     ],
     "clamp_min": [
         "torch.clamp_min({self}, {min})",

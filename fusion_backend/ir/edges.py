@@ -1,0 +1,29 @@
+"""The gradient of operators with a bound where their argument is exactly that bound.
+
+There relu and hardtanh have none, clamp passes it on, and maximum and minimum halve it. It matters
+where many values are exactly a bound: all results of a layer are zero if its weights begin as
+zeros, and in 16 bits many are exactly six.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from fusion_backend.capture.view import is_lowered, name_of
+from fusion_backend.ir.expr import Expr
+
+STRICT = {f"aten::{name}" for name in ("relu", "relu6", "hardtanh", "hardswish", "hardsigmoid")}
+BOUNDS = {"maximum", "minimum"}  # what clamp is made of, too
+
+
+def is_strict(n: fx.Node) -> bool:
+    """Has it no gradient at a bound?"""
+    return name_of(n) in STRICT
+
+
+def bounded(nodes: Iterable[fx.Node], of: Mapping[fx.Node, Expr]) -> list[fx.Node]:
+    """Those of the nodes that have a bound."""
+    lowered = filter(is_lowered, nodes)
+    return [n for n in lowered if is_strict(n) or (n in of and of[n].op in BOUNDS)]

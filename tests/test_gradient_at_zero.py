@@ -1,0 +1,92 @@
+"""The gradient at zero: relu and hardtanh have none there, clamp passes it on, and maximum halves
+it. All results of a layer whose weights begin as zeros are zero.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion_backend import Pattern
+from fusion_backend.ops.registry import unregister
+from fusion_backend.testing import assert_fuses, collect, fused_nodes
+
+ACTS = {
+    "relu": F.relu,
+    "clamp": lambda y: y.clamp(min=0),
+    "clamp_min": lambda y: torch.clamp_min(y, 0.0),
+    "maximum": lambda y: torch.maximum(y, torch.zeros_like(y)),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_of_a_linear_layer(act):
+    """In training only relu is relu; in inference all are. The gradients are eager's."""
+    x, w, b = torch.randn(8, 64), torch.zeros(64, 64), torch.zeros(64)
+
+    def model(x, w, b):
+        return ACTS[act](F.linear(x, w, b))
+
+    assert_fuses(model, x, w, b, pattern="linear_act", count=1)
+    w, b = w.requires_grad_(), b.requires_grad_()
+    assert_fuses(model, x, w, b, pattern="linear_act", count=int(act == "relu"))
+    compiled = torch.compile(model, backend="fusion", options={"fusion.gate": "always"})
+    got, want = (torch.autograd.grad(f(x, w, b).sum(), [w, b]) for f in (compiled, model))
+    torch.testing.assert_close(got, want)
+    assert all(g.any() == (act != "relu") for g in want)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_of_a_norm(act):
+    x, w, b = torch.randn(8, 64), torch.zeros(64), torch.zeros(64)
+
+    def model(x, w, b):
+        return ACTS[act](F.layer_norm(x, (64,), w, b))
+
+    assert_fuses(model, x, w, b, pattern="norm_act", count=1)
+    w, b = w.requires_grad_(), b.requires_grad_()
+    assert_fuses(model, x, w, b, pattern="norm_act", count=int(act == "relu"))
+
+
+def hardtanh(y):
+    return F.hardtanh(y, 0.0, 6.0)
+
+
+def clamp(y):
+    return y.clamp(0, 6)
+
+
+@pytest.mark.parametrize(
+    "act, word", [(F.relu6, "relu6"), (hardtanh, "relu6"), (clamp, "identity")]
+)
+def test_with_a_second_bound(act, word):
+    """Only relu6 is relu6."""
+
+    def model(x, w, b, mean, var):
+        return act(F.batch_norm(x, mean, var, w, b, True))
+
+    x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+    w, b = (torch.zeros(8, requires_grad=True) for _ in range(2))
+    (call,) = fused_nodes(collect(model, x, w, b, torch.zeros(8), torch.ones(8)).graphs[0])
+    assert str(call.target) == "fusion.batch_norm_training.default" and call.args[-1] == word
+
+
+def test_of_a_pattern_with_clamp():
+    """A pattern finds its own reference, in training and in inference, and no relu in training."""
+
+    @Pattern
+    def bounded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.tanh((x * torch.sigmoid(w)).clamp(min=0)))
+
+    def relu(x, w):
+        return torch.exp(torch.tanh(F.relu(x * torch.sigmoid(w))))
+
+    try:
+        x, w = torch.randn(8, 64), torch.randn(64)
+        for trains in (False, True):
+            x.requires_grad_(trains)
+            assert_fuses(lambda x, w: bounded(x, w), x, w, pattern="bounded", count=1)
+            assert_fuses(relu, x, w, pattern="bounded", count=int(not trains))
+        site = next(s for s in collect(relu, x, w).report.sites if s.pattern == "bounded")
+        assert "relu at" in site.reason and "passes no gradient" in site.reason
+    finally:
+        unregister("bounded")
