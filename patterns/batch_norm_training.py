@@ -2,13 +2,13 @@
 residual), with the mean and variance of each channel, dimension 1, over the batch and all other
 dimensions.
 
-x is `[b, c]` or `[b, c, ...]` in fp32, bf16 or fp16, its channels adjacent in memory, as
-in channels-last tensors; residual is like x, and may be missing. Weight and bias `[c]` may be
-missing, too, and may be in fp32 beside an x in 16 bits. act is relu, silu or nothing; silu has no
-residual. Returns y, laid out as x, and mean and var `[c]` in fp32, from which the model computes
-its running statistics; var is divided by the number of terms. Computed in fp32; the backward keeps
-x, mean and var, and with a residual in front of relu y. Source: Ioffe and Szegedy 2015,
-torch.nn.functional.batch_norm.
+x is `[b, c]` or `[b, c, ...]` in fp32, bf16 or fp16, its channels adjacent in memory, as in
+channels-last tensors; residual is like x, and may be missing. Weight and bias `[c]` may be missing,
+too, and may be in fp32 beside an x in 16 bits. act is relu, relu6, silu, hardswish or nothing; with
+a residual it is relu or nothing. Returns y, laid out as x, and mean and var `[c]` in fp32, from
+which the model computes its running statistics; var is divided by the number of terms. Computed in
+fp32; the backward keeps x, mean and var, and with a residual in front of relu y. Source: Ioffe and
+Szegedy 2015, torch.nn.functional.batch_norm.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def batch_norm_training(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    act: Literal["identity", "relu", "silu"],
+    act: Literal["identity", "relu", "relu6", "silu", "hardswish"],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if residual is not None and act == "silu":
+    if residual is not None and act not in ("identity", "relu"):
         raise ValueError("its gradient would need the residual")
     alone = weight is None and bias is not None  # torch has no gradient then, on a GPU
     y = F.batch_norm(x, None, None, weight, None if alone else bias, True, 0.0, eps)
@@ -99,7 +99,7 @@ def _(x, residual, weight, bias, eps, act):
     return forward(x, residual, weight, bias, eps, act)
 
 
-@batch_norm_training.backward(result=True)
+@batch_norm_training.backward(result=True, same={"residual": 0})
 def _(saved, dy, dmean=None, dvar=None):
     y, mean, var = saved.result
     needs = tuple(saved.needs[name] for name in ("x", "residual", "weight", "bias"))

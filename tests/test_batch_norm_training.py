@@ -1,6 +1,7 @@
 """batch_norm_training: its kernels against fp64, and the models in which it is found."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "batch_norm_training"
 PATTERN = FUSION_RULES[NAME]
 LAST = torch.channels_last
-ACTS = ["identity", "relu", "silu"]
+ACTS = ["identity", "relu", "relu6", "silu", "hardswish"]
 
 
 def last(*shape, dtype=torch.float32):
@@ -49,7 +50,7 @@ def last(*shape, dtype=torch.float32):
     dtype=FLOATS, act=ACTS, residual=[False, True],
 )  # fmt: skip
 def test_shapes_and_dtypes(shape, dtype, act, residual):
-    if residual and act == "silu":
+    if residual and act not in ("identity", "relu"):
         pytest.skip("refused")
     x, r = last(*shape, dtype=dtype), last(*shape, dtype=dtype) if residual else None
     c = shape[1]
@@ -58,7 +59,9 @@ def test_shapes_and_dtypes(shape, dtype, act, residual):
 
 @runs_kernels
 @pytest.mark.parametrize("weight, bias", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("act, residual", [("silu", False), ("relu", True), ("relu", False)])
+@pytest.mark.parametrize(
+    "act, residual", [("silu", False), ("relu", True), ("relu", False), ("hardswish", False)]
+)
 def test_missing_vectors(weight, bias, act, residual):
     x, r = last(3, 20, 6, 5), last(3, 20, 6, 5) if residual else None
     w, b = randn(20) if weight else None, randn(20) if bias else None
@@ -120,10 +123,69 @@ def test_far_from_zero():
 
 
 @runs_kernels
-def test_relu_passes_nan_on():
+@pytest.mark.parametrize("act", ["relu6", "hardswish"])
+def test_far_from_zero_behind_the_norm(act):
+    """Both edges of the activation have values on both sides."""
+    x, w, b = last(3, 8, 9, 9), 4 + randn(8), randn(8)
+    assert 0.01 < (PATTERN.reference(x, None, w, b, 1e-3, "identity")[0] > 6).float().mean()
+    check(NAME, x, None, w, b, 1e-3, act)
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", [NAME, "batch_norm_sum"])
+def test_expanded_gradients_of_the_statistics(name):
+    """As of their sum: all of them are one element in memory."""
+    pattern, x, vectors = FUSION_RULES[name], last(2, 40, 5, 5), [randn(40) for _ in range(4)]
+    rest = (vectors[:2], [1e-3]) if name == NAME else (vectors, [1e-3, 1e-3])
+    inputs = [x, *([None] if name == NAME else [last(2, 40, 5, 5)]), *rest[0], *rest[1], "relu"]
+    result = pattern.launched(tuple(inputs), save=False)
+    named = dict(zip((p.name for p in pattern.params), inputs, strict=True))
+    needs = {k: k == "x" for k, v in named.items() if v is None or isinstance(v, torch.Tensor)}
+    saved = SimpleNamespace(**named, result=result[: pattern.outputs], needs=needs)
+    one = torch.ones((), device=DEVICE)
+    gradients = [(one * (i + 1)).expand(r.shape) for i, r in enumerate(saved.result)]
+    dx, *_ = pattern.backward_fn(saved, *gradients)
+    exact = [v.double() if isinstance(v, torch.Tensor) else v for v in inputs]
+    for v in exact[:2]:
+        if v is not None:
+            v.requires_grad_()
+    want = pattern.reference(*exact)
+    (wanted,) = torch.autograd.grad(want, exact[0], [g.double() for g in gradients])
+    assert distance(dx, wanted) < 1e-5
+
+
+@runs_kernels
+def test_hardswish_at_its_edges():
+    """All of a channel is exactly 3 or -3."""
+    x, zero, b = last(2, 4, 3, 3), torch.zeros(4, device=DEVICE), randn(4).sign() * 3
+    _, mean, var = forward(x, None, zero, b, 1e-3, "hardswish")
+    needs = True, False, False, True
+    dy = torch.ones_like(x)
+    found = backward(dy, None, None, x, None, zero, b, mean, var, 1e-3, "hardswish", needs)
+    b64 = b.double().requires_grad_()
+    (want,) = torch.autograd.grad(18 * F.hardswish(b64).sum(), b64)
+    assert torch.equal(found[3].double(), want) and {*want.tolist()} == {0.0, 18.0}
+
+
+@runs_kernels
+def test_six_in_16_bits():
+    """What is rounded to six has no gradient, as in eager; in fp32 much of it would be below."""
+    x, w, b = last(2, 8, 160, 160, dtype=torch.float16), 4 + randn(8), randn(8)
+    _, mean, var = forward(x, None, w, b, 1e-3, "identity")
+    dy = torch.ones_like(x)
+    needs = True, False, False, True
+    found = backward(dy, None, None, x, None, w, b, mean, var, 1e-3, "relu6", needs)
+    z = PATTERN.reference(x.float(), None, w, b, 1e-3, "identity")[0]
+    passed = [((0 < v) & (v < 6)).sum((0, 2, 3)) for v in (z.half(), z)]
+    assert (found[3] - passed[0]).abs().sum() < (passed[1] - passed[0]).abs().sum() / 2
+
+
+@runs_kernels
+@pytest.mark.parametrize("act", ["relu", "relu6", "hardswish"])
+def test_nan_is_passed_on(act):
     x = last(2, 4, 3, 3)
     x[0, 1, 0, 0] = float("nan")
-    y, mean, _ = forward(x, None, None, None, 1e-5, "relu")
+    y, mean, _ = forward(x, None, None, None, 1e-5, act)
     assert y[:, 1].isnan().all() and mean[1].isnan() and not y[:, [0, 2, 3]].isnan().any()
 
 
@@ -168,10 +230,10 @@ def images(*shape, dtype=torch.float32):
     return last(*shape, dtype=dtype).requires_grad_()
 
 
-def trained(model, x, autocast=False):
+def trained(model, x, autocast=None):
     """The result, the gradients of x and of all parameters, and the buffers, after two steps."""
     for _ in range(2):
-        with torch.autocast(DEVICE, torch.bfloat16, autocast):
+        with torch.autocast(DEVICE, autocast or torch.bfloat16, autocast is not None):
             y = model(x)
         weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
         wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
@@ -179,9 +241,9 @@ def trained(model, x, autocast=False):
     return [y.detach(), *gradients, *(b.clone() for b in model.buffers())]
 
 
-def check_model(model, x, sites, autocast=False):
-    """About as close to fp64 as the model that runs as it is; `sites` of them fused. The
-    interpreter rounds to bf16 by cutting off.
+def check_model(model, x, sites, autocast=None):
+    """About as close to fp64 as the model that runs as it is; `sites` of them fused, or sites of
+    these names. The interpreter rounds to bf16 by cutting off.
     """
     model = model.to(DEVICE)
     if x.dim() == 4:
@@ -195,15 +257,15 @@ def check_model(model, x, sites, autocast=False):
         assert mine.dtype == its.dtype and mine.shape == its.shape
         assert distance(mine, right) <= (4 if autocast else 2) * distance(its, right) + 1e-5
     fused = [s.pattern for s in backend.report.fused]
-    assert fused == [NAME] * sites, backend.report
+    assert fused == ([NAME] * sites if isinstance(sites, int) else sites), backend.report
     return backend.report
 
 
 @runs_kernels
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.ReLU6, nn.Hardswish])
 @pytest.mark.parametrize("momentum", [0.1, 0.5, 1])
 def test_a_block(act, momentum):
-    """silu stays behind the sum, whose gradient would need it."""
+    """All but relu stay behind the sum, whose gradient would need it."""
     check_model(Block(act=act, momentum=momentum), images(2, 8, 6, 6), 2)
 
 
@@ -218,7 +280,7 @@ def test_a_block_in_16_bits(dtype):
 def test_autocast():
     """What a convolution gives is in 16 bits, weight, bias and running statistics in fp32."""
     model = nn.Sequential(nn.Conv2d(8, 8, 1), Block())
-    check_model(model, images(2, 8, 6, 6), 2, autocast=True)
+    check_model(model, images(2, 8, 6, 6), 2, autocast=torch.bfloat16)
 
 
 @runs_kernels

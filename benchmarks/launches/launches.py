@@ -41,8 +41,9 @@ OTHER_WAYS = {
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "gated_norm": [dict(form=form) for form in (9, -1)],  # in front of an RMS norm
-    # relu with a residual, and relu and silu without one; the first has no activation
-    "batch_norm_training": [dict(form=form) for form in (1, 9, 10)],
+    # relu with a residual, and all activations without one; the first has none
+    "batch_norm_training": [dict(form=form) for form in (1, 9, 10, 11, 12)],
+    "batch_norm_sum": [dict(form=1)],  # relu; the first has no activation
     "channel_norm": [dict(form=4)],  # of a layer norm; the first is of unit length
     "channel_softmax": [dict(form=-1)],  # the logarithm
     "channel_cross_entropy": [dict(form=6)],  # without weights

@@ -18,6 +18,10 @@ def activate(x: Tensor, act: str) -> Tensor:
             return x
         case "relu":
             return F.relu(x)
+        case "relu6":
+            return F.relu6(x)
+        case "hardswish":
+            return F.hardswish(x)
         case "exp_relu":
             return torch.exp(F.relu(x))
         case "gelu":
@@ -67,14 +71,18 @@ def activation_gradient(dy: Tensor, x: Tensor, act: str, rounded: bool = False) 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
-    """act(x) in a kernel, x in fp32, for identity, relu, exp_relu, relu_squared, gelu, gelu_tanh,
-    quick_gelu, silu, tanh and sigmoid.
+    """act(x) in a kernel, x in fp32, for identity, relu, relu6, hardswish, exp_relu, relu_squared,
+    gelu, gelu_tanh, quick_gelu, silu, tanh and sigmoid.
     """
     tl.static_assert(x.dtype == tl.float32)
     if ACT == "identity":
         y = x
     elif ACT == "relu":
         y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+    elif ACT == "relu6":
+        y = within_six(x)
+    elif ACT == "hardswish":
+        y = x * within_six(x + 3.0) * 0.16666667
     elif ACT == "exp_relu":
         y = exp(tl.where(x < 0.0, 0.0, x))
     elif ACT == "relu_squared":
@@ -95,6 +103,12 @@ def activated(x, ACT: tl.constexpr):
         tl.static_assert(ACT == "sigmoid")
         y = tl.sigmoid(x)
     return y
+
+
+@triton.jit
+def within_six(x):
+    """relu6(x); NaN stays NaN."""
+    return tl.where(x < 0.0, 0.0, tl.where(x > 6.0, 6.0, x))
 
 
 @triton.jit

@@ -72,10 +72,21 @@ def forward(
 
     x is `[b, c, ...]` in fp32, bf16 or fp16, its channels adjacent in memory; residual, if any, is
     like x, weight and bias are `[c]`, contiguous, of any of these dtypes. act is a word of
-    common/activations.py. Grids: pieces by blocks of columns; blocks of 32 channels; as the first.
+    common/activations.py. Grids: those of `statistics`; pieces by blocks of columns.
     """
     c, rows, columns = number(x.shape[1]), rows_of(x), columns or columns_of(x)
     y = torch.empty_like(x)
+    mean, var = statistics(x, columns)
+    launch(
+        batch_norm_kernel, columns.grid, x, residual, weight, bias, mean, var, y, rows, eps,
+        C=c, ACT=act, **columns.constants,
+    )  # fmt: skip
+    return y, mean, var
+
+
+def statistics(x: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    """mean and var `[c]` of each channel, in fp32. Grids: as the columns; blocks of 32 channels."""
+    c, rows = number(x.shape[1]), rows_of(x)
     moments = torch.empty((2, columns.pieces, c), dtype=torch.float32, device=x.device)
     mean, var = (torch.empty(c, dtype=torch.float32, device=x.device) for _ in range(2))
     launch(batch_moments_kernel, columns.grid, x, moments, rows, C=c, **columns.constants)
@@ -83,11 +94,7 @@ def forward(
         merge_batch_moments_kernel, (triton.cdiv(c, 32),), moments, mean, var, rows, C=c,
         ROWS=columns.rows, PIECES=columns.pieces, COLS=32, PARTS=64, num_warps=4,
     )  # fmt: skip
-    launch(
-        batch_norm_kernel, columns.grid, x, residual, weight, bias, mean, var, y, rows, eps,
-        C=c, ACT=act, **columns.constants,
-    )  # fmt: skip
-    return y, mean, var
+    return mean, var
 
 
 @triton.jit
