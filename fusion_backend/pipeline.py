@@ -20,6 +20,7 @@ from fusion_backend.capture import autocast
 from fusion_backend.capture.aliases import versions, writers_of
 from fusion_backend.capture.attention import brought_to_form
 from fusion_backend.capture.functionalize import functionalize_locals
+from fusion_backend.capture.norms_of_sums import norms_together
 from fusion_backend.capture.tracer import capture
 from fusion_backend.capture.view import View
 from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
@@ -154,20 +155,22 @@ def fuse_graph(
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
         started = time.thread_time()
         laid_out, hidden = layout_of(gm)
-        view = capture(gm if laid_out is None else laid_out)
-        record.capture_s = time.thread_time() - started
-        if view is None:
-            return gm, []
-        started = time.thread_time()
-        view.lies_otherwise = hidden
-        top = scope_of(view)
-        dumped.view(top)
-        judge = Judge(options, record, compiles)
-        run(top, judge, record, rules, dumped)
-        record.match_s += time.thread_time() - started - judge.thread_s
-        started = time.thread_time()
-        write(top)
-        record.rewrite_s += time.thread_time() - started
+        source = gm if laid_out is None else laid_out
+        with norms_together(source):
+            view = capture(source)
+            record.capture_s = time.thread_time() - started
+            if view is None:
+                return gm, []
+            started = time.thread_time()
+            view.lies_otherwise = hidden
+            top = scope_of(view)
+            dumped.view(top)
+            judge = Judge(options, record, compiles)
+            run(top, judge, record, rules, dumped)
+            record.match_s += time.thread_time() - started - judge.thread_s
+            started = time.thread_time()
+            write(top)
+            record.rewrite_s += time.thread_time() - started
         dumped.result(top)
         record.channels_last = laid_out is not None and top.result is not laid_out
         done(top, judge)

@@ -171,6 +171,9 @@ def check(name: str, *args, kernel=None, needs=None, factor: float = 5, narrow=N
                                                      strict=True))  # fmt: skip
     result = got[: pattern.outputs] if pattern.outputs > 1 else got[0]
     kept = dict(zip(pattern.saves, got[pattern.outputs :], strict=False))
+    for k, other in pattern.backward_same.items():
+        if other in needs:
+            needs[other] |= needs[k]
     saved = SimpleNamespace(**inputs, **seed, **kept, result=result, needs=needs)
     found = dict(zip(tensors, many(pattern.backward_fn(saved, *grads)), strict=True))
     found |= {

@@ -36,6 +36,12 @@ def may_write(n: fx.Node) -> bool:
     return name in IN_PLACE if in_operator else name.endswith("_") or bool(n.kwargs.get("inplace"))
 
 
+def replaces_storage(n: fx.Node) -> bool:
+    """Does a tensor get another storage there, as by x.set_(y) or x.data = y?"""
+    name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "")
+    return name in REPLACES_STORAGE
+
+
 class PredictedWrites:
     """`writers`: the calls that may write. `touched`: all nodes with a value in a storage that a
     writer reads or returns.
@@ -56,5 +62,5 @@ class PredictedWrites:
             for n in gm.graph.nodes
             if memory and memory & storages_of(n.meta.get("example_value"))
         }
-        replaced = any(n.op == "call_method" and n.target in REPLACES_STORAGE for n in self.writers)
+        replaced = any(map(replaces_storage, self.writers))
         self.touched = set(gm.graph.nodes) if replaced else self.touched | self.writers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fusion_backend.capture.aliases import storages_of
-from fusion_backend.capture.predicted_writes import REPLACES_STORAGE, may_write
+from fusion_backend.capture.predicted_writes import may_write, replaces_storage
 from fusion_backend.compat.memory import base_of, version_of
 from fusion_backend.compat.torch import OpOverload, OpOverloadPacket, schema_of, storage_id
 
@@ -129,7 +129,7 @@ def written_places(gm: fx.GraphModule) -> set[int]:
     """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     writers = [n for n in gm.graph.nodes if writes(n, gm)]
-    if any(n.op == "call_method" and n.target in REPLACES_STORAGE for n in writers):
+    if any(map(replaces_storage, writers)):
         return set(range(len(inputs)))
     memory: set[int] = set()
     for n in writers:
