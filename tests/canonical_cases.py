@@ -292,6 +292,13 @@ SAME = {
         lambda x, w, b: F.conv2d(x, w, b, (2, 4), 0, 1, 1),
         lambda x, w, b: F.conv2d(x, w, b, (2, 4), (0, 0), (1, 1)),
     ),
+    "a convolution": (
+        ((2, 3, 8, 8), (5, 3, 3, 3), (5,)),
+        lambda x, w, b: F.conv2d(x.half(), w.half(), b.half(), 2, 1),
+        lambda x, w, b: torch.convolution(
+            x.half(), w.half(), b.half(), [2, 2], [1, 1], [1, 1], False, [0, 0], 1
+        ),
+    ),
     "windows of a signal": (
         ((2, 3, 9), (5, 3, 4)),
         lambda x, w: F.conv1d(x, w, stride=4),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from fusion_backend.capture.sizes import equals, same
 from fusion_backend.ir.builder import Builder
 from fusion_backend.ir.expr import Expr
@@ -13,6 +15,8 @@ from fusion_backend.ir.rules_batch_norm import present
 from fusion_backend.ir.schema_args import Call
 
 Sizes = int | Sequence[int]
+HALVES = {torch.bfloat16, torch.float16}
+FEW = 4  # channels
 
 
 @rule(*aten("conv1d", "conv2d", "conv3d"))
@@ -52,7 +56,33 @@ def convolution(
     if len(kernel) != 2 or not all(isinstance(number, int) for number in numbers):
         return None
     windows = c.word(windows_of(strides, margins, gaps, groups))
-    return present(c, "aten.conv.windows", [input, weight, bias, windows], call.shape)
+    few = input.shape[1] in range(1, FEW + 1) and groups == 1 and same(gaps, ones)
+    of_images = few and call.dtype in HALVES
+    name = "aten.conv.pixels" if of_images else "aten.conv.windows"
+    return present(c, name, [input, weight, bias, windows], call.shape)
+
+
+@rule("aten::convolution")
+def any_convolution(
+    c: Builder,
+    call: Call,
+    input: Expr,
+    weight: Expr,
+    bias: Expr | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+):
+    """A pattern writes the convolution of images of a few channels like this; graphs of users have
+    the operator that is nearer to their code.
+    """
+    if transposed:
+        return None
+    windows = c.word(windows_of(stride, padding, dilation, groups))
+    return present(c, "aten.conv.pixels", [input, weight, bias, windows], call.shape)
 
 
 def windows_of(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int):
