@@ -1,6 +1,7 @@
 """Graphs that are compiled beside a compilation, without waiting for each other's kernels."""
 
 import pytest
+import sympy
 import torch
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
@@ -58,6 +59,23 @@ def test_equal_kernels_are_loaded_once():
     apart.load_kernels(AsyncCompile(), second)
     assert first == {"a": "kernel", "x": 1} and second == {"b": "kernel", "c": "kernel"}
     assert times == [shared, own]
+
+
+def test_an_extreme_is_simplified_once(monkeypatch):
+    asked, base = [], sympy.Max.__base__
+    before, filtered = base.__dict__["__new__"], base._new_args_filter.__func__
+    monkeypatch.setattr(
+        base, "_new_args_filter", classmethod(lambda cls, x: asked.append(cls) or filtered(cls, x))
+    )
+    a, b = sympy.symbols("a b", positive=True)
+    expected = sympy.Max(a, a + b, 3), sympy.Min(a, a + b, 3), sympy.Max(1, 2)
+    asked.clear()
+    for _ in range(2):
+        with apart.extremes_once():
+            for _ in range(3):
+                assert (sympy.Max(a, a + b, 3), sympy.Min(a, a + b, 3), sympy.Max(1, 2)) == expected
+    assert len(asked) == 6  # nothing is known from one to the next
+    assert base.__dict__["__new__"].__func__ is before.__func__
 
 
 def test_what_inductor_runs_while_it_compiles_is_waited_for(waits):
