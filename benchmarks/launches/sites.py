@@ -167,6 +167,16 @@ CASES = [
             (dict(b=8, c=3, n=57, last=1), torch.float16),
         )
     ),
+    *(
+        ("image_convolution", case, dtype, True)
+        for case, dtype in (
+            (dict(b=128, c=3, n=224, p=7, o=64, last=1), HALF),
+            (dict(b=128, c=3, n=224, p=7, o=64), torch.float16),
+            (dict(b=32, c=3, n=640, p=3, o=32, last=1), HALF),
+            (dict(b=32, c=4, n=64, p=3, o=320, last=1), HALF),
+            (dict(b=8, c=1, n=28, p=5, o=6), torch.float16),
+        )
+    ),
     ("norm_act", dict(rows=524288, n=128), HALF, True),
     ("norm_act", dict(rows=16384, n=4096), HALF, True),
     ("norm_act", dict(rows=16384, n=8192), HALF, True),
@@ -183,6 +193,9 @@ CASES = [
     ("batch_norm_training", dict(b=32, c=2048, n=7), FULL, True),
     ("batch_norm_training", dict(b=32, c=1000, n=7), torch.float16, True),
     ("batch_norm_training", dict(b=8, c=3, n=224), FULL, True),
+    ("batch_norm_sum", dict(b=128, c=256, n=56), HALF, True),
+    ("batch_norm_sum", dict(b=32, c=2048, n=7), FULL, True),
+    ("batch_norm_sum", dict(b=32, c=1000, n=7), torch.float16, True),
     ("channel_norm", dict(b=32, c=96, n=56), HALF, True),
     ("channel_norm", dict(b=32, c=96, n=56), FULL, True),
     ("channel_norm", dict(b=32, c=192, n=28), HALF, True),

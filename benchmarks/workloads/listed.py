@@ -30,6 +30,13 @@ RESIZED = [
     dict(b=8, c=256, n=32, size=64),
     dict(b=16, c=64, n=128, size=256, last=1, corners=1),
 ]
+# what ResNet-50, MobileNetV2, YOLOv8 and diffusion models of latents begin with
+STEMS = (
+    dict(b=128, c=3, n=224, p=7, o=64),
+    dict(b=128, c=3, n=224, p=3, o=32),
+    dict(b=32, c=3, n=640, p=3, o=32),
+    dict(b=32, c=4, n=64, p=3, o=320),
+)
 # the stem of ResNets, and behind the first convolutions of VGG
 POOLED = [
     dict(b=128, c=64, n=112),
@@ -110,6 +117,10 @@ WORK = [
         )
     ),
     *(
+        Work("batch_norm_sum", dict(b=128, c=c, n=n), BF16, train=True)
+        for c, n in ((256, 56), (512, 28), (1024, 14), (2048, 7))
+    ),
+    *(
         Work("group_norm", dict(b=b, c=c, n=n, groups=32), BF16, train)
         for train in (False, True)
         for b, c, n in ((16, 480, 64), (64, 320, 32), (2, 512, 128))
@@ -163,6 +174,11 @@ WORK = [
         for train in (False, True)
     ),
     *(Work("max_pool", case, BF16, train=True) for case in POOLED),
+    *(
+        Work("image_convolution", dict(case, last=1), BF16, train)
+        for case in STEMS
+        for train in (False, True)
+    ),
     *(
         Work("interpolate_bilinear", case, BF16, train)
         for case in RESIZED
@@ -333,6 +349,7 @@ SMALL = [
     Work("l2_norm", dict(rows=64, n=256), BF16, train=True),
     Work("batch_norm", dict(b=2, c=6, n=8), BF16),
     Work("batch_norm_training", dict(b=2, c=6, n=8), BF16, train=True),
+    Work("batch_norm_sum", dict(b=2, c=6, n=8), BF16, train=True),
     Work("group_norm", dict(b=2, c=6, n=8, groups=2), BF16, train=True),
     Work("bias_act", dict(rows=64, n=256), BF16),
     Work("gelu", dict(rows=64, n=256), BF16, train=True),
@@ -351,6 +368,7 @@ SMALL = [
     Work("channel_cross_entropy", dict(b=2, c=6, n=8), BF16, train=True),
     Work("interpolate_bilinear", dict(b=2, c=6, n=8, size=20), BF16, train=True),
     Work("max_pool", dict(b=2, c=6, n=9), BF16, train=True),
+    Work("image_convolution", dict(b=2, c=3, n=11, p=3, o=10), BF16, train=True),
     Work("conv_relu", dict(b=2, c=6, n=9, o=5), BF16),
     Work("conv_batch_norm_relu", dict(b=2, c=6, n=9, o=5), F32),
     Work("token_log_probs", dict(b=2, s=32, v=1000), BF16, train=True),

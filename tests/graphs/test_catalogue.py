@@ -188,6 +188,8 @@ NOT_FOUND = [
     ("gated_norm", "no activation", lambda x, z: F.layer_norm(x, (16,)) * z, (X, X + 1)),
     ("channel_norm", "rows", lambda x: x * torch.rsqrt(x.pow(2).mean(-1, True) + 1e-6), (Q,)),
     ("token_log_probs", "entropy too", lambda x: (lambda y: (y.gather(-1, TARGET[:, 1:, None]), (y.exp() * y).sum()))(F.log_softmax(x[:, 1:], -1)), (X,)),
+    ("image_convolution", "fp32", lambda x: F.conv2d(x, Q[:, :, :3, :3]), (Q,)),
+    ("batch_norm_sum", "in inference", lambda x: F.batch_norm(x, B[:4], B[:4].exp()) + F.batch_norm(x + 1, B[:4], B[:4].exp()), (Q,)),
     ("batch_norm", "in training", lambda x: F.batch_norm(x, B[:4].clone(), B[:4].exp(), training=True), (Q,)),
 ]  # fmt: skip
 
