@@ -1422,14 +1422,14 @@ MUTATIONS = {
     ),
     "batch norm in training: relu has a gradient at zero": Mutation(
         "fusion_backend/kernels/norm/batch_norm_backward.py",
-        "torch.where(y <= 0, 0, dy)",
-        "torch.where(y < 0, 0, dy)",
+        "tl.load(Y + at, keep, 0.0) <= 0.0",
+        "tl.load(Y + at, keep, 0.0) < 0.0",
         "tests/test_batch_norm_training.py",
     ),
-    "batch norm in training: relu behind a residual is taken from x as well": Mutation(
+    "batch norm in training: the last kernel takes relu from x alone": Mutation(
         "fusion_backend/kernels/norm/batch_norm_backward.py",
-        'dy, act = torch.where(y <= 0, 0, dy), "identity"',
-        "dy = torch.where(y <= 0, 0, dy)",
+        'dy, y, act = dresidual, None, "identity"',
+        "dy, y = dresidual, None",
         "tests/test_batch_norm_training.py",
     ),
     "batch norm in training: relu6 has a gradient above six": Mutation(
@@ -1582,10 +1582,10 @@ MUTATIONS = {
         "inside & (y >= 0)[:, None]",
         "tests/test_image_convolution.py",
     ),
-    "image convolution: every window has a row of its own length": Mutation(
+    "image convolution: the gradient reads columns outside of the image": Mutation(
         "fusion_backend/kernels/conv/pixels.py",
-        "real = (line < P) & (column < Q)",
-        "real = line < P",
+        "(y < h) & (x >= 0) & (x < w)",
+        "(y < h) & (x >= 0)",
         "tests/test_image_convolution.py",
     ),
     "image convolution: gradients lie in rows": Mutation(

@@ -291,9 +291,9 @@ class Replaced(Block):
         read = view.sum()
         out = torch.relu(y + self.outer(x)) * read
         if self.how == "data":
-            self.norms[1].running_mean.data = torch.ones(8)
+            self.norms[1].running_mean.data = torch.ones(8, device=x.device)
         else:
-            self.norms[1].running_mean.set_(torch.ones(8))
+            self.norms[1].running_mean.set_(torch.ones(8, device=x.device))
         return out
 
 

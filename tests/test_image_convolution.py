@@ -174,7 +174,7 @@ def test_dynamic_batches():
 def test_where_it_is_not_found(change):
     """In fp32, of more channels, in groups, with gaps, and with padding that is a word."""
     given = dict(in_channels=3, out_channels=16, kernel_size=3, stride=2, dtype=torch.bfloat16)
-    model = nn.Conv2d(**given | change)
+    model = nn.Conv2d(**given | change).to(DEVICE)
     x = images(2, model.in_channels, 32, 32, dtype=model.weight.dtype)
     assert_fuses(model, x, pattern=NAME, count=0)
 
@@ -198,6 +198,6 @@ def test_what_is_refused(changed, reason):
 
 def test_nothing_else_is_called_for():
     """In inference without CUDA graphs a convolution of many channels is as it was."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).bfloat16()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)).to(DEVICE).bfloat16()
     report = collect(model, images(2, 3, 9, 9)).report
     assert [s.pattern for s in report.sites] == [NAME]

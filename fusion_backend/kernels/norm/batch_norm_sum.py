@@ -3,9 +3,9 @@ adjacent in memory: what ends a block of a residual network with a projection be
 
 With mean and var those of a channel over all rows of its tensor, u = (x - mean) / sqrt(var + eps)
 and v the same of z: y = act(u · weight + bias + v · z_weight + z_bias). Neither term is written to
-memory. With g = dy · act'(…), which is computed in plain torch as in batch_norm_backward.py, dbias
-and dz_bias are the sum over rows of g, dweight and dz_weight those of g · u and g · v, and one
-kernel writes dx and dz, which have the form that is given there.
+memory. With g = dy · act'(…), which is computed in plain torch, dbias and dz_bias are the sum over
+rows of g, dweight and dz_weight those of g · u and g · v, and one kernel writes dx and dz, which
+have the form that is given in batch_norm_backward.py.
 """
 
 from __future__ import annotations
