@@ -5,9 +5,9 @@ x is `[b, c, h, w]` with c at most 4, weight `[o, c, p, q]`, bias `[o]` or missi
 fp16. windows tells how the windows lie: "2,2 3,3 1,1 1" has stride, padding, dilation and groups;
 there is no dilation, and there are no groups. Products are added up in fp32. The gradients of
 weight and bias are of their dtype, the former with sums in fp32; that of x is computed by cuDNN.
-The kernels read x as it lies in memory. cuDNN pads the channels in memory, and a 7 × 7 window of
-three channels takes it 14 times as long as moving the bytes (an H200, bf16). Source:
-torch.nn.functional.conv2d.
+The kernels read x as it lies in memory. cuDNN pads the channels in memory, and takes 17 times as
+long as moving the bytes for windows of 7 × 7 pixels (an H200, bf16,
+benchmarks/results/h200-stems-and-sums.json). Source: torch.nn.functional.conv2d.
 """
 
 from __future__ import annotations

@@ -1564,12 +1564,6 @@ MUTATIONS = {
         "            pass\n",
         "tests/test_batch_norm_sum.py",
     ),
-    "norms together: a norm that is read elsewhere": Mutation(
-        "fusion_backend/capture/norms_of_sums.py",
-        " and all(len(a.users) == 1 for a in norms)",
-        "",
-        "tests/test_batch_norm_sum.py",
-    ),
     "image convolution: columns outside of the image are read": Mutation(
         "fusion_backend/kernels/conv/pixels.py",
         "(x >= 0) & (x < w) & (column < Q)[None, :]",

@@ -50,13 +50,13 @@ def replaced(n: fx.Node) -> bool:
 
 
 def sums_of_norms(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The norms of each sum of two that nothing else reads, in their order."""
+    """The norms of each sum of two, in their order."""
     order, found = {n: i for i, n in enumerate(graph.nodes)}, []
     for n in order:
         call = n.op in ("call_function", "call_method") and n.target in SUMS
         if call and len(n.args) == 2 and not n.kwargs:
             norms = {a for a in n.args if isinstance(a, fx.Node) and running_statistics(a)}
-            if len(norms) == 2 and all(len(a.users) == 1 for a in norms):
+            if len(norms) == 2:
                 first, second = sorted(norms, key=order.__getitem__)
                 found.append((first, second))
     return found

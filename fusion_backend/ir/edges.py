@@ -1,8 +1,8 @@
 """The gradient of operators with a bound where their argument is exactly that bound.
 
-There relu and hardtanh have none, clamp passes it on, and maximum and minimum halve it. It matters
-where many values are exactly a bound: all results of a layer are zero if its weights begin as
-zeros, and in 16 bits many are exactly six.
+There relu and hardtanh have none, maximum and minimum halve it, and clamp passes it on, except in
+newer releases of torch. It matters where many values are exactly a bound: all results of a layer
+are zero if its weights begin as zeros, and in 16 bits many are exactly six.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from fusion_backend.capture.view import is_lowered, name_of
+from fusion_backend.compat.bounds import clamp_passes_at_bounds
 from fusion_backend.ir.expr import Expr
 
 STRICT = {f"aten::{name}" for name in ("relu", "relu6", "hardtanh", "hardswish", "hardsigmoid")}
+CLAMPS = {f"aten::{name}" for name in ("clamp", "clamp_min", "clamp_max")}
 BOUNDS = {"maximum", "minimum"}  # what clamp is made of, too
 
 
 def is_strict(n: fx.Node) -> bool:
     """Has it no gradient at a bound?"""
-    return name_of(n) in STRICT
+    return name_of(n) in STRICT or (name_of(n) in CLAMPS and not clamp_passes_at_bounds())
 
 
 def bounded(nodes: Iterable[fx.Node], of: Mapping[fx.Node, Expr]) -> list[fx.Node]:
