@@ -1,13 +1,14 @@
 """A convolution of images of at most four channels, as at the start of a network: y = conv2d(x,
 weight, bias).
 
-x is `[b, c, h, w]` with c at most 4, weight `[o, c, p, q]`, bias `[o]` or missing, all in bf16 or
-fp16. windows tells how the windows lie: "2,2 3,3 1,1 1" has stride, padding, dilation and groups;
-there is no dilation, and there are no groups. Products are added up in fp32. The gradients of
-weight and bias are of their dtype, the former with sums in fp32; that of x is computed by cuDNN.
-The kernels read x as it lies in memory. cuDNN pads the channels in memory, and takes 17 times as
-long as moving the bytes for windows of 7 × 7 pixels (an H200, bf16,
-benchmarks/results/h200-stems-and-sums.json). Source: torch.nn.functional.conv2d.
+x is `[b, c, h, w]` with c at most 4, weight `[o, c, p, q]`, bias `[o]` or missing, all of one
+dtype, bf16 or fp16; in fp32 it is not found, because cuDNN may use TF32. windows tells how the
+windows lie: "2,2 3,3 1,1 1" has stride, padding, dilation and groups; there is no dilation, and
+there are no groups. Products are added up in fp32. The gradients of weight and bias are of their
+dtype, with sums in fp32; that of x is computed by cuDNN. The kernels read x as it lies in memory.
+cuDNN pads the channels in memory, and takes 17 times as long as moving the bytes for windows of
+7 × 7 pixels (an H200, bf16, benchmarks/results/h200-stems-and-sums.json). Source:
+torch.nn.functional.conv2d.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import dynamic
+from fusion_backend.kernels import dynamic, reject_dtypes, reject_vectors
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.conv.library import windows_of
 from fusion_backend.kernels.conv.pixels import (
@@ -55,9 +56,9 @@ def _(x, weight, bias, windows):
 @image_convolution.guard
 def _(x, weight, bias, windows):
     how, (o, c, p, q) = windows_of(windows), weight.shape
-    given = [t for t in (x, weight, bias) if t is not None]
-    if x.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype != x.dtype for t in given):
-        return Reject("it takes tensors in bf16 or fp16, all of one dtype")
+    no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_vectors(bias=bias)
+    if no is not None:
+        return no
     if any(map(dynamic, (*x.shape[1:], *weight.shape, *x.stride()[1:]))):
         return Reject("a size other than that of the batch is dynamic")
     if c > CHANNELS or how.groups != 1 or how.dilation != [1, 1]:

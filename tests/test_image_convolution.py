@@ -182,8 +182,9 @@ def test_where_it_is_not_found(change):
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        (dict(x=randn(2, 3, 9, 9)), "bf16 or fp16"),
-        (dict(bias=randn(8)), "all of one dtype"),
+        (dict(x=randn(2, 3, 9, 9)), "weight is torch.bfloat16"),
+        (dict(bias=randn(8)), "bias is torch.float32"),
+        (dict(bias=images(16)[::2]), "bias"),
         (dict(weight=images(8, 3, 20, 20)), "20 × 20 pixels with 3 channels is too large"),
         (dict(windows="1,1 1,1 2,2 1"), "without dilation"),
         (dict(x=images(2, 3, 0, 9)), "empty"),

@@ -56,7 +56,8 @@ def convolution(
     if len(kernel) != 2 or not all(isinstance(number, int) for number in numbers):
         return None
     windows = c.word(windows_of(strides, margins, gaps, groups))
-    few = input.shape[1] in range(1, FEW + 1) and groups == 1 and same(gaps, ones)
+    channels = input.shape[1]
+    few = isinstance(channels, int) and 0 < channels <= FEW and groups == 1 and same(gaps, ones)
     of_images = few and call.dtype in HALVES
     name = "aten.conv.pixels" if of_images else "aten.conv.windows"
     return present(c, name, [input, weight, bias, windows], call.shape)
