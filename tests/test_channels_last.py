@@ -124,7 +124,8 @@ def test_a_network_is_trained_the_same(cast):
                 q -= 0.1 * q.grad
                 p.grad = q.grad = None
     record = fusion_backend.report().graphs[-1]
-    assert record.channels_last and sum(s.fused for s in record.sites if s.counted) == 3
+    fused = 3 + cast  # in 16 bits the first convolution, too
+    assert record.channels_last and sum(s.fused for s in record.sites if s.counted) == fused
     assert [s.pattern for s in record.sites if s.fused].count("batch_norm_training") == 2
     assert distance(y, exact) < close
     for p, q in zip(model.buffers(), want.buffers(), strict=True):

@@ -128,7 +128,7 @@ def test_a_residual_in_fp32_under_autocast():
     call. Added to it, the sum stays in fp32.
     """
     torch.manual_seed(0)
-    conv, x, z = nn.Conv2d(4, 6, 3), torch.randn(2, 4, 9, 9), torch.randn(2, 6, 7, 7)
+    conv, x, z = nn.Conv2d(5, 6, 3), torch.randn(2, 5, 9, 9), torch.randn(2, 6, 7, 7)
 
     def in_place(x, z):
         y = conv(x)
@@ -354,13 +354,13 @@ def test_strides_are_those_of_the_rule_for_fakes(make, monkeypatch):
 @torch.no_grad()
 def test_under_autocast_in_fp16_no_weight_is_folded():
     """0.01 / sqrt(1e4) has few digits left there, and 300 / sqrt(1e-8) does not exist."""
-    conv, norm = nn.Conv2d(4, 6, 3), settled(nn.BatchNorm2d(6)).eval()
+    conv, norm = nn.Conv2d(5, 6, 3), settled(nn.BatchNorm2d(6)).eval()
 
     def layer(x):
         with torch.autocast("cpu", torch.float16):
             return F.relu(norm(conv(x)))
 
-    found = reasons(layer, torch.randn(2, 4, 9, 9))
+    found = reasons(layer, torch.randn(2, 5, 9, 9))
     assert "for fp16" in found["conv_batch_norm_relu"]
 
 

@@ -87,7 +87,9 @@ TOLERATED = {
     "norm_kernel": 216,
 }
 TOLERATED |= {"softmax_backward_kernel": 72, "l2_norm_backward_kernel": 72}
-TOLERATED |= dict.fromkeys(("batch_moments_kernel", "row_moments_kernel"), 16)  # in Triton 3.8
+# in Triton 3.8, with which none of them was timed
+TOLERATED |= dict.fromkeys(("batch_moments_kernel", "row_moments_kernel"), 16)
+TOLERATED |= dict(pixels_kernel=240, pixels_gradient_kernel=192)
 
 
 def check_resources(found: list[Found], run: Run) -> int:

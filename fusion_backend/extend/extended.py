@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from fusion_backend.capture.sizes import same
-from fusion_backend.capture.view import View, is_lowered, is_mutation
+from fusion_backend.capture.view import View, is_lowered, is_mutation, name_of
 from fusion_backend.extend.generated_rows import generated_rows
 from fusion_backend.extend.translate import ACROSS, NoProgram, Translation, fits, step
 from fusion_backend.ir.canonicalize import Canon
-from fusion_backend.ir.edges import is_strict
+from fusion_backend.ir.edges import STRICT
 from fusion_backend.ir.expr import Expr, peel
 from fusion_backend.kernels.generated.adjoint import columns_of
 from fusion_backend.match.match import Match
@@ -160,7 +160,8 @@ class Extent:
         if not plain or state(n) != state(self.base.roots[0]):
             return False
         read = {peel(self.canon.of[a]) for a in n.all_input_nodes}
-        edges = is_strict(n) or not self.view.trains(n)  # a program passes nothing at a bound
+        # a program passes no gradient at a bound
+        edges = name_of(n) in STRICT or not self.view.trains(n)
         return self.reaches(peel(self.canon.of[n]), read, edges)
 
     def reaches(self, e: Expr, read: set[Expr], edges: bool) -> bool:

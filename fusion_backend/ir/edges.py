@@ -17,7 +17,8 @@ from fusion_backend.ir.expr import Expr
 
 STRICT = {f"aten::{name}" for name in ("relu", "relu6", "hardtanh", "hardswish", "hardsigmoid")}
 CLAMPS = {f"aten::{name}" for name in ("clamp", "clamp_min", "clamp_max")}
-BOUNDS = {"maximum", "minimum"}  # what clamp is made of, too
+HALVING = {f"aten::{name}" for name in ("maximum", "minimum", "max", "min")}  # of two tensors
+BOUNDS = {"maximum", "minimum"}  # the expressions of all of these
 
 
 def is_strict(n: fx.Node) -> bool:
@@ -27,5 +28,10 @@ def is_strict(n: fx.Node) -> bool:
 
 def bounded(nodes: Iterable[fx.Node], of: Mapping[fx.Node, Expr]) -> list[fx.Node]:
     """Those of the nodes that have a bound."""
-    lowered = filter(is_lowered, nodes)
-    return [n for n in lowered if is_strict(n) or (n in of and of[n].op in BOUNDS)]
+    found = []
+    for n in filter(is_lowered, nodes):
+        name = name_of(n)
+        of_two = name in HALVING and n in of and of[n].op in BOUNDS
+        if name in STRICT | CLAMPS or of_two:
+            found.append(n)
+    return found
