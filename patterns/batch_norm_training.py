@@ -18,21 +18,18 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend import Pattern, Reject
-from fusion_backend.kernels import dynamic, reject_dtypes, reject_dynamic, reject_vectors
+from fusion_backend.kernels import reject_dtypes, reject_dynamic, reject_vectors
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.inputs import (
-    dense,
     memory,
     reject_dtypes_of_vectors,
     same_layout,
 )
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.norm.batch_norm import MAX_ROWS, forward, rows_of
+from fusion_backend.kernels.norm.batch_norm import forward, reject_layout
 from fusion_backend.kernels.norm.batch_norm_backward import backward
-from fusion_backend.kernels.norm.group_norm_rows import channels_last
 
 
 @Pattern(inductor="reduction")
@@ -77,13 +74,9 @@ def _(x, residual, weight, bias, eps, act):
 def _(x, residual, weight, bias, eps, act):
     vectors = dict(weight=weight, bias=bias)
     no = reject_dtypes(x=x, residual=residual) or reject_dtypes_of_vectors(x, **vectors)
-    no = no or reject_dynamic(eps=eps)
-    if no or dynamic(x.shape[1]):
-        return no or Reject("the number of channels is dynamic")
-    if not (channels_last(x) or x.dim() == 2 and dense(x, range(2))):
-        return Reject(f"the channels of x are not adjacent in memory: {memory(x)}")
-    if statically_known_true(rows_of(x) > MAX_ROWS):
-        return Reject(f"{rows_of(x)} numbers of a channel are more than {MAX_ROWS}")
+    no = no or reject_dynamic(eps=eps) or reject_layout(x)
+    if no is not None:
+        return no
     if residual is not None and not same_layout(residual, x):
         return Reject(f"the residual does not lie in memory as x does: {memory(residual)}")
     return reject_vectors(**vectors)

@@ -1606,6 +1606,12 @@ MUTATIONS = {
         "if few",
         "tests/test_image_convolution.py",
     ),
+    "image convolution: of more channels": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        "FEW = 4  # channels",
+        "FEW = 8  # channels",
+        "tests/test_image_convolution.py",
+    ),
     "image convolution: in groups": Mutation(
         "fusion_backend/ir/rules_conv.py",
         " and groups == 1 and same(gaps, ones)",

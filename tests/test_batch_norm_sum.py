@@ -27,7 +27,7 @@ from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.testing import assert_fuses, collect
 from tests.kernel_checks import DEVICE, FLOATS, Kernels, check, distance, randn, runs_kernels
 from tests.selection import product
-from tests.test_batch_norm_training import LAST, check_model, images, last, trained
+from tests.test_batch_norm_training import LAST, check_batches, check_model, images, last
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME, SINGLE = "batch_norm_sum", "batch_norm_training"
@@ -416,13 +416,4 @@ def test_what_is_refused(changed, reason):
 
 @runs_kernels
 def test_dynamic_batches():
-    """One graph for batches of any size."""
-    model = Block().to(DEVICE).to(memory_format=LAST)
-    plain, backend = copy.deepcopy(model), Kernels({"fusion.gate": "always"})
-    compiled = torch.compile(model, backend=backend)
-    for b in (3, 5, 9):
-        x = images(b, 6, 6, 6)
-        torch._dynamo.mark_dynamic(x, 0)
-        for got, want in zip(trained(compiled, x), trained(plain, x), strict=True):
-            assert distance(got, want) < 1e-4
-    assert [s.pattern for s in backend.report.fused] == [NAME, SINGLE]
+    check_batches(Block(), 6, [NAME, SINGLE])

@@ -248,7 +248,7 @@ def test_relu_and_its_like_at_their_edges():
     x, y = tensors((4, N), (4, N))
     with torch.no_grad():
         x.copy_(x.mul(2).round())
-    for fn in (F.relu, F.relu6, F.hardtanh):
+    for fn in (F.relu, F.relu6, F.hardtanh, F.hardswish, F.hardsigmoid):
         (call,), got = found(lambda x, y, fn=fn: norm(fn(x)) * y, x, y)
         assert "maximum" in call.args[0]
         d = torch.randn_like(got)

@@ -67,11 +67,17 @@ def relu_and_bound(y):
 
 @pytest.mark.parametrize(
     "act, word",
-    [(F.relu6, "relu6"), (hardtanh, "relu6"), (clamp, "identity"), (relu_and_bound, "relu")],
+    [
+        (F.relu6, "relu6"),
+        (hardtanh, "relu6"),
+        (lambda y: F.hardtanh(y, 0.0, 5.0), "identity"),
+        (clamp, "identity"),
+        (relu_and_bound, "relu"),
+    ],
 )
 def test_with_a_second_bound(act, word):
     """Only what has no gradient at its bounds is relu6."""
-    word = "relu6" if is_relu(clamp) else word
+    word = "relu6" if act in (clamp, relu_and_bound) and is_relu(clamp) else word
 
     def model(x, w, b, mean, var):
         return act(F.batch_norm(x, mean, var, w, b, True))

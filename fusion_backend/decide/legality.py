@@ -178,8 +178,10 @@ class Legality:
         pattern, such as relu?
         """
         strict = match.pattern.memo.get("strict", set())
+        if len(strict) != 1:
+            return ""
         for n in bounded((*match.interior, *match.roots), self.canon.of):
-            if len(strict) == 1 and is_strict(n) not in strict and self.facts.view.trains(n):
+            if is_strict(n) not in strict and self.facts.view.trains(n):
                 passes = "no gradient" if is_strict(n) else "a gradient"
                 told = f"{name_of(n).removeprefix('aten::')} at {location(n)} passes {passes}"
                 return f"at its bound {told}, unlike the operator of the pattern"

@@ -18,6 +18,7 @@ from fusion_backend.ir.expr import Expr
 STRICT = {f"aten::{name}" for name in ("relu", "relu6", "hardtanh", "hardswish", "hardsigmoid")}
 CLAMPS = {f"aten::{name}" for name in ("clamp", "clamp_min", "clamp_max")}
 HALVING = {f"aten::{name}" for name in ("maximum", "minimum", "max", "min")}  # of two tensors
+WITH_BOUNDS = STRICT | CLAMPS
 BOUNDS = {"maximum", "minimum"}  # the expressions of all of these
 
 
@@ -32,6 +33,6 @@ def bounded(nodes: Iterable[fx.Node], of: Mapping[fx.Node, Expr]) -> list[fx.Nod
     for n in filter(is_lowered, nodes):
         name = name_of(n)
         of_two = name in HALVING and n in of and of[n].op in BOUNDS
-        if name in STRICT | CLAMPS or of_two:
+        if name in WITH_BOUNDS or of_two:
             found.append(n)
     return found

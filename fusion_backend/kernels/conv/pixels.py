@@ -73,7 +73,7 @@ def forward(
 
 @triton.jit
 def corners(
-    pixel, h, w, height, width, xb, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
+    pixel, height, width, xb, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
     PX: tl.constexpr,
 ):  # fmt: skip
     """Of pixels of the result: where their image begins, and the first row and column of their
@@ -94,7 +94,7 @@ def pixels_kernel(
     blocks: tl.constexpr = (OUTS + OUT - 1) // OUT
     pixel = (tl.program_id(0) // blocks).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     out = tl.program_id(0) % blocks * OUT + tl.arange(0, OUT)
-    image, top, left = corners(pixel, h, w, height, width, xb, SY, SX, PY, PX)
+    image, top, left = corners(pixel, height, width, xb, SY, SX, PY, PX)
     exists = pixel < b * height * width
     n = tl.arange(0, ROW)  # channel by channel of each column
     column, channel = n // C, n % C
@@ -160,7 +160,7 @@ def pixels_gradient_kernel(
     size = height * width
     for t in range(piece, tl.cdiv(b * size, PIXELS), PIECES):
         pixel = tl.cast(t, tl.int64) * PIXELS + tl.arange(0, PIXELS)
-        image, top, left = corners(pixel, h, w, height, width, xb, SY, SX, PY, PX)
+        image, top, left = corners(pixel, height, width, xb, SY, SX, PY, PX)
         exists = pixel < b * size
         y, x = top[:, None] + line[None, :], left[:, None] + column[None, :]
         keep = exists[:, None] & real[None, :] & (y >= 0) & (y < h) & (x >= 0) & (x < w)

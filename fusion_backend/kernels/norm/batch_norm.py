@@ -16,12 +16,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.activations import activated
-from fusion_backend.kernels.common.inputs import number
+from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number
 from fusion_backend.kernels.common.launch import launch
 from fusion_backend.kernels.common.rows import multiprocessors
-from fusion_backend.kernels.norm.group_norm_rows import block_of_channels, of_lanes, with_row
+from fusion_backend.kernels.norm.group_norm_rows import (
+    block_of_channels,
+    channels_last,
+    of_lanes,
+    with_row,
+)
+from fusion_backend.reporting.reject import Reject
 
 MAX_ROWS = (1 << 31) - 256  # their tiles are counted with 32 bits
 
@@ -61,6 +68,19 @@ def columns_of(x: Tensor, elements: int = 2048, warps: int = 2, programs: int = 
 def rows_of(x: Tensor) -> int:
     """How many numbers of a channel there are in x `[b, c, ...]`."""
     return x.numel() // number(x.shape[1])
+
+
+def reject_layout(x: Tensor) -> Reject | None:
+    """Refuse a dynamic number of channels, channels that are not adjacent in memory, and more
+    rows than the kernels count.
+    """
+    if dynamic(x.shape[1]):
+        return Reject("the number of channels is dynamic")
+    if not (channels_last(x) or x.dim() == 2 and dense(x, range(2))):
+        return Reject(f"the channels of x are not adjacent in memory: {memory(x)}")
+    if statically_known_true(rows_of(x) > MAX_ROWS):
+        return Reject(f"{rows_of(x)} numbers of a channel are more than {MAX_ROWS}")
+    return None
 
 
 def forward(
