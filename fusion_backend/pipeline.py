@@ -1,5 +1,5 @@
 """The passes, in order: capture, analyse, match, decide, write. Where Inductor lays out images
-channels-last, they run on a copy of the graph that is (`rewrite/channels_last.py`).
+channels-last, or should, they run on a copy of the graph that is (`rewrite/channels_last.py`).
 
 Each pass is a function of scopes, and reads what the passes before it have filled in. The Dynamo
 entry, the torch.export entry and `explain` run the same passes. `fusion.dump` (`dump.py`) prints
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import fx
@@ -23,7 +24,13 @@ from fusion_backend.capture.functionalize import functionalize_locals
 from fusion_backend.capture.norms_of_sums import norms_together
 from fusion_backend.capture.tracer import capture
 from fusion_backend.capture.view import View
-from fusion_backend.compat.torch import fake_mode_of, no_new_guards, refusals_unlogged
+from fusion_backend.compat.channels_last import FORCE_LAYOUT
+from fusion_backend.compat.torch import (
+    fake_mode_of,
+    inductor_config,
+    no_new_guards,
+    refusals_unlogged,
+)
 from fusion_backend.decide.facts import Facts
 from fusion_backend.decide.gate import Decision, Gate
 from fusion_backend.decide.record import (
@@ -37,6 +44,7 @@ from fusion_backend.decide.record import (
 from fusion_backend.extend.extended import extends, extensions
 from fusion_backend.ir.canonicalize import Canon
 from fusion_backend.match.matcher import Match, Matcher
+from fusion_backend.measure import layouts
 from fusion_backend.measure.judge import Judge
 from fusion_backend.ops.rule import Rule
 from fusion_backend.options import Options
@@ -154,27 +162,34 @@ def fuse_graph(
     record.nodes = len(gm.graph.nodes)
     with refusals_unlogged(), no_new_guards(fake_mode_of(gm)), dump.into(options.dump) as dumped:
         started = time.thread_time()
-        laid_out, hidden = layout_of(gm)
+        judge = Judge(options, record, compiles)
+        laid_out, hidden, work = layout_of(gm, partial(layouts.asked, judge))
+        record.capture_s = time.thread_time() - started
+        forced = work is not None and layouts.faster(work, judge)
+        if work is not None and not forced:
+            laid_out = None
         source = gm if laid_out is None else laid_out
-        with norms_together(source):
+        with inductor_config.patch(FORCE_LAYOUT if forced else {}), norms_together(source):
+            started = time.thread_time()
             view = capture(source)
-            record.capture_s = time.thread_time() - started
+            record.capture_s += time.thread_time() - started
             if view is None:
+                record.layout = ""
                 return gm, []
             started = time.thread_time()
             view.lies_otherwise = hidden
             top = scope_of(view)
             dumped.view(top)
-            judge = Judge(options, record, compiles)
             run(top, judge, record, rules, dumped)
             record.match_s += time.thread_time() - started - judge.thread_s
             started = time.thread_time()
             write(top)
             record.rewrite_s += time.thread_time() - started
         dumped.result(top)
-        record.channels_last = laid_out is not None and top.result is not laid_out
+        record.lays_out = forced
+        record.channels_last = forced or laid_out is not None and top.result is not laid_out
         done(top, judge)
-    new = gm if top.result is laid_out else top.result
+    new = gm if top.result is laid_out and not forced else top.result
     return new, [d for scope in top.scopes() for d in scope.decisions]
 
 

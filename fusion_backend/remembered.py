@@ -54,7 +54,8 @@ from fusion_backend.rewrite.recipe import NoRecipe, rebuilt, recipe_of
 
 USED = True  # False: every graph is decided anew
 FORMAT = 2
-ABOUT = ("training", "copied", "operators", "channels_last")  # of a graph's record
+# of a graph's record
+ABOUT = ("training", "copied", "operators", "channels_last", "lays_out", "layout")
 
 
 def fuse(
@@ -155,7 +156,8 @@ def recall(
         used, ops = [by_name[name] for name in kept["rules"]], [OPS[name] for name in kept["ops"]]
         for op in ops:
             operator_of(op)  # so that torch has it
-        source = layout_of(gm).graph if kept["about"]["channels_last"] else gm
+        laid_out = kept["about"]["channels_last"]
+        source = layout_of(gm, lambda device: True).graph if laid_out else gm
         new = rebuilt(kept["recipe"], source)
         sites = [Site(**{**s, "nodes": tuple(s["nodes"])}) for s in kept["sites"]]
         misses = [Miss(**m) for m in kept["misses"]]
@@ -166,6 +168,7 @@ def recall(
     if then != datetime.date.today().isoformat():
         for s in sites:
             s.reason = s.reason.replace(TODAY, on_date(then))
+        about["layout"] = about["layout"].replace(TODAY, on_date(then))
     record.sites, record.misses, record.remembered = sites, misses, True
     for name, value in about.items():
         setattr(record, name, value)

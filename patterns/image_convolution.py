@@ -4,7 +4,8 @@ weight, bias).
 x is `[b, c, h, w]` with c at most 4, weight `[o, c, p, q]`, bias `[o]` or missing, all of one
 dtype, bf16 or fp16; in fp32 it is not found, because cuDNN may use TF32. windows tells how the
 windows lie: "2,2 3,3 1,1 1" has stride, padding, dilation and groups; there is no dilation, and
-there are no groups. Products are added up in fp32. The gradients of weight and bias are of their
+there are no groups. With " last" behind them y is channels-last; otherwise it lies in memory as
+torch lays it out. Products are added up in fp32. The gradients of weight and bias are of their
 dtype, with sums in fp32; that of x is computed by cuDNN. The kernels read x as it lies in memory.
 cuDNN pads the channels in memory, and takes 17 times as long as moving the bytes for windows of
 7 × 7 pixels (an H200, bf16, benchmarks/results/h200-stems-and-sums.json). Source:
@@ -20,12 +21,13 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject
 from fusion_backend.kernels import dynamic, reject_dtypes, reject_vectors
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.conv.library import windows_of
 from fusion_backend.kernels.conv.pixels import (
     CHANNELS,
     LONGEST,
+    described,
     forward,
     in_planes,
+    like,
     padded_window,
     weight_gradient,
 )
@@ -35,14 +37,15 @@ from fusion_backend.kernels.conv.pixels import (
 def image_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, windows: str) -> Tensor:
     # a convolution of the user's is conv2d, and is taken for this one where it has few channels
     # (ir/rules_conv.py)
-    stride, padding, dilation, groups = windows_of(windows)
-    return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0, 0], groups)
+    (stride, padding, dilation, groups), last = described(windows)
+    y = torch.convolution(x, weight, bias, stride, padding, dilation, False, [0, 0], groups)
+    return y.contiguous(memory_format=torch.channels_last) if last else y
 
 
 @image_convolution.near_miss
 def _(x, weight, bias, windows):
     """transposed"""
-    how = windows_of(windows)
+    how, _ = described(windows)
     return F.conv_transpose2d(x, weight.transpose(0, 1), bias, how.stride, how.padding)
 
 
@@ -50,12 +53,12 @@ def _(x, weight, bias, windows):
 def _(x, weight, bias, windows):
     """of more channels"""
     x, weight = torch.cat([x, x], 1), torch.cat([weight, weight], 1)
-    return windows_of(windows).convolve(x, weight, bias)
+    return described(windows)[0].convolve(x, weight, bias)
 
 
 @image_convolution.guard
 def _(x, weight, bias, windows):
-    how, (o, c, p, q) = windows_of(windows), weight.shape
+    (how, _), (o, c, p, q) = described(windows), weight.shape
     no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_vectors(bias=bias)
     if no is not None:
         return no
@@ -76,12 +79,13 @@ def _(x, weight, bias, windows, training):
 
 @image_convolution.kernel
 def _(x, weight, bias, windows):
-    return forward(x, weight, bias, windows_of(windows), in_planes(x, weight))
+    how, last = described(windows)
+    return forward(x, weight, bias, how, not last and in_planes(x, weight))
 
 
 @image_convolution.backward()
 def _(saved, dy):
-    x, weight, how, needs = saved.x, saved.weight, windows_of(saved.windows), saved.needs
+    x, weight, needs, (how, _) = saved.x, saved.weight, saved.needs, described(saved.windows)
     dx = dweight = None
     if needs["x"]:
         stride, padding, dilation, groups = how
@@ -90,7 +94,7 @@ def _(saved, dy):
             [True, False, False],
         )  # fmt: skip
     if needs["weight"]:
-        dweight = weight_gradient(dy, x, weight, how).to(weight.dtype)
+        dweight = like(weight, weight_gradient(dy, x, weight, how))
     dbias = dy.sum((0, 2, 3), dtype=torch.float32).to(dy.dtype) if needs["bias"] else None
     return dx, dweight, dbias
 

@@ -15,6 +15,8 @@ from fusion_backend.rewrite.attention_inputs import keep_inputs_of_attention
 from tests.test_attention import by_hand
 from tests.without_interpreter import printed_by
 
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
 UNCACHED = torch._inductor.config.patch(force_disable_caches=True)
 
 B, S, D = 2, 6, 8

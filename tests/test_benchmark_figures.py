@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.pages import pattern_figures, quoted
+from benchmarks.pages.foreign_figures import foreign
 from benchmarks.records.rows import CompareRow
 from benchmarks.records.runs import Run
 from tests.test_benchmark_pages import ABOUT, block_run, model_run, pattern_run, spread
@@ -238,6 +239,15 @@ def test_two_sides_of_one_revision(pages):
         "Of the 4 kernels that were timed, 2 differ" in found
         and "Not compared: late (new)." in found
     )
+
+
+def test_each_graph_that_is_not_ours():
+    """With "each" every graph has a line, and otherwise every family."""
+    run = Run.load(ROOT / "benchmarks" / "results" / "h200-foreign-networks.json")
+    names = [row["name"] for row in run.rows]
+    each, families = foreign(run, ["each"]), foreign(run, [])
+    assert all(f"\n| {name} | " in each for name in names)
+    assert "| networks | " in families and not any(f"| {name} | " in families for name in names)
 
 
 def test_block_sizes(pages):

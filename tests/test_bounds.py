@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion_backend import Pattern
-from fusion_backend.measure.bound import bound, promises
+from fusion_backend.decide import gate
+from fusion_backend.measure.bound import LAUNCH, SCATTERED, bound, promises
 from fusion_backend.options import Options
 from tests.measured_cases import scopes
 
@@ -180,3 +181,15 @@ def test_only_a_backward_of_ours_for_the_table_saves_its_additions():
         only="gathered_sum",
     )
     assert one.gain < 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_gradient_of_an_enlarged_image_is_added_up(trained, monkeypatch):
+    """Four atomic operations a number: in training that takes longer than moving the bytes."""
+    monkeypatch.setattr(gate, "on_gpu", lambda t: True)  # so that the backward is ours
+    x = torch.empty(4, 8, 32, 32, dtype=torch.bfloat16, device="meta", requires_grad=trained)
+    enlarged = lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear")  # noqa: E731
+    (one,) = bounds_of(enlarged, x, only="interpolate_bilinear")
+    moved = 2 * 5 * x.numel() + LAUNCH
+    added = SCATTERED * 4 * x.numel() if trained else 0.0
+    assert one.plain == pytest.approx(moved + added)

@@ -17,6 +17,8 @@ from fusion_backend.reporting.records import GraphRecord
 from fusion_backend.rewrite.channels_last import layout_of
 from tests.kernel_checks import distance
 
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
 LAST = torch.channels_last
 CONV, WIDE = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 128, 3, padding=1)
 UP = nn.ConvTranspose2d(3, 64, 2, 2)
@@ -47,8 +49,10 @@ def copied(fn, *inputs, dynamic=None):
     found = []
 
     def backend(gm, example_inputs):
-        graph, hidden = layout_of(gm)
+        graph, hidden, work = layout_of(gm)
         assert not (hidden and graph is not None)
+        if work is not None:  # Inductor would not; tests/test_image_layout.py is about these
+            graph = None
         found.append(None if hidden else graph is not None)
         return gm.forward
 
@@ -132,6 +136,11 @@ def test_a_network_is_trained_the_same(cast):
         torch.testing.assert_close(p.double(), q.double(), rtol=close, atol=close)
 
 
+def part_twice_read(y):
+    """Of a part of the channels, which is no channels-last image by itself."""
+    return pooled(F.conv2d(y, WIDE.weight[:, :32])), y.sum()
+
+
 @pytest.mark.parametrize(
     "fn",
     [
@@ -145,9 +154,11 @@ def test_a_network_is_trained_the_same(cast):
         lambda x: (x[0], pooled(CONV(x)).chunk(2, 1)[1] + 1),
         lambda x: (x.view(4, -1), pooled(CONV(x))),
         lambda x: pooled(WIDE(CONV(x))),
+        lambda x: pooled(WIDE(CONV(x).contiguous())),
+        lambda x: pooled(WIDE(F.instance_norm(CONV(x)).relu())),  # which is contiguous
         lambda x: pooled(CONV(CONV(x)[:, :3].contiguous())),
         lambda x: pooled(F.hardtanh(CONV(x), 0.0, 6.0, True)),
-        lambda x: pooled(F.conv2d(CONV(x)[:, :32], WIDE.weight[:, :32])),
+        lambda x: part_twice_read(CONV(x)[:, :32]),
         lambda x: pooled(CONV(torch.cat((CONV(x), x), 1)[:, 62:65])),
         lambda x: pooled(WIDE(torch.cat((CONV(x)[:, :32], UP(x)[:, 32:, ::2, ::2]), 1))),
         lambda x: pooled(CONV(x)).permute(0, 2, 3, 1) @ CONV.weight.new_ones(64, 2),
@@ -272,6 +283,14 @@ def of_each(x):
     return pooled(torch.vmap(lambda t: F.conv2d(t, CONV.weight))(x[None])[0])
 
 
+def twice_read(x):
+    """An image in the middle of a network that is contiguous, and that something else reads, too:
+    a copy would be one more, not another layout of the image.
+    """
+    y = F.instance_norm(CONV(x))
+    return pooled(WIDE(y)).sum() + pooled(y).sum()
+
+
 def wide_cast(x):
     """An image of many channels is found in a region of autocast."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -291,7 +310,7 @@ STAY = {
     "a copy that would be a view": joined,
     "results without gradients": without_gradients,
     "code with strides under autocast": half_cast,
-    "an image that the model makes contiguous": lambda x: pooled(WIDE(CONV(x).contiguous())),
+    "an image that others read, too, and that is contiguous": twice_read,
     "many channels under autocast": wide_cast,
     "a vmap": of_each,
     "a product with contiguous ones": lambda x: torch.ones(4, 64, 6, 5) * pooled(CONV(x)) + 0,
@@ -373,11 +392,39 @@ def test_inductor_is_asked_about_the_convolutions(cast, monkeypatch):
         assert copied(lambda x: fn(x, CONV), X) == [None]
 
 
+def test_a_result_of_dynamic_size_beside_static_images():
+    index = torch.arange(3)
+    torch._dynamo.mark_dynamic(index, 0)
+    assert copied(lambda x, index: pooled(CONV(x))[index], X, index) == [True]
+
+
 def test_random_numbers_of_eager_code_stay():
     fn = lambda x: pooled(F.dropout(CONV(x), 0.5))  # noqa: E731
     assert copied(fn, X) == [True]
     with inductor_config.patch(fallback_random=True):
         assert copied(fn, X) == [None]
+
+
+def test_a_convolution_of_an_image_lays_out_its_result():
+    """The operator reads the image itself and returns its result channels-last, without a copy of
+    either.
+    """
+    conv = nn.Conv2d(3, 64, 3, padding=1).bfloat16()
+    for x in (X.bfloat16(), X.bfloat16().to(memory_format=LAST)):
+        for fn in (conv, lambda x: conv(x.contiguous(memory_format=LAST))):
+            record, graphs = GraphRecord(0), []
+
+            def backend(gm, example_inputs, record=record, graphs=graphs):
+                new, _ = fuse_graph(gm, Options(gate="always"), record, usable(patterns()))
+                graphs.append([str(n.target) for n in new.graph.nodes])
+                return new.forward
+
+            torch._dynamo.reset()
+            torch.compile(lambda x, fn=fn: pooled(fn(x).float()), backend=backend)(x)
+            (names,) = graphs
+            at = names.index("fusion.image_convolution.default")
+            assert names[at + 1 : at + 3] == ["float", "fusion.max_pool.default"]
+            assert "clone" not in str(names[:at])
 
 
 # Around it

@@ -20,6 +20,8 @@ from fusion_backend.testing import with_kernels
 from tests.kernel_checks import CLOSE, DEVICE, distance, runs_kernels
 from tests.measured_cases import Answers, as_on_a_gpu, decided, rms, told
 
+pytestmark = pytest.mark.usefixtures("eager_kernels")
+
 ALWAYS = {"fusion.gate": "always", "fusion.only": ["generated_rows"]}
 N = 24
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from fusion_backend.kernels.common.launch import trial
 from fusion_backend.kernels.conv.library import windows_of
-from fusion_backend.kernels.conv.pixels import forward, weight_gradient
+from fusion_backend.kernels.conv.pixels import described, forward, like, weight_gradient
 from fusion_backend.ops.registry import FUSION_RULES
 from fusion_backend.testing import assert_fuses, collect
 from tests.kernel_checks import DEVICE, Kernels, check, distance, randn, runs_kernels
@@ -73,6 +73,20 @@ def test_layouts(form):
 
 
 @runs_kernels
+def test_a_result_that_is_channels_last_though_the_image_is_not():
+    """As in a graph whose image was laid out for the convolution alone."""
+    of_x, of_weight, windows = CASES["a ResNet's"]
+    x, weight = images(*of_x), randn(*of_weight).bfloat16()
+    check(NAME, x, weight, None, f"{windows} last")
+    how, last = described(f"{windows} last")
+    assert last and described(windows) == (how, False)
+    for form in (PLANES, LAST):
+        given = x.contiguous(memory_format=form), weight, None, f"{windows} last"
+        y = FUSION_RULES[NAME].kernel_fn(*given)
+        assert y.is_contiguous(memory_format=LAST)
+
+
+@runs_kernels
 @pytest.mark.parametrize("pixels, programs", [(16, 1), (32, 3)])
 @pytest.mark.parametrize("lies", ["planes", "last", "otherwise"])
 def test_tiles(pixels, programs, lies):
@@ -89,6 +103,7 @@ def test_tiles(pixels, programs, lies):
     found = weight_gradient(dy, x, weight, how, pixels, programs=programs)
     (exact,) = torch.autograd.grad(want, w64, dy.double())
     assert found.dtype == torch.float32 and distance(found, exact) < 1e-6
+    assert like(weight, found).stride() == weight.stride()
 
 
 def test_launches_for_batches_of_any_size():

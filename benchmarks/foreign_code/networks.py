@@ -48,6 +48,14 @@ def bottlenecks(c: int) -> list[nn.Module]:
     return layers
 
 
+def autocasting(network: nn.Module, inputs: tuple) -> tuple[nn.Module, tuple]:
+    def forward(m, x):
+        with under_autocast(x):
+            return m.network(x)
+
+    return Called(forward, network=network), inputs
+
+
 def pixels(n: int, side: int) -> torch.Tensor:
     return torch.randn(n, 3, side, side)
 
@@ -61,12 +69,7 @@ def resnet_from_pixels(n, side):
     "torchvision resnet50 under autocast, two blocks a stage", dict(n=256, side=224), FEW, AUTOCAST
 )
 def resnet_from_pixels_under_autocast(n, side):
-    def forward(m, x):
-        with under_autocast(x):
-            return m.network(x)
-
-    network, images = resnet_from_pixels(n, side)
-    return Called(forward, network=network), images
+    return autocasting(*resnet_from_pixels(n, side))
 
 
 @problem("torchvision vgg16_bn without its classifier", dict(n=128, side=224), FEW, TRAINS)
@@ -106,7 +109,32 @@ def densenet_from_pixels(n, side):
     return nn.Sequential(*layers, *head(c)), (pixels(n, side),)
 
 
-@problem("milesial/Pytorch-UNet: three levels", dict(n=16, side=256), FEW, TRAINS)
+class Aggregated(nn.Module):
+    """ResNeXt's block: the convolution of 3 × 3 has 32 groups."""
+
+    def __init__(self, inner: int, outer: int, stride: int):
+        super().__init__()
+        self.conv1 = conv_norm(inner, outer // 2)
+        self.conv2 = conv_norm(outer // 2, outer // 2, 3, stride, groups=32)
+        self.conv3 = conv_norm(outer // 2, outer)
+        self.short = None if inner == outer else conv_norm(inner, outer, 1, stride)
+
+    def forward(self, x):
+        y = self.conv3(F.relu(self.conv2(F.relu(self.conv1(x)))))
+        return F.relu(y + (x if self.short is None else self.short(x)))
+
+
+@problem("torchvision resnext50_32x4d, two blocks a stage", dict(n=128, side=224), FEW, TRAINS)
+def resnext_from_pixels(n, side):
+    layers, inner = stem(64), 64
+    for i in range(4):
+        outer = 256 << i
+        layers += [Aggregated(inner, outer, 1 if i == 0 else 2), Aggregated(outer, outer, 1)]
+        inner = outer
+    return nn.Sequential(*layers, *head(2048)), (pixels(n, side),)
+
+
+@problem("milesial/Pytorch-UNet: three levels", dict(n=16, side=256), FEW, f"{TRAINS}, {AUTOCAST}")
 def unet_from_pixels(n, side):
     def forward(m, x):
         first = m.down[0](x)
@@ -120,6 +148,11 @@ def unet_from_pixels(n, side):
     merge = nn.ModuleList([double_conv(256, 128), double_conv(128, 64)])
     module = Called(forward, down=down, up=up, merge=merge, last=nn.Conv2d(64, 2, 1))
     return module, (pixels(n, side),)
+
+
+@problem("milesial/Pytorch-UNet under autocast: three levels", dict(n=16, side=256), FEW, AUTOCAST)
+def unet_from_pixels_under_autocast(n, side):
+    return autocasting(*unet_from_pixels(n, side))
 
 
 class C2f(nn.Module):

@@ -34,6 +34,7 @@ from benchmarks.model_runs.compiling import cache_in, shortened
 from benchmarks.model_runs.failing import give_back
 from benchmarks.processes.turns import Turns
 from benchmarks.records.rows import FAILED, OK, WRONG, Spread
+from fusion_backend.measure.layouts import NAME as LAYOUT
 
 
 class How(NamedTuple):
@@ -143,11 +144,16 @@ def first_calls(
 
 
 def note_sites(row: GraphRow) -> None:
-    """What fusion reports. A graph that it gave to Inductor because of an error is a failure."""
+    """What fusion reports of sites, and of the layout of images where it was in question. A graph
+    that it gave to Inductor because of an error is a failure.
+    """
     report = fusion_backend.report()
-    row.accepted = counted((s.pattern, s.reason) for s in report.fused)
+    asked = [graph for graph in report.graphs if graph.layout]
+    laid_out = [(LAYOUT, graph.layout) for graph in asked if graph.lays_out]
+    left = [(LAYOUT, graph.layout) for graph in asked if not graph.lays_out]
+    row.accepted = counted(laid_out + [(s.pattern, s.reason) for s in report.fused])
     row.declined = counted(
-        (s.pattern, s.reason) for s in report.sites if not s.fused and not s.covered
+        left + [(s.pattern, s.reason) for s in report.sites if not s.fused and not s.covered]
     )
     if errors := [graph.error for graph in report.graphs if graph.error]:
         row.status, row.note = FAILED, f"fusion gave the graph to Inductor: {errors[0]}"

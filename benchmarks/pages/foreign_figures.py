@@ -11,8 +11,10 @@ from benchmarks.records.runs import Run
 NEARLY = 0.99
 
 
-def foreign(run: Run, _: list[str]) -> str:
-    """A paragraph, a table with a line a family, and the graphs that are slower than 0.99."""
+def foreign(run: Run, names: list[str]) -> str:
+    """A paragraph, a table with a line a family, and the graphs that are slower than 0.99; with the
+    name "each" all graphs in place of the families.
+    """
     found = run.about["summary"]
     said = (
         f"{found['graphs']} graphs, {found['with_sites']} of them with a fused site. Plain "
@@ -23,7 +25,11 @@ def foreign(run: Run, _: list[str]) -> str:
         f"Results are missing, or further from fp64 than both Inductor's and eager's, in "
         f"{len(found['errors']) or 'no'} graph{'' if len(found['errors']) == 1 else 's'}."
     )
-    parts = [wrapped(where(run)), wrapped(said), families(run.rows)]
+    parts = [wrapped(where(run)), wrapped(said)]
+    if names == ["each"]:
+        heads = ("graph", "plain Inductor ms", "fusion ms", "ratio", "noise", "fused")
+        return "\n".join([*parts, "", table(heads, map(cells, run.rows))])
+    parts.append(families(run.rows))
     if slow := sorted((r for r in run.rows if (r["ratio"] or 1.0) < NEARLY), key=ratio):
         heads = ("below 0.99", "plain Inductor ms", "fusion ms", "ratio", "noise", "fused")
         parts.append(table(heads, map(cells, slow)))

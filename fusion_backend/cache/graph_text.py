@@ -163,6 +163,7 @@ def name_of(value) -> str:
         if isinstance(owner, type):
             module = f"{owner.__module__}.{owner.__qualname__}"
         file = sys.modules.get(value.__module__ or "torch")
-        if "<" not in value.__qualname__ and known_module(file):
-            return f"{module}.{value.__qualname__}"
+        named = getattr(file, value.__name__, None) is value  # such as F.max_pool2d
+        if known_module(file) and (named or "<" not in value.__qualname__):
+            return f"{module}.{value.__name__ if named else value.__qualname__}"
     raise Unnamed(f"{getattr(value, '__qualname__', type(value).__name__)} is not torch's")

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
+from torch._inductor import config
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OPERATORS: list[OpOverload] = []
+# The option with which Inductor lays out the images of any graph channels-last.
+FORCE_LAYOUT = {"force_layout_optimization": True}
 # Inductor lays out no graph with so many nodes for each convolution. A node of Dynamo becomes
 # several.
 NODES_PER_CONVOLUTION, OPERATORS_PER_NODE = 300, 5
@@ -58,16 +61,21 @@ class Convolutions(TorchDispatchMode):
         return out
 
 
-def lays_out(calls: list[tuple[tuple, Tensor]], trains: bool, nodes: int) -> bool:
+def may_lay_out(calls: list[tuple[tuple, Tensor]], nodes: int) -> bool:
+    """May Inductor lay out the images of a graph channels-last, whatever its convolutions (`calls`)
+    are? nodes: how many the Dynamo graph has.
+    """
+    few = nodes * OPERATORS_PER_NODE >= NODES_PER_CONVOLUTION * len(calls)
+    # With dynamic sizes Inductor does on a CPU, but there are no kernels for that.
+    return config.layout_optimization and not few and not has_free_symbols(calls)
+
+
+def lays_out(calls: list[tuple[tuple, Tensor]], trains: bool) -> bool:
     """Will Inductor lay out the images of a graph channels-last? Inductor itself is asked, with the
-    convolutions of the graph (`calls`). nodes: how many the Dynamo graph has.
+    convolutions of the graph.
     """
     from torch._inductor.graph import GraphLowering
 
-    if nodes * OPERATORS_PER_NODE >= NODES_PER_CONVOLUTION * len(calls):
-        return False
-    if has_free_symbols(calls):
-        return False  # on a CPU Inductor does, but there are no kernels for that
     graph = fx.Graph()
 
     def placeholder(a):

@@ -12,6 +12,7 @@ from fusion_backend import remembered
 from fusion_backend.cache.identity import key_of, with_identity
 from fusion_backend.capture.bucket_cuts import first_nodes
 from fusion_backend.capture.cut_graphs import Parts
+from fusion_backend.compat.channels_last import FORCE_LAYOUT
 from fusion_backend.compat.compile_time import hastened
 from fusion_backend.compat.distributed import cut_at
 from fusion_backend.compat.inductor import inductor_of_ours
@@ -86,7 +87,9 @@ class FusionBackend:
                 )
 
                 def compilers(options: dict) -> Pair:
-                    keyed, failed = with_identity(options, key), partial(backward_failed, record)
+                    forced = FORCE_LAYOUT if record.lays_out else {}
+                    keyed = with_identity(options | forced, key)
+                    failed = partial(backward_failed, record)
                     prepared = partial(prepare, record)
                     fused = inductor_of_ours(mode, keyed, failed, prepared)
                     rewritten = partial(compile_rewritten, fused, gm, cudagraphs, record)

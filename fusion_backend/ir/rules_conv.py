@@ -55,12 +55,14 @@ def convolution(
     numbers = (*strides, *margins, *gaps, groups)
     if len(kernel) != 2 or not all(isinstance(number, int) for number in numbers):
         return None
-    windows = c.word(windows_of(strides, margins, gaps, groups))
+    windows, name = windows_of(strides, margins, gaps, groups), "aten.conv.windows"
     channels = input.shape[1]
     few = isinstance(channels, int) and 0 < channels <= FEW and groups == 1 and same(gaps, ones)
-    of_images = few and call.dtype in HALVES
-    name = "aten.conv.pixels" if of_images else "aten.conv.windows"
-    return present(c, name, [input, weight, bias, windows], call.shape)
+    if few and call.dtype in HALVES:
+        name = "aten.conv.pixels"
+        # The image that a site reads may lie otherwise than the one that this operator reads.
+        windows += " last" if is_channels_last(call.value) else ""
+    return present(c, name, [input, weight, bias, c.word(windows)], call.shape)
 
 
 @rule("aten::convolution")
@@ -84,6 +86,11 @@ def any_convolution(
         return None
     windows = c.word(windows_of(stride, padding, dilation, groups))
     return present(c, "aten.conv.pixels", [input, weight, bias, windows], call.shape)
+
+
+def is_channels_last(t: torch.Tensor) -> bool:
+    outs = t.shape[1]
+    return isinstance(outs, int) and outs > 1 and equals(t.stride(1), 1)
 
 
 def windows_of(stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int):

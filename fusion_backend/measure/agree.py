@@ -8,6 +8,7 @@ written for a class holds for all. A rank that has waited too long writes that t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from fusion_backend.compat.distributed import default_store
 
@@ -45,6 +46,18 @@ class Ranks:
                 return self.publish(key, otherwise)
             time.sleep(POLL_S)
         return self.store.get(name).decode()
+
+    def told(self, key: str, own: Callable[[], str], otherwise: str, seconds: float) -> str:
+        """The answer of this rank, if it is the first to ask, or that of another one. If `own`
+        fails, `otherwise` holds for the other ranks.
+        """
+        if not self.claim(key):
+            return self.wait(key, otherwise, seconds)
+        try:
+            return self.publish(key, own())
+        except Exception:
+            self.publish(key, otherwise)
+            raise
 
     def first(self, name: str, text: str) -> str:
         """The text that was written first under this name: this one, or that of another rank."""

@@ -35,6 +35,11 @@ LIBRARY = (
 # ns with 131,072.
 ADDRESSES, MANY, ADDITION = 512, 8192, 0.5e-9 * 4.3e12
 GATHERS = ("aten::embedding", "aten::index")
+# The gradient of an enlarged image is added up by four atomic operations for each number of the
+# gradient that it reads. 99 million numbers took about 8 ms on an H200: segmentation_from_pixels
+# took 17.9 ms with Inductor's gradient (benchmarks/results/h200-foreign-networks-before.json) and
+# 9.8 ms with ours (h200-foreign-networks.json), each after its first compilation.
+ENLARGES, SCATTERED = "aten::upsample_bilinear2d", 0.08e-9 * 4.3e12
 # cuDNN reaches at most a tenth of the speed of products where a group has so few channels (on an
 # H100 32 TFLOP/s with 3 channels and 50 with 16, in bf16).
 FEW_CHANNELS, SLOWER = 16, 10.0
@@ -91,6 +96,9 @@ def bound(d: Decision) -> Bound:
     if gathers_alone(d):
         plain += sum(ADDITION * waiting(n) for n in nodes)
         ours += sum(map(size, results)) / OURS + LAUNCH
+    if d.backward not in (None, "vjp"):
+        enlarged = [n.meta["val"] for n in nodes if name_of(n) == ENLARGES]
+        plain += SCATTERED * sum(size(t) / t.element_size() for t in enlarged)
     return Bound(plain, ours, len(calls))
 
 

@@ -216,27 +216,38 @@ def contest(
     begun: the same contest, if its code has been generated already. meanwhile: what can be done
     while Inductor's workers compile.
     """
-    on_gpu = cut.device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise NotMeasurable("a CUDA graph is being captured")
     held = begun
-    # events are recorded on the current GPU, which need not be the region's
-    here = torch.cuda.device(cut.device) if on_gpu else contextlib.nullcontext()
-    drawn = torch.random.fork_rng(devices=[cut.device] if on_gpu else [])
-    try:
-        usual = torch.inference_mode(False), torch.enable_grad(), without_compiled_autograd()
-        with contextlib.ExitStack() as inside:
-            for mode in (here, drawn, *usual):
-                inside.enter_context(mode)
+    with set_apart(cut.device):
+        try:
             held = held or Contest(cut, first, until)
             meanwhile()
             held.start()
             yield held
+        finally:
+            if held is not None:
+                held.__dict__.clear()  # no reference to the contest keeps its tensors
+
+
+@contextlib.contextmanager
+def set_apart(device: torch.device) -> Iterator[None]:
+    """Inside, code is run to be timed. Afterwards memory, random numbers and modes are as they were
+    before. Raises NotMeasurable where that is not possible or memory does not suffice.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise NotMeasurable("a CUDA graph is being captured")
+    # events are recorded on the current GPU, which need not be the region's
+    here = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+    drawn = torch.random.fork_rng(devices=[device] if on_gpu else [])
+    usual = torch.inference_mode(False), torch.enable_grad(), without_compiled_autograd()
+    try:
+        with contextlib.ExitStack() as inside:
+            for mode in (here, drawn, *usual):
+                inside.enter_context(mode)
+            yield
     except torch.OutOfMemoryError as error:
         raise NotMeasurable("there is not enough memory to measure it") from error
     finally:
-        if held is not None:
-            held.__dict__.clear()  # no reference to the contest keeps its tensors
         if on_gpu:
             torch.cuda.empty_cache()
 

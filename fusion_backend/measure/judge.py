@@ -98,6 +98,9 @@ class Judge:
         self.thread_s = 0.0  # of measuring, in CPU time of this thread
         self.won: dict[Group, Answer] = {}  # for the sites of regions that were faster
         self.asked: dict[str, Answer | None] = {}  # the store's answers, by key
+        all_of_it = options.gate == "measure"
+        # seconds to wait for the answer of another rank
+        self.patience = PATIENCE_S if all_of_it else options.measure_s + WAITING_S
         self.settled = True  # would another process look up the same answers, and measure nothing?
 
     @property
@@ -215,14 +218,13 @@ class Judge:
                     told = self.ranks.publish(key, mine)
                     if told != mine:  # this rank was too late
                         found[id(c)] = answer_of(json.loads(told))
-        patience = self.waiting_s
         for c in classes:
             if id(c) not in found:
                 late = unanswered(c, LATE).to_json()
-                told = self.ranks.wait(self.key_of(c), late, patience)
+                told = self.ranks.wait(self.key_of(c), late, self.patience)
                 found[id(c)] = answer_of(json.loads(told))
                 if found[id(c)].why == LATE:  # wait only once for a rank that may have died
-                    patience = 0.0
+                    self.patience = 0.0
                 if found[id(c)].kept:
                     stored.store().put(found[id(c)])
         return [found[id(c)] for c in classes]
@@ -255,11 +257,6 @@ class Judge:
         one.
         """
         return f"{c.key} of {self.least:.0f}" if c.key and self.share(c) < ALIKE else c.key
-
-    @property
-    def waiting_s(self) -> float:
-        all_of_it = self.options.gate == "measure"
-        return PATIENCE_S if all_of_it else self.options.measure_s + WAITING_S
 
     def measures_next(self, c: Class, now: Class) -> bool:
         """Will this process measure the class after this one, as far as can be said now?"""

@@ -121,10 +121,16 @@ def measured(
         ALLOWANCE.spend(took)
         record.measure_s += took
         record.measured += 1
-    if found.kept and c.key and (why := stored.store().put(found)):
+    if found.kept and c.key:
+        keep(found)
+    return found
+
+
+def keep(answer: Answer) -> None:
+    """Put an answer into the store."""
+    if why := stored.store().put(answer):
         told = f"fusion: what was measured is forgotten when this process ends: {why}"
         warn_once("measured answers", told)
-    return found
 
 
 def used_up(options: Options, graph_s: float) -> str:

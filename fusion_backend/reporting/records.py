@@ -145,8 +145,9 @@ class GraphRecord:
     code comes from AOTAutograd's cache. from_outside: the results whose gradient from outside is
     added only where there is one, each with its place. embeddings: those whose weight gets its
     gradient from a kernel of ours, each with its place. channels_last: its images are laid out so
-    before AOTAutograd, as Inductor would afterwards. remembered: an earlier process has decided
-    the graph, and its passes did not run.
+    before AOTAutograd. lays_out: Inductor is told to lay them out so, because it would not. layout:
+    which layout was chosen where Inductor would leave them contiguous, and why. remembered: an
+    earlier process has decided the graph, and its passes did not run.
     """
 
     nodes: int
@@ -170,12 +171,14 @@ class GraphRecord:
     from_outside: list[str] = dataclasses.field(default_factory=list)
     embeddings: list[str] = dataclasses.field(default_factory=list)
     channels_last: bool = False
+    lays_out: bool = False
+    layout: str = ""
     remembered: bool = False
 
     def forget_rewrites(self) -> None:
         """Plain Inductor compiles the graph after all: what the rewrite did no longer holds."""
         self.in_memory, self.from_outside, self.embeddings = [], [], []
-        self.channels_last = False
+        self.channels_last, self.lays_out, self.layout = False, False, ""
 
     def __repr__(self) -> str:
         fused, counted = sum(s.fused for s in self.sites), sum(s.counted for s in self.sites)

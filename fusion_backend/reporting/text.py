@@ -243,9 +243,15 @@ def embeddings(graphs: list[GraphRecord], width: int) -> list[list[str]]:
 
 
 def channels_last(graphs: list[GraphRecord], width: int) -> list[list[str]]:
-    """The graphs whose images are channels-last although the model's are contiguous."""
+    """The graphs whose images are channels-last although the model's are contiguous, and those of
+    which it was measured whether they should be.
+    """
     title = "images channels-last, as Inductor lays them out for the convolutions"
-    return counted(title, [f"graph {i}" for i, g in enumerate(graphs) if g.channels_last], width)
+    by_inductor = [i for i, g in enumerate(graphs) if g.channels_last and not g.lays_out]
+    parts = counted(title, [f"graph {i}" for i in by_inductor], width)
+    title = "layout of images that Inductor would leave contiguous"
+    chosen = [f"graph {i}: {g.layout}" for i, g in enumerate(graphs) if g.layout]
+    return parts + counted(title, chosen, width)
 
 
 def counted(title: str, texts: list[str], width: int) -> list[list[str]]:

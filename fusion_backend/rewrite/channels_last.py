@@ -5,6 +5,8 @@ are contiguous. It decides that after AOTAutograd, and the strides of a Dynamo g
 a kernel that is chosen by them is given copies. Here the images with which a network begins become
 channels-last in the Dynamo graph, as after `model.to(memory_format=torch.channels_last)`, and the
 strides of everything behind them follow. The results of the graph have the strides that they had.
+Where Inductor would leave the images contiguous, the copy is used only if the convolutions of the
+graph were measured to be faster so (`measure/layouts.py`).
 
 Only graphs with results that require gradients are changed, and only those that begin with images
 of few channels. In blocks that are given larger images in contiguous memory, and in some graphs in
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,7 +28,7 @@ from fusion_backend.capture.interpreter import AUTOCAST, LEVELS, traceable
 from fusion_backend.capture.predicted_writes import REPLACES_STORAGE
 from fusion_backend.capture.sizes import is_dense
 from fusion_backend.capture.tracer import preserved_state
-from fusion_backend.compat.channels_last import Convolutions, lays_out
+from fusion_backend.compat.channels_last import Convolutions, lays_out, may_lay_out
 from fusion_backend.compat.memory import DATA
 from fusion_backend.compat.torch import (
     LOG_USAGE,
@@ -40,11 +43,11 @@ from fusion_backend.compat.torch import (
     times_written,
     without_torch_function,
 )
+from fusion_backend.rewrite.image_work import Work, is_convolution, value_of, work_of
 from fusion_backend.rewrite.writer import module_of
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = AUTOCAST
 LAST, FIRST = torch.channels_last, torch.contiguous_format
-CONVOLUTIONS = {"conv2d", "conv_transpose2d"}  # of images; Inductor lays out no others
 PIXELS = 4  # channels of images with which networks begin
 READS_LAYOUT = REPLACES_STORAGE | {
     "as_strided", "as_strided_", "as_strided_scatter", "empty_strided", "new_empty_strided",
@@ -62,29 +65,42 @@ class Differs(Exception):
 
 class Layout(NamedTuple):
     """graph: a copy of the graph in channels-last, with example values of its own. hidden: no copy
-    was made although Inductor lays out the images so.
+    was made although Inductor lays out the images so. work: Inductor would leave the images
+    contiguous, and this decides whether that is slower.
     """
 
     graph: fx.GraphModule | None
     hidden: bool
+    work: Work | None = None
 
 
-def layout_of(gm: fx.GraphModule) -> Layout:
-    """How Inductor lays out the images of a Dynamo graph, if not as the graph says."""
+def layout_of(
+    gm: fx.GraphModule, asks: Callable[[torch.device], bool] = lambda device: False
+) -> Layout:
+    """How Inductor lays out the images of a Dynamo graph, if not as the graph says. asks: is it a
+    question whether it should, on this device?
+    """
+    by_itself = True
     try:
         mode = fake_mode_of(gm)
         if mode is None or not any(map(is_contiguous, gm.graph.nodes)):
             return Layout(None, False)
         copy = Copy(gm)
         with preserved_state(), without_torch_function(), mode:
-            if not lays_out(copy.convolutions(), copy.trains, len(gm.graph.nodes)):
+            calls = copy.convolutions()
+            if not may_lay_out(calls, len(gm.graph.nodes)):
                 return Layout(None, False)
-            if copy.trains:
+            by_itself = lays_out(calls, copy.trains)
+            if copy.trains and by_itself:
                 copy.run()
                 return Layout(copy.finished(), False)
+            if copy.trains and asks(calls[0][0][0].device):
+                copy.restores = True
+                copy.run()
+                return Layout(copy.finished(), False, work_of(gm, calls, copy.copies))
     except Exception:  # the graph is right as it is
         pass
-    return Layout(None, True)
+    return Layout(None, by_itself)
 
 
 def is_contiguous(n: fx.Node) -> bool:
@@ -93,12 +109,10 @@ def is_contiguous(n: fx.Node) -> bool:
     return is_dense(x) and x.dim() == 4 and not x.is_contiguous(memory_format=LAST)
 
 
-def is_convolution(n: fx.Node) -> bool:
-    return n.op == "call_function" and getattr(n.target, "__name__", "") in CONVOLUTIONS
-
-
-def value_of(n) -> object:
-    return n.meta.get("example_value") if isinstance(n, fx.Node) else None
+def gets_image_gradient(t: object) -> bool:
+    """Is it an input whose gradient would lie otherwise in memory if it were channels-last?"""
+    images = is_dense(t) and t.dim() == 4 and t.requires_grad
+    return images and t.is_contiguous() and not t.is_contiguous(memory_format=LAST)
 
 
 class Copy:
@@ -120,6 +134,9 @@ class Copy:
         self.autocasts: list = []  # that have been entered
         self.watched: list[tuple[Tensor, int]] = []  # with how often they had been written to
         self.joined: set[int] = set()  # storages in the copy of values that had one of their own
+        self.copies: list[tuple[Tensor, Tensor]] = []  # what is laid out, before and after
+        self.restores = False  # does the gradient of an input lie in memory as it did?
+        self.behind: set[fx.Node] = set()  # nodes of the copy that depend on a convolution
         self.trains = torch.is_grad_enabled() and any(
             getattr(value_of(n), "requires_grad", False) for n in self.results
         )
@@ -160,10 +177,14 @@ class Copy:
             if n.op == "output":
                 continue
             self.node[n] = new = self.copied(n)
+            if is_convolution(n) or not self.behind.isdisjoint(new.all_input_nodes):
+                self.behind.add(new)
             if n.op in ("placeholder", "get_attr"):
                 self.value[new] = value_of(n)
                 if self.value[new] is None or not traceable(self.value[new]):
                     raise Differs(f"{n} has no example value of a tensor without a subclass")
+                if self.restores and gets_image_gradient(value_of(n)):
+                    self.node[n] = self.flattened_and_back(new)
             else:
                 self.compute(new)
                 self.check(n, new)
@@ -171,29 +192,49 @@ class Copy:
                     raise Differs(f"{n} has operands of two formats")
 
     def copied(self, n: fx.Node) -> fx.Node:
-        """The node, with the input of a convolution in channels-last. `view` becomes `reshape`,
-        because it may need a copy, as it does for Inductor.
+        """The node, with the input of a convolution in channels-last. Inside a network that is a
+        value whose layout some operator has chosen, such as a group norm on a GPU, and that nothing
+        else reads: Inductor writes it channels-last at once. `view` becomes `reshape`, because it
+        may need a copy, as it does for Inductor.
         """
         new = self.graph.node_copy(n, self.node.__getitem__)
         keep_source(new, n)
         name = getattr(n.target, "__name__", n.target)
         if is_convolution(n):
             x = self.value[new.args[0]]
-            if x.stride(1) != 1 and x.shape[1] > PIXELS:
+            shared = len(n.all_input_nodes[0].users) > 1
+            inside = new.args[0] in self.behind and not shared
+            if x.stride(1) != 1 and x.shape[1] > PIXELS and not inside:
                 raise Differs(f"{n} would need a copy in the middle of a network")
             if not x.is_contiguous(memory_format=LAST):
-                self.in_format(new, new.args[0], LAST)
+                self.in_format(new, new.args[0], LAST, inside)
         elif new.op == "call_method" and name == "view" and sizes_of(n) is not None:
             new.op, new.target = "call_function", aten.reshape.default
             new.args, new.kwargs = (new.args[0], sizes_of(new)), {}
         return new
 
-    def in_format(self, reader: fx.Node, n: fx.Node, form: torch.memory_format) -> None:
-        """Have `reader` read a value in this format."""
+    def flattened_and_back(self, n: fx.Node) -> fx.Node:
+        """The same value of an input. Its gradient, which a convolution computes channels-last,
+        becomes contiguous again on its way through.
+        """
+        for sizes in ((-1,), tuple(self.value[n].shape)):
+            with self.graph.inserting_after(n):
+                viewed = self.graph.call_function(aten.reshape.default, (n, sizes))
+            viewed.meta = dict(n.meta)
+            self.compute(viewed)
+            n = viewed
+        return n
+
+    def in_format(
+        self, reader: fx.Node, n: fx.Node, form: torch.memory_format, free: bool = False
+    ) -> None:
+        """Have `reader` read a value in this format. free: it costs no copy."""
         with self.graph.inserting_before(reader):
             laid = self.graph.call_function(aten.clone.default, (n,), {"memory_format": form})
         laid.meta = dict(n.meta)
         self.compute(laid)
+        if not free:
+            self.copies.append((self.value[n], self.value[laid]))
         reader.replace_input_with(n, laid)
 
     def compute(self, n: fx.Node) -> None:

@@ -86,7 +86,9 @@ def sites_of(a: Answer) -> str:
 
 
 def who(take: str) -> str:
-    """Who computes a site, from "kernel/vjp", or "" for Inductor."""
+    """Who computes a site, from "kernel/vjp", or "" for Inductor; "channels-last" stays."""
+    if take and "/" not in take:
+        return take
     forward, _, backward = take.partition("/")
     return computed_by(forward, "" if backward == "None" else backward) if take else "Inductor"
 
@@ -121,7 +123,7 @@ def times_of(a: Answer) -> str:
 
 def memory_of(a: Answer) -> str:
     """The memory kept from forward to backward, compared with plain Inductor."""
-    if not a.about.get("training"):
+    if not a.about.get("training") or not a.about.get("operators"):
         return ""
     more = "more" if a.more_bytes > 0 else "less"
     if not a.more_bytes:

@@ -19,7 +19,7 @@ from fusion_backend.compat.torch import suggest_memory_format
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import interpreted, launch
 from fusion_backend.kernels.common.rows import multiprocessors
-from fusion_backend.kernels.conv.library import Windows
+from fusion_backend.kernels.conv.library import Windows, windows_of
 from fusion_backend.kernels.gemm.main_loop import multiply
 
 CHANNELS = 4  # at most
@@ -38,6 +38,13 @@ def padded_window(weight: Tensor) -> int:
 def in_planes(x: Tensor, weight: Tensor) -> bool:
     """Does conv2d return planes? It returns channels-last if one of its operands is that."""
     return all(suggest_memory_format(t) != torch.channels_last for t in (x, weight))
+
+
+def described(text: str) -> tuple[Windows, bool]:
+    """Read from "2,2 1,1 1,1 1 last": how the windows lie, and whether the result is channels-last
+    though neither the image nor the weight need be.
+    """
+    return windows_of(text.removesuffix(" last")), text.endswith(" last")
 
 
 def constants_of(x: Tensor, weight: Tensor, windows: Windows) -> dict:
@@ -139,6 +146,11 @@ def weight_gradient(
         TALL=triton.next_power_of_2(p), PIECES=pieces, num_warps=warps,
     )  # fmt: skip
     return sums.sum(0).permute(0, 3, 1, 2)
+
+
+def like(weight: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the dtype of the weight, and as torch lays it out."""
+    return gradient.to(weight.dtype, memory_format=suggest_memory_format(weight))
 
 
 @triton.jit
