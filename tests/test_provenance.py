@@ -122,6 +122,15 @@ def test_what_is_missing(repository):
     assert missing(second, root) == [second]  # git has it, and HEAD does not go back to it
 
 
+def test_a_commit_that_was_squashed(repository, monkeypatch):
+    root, git = repository
+    head, lost = git("rev-parse", "HEAD"), "8cccfabd5a5a"
+    monkeypatch.setattr(provenance, "SQUASHED", {lost: head[:12]})
+    assert not missing(f"{lost} (told)", root)
+    monkeypatch.setattr(provenance, "SQUASHED", {lost: "8cccfabd5a5b"})
+    assert missing(f"{lost} (told)", root) == [lost]
+
+
 def test_no_page_quotes_a_run_of_nowhere(repository, capsys):
     root, git = repository
     about = dict(

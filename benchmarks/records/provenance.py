@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # what a number depends on
 CODE = ("fusion_backend", "patterns", "benchmarks", ":!benchmarks/results")
 TOLD = "FUSION_REVISION"
+# Commits that results name and that were squashed, each with the commit of the history that has
+# what they changed; it also has what was changed after them.
+SQUASHED = {"23f4b4ed7a6b": "e55298f052dd", "c0cf9337a9fd": "e55298f052dd"}
 
 
 def git(root: Path, *arguments: str) -> str | None:
@@ -35,7 +38,7 @@ def history(root: Path = ROOT) -> list[str] | None:
 
 def missing(revisions: str | None, root: Path = ROOT) -> list[str]:
     """Of revisions as results name them, "abc1234; def5678", those that the history lacks; none
-    where there is none.
+    where there is none. One that was squashed is not missing.
     """
     known = history(root)
     if known is None or not revisions:
@@ -44,7 +47,8 @@ def missing(revisions: str | None, root: Path = ROOT) -> list[str]:
     found = {
         name
         for name in names
-        if re.fullmatch("[0-9a-f]{7,40}", name) and any(c.startswith(name) for c in known)
+        if re.fullmatch("[0-9a-f]{7,40}", name)
+        and any(c.startswith(SQUASHED.get(name, name)) for c in known)
     }
     return [name for name in names if name not in found]
 
