@@ -5,7 +5,7 @@
 #   DEMO="--only llama"      arguments of the demo; TESTS="tests/test_models.py -x" those of pytest
 #   GPU_PYTHON=python3       `make gpu` uses an interpreter that has PyTorch with CUDA, Triton and pytest, and no .venv
 #   OUT=build/results        where `make gpu` puts its results; BENCH="--minutes 5" arguments of its benchmark
-#   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md), foreign, host
+#   PARTS="tests figures"    what `make gpu` runs: tests, figures (of docs/performance.md and docs/performance/), foreign, host
 #   FOREIGN="--minutes 8"    arguments of benchmarks.foreign
 #   RANKS="--how ddp fsdp"   arguments of benchmarks.distributed, which `make gpus` runs on all GPUs of a machine
 #   DECODING="--batch 8"     arguments of benchmarks.tensor_parallel, which it runs next

@@ -62,7 +62,7 @@ def add_models(add) -> None:
     )
     add("--module", nargs="+", default=[], metavar="SPEC", help=own)
     add("--timm", nargs="+", default=[], metavar="NAME", help="models of timm")
-    add("--quoted", type=Path, metavar="PAGE.md", help="the models whose figures a page gives")
+    add("--quoted", type=Path, nargs="+", metavar="PAGE.md", help="models whose figures pages give")
     mode = "decode: one token, with seq - 1 tokens in the cache"
     add("--mode", nargs="+", choices=MODES, default=[INFER], help=mode)
     for name in SIZES:

@@ -95,8 +95,9 @@ def arguments(argv: list[str] | None) -> tuple[argparse.Namespace, argparse.Argu
     parser.add_argument(
         "--quoted",
         type=Path,
+        nargs="+",
         metavar="PAGE.md",
-        help="the rows whose figures a page gives first, of the others inductor and fusion alone",
+        help="the rows whose figures pages give first, of the others inductor and fusion alone",
     )
     parser.add_argument(
         "--jobs",

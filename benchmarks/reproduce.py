@@ -1,14 +1,15 @@
-"""Measure again what docs/performance.md quotes, and print its ratios next to the new ones.
+"""Measure again what the pages of performance quote, and print their ratios next to the new ones.
 
     python -m benchmarks.reproduce --out DIR                    # at most 10 minutes on an H200
     python -m benchmarks.reproduce --out DIR --minutes 5        # fewer of the rows
     python -m benchmarks.reproduce --out DIR --part patterns    # one of the two parts
     python -m benchmarks.reproduce --out DIR --part models
 
-This runs benchmarks.patterns on the rows that the page quotes and then on as many others as there
-is time for, and benchmarks.models on the models that it quotes. Each has a process of its own and
+This runs benchmarks.patterns on the rows that docs/performance.md and the pages of
+docs/performance/ quote and then on as many others as there
+is time for, and benchmarks.models on the models that they quote. Each has a process of its own and
 its share of the time; --part runs one alone, where a command may not take longer. DIR gets
-patterns.json, models.json and a page of each. At the end come the page's ratios and the new ones,
+patterns.json, models.json and a page of each. At the end come the pages' ratios and the new ones,
 which differ from one machine to another. Exit status: the largest of the commands'; 130 after
 Ctrl-C.
 """
@@ -19,6 +20,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +30,9 @@ from benchmarks.pages.quoted import ROOT
 from benchmarks.pages.reproduced import ratio_lines
 from benchmarks.records.runs import Run
 
-PAGE = ROOT / "docs" / "performance.md"
-# figures of the page, and share of the time
+DOCS = ROOT / "docs"
+PAGES = (DOCS / "performance.md", *sorted((DOCS / "performance").glob("*.md")))
+# figures of the pages, and share of the time
 PARTS = {"patterns": ("rows", 0.25), "models": ("models", 0.75)}
 OPTIONS = {"patterns": [], "models": ["--once", "--rounds", "5", "--exact", "none"]}
 
@@ -47,7 +50,7 @@ def run(argv: list[str]) -> int:
         raise
 
 
-def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
+def main(argv: list[str] | None = None, pages: Sequence[Path] = PAGES) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.reproduce",
         description=__doc__,
@@ -67,7 +70,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
             file.unlink(missing_ok=True)  # of an earlier run
             share = PARTS[part][1] / sum(PARTS[later][1] for later in parts[i:])  # of what is left
             minutes = max(1.0, (end - time.monotonic()) * share) / 60
-            argv = ["--quoted", str(page), *OPTIONS[part], "--minutes", f"{minutes:.2f}"]
+            argv = ["--quoted", *map(str, pages), *OPTIONS[part], "--minutes", f"{minutes:.2f}"]
             status = max(status, run([f"benchmarks.{part}", *argv, "--out", str(file)]))
     except KeyboardInterrupt:
         status = 130
@@ -77,7 +80,7 @@ def main(argv: list[str] | None = None, page: Path = PAGE) -> int:
     if not torch.cuda.is_available():
         print("Without a GPU the sizes are tiny: these are no ratios to compare.")
     for part, file in files.items():
-        lines = ratio_lines(page, PARTS[part][0], file)
+        lines = ratio_lines(pages, PARTS[part][0], file)
         print("\n".join(lines))
         if torch.cuda.is_available() and (
             missing := [line for line in lines if line.endswith("-")]

@@ -224,7 +224,7 @@ def test_a_run_in_parts(tmp_path, monkeypatch, capsys):
         ([], "nothing to measure"),
         (["--model", "plain_vit", "--add"], "give --out"),
         (["--model", "plain_vit", "--minutes", "0"], "--minutes: 0 is not more than 0"),
-        (["--quoted", "nothere.md"], "nothere.md has no figures of kind models"),
+        (["--quoted", "nothere.md"], "nothere.md: no figures of kind models"),
         (["--model", "resnet"], "no model resnet; there is plain_llama"),
         (["--model", "plain_vit", "--batch", "0"], "0 is not 1 or more"),
         (["--model", "plain_vit", "--optimizer", "sgd"], "give --mode train"),

@@ -311,7 +311,7 @@ def unsourced(text: str) -> list[str]:
 def test_no_measured_figure_without_a_source():
     assert unsourced((ROOT / "README.md").read_text()) == []
     # prose in docs explains limits and options; tables hold measurements
-    for path in (ROOT / "docs").glob("*.md"):
+    for path in (ROOT / "docs").rglob("*.md"):
         lines = [
             line
             for part in unsourced(path.read_text())

@@ -19,6 +19,7 @@ from benchmarks.pattern_runs import compiling, planning
 from benchmarks.pattern_runs.contenders import gradients_for
 from benchmarks.pattern_runs.measuring import Bench, measure
 from benchmarks.records.runs import Run
+from benchmarks.reproduce import PAGES
 from benchmarks.workloads.listed import SMALL, WORK
 from benchmarks.workloads.selection import selected, spread
 from benchmarks.workloads.work import F32, Work
@@ -217,12 +218,10 @@ def test_a_run_in_parts(tmp_path, capsys):
 
 
 def test_quoted_rows_come_first_and_others_are_counted():
-    args, _ = patterns.arguments(
-        ["--quoted", str(ROOT / "docs" / "performance.md"), "--minutes", "10"]
-    )
+    args, _ = patterns.arguments(["--quoted", *map(str, PAGES), "--minutes", "10"])
     plan, quoted = (
         planning.planned(args, on_gpu=True),
-        quoted_names(ROOT / "docs" / "performance.md", "rows"),
+        quoted_names(PAGES, "rows"),
     )
     assert {work.name for work, _ in plan[: len(quoted)]} == set(quoted) and len(plan) == len(WORK)
     assert all((len(makers) == 5) == (i < len(quoted)) for i, (_, makers) in enumerate(plan))

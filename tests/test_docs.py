@@ -38,7 +38,7 @@ BUILT_IN = ROOT / "patterns"
 # The code of docs/catalogue.md is that of patterns/, which test_catalogue_is_current compares.
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
-    *(p for p in sorted((ROOT / "docs").glob("*.md")) if p.name != "catalogue.md"),
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "catalogue.md"),
 ]
 NOT_RUN = {
     ("README.md", "sh"): 2,

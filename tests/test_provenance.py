@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from benchmarks import readme
+from benchmarks.pages.quoted import pages
 from benchmarks.records import provenance, runs
 from benchmarks.records.provenance import ROOT, history, missing, revision
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 CODE, COMMAND = "fusion_backend/kernel.py", "benchmarks.patterns"
 
 
-@pytest.mark.parametrize("path", [*PAGES, *FILES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*pages(), *FILES], ids=lambda path: path.name)
 def test_every_revision_is_in_the_history(path):
     if history() is None:
         pytest.skip("the repository's history is not at hand: no git, or a shallow clone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.pages.figures import FIGURES
@@ -51,22 +52,22 @@ NAMES = {
 }
 
 
-def quoted(page: Path, kind: str) -> dict[str, list[str]]:
-    """File -> names of its rows in the figures that a page has of a kind. ValueError where it has
-    none.
+def quoted(chosen: Sequence[Path], kind: str) -> dict[str, list[str]]:
+    """File -> names of its rows in the figures that pages have of a kind. ValueError where they
+    have none.
     """
     found: dict[str, list[str]] = {}
-    for block in BLOCK.finditer(page.read_text()) if page.exists() else ():
+    for block in (b for page in chosen if page.exists() for b in BLOCK.finditer(page.read_text())):
         if block["kind"] == kind:
-            names = split(block["names"]) or NAMES[kind](Run.load(page.parent / block["file"]))
+            names = split(block["names"]) or NAMES[kind](Run.load(ROOT / block["file"]))
             found.setdefault(block["file"], []).extend(names)
     if not found:
-        raise ValueError(f"{page} has no figures of kind {kind}")
+        raise ValueError(f"{', '.join(map(str, chosen))}: no figures of kind {kind}")
     return found
 
 
-def quoted_names(page: Path, kind: str) -> list[str]:
-    return list(dict.fromkeys(name for names in quoted(page, kind).values() for name in names))
+def quoted_names(chosen: Sequence[Path], kind: str) -> list[str]:
+    return list(dict.fromkeys(name for names in quoted(chosen, kind).values() for name in names))
 
 
 def written(text: str, root: Path = ROOT) -> str:
@@ -85,8 +86,6 @@ def written(text: str, root: Path = ROOT) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    return [
-        page
-        for page in (root / "README.md", *sorted((root / "docs").glob("*.md")))
-        if page.exists()
-    ]
+    """README.md, and all pages of docs/ and its folders."""
+    found = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+    return [page for page in found if page.exists()]

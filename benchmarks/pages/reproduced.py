@@ -1,12 +1,13 @@
-"""The ratios that a page quotes, next to those of new runs."""
+"""The ratios that pages quote, next to those of new runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.pages.model_figures import model_name
 from benchmarks.pages.pattern_figures import ours
-from benchmarks.pages.quoted import quoted
+from benchmarks.pages.quoted import ROOT, quoted
 from benchmarks.records.runs import Run
 
 
@@ -17,12 +18,12 @@ def ratios(run: Run) -> dict[str, float | None]:
     return {row.name: row.ratio(ours(row)) for row in run.rows}
 
 
-def ratio_lines(page: Path, kind: str, file: Path) -> list[str]:
-    """A line for each row that a page quotes: the page's ratio and the new one."""
+def ratio_lines(pages: Sequence[Path], kind: str, file: Path) -> list[str]:
+    """A line for each row that pages quote: their ratio and the new one."""
     here = ratios(Run.load(file)) if file.exists() else {}
     lines = []
-    for committed, names in quoted(page, kind).items():
-        said = ratios(Run.load(page.parent / committed))
+    for committed, names in quoted(pages, kind).items():
+        said = ratios(Run.load(ROOT / committed))
         for name in names:
             was, now = (f"{x:.2f}" if x else "-" for x in (said.get(name), here.get(name)))
             lines.append(f"  {name:66}{was:>8}{now:>8}")
