@@ -271,7 +271,7 @@ SHARED, EACH = torch.empty(1, 12, 49, 49, dtype=HALF), torch.empty(256, 1, 49, 4
     ],
 )
 def test_which_are_taken_without_a_measurement(sizes, more, known):
-    """Those of heads of 32 that were timed: see "Short attention" in docs/performance.md. Heads of
+    """Those of heads of 32 that were timed: see docs/performance/attention.md. Heads of
     64 as before.
     """
     b, h, n, d = sizes.values()

@@ -13,8 +13,8 @@ here such a kernel allocates its own memory (`WithScratch`). Kernels that an ope
 launches, not Inductor, get the same launcher once Triton has launched them (`relauncher`).
 
 On an H200 a call with one kernel of ours then takes the host 4 microseconds less
-(docs/performance.md). With USED = False, or under `benchmarks.host --launcher triton`, our kernels
-keep Triton's.
+(docs/performance/compile-time.md). With USED = False, or under `benchmarks.host --launcher
+triton`, our kernels keep Triton's.
 """
 
 from __future__ import annotations
