@@ -50,7 +50,7 @@ TITLES = {
     "rules_attention": "attention",
     "rules_loss": "losses",
     "rules_soft_loss": "losses of probabilities",
-    "rules_collective": "sums over ranks",
+    "rules_collective": "all-reduces",
 }
 
 

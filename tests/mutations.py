@@ -19,7 +19,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from .planted_faults import MUTATIONS, Mutation
+from .planted import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parent.parent
 COPIED = (

@@ -7,7 +7,12 @@ import importlib
 import pytest
 
 from tests.mutations import MUTATIONS, ROOT
+from tests.planted import MODULES
 from tests.selection import LEFT_OUT, left_out
+
+
+def test_every_fault_has_a_name_of_its_own():
+    assert sum(len(module.FAULTS) for module in MODULES) == len(MUTATIONS)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

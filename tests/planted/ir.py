@@ -1,0 +1,242 @@
+"""Faults in fusion_backend/ir and fusion_backend/masks."""
+
+from .mutation import Mutation
+
+FAULTS = {
+    "image convolution: the layout of its result": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        'windows += " last" if',
+        'windows += "" if',
+        "tests/test_channels_last.py",
+    ),
+    "attention: a mask never has a gradient": Mutation(
+        "fusion_backend/masks/analysis.py",
+        "found.trained = node in self.view.requires_grad",
+        "found.trained = False",
+        "tests/test_attention_forms.py",
+    ),
+    "views: two orders of a value are one": Mutation(
+        "fusion_backend/ir/argument_views.py",
+        "(a.op, a.attr, a.args) == (b.op, b.attr, b.args)",
+        "(a.op, a.args) == (b.op, b.args)",
+        "tests/test_norm_rotary.py",
+    ),
+    "canonical: a write changes nothing for later readers": Mutation(
+        "fusion_backend/ir/canonicalize.py",
+        "            for a, (version, again) in versions.read.get(n, {}).items():\n",
+        "            for a, (version, again) in ():\n",
+        "tests/test_in_place_results.py",
+    ),
+    "canonical: what is written to later equals what is not": Mutation(
+        "fusion_backend/ir/canonicalize.py",
+        "            if e.nodes and version != later.get(e):\n",
+        "            if False:\n",
+        "tests/test_in_place_results.py",
+    ),
+    "canonical: a copy without grad mode passes gradients on": Mutation(
+        "fusion_backend/ir/canonicalize.py",
+        "            if e.nodes and self.stops_gradient(e.nodes[0], n, region):\n",
+        "            if False:\n",
+        "tests/test_values_without_gradient.py",
+    ),
+    "canonical: flags of gradients tell values of one grad mode apart": Mutation(
+        "fusion_backend/ir/canonicalize.py",
+        "return modes[0] != modes[1] and self.trains(a) != self.trains(b)",
+        "return self.trains(a) != self.trains(b)",
+        "tests/test_values_without_gradient.py",
+    ),
+    "expressions: x - y is read as x + y": Mutation(
+        "fusion_backend/ir/builder.py",
+        "        return self.const(-x.attr) if is_const(x) else self.mul(x, self.const(-1.0), "
+        "shape)\n",
+        "        return x\n",
+        "tests/graphs",
+    ),
+    "composites: where(not m, x, y) keeps x and y": Mutation(
+        "fusion_backend/ir/rules_pointwise.py",
+        "        mask, x, y = mask.args[0], y, x\n",
+        "        mask, x, y = mask.args[0], x, y\n",
+        "tests/test_canonical.py tests/test_attention_forms.py",
+    ),
+    "masks: every mask counts as square": Mutation(
+        "fusion_backend/masks/analysis.py",
+        "found.square = val.dim() > 1 and statically_known_true(val.shape[-2] == val.shape[-1])",
+        "found.square = True",
+        "tests/test_masks.py tests/test_attention.py",
+    ),
+    "sinks: a concatenation counts as a softmax with a sink": Mutation(
+        "fusion_backend/ir/scores.py",
+        '    if x.op != "softmax" or x.attr != -1 or not (start == 0 or start == 1):\n'
+        "        return None\n    row = peel(x.args[0])\n",
+        '    row = peel(x.args[0]) if x.op == "softmax" else x\n',
+        "tests/test_sinks.py",
+    ),
+    "sinks: a slice may drop the first key in place of the sink": Mutation(
+        "fusion_backend/ir/scores.py",
+        "row.args if start == 0 else row.args[::-1]",
+        "row.args",
+        "tests/test_sinks.py",
+    ),
+    "image convolution: of fp32, too": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        "if few and call.dtype in HALVES:",
+        "if few:",
+        "tests/test_image_convolution.py",
+    ),
+    "image convolution: of more channels": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        "FEW = 4  # channels",
+        "FEW = 8  # channels",
+        "tests/test_image_convolution.py",
+    ),
+    "image convolution: in groups": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        " and groups == 1 and same(gaps, ones)",
+        " and same(gaps, ones)",
+        "tests/test_image_convolution.py",
+    ),
+    "image convolution: with gaps": Mutation(
+        "fusion_backend/ir/rules_conv.py",
+        " and groups == 1 and same(gaps, ones)",
+        " and groups == 1",
+        "tests/test_image_convolution.py",
+    ),
+    "at zero: relu6 passes a gradient": Mutation(
+        "fusion_backend/ir/edges.py",
+        '("relu", "relu6", "hardtanh", "hardswish", "hardsigmoid")',
+        '("relu", "hardswish", "hardsigmoid")',
+        "tests/test_gradient_at_zero.py",
+    ),
+    "batch norm in training: its statistics have a rank": Mutation(
+        "fusion_backend/ir/rules_norm.py",
+        "    if of_batch(self, call):",
+        "    if False:",
+        "tests/test_batch_norm_training.py",
+    ),
+    "batch norm in training: any variance is its own": Mutation(
+        "fusion_backend/ir/rules_norm.py",
+        "return uncorrected and sorted(",
+        "return sorted(",
+        "tests/test_batch_norm_training.py",
+    ),
+    "windows: heads count as windows": Mutation(
+        "fusion_backend/ir/windows.py",
+        "    if not same(e.shape[2:], shape[1:]):",
+        "    if False:",
+        "tests/test_windows.py",
+    ),
+    "windows: what is added twice counts once": Mutation(
+        "fusion_backend/ir/windows.py",
+        "    if len(found) > 1:",
+        "    if False:",
+        "tests/test_windows.py",
+    ),
+    "windows: masks repeated for more images are the same value": Mutation(
+        "fusion_backend/ir/windows.py",
+        'c.make("of_window", (windows,), hashable(shape), shape)',
+        'c.make("of_window", (windows,), None, shape)',
+        "tests/test_windows.py",
+    ),
+    "windows: masks that layers share are not free": Mutation(
+        "fusion_backend/ir/expr.py",
+        '    "of_window",\n',
+        "",
+        "tests/test_windows.py",
+    ),
+    "channels: any dimension but the last counts": Mutation(
+        "fusion_backend/ir/rules_shape.py",
+        "len(shape) >= 3 and axis == 1 - len(shape)",
+        "len(shape) >= 3 and axis != -1",
+        "tests/test_channel_softmax.py::test_near_misses",
+    ),
+    "channels: detached weights are another value": Mutation(
+        "fusion_backend/ir/rules_loss.py",
+        "(undetached(weight),)",
+        "(peel(weight),)",
+        "tests/test_channel_cross_entropy.py::test_spellings",
+    ),
+    "channels: log-probabilities of another dimension count": Mutation(
+        "fusion_backend/ir/rules_loss.py",
+        "    if axis_of_log_softmax(self) != (-1 if rank == 2 else 1 - rank):\n",
+        "    if axis_of_log_softmax(self) is None:\n",
+        "tests/test_channel_cross_entropy.py::test_near_misses",
+    ),
+    "soft losses: one probability counts for all classes": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        "not same(target.shape, shape) or",
+        "",
+        "tests/test_soft_loss_spellings.py::test_near_misses",
+    ),
+    "soft losses: any difference of logarithms is a divergence": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        "        if same_one:\n",
+        "        if log_p is not None:\n",
+        "tests/test_soft_loss_spellings.py::test_near_misses",
+    ),
+    "soft losses: class weights lose their gradient": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        "if any(map(c.trains, weight.nodes)):",
+        "if weight is None:",
+        "tests/test_soft_loss_spellings.py::test_class_weights_of_soft_targets_that_want_a_gradient_stay",
+    ),
+    "soft losses: squares of log-probabilities are a loss": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        " or logits_of(c, target) is not None",
+        "",
+        "tests/test_soft_loss_spellings.py::test_log_probabilities_that_are_read_elsewhere_stay",
+    ),
+    "soft losses: the scale of a cast product stays inside": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        "without_factor(peel(x))",
+        "without_factor(x)",
+        "tests/test_soft_loss_spellings.py::test_the_scale_of_a_cast_product",
+    ),
+    "soft losses: rows of another shape are another value": Mutation(
+        "fusion_backend/ir/rules_soft_loss.py",
+        "        if same(*(e.shape for e in unflattened)):\n",
+        "        if self is None:\n",
+        "tests/test_soft_loss_spellings.py::test_beside_a_teacher",
+    ),
+    "documents: numbers of other places": Mutation(
+        "fusion_backend/masks/spec.py",
+        'whole = place == Linear({"i": 1}) and same(shape[-1:], (places,))',
+        "whole = True",
+        "tests/test_documents.py",
+    ),
+    "extended: hardtanh is a clamp": Mutation(
+        "fusion_backend/ir/edges.py",
+        '"relu6", "hardtanh", "hardswish"',
+        '"relu6", "hardswish"',
+        "tests/test_extended.py",
+    ),
+    "images: corners are those of pixels": Mutation(
+        "fusion_backend/ir/rules_images.py",
+        '" align_corners" * align_corners',
+        '""',
+        "tests/test_canonical.py::test_another_value_is_another_expression",
+    ),
+    "images: any factor is a quotient of sizes": Mutation(
+        "fusion_backend/ir/rules_images.py",
+        "if any(1 / by != n / m for by, n, m in apart):",
+        "if False:",
+        "tests/test_interpolate_bilinear.py::test_near_misses",
+    ),
+    "images: windows may have gaps": Mutation(
+        "fusion_backend/ir/rules_images.py",
+        " or {*dilation} != {1}",
+        "",
+        "tests/test_max_pool.py::test_near_misses",
+    ),
+    "scattered rows: a mask of elements is one of rows": Mutation(
+        "fusion_backend/ir/rules_shape.py",
+        'mask.op != "unsqueeze" or mask.attr != -1 or not',
+        'mask.op != "unsqueeze" or not',
+        "tests/test_masked_scatter.py::test_near_misses",
+    ),
+    "images: one image is a batch": Mutation(
+        "fusion_backend/ir/rules_images.py",
+        "if len(call.shape) != 4:",
+        "if False:",
+        "tests/test_max_pool.py::test_near_misses",
+    ),
+}
