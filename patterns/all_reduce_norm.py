@@ -1,5 +1,5 @@
-"""The sum over the ranks of a process group, the residual sum and a normalisation, which end a
-block of a tensor-parallel model: h = sum of all x + residual, or without a residual; then h /
+"""The all-reduce of a process group, the residual sum and a normalisation, which end a block of a
+tensor-parallel model: h = sum of all x + residual, or without a residual; then h /
 sqrt(mean(h²) + eps) · (weight + offset), or (h - mean) / sqrt(var + eps) · weight + bias.
 
 x and residual are `[..., n]` of one shape in fp32, bf16 or fp16, with rows of up to 16384, weight

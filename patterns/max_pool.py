@@ -1,5 +1,5 @@
 """The largest element of each window of an image, with its gradient, as between the stages of
-networks for images.
+convolutional networks.
 
 x is `[n, c, h, w]`, contiguous or channels-last, in fp32, bf16 or fp16; the result has its dtype
 and memory format. windows has kernel, stride and padding: "3,3 2,2 1,1", or "3,3 2,2 1,1 ceil"

@@ -1,4 +1,4 @@
-"""Blocks and small networks for images."""
+"""Blocks of convolutional networks, and small ones."""
 
 from __future__ import annotations
 
