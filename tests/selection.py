@@ -105,7 +105,7 @@ SAMPLED = {
     "tests/test_interpolate_bilinear.py::test_tiles_of_any_size": 4,
     "tests/test_masked_scatter.py::test_value_and_gradients_are_those_of_eager": 4,
     "tests/test_group_norm_rows.py::test_far_from_zero_and_not_finite": 3,
-    "tests/test_measured_regions.py::test_what_counts_as_a_gain_beside_a_convolution": 4,
+    "tests/test_measured_regions.py::test_what_counts_as_a_gain_beside_a_convolution": 2,
     "tests/test_neighbours.py::test_decision": 9,
     "tests/test_batch_norm_sum.py::test_code_between_that_could_tell": 3,
     "tests/test_shared_bias.py::test_batches_that_share_a_bias_are_added_up_in_parts": 3,

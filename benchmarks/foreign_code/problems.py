@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 INFER, TRAIN = "infer", "train"
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}  # of the graphs that are listed
+BUILT = DTYPES | {"f16": torch.float16}
 SIZES = ("full", "tiny")
 BOTH = "infer bf16, train bf16"
 BOTH_F32 = "infer f32, train f32"
@@ -62,7 +63,7 @@ class Graph:
         with torch.device(device):
             module, inputs = self.problem.make(**getattr(self.problem, size))
             settle(module)
-        dtype = DTYPES[self.dtype]
+        dtype = BUILT[self.dtype]
         return module.to(dtype).train(self.mode == TRAIN), [cast(x, dtype) for x in inputs]
 
 

@@ -82,4 +82,46 @@ FAULTS = {
         "if True",
         "tests/test_benchmark_patterns.py",
     ),
+    "foreign check: far off is right": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "far <= FACTOR * near + allowed",
+        "near >= 0",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: an error of the pass is not told": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "*filter(None, [record.error])",
+        "*filter(None, [])",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: every tensor gets a gradient": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "t.requires_grad_(i % 2 == 0)",
+        "t.requires_grad_(True)",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: sizes are static": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        'dynamic=variation == "dynamic"',
+        "dynamic=False",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: a missing gradient is right": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "if (a is None) != (e is None):",
+        "if a is not None and e is None:",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: eager code runs once": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "near = max(others)",
+        "near = others[0]",
+        "tests/test_check_foreign.py",
+    ),
+    "foreign check: a NaN is far from nothing": Mutation(
+        "benchmarks/foreign_runs/checking.py",
+        "if not ours.isfinite()[finite].all():",
+        "if False:",
+        "tests/test_check_foreign.py",
+    ),
 }
