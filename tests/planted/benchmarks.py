@@ -118,10 +118,4 @@ FAULTS = {
         "near = others[0]",
         "tests/test_check_foreign.py",
     ),
-    "foreign check: a NaN is far from nothing": Mutation(
-        "benchmarks/foreign_runs/checking.py",
-        "if not ours.isfinite()[finite].all():",
-        "if False:",
-        "tests/test_check_foreign.py",
-    ),
 }
