@@ -28,7 +28,7 @@ from tests.measured_cases import Block, as_on_a_gpu, cuts_of
 # Contests.
 
 
-@pytest.mark.parametrize("last", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("last", [(True, False), (False, False), (False, True), (True, True)])
 def test_what_counts_as_a_gain_beside_a_convolution(last):
     """5 % where Inductor copies the image to channels-last, else 2 %. It copies the weight in the
     whole graph, too.
