@@ -45,7 +45,7 @@ def _(x, residual, weight, bias, eps):
     return (
         reject_rows(x)
         or reject_shapes(x=x, residual=residual)
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes_of_sum(x, residual, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )

@@ -47,7 +47,7 @@ def _(x, residual, weight, offset, eps):
     return (
         reject_rows(x)
         or reject_shapes(x=x, residual=residual)
-        or reject_vectors(weight=weight)
+        or reject_vectors(x.shape[-1], weight=weight)
         or reject_dtypes_of_sum(x, residual, weight=weight)
         or reject_dynamic(offset=offset, eps=eps)
     )

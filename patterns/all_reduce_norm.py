@@ -63,7 +63,7 @@ def _(x, residual, weight, bias, offset, eps):
         reject_rows(x)
         or (Reject(f"a row is longer than {MAX_ROW}") if long else None)
         or reject_shapes(x=x, **rest)
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes(x=x, weight=weight, bias=bias, **rest)
         or reject_dynamic(offset=offset, eps=eps)
         or reject_size(x)

@@ -49,7 +49,7 @@ def _(x, mean, var, weight, bias, eps, act):
     return (
         reject_dtypes(x=x)
         or next(filter(None, other), None)
-        or reject_vectors(**vectors)
+        or reject_vectors(x.shape[1], **vectors)
         or reject_channels(x, 1)
         or reject_dynamic(eps=eps)
     )

@@ -91,7 +91,7 @@ def _(x, z, weight, bias, z_weight, z_bias, eps, z_eps, act):
         return no
     if not same_layout(z, x):
         return Reject(f"z does not lie in memory as x does: {memory(z)}")
-    return reject_vectors(**vectors)
+    return reject_vectors(x.shape[1], **vectors)
 
 
 @batch_norm_sum.worthwhile

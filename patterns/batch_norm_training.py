@@ -79,7 +79,7 @@ def _(x, residual, weight, bias, eps, act):
         return no
     if residual is not None and not same_layout(residual, x):
         return Reject(f"the residual does not lie in memory as x does: {memory(residual)}")
-    return reject_vectors(**vectors)
+    return reject_vectors(x.shape[1], **vectors)
 
 
 @batch_norm_training.worthwhile

@@ -114,7 +114,7 @@ def _(x, gate, weight, bias, eps, norm, act, first):
         reject_rows(x)
         or reject_held(x, norm, first)
         or reject_gate(x, gate)
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes_of_vectors(x, weight=weight, bias=bias)
         or reject_dtypes(gate=gate)
         or reject_dynamic(eps=eps)

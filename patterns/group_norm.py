@@ -77,7 +77,7 @@ def _(x, groups, weight, bias, eps, act):
         return Reject(f"a sample of {size_of(x, 1)} elements is larger than {MAX_SAMPLE}")
     if not 1 <= size_of(x, groups) <= MAX_GROUP:
         return Reject(f"a group of {size_of(x, groups)} elements is not between 1 and {MAX_GROUP}")
-    return reject_vectors(weight=weight, bias=bias)
+    return reject_vectors(x.shape[1], weight=weight, bias=bias)
 
 
 @group_norm.neighbours

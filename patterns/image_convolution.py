@@ -59,7 +59,7 @@ def _(x, weight, bias, windows):
 @image_convolution.guard
 def _(x, weight, bias, windows):
     (how, _), (o, c, p, q) = described(windows), weight.shape
-    no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_vectors(bias=bias)
+    no = reject_dtypes(x=x, weight=weight, bias=bias) or reject_vectors(weight.shape[0], bias=bias)
     if no is not None:
         return no
     if any(map(dynamic, (*x.shape[1:], *weight.shape, *x.stride()[1:]))):

@@ -70,7 +70,7 @@ def _(x, weight, bias, eps):
         no = reject_rows(x)
     return (
         no
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes_of_vectors(x, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )

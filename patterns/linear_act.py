@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fusion_backend import Pattern
@@ -83,7 +84,7 @@ def _(x, w, b, act):
 def _(saved, dy):
     dy, y, act = dy.float(), saved.result.float(), saved.act
     if act == "relu":
-        d = dy * (y > 0)
+        d = torch.where(y <= 0, 0.0, dy)
     elif act == "sigmoid":
         d = dy * y * (1 - y)
     elif act == "tanh":

@@ -124,7 +124,7 @@ def reject_arguments(x, w, b, target, ignore_index) -> Reject | None:
     if b is not None and b.shape != w.shape[1:]:
         return Reject(f"b has shape {tuple(b.shape)}")
     return (
-        reject_vectors(b=b)
+        reject_vectors(w.shape[1], b=b)
         or reject_target(target)
         or reject_dtypes(x=x, w=w, b=b)
         or reject_dynamic(ignore_index=ignore_index)

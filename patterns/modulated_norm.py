@@ -98,7 +98,7 @@ def _(x, weight, bias, scale, shift, eps, norm):
     return (
         reject_rows(x)
         or reject_long(x)
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes(x=x, weight=weight, bias=bias)
         or reject_modulation(x, "scale", scale)
         or reject_modulation(x, "shift", shift)

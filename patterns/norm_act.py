@@ -60,7 +60,7 @@ def _(x, weight, bias, eps, norm, act):
     return (
         reject_rows(x)
         or reject_held(x)
-        or reject_vectors(weight=weight, bias=bias)
+        or reject_vectors(x.shape[-1], weight=weight, bias=bias)
         or reject_dtypes(x=x, weight=weight, bias=bias)
         or reject_dynamic(eps=eps)
     )

@@ -113,7 +113,7 @@ def _(x, weight, offset, eps, cos, sin, style):
 def _(x, weight, offset, eps, cos, sin, style):
     return (
         reject_head(x)
-        or reject_vectors(weight=weight)
+        or reject_vectors(x.shape[-1], weight=weight)
         or reject_table(x, "cos", cos)
         or reject_table(x, "sin", sin)
         or reject_heads(x, cos, sin)

@@ -45,7 +45,7 @@ def _(x, weight, offset, eps):
 def _(x, weight, offset, eps):
     return (
         reject_rows(x)
-        or reject_vectors(weight=weight)
+        or reject_vectors(x.shape[-1], weight=weight)
         or reject_dtypes_of_vectors(x, weight=weight)
         or reject_dynamic(offset=offset, eps=eps)
     )

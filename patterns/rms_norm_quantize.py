@@ -80,7 +80,7 @@ def _(x, weight, offset, norm_eps, eps, by, bound):
 def _(x, weight, offset, norm_eps, eps, by, bound):
     return (
         reject_rows(x)
-        or reject_vectors(weight=weight)
+        or reject_vectors(x.shape[-1], weight=weight)
         or reject_dtypes(x=x, weight=weight)
         or reject_dynamic(offset=offset, norm_eps=norm_eps, eps=eps)
     )

@@ -166,6 +166,22 @@ def test_taken_without_gradients(name, on_gpu):
     assert taken(fn, inputs)[1] == {"bias", *(["keys"] if "bias" in operands else [])}
 
 
+@pytest.mark.parametrize("fill", [LEAST, -1e30])
+def test_a_key_that_two_masks_hide_weighs_less(fill, on_gpu):
+    """Than one that one of them hides, in a row that sees nothing: both numbers are added up."""
+    left = torch.ones(B, S, dtype=torch.bool)
+    left[1, :3] = False
+
+    def fn(q, k, v):
+        once = scores(q, k) + hidden(left[:, None, None, :], fill)
+        return attend(once + hidden(causal(), fill), v)
+
+    inputs = inputs_of()[:3]
+    _, _, collector = taken(fn, inputs)
+    exactly = fn(*[t.double() for t in inputs])
+    assert distance(torch.compile(fn, backend=collector)(*inputs), exactly) < 2e-5
+
+
 @pytest.mark.parametrize("name", TAKEN)
 def test_taken(name, on_gpu):
     fn, options, operands = TAKEN[name]

@@ -11,6 +11,7 @@ from fusion_backend.frontends.loading import patterns
 from fusion_backend.kernels.gemm import operands
 from fusion_backend.match.templates import subexpressions, template, templates
 from fusion_backend.ops.op import Op
+from fusion_backend.reporting.reject import Reject
 from fusion_backend.testing import (
     DropoutOfKernels,
     arguments,
@@ -310,6 +311,22 @@ def test_stacked_inputs(pattern):
             torch.testing.assert_close(
                 value_and_gradients(compiled, tensors), want, rtol=1e-4, atol=1e-4
             )
+
+
+@every_written
+def test_a_vector_of_one_element_is_read_as_such(pattern):
+    """Code may broadcast a weight or a bias, where a kernel would read beyond its end."""
+    for kinds in written(pattern) if pattern.kernel_fn else ():
+        args = arguments(pattern, kinds, torch.float32, grad=False)
+        vectors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.dim() == 1]
+        for i in vectors:
+            short = [*args[:i], args[i][:1], *args[i + 1 :]]  # the others lie behind it
+            want = unfused_if_possible(pattern, short)
+            if want is None or isinstance(pattern.guard_fn(*short), Reject):
+                continue
+            got = pattern.launched(short, save=False)
+            for one, other in zip(results(got), results(pattern.reference(*short)), strict=False):
+                torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
 @every_written

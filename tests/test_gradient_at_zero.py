@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from fusion_backend import Pattern
 from fusion_backend.ops.registry import unregister
-from fusion_backend.testing import assert_fuses, collect, fused_nodes
+from fusion_backend.testing import assert_fuses, collect, fused_nodes, rewritten, with_kernels
+from tests.kernel_checks import randn
 
 ACTS = {
     "relu": F.relu,
@@ -109,3 +110,32 @@ def test_of_a_pattern_with_clamp():
         assert alike or "passes no gradient, unlike" in sites[0].reason
     finally:
         unregister("bounded")
+
+
+N = 32
+WITH_NAN = {
+    "linear_act": lambda x, w, b: F.relu(F.linear(x, w, b)),
+    "norm_act": lambda x, w, b: F.relu(F.layer_norm(x, (N,), w[0], b)),
+    "mlp": lambda x, w, b: F.relu(F.linear(x, w, b)) @ w,
+    "gated_linear": lambda x, w, b: F.relu(F.linear(x, w, b)) * (x @ w),
+}
+
+
+@pytest.mark.parametrize("name", WITH_NAN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nan_passes_the_gradient_of_relu_on(name, dtype):
+    """As it does in eager code: a gradient that is NaN is not to become 0."""
+    x, w, b = randn(8, N, dtype=dtype), randn(N, N, dtype=dtype), randn(N, dtype=dtype)
+    x[0] = torch.nan
+    leaves, fn = [t.requires_grad_() for t in (x, w, b)], WITH_NAN[name]
+    want = torch.autograd.grad(fn(*leaves).sum(), leaves)
+    graph = rewritten(fn, *leaves)
+    order = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+    (site,) = fused_nodes(graph)
+    named = dict(zip(("l_x_", "l_w_", "l_b_"), leaves, strict=True))
+    (y, *_) = with_kernels(graph)(*(named[n] for n in order))
+    got = torch.autograd.grad(y.sum(), leaves)
+    assert name in str(site.target)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2, equal_nan=True)

@@ -126,8 +126,8 @@ def visible_by(
         how = hiding(fill) if len(masks) == 1 else None
     else:
         # A number beside which every score is lost: all keys of such a row weigh the same, and
-        # keep their gradient.
-        number, *others = {mask.fill for mask in masks.values()}
+        # keep their gradient. A key that two masks hide would weigh less than one that one hides.
+        number, *others = [mask.fill for mask in masks.values()]
         lost = not others and number is not None and -math.inf < number <= -1e30 and not training
         how = ("fill", number) if lost else None
     return None if how is None else Visible(found.low, found.high, *(keys or (None, "seen")), *how)

@@ -237,4 +237,16 @@ FAULTS = {
         "1",
         "tests/test_group_norm_rows.py",
     ),
+    "vectors: of any length": Mutation(
+        "fusion_backend/kernels/common/rows.py",
+        "if not same_sizes(t.shape, (length,)):",
+        "if False:",
+        "tests/test_every_pattern.py::test_a_vector_of_one_element_is_read_as_such",
+    ),
+    "activations: NaN passes no gradient on": Mutation(
+        "fusion_backend/kernels/common/activations.py",
+        "torch.where(x <= 0, 0.0, dy)",
+        "torch.where(x > 0, dy, 0.0)",
+        "tests/test_gradient_at_zero.py::test_nan_passes_the_gradient_of_relu_on",
+    ),
 }

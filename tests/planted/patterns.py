@@ -351,4 +351,16 @@ FAULTS = {
         " == x.dtype",
         "tests/test_layer_norm_of_channels.py::test_the_tables_have_not_timed_it",
     ),
+    "attention: two masks that hide a key count as one": Mutation(
+        "patterns/attention/masks.py",
+        "[mask.fill for mask in masks.values()]",
+        "{mask.fill for mask in masks.values()}",
+        "tests/test_attention_forms.py::test_a_key_that_two_masks_hide_weighs_less",
+    ),
+    "linear_act: NaN passes no gradient on": Mutation(
+        "patterns/linear_act.py",
+        "torch.where(y <= 0, 0.0, dy)",
+        "dy * (y > 0)",
+        "tests/test_gradient_at_zero.py::test_nan_passes_the_gradient_of_relu_on",
+    ),
 }

@@ -263,7 +263,7 @@ class Layers(nn.Module):
 
 
 WAYS = [
-    weights_of_methods, cast_weights, under_autocast, in_place, checkpointed, weightless,
+    weightless, weights_of_methods, cast_weights, under_autocast, in_place, checkpointed,
 ]  # fmt: skip
 
 

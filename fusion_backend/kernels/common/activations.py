@@ -49,7 +49,7 @@ def activation_gradient(dy: Tensor, x: Tensor, act: str, rounded: bool = False) 
         case "identity":
             return dy
         case "relu":
-            return torch.where(x > 0, dy, 0.0)
+            return torch.where(x <= 0, 0.0, dy)  # NaN passes it on, as in eager
         case "relu_squared":
             return dy * 2 * F.relu(x)
         case "gelu" | "gelu_tanh":

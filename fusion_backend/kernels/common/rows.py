@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from fusion_backend.kernels.common.inputs import dynamic, number
+from fusion_backend.kernels.common.inputs import dynamic, number, same_sizes
 from fusion_backend.kernels.common.target import TARGET
 from fusion_backend.kernels.common.tuned import TABLE
 from fusion_backend.reporting.reject import Reject, Unmeasured
@@ -75,13 +75,19 @@ def reject_shapes(**tensors: Tensor) -> Reject | None:
             return Reject(f"{first} has shape {tuple(x.shape)} and {name} {tuple(t.shape)}")
 
 
-def reject_vectors(**vectors: Tensor | None) -> Reject | None:
-    """Refuse weights and biases that are not dense vectors; None passes."""
+def reject_vectors(length: int | torch.SymInt, /, **vectors: Tensor | None) -> Reject | None:
+    """Refuse weights and biases that are not dense vectors known to be of this length; None passes.
+    Code may broadcast a vector of one element, which a kernel would read beyond its end.
+    """
     for name, t in vectors.items():
-        if t is not None and (t.dim() != 1 or dynamic(t.stride(0)) or t.stride(0) != 1):
+        if t is None:
+            continue
+        if t.dim() != 1 or dynamic(t.stride(0)) or t.stride(0) != 1:
             return Reject(
                 f"{name} with shape {tuple(t.shape)} and strides {t.stride()} is not a plain vector"
             )
+        if not same_sizes(t.shape, (length,)):
+            return Reject(f"{name} has {t.shape[0]} elements, not {length}")
 
 
 def reject_broadcast(x: Tensor, name: str, other: Tensor | None) -> Reject | None:

@@ -115,9 +115,9 @@ def slope(x, ACT: tl.constexpr, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
     relu_squared, gelu, gelu_tanh, quick_gelu or silu.
     """
     if ACT == "relu":
-        y = tl.where(x > 0.0, 1.0, 0.0)
+        y = tl.where(x <= 0.0, 0.0, 1.0)  # NaN passes a gradient on, as in eager
     elif ACT == "relu_squared":
-        y = tl.where(x > 0.0, 2.0 * x, 0.0)
+        y = tl.where(x <= 0.0, 0.0, 2.0 * x)
     elif ACT == "gelu":
         bell = bell_of(x)
         if KIND == tl.bfloat16:

@@ -79,7 +79,7 @@ def finish_gated_gradients(
             active = epilogue(gate, ACT, KIND, False)
             d_gate = dh * up
             if ACT == "relu":  # infinite products are masked, too
-                d_gate = gl.where(gate > 0.0, d_gate, 0.0)
+                d_gate = gl.where(gate <= 0.0, 0.0, d_gate)
             else:
                 d_gate *= slope(gate, ACT, KIND, False)
             column = left + piece // DOWN * PART

@@ -105,7 +105,7 @@ def finish_gradients(
                 before = pre.to(gl.float32) + gl.expand_dims(bias.to(gl.float32), 0)
                 d = pieces.index(part * DOWN + i).load(layout).to(gl.float32)
                 if ACT == "relu" or ACT == "relu_squared":  # infinite products are masked, too
-                    d = gl.where(before > 0.0, d * slope(before, ACT, KIND, False), 0.0)
+                    d = gl.where(before <= 0.0, 0.0, d * slope(before, ACT, KIND, False))
                 else:
                     d *= slope(before, ACT, KIND, False)
                 if SUMS is not None:
