@@ -86,7 +86,6 @@ SAMPLED = {
     "tests/test_own_plans.py::test_results_and_gradients": 2,
     "tests/test_made_up_inputs.py::test_sites_agree_with_their_region": 12,
     "tests/ranks/test_bucket_cuts.py::test_any_way_to_read_weights_is_cut_and_agrees": 4,
-    "tests/test_returned_values.py::test_what_stays_with_aotautograd": 4,
     "tests/test_returned_values.py::test_under_distributed_data_parallel": 4,
     "tests/test_every_pattern.py::test_stacked_inputs": 4,
     "tests/test_stored_gradients.py::test_where_the_other_kernels_are_used": 3,
