@@ -119,7 +119,6 @@ SAMPLED = {
     "tests/test_masks_around_bodies.py::test_a_mask_from_around_the_body": 3,
     "tests/test_norm_rotary.py::test_one_value_in_two_orders_is_two_values": 4,
     "tests/test_random_programs.py::test_a_random_program_comes_out_as_in_eager": 6,
-    "tests/test_embeddings.py::test_other_gradients_stay": 3,
     "tests/test_max_pool.py::test_tiles_of_any_size": 3,
     "tests/test_shared_bias.py::test_a_bias_that_repeats_over_the_batches": 2,
     "tests/ranks/test_cut_graphs.py::test_each_part_computes_it": 6,
