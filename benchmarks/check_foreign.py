@@ -23,7 +23,7 @@ import warnings
 
 import fusion_backend.patterns  # noqa: F401  (fills the registry)
 
-from benchmarks.foreign_runs.checking import FAILED, VARIATIONS, WRONG, checked
+from benchmarks.foreign_runs.interpreting import FAILED, VARIATIONS, WRONG, checked
 from benchmarks.foreign_runs.request import selected, shard
 
 

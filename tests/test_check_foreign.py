@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from benchmarks import check_foreign
 from benchmarks.foreign_code.listed import graphs
 from benchmarks.foreign_code.problems import Called, Graph, Problem, features
-from benchmarks.foreign_runs import checking
-from benchmarks.foreign_runs.checking import (
+from benchmarks.foreign_runs import interpreting
+from benchmarks.foreign_runs.interpreting import (
     FAILED,
     RIGHT,
     SKIPPED,
@@ -54,13 +54,13 @@ def test_right(dtype, variation):
 
 def planted(monkeypatch, fault):
     """What the rewritten graph returns goes through `fault` first."""
-    fuse = checking.fuse_graph
+    fuse = interpreting.fuse_graph
 
     def faulty(*args):
         gm, hidden = fuse(*args)
         return SimpleNamespace(forward=lambda *inputs: (fault(*gm.forward(*inputs)),)), hidden
 
-    monkeypatch.setattr(checking, "fuse_graph", faulty)
+    monkeypatch.setattr(interpreting, "fuse_graph", faulty)
 
 
 FAULTS = {
@@ -94,7 +94,7 @@ def test_a_graph_that_falls_back_has_failed(monkeypatch):
         record.error = "planted"
         return gm, False
 
-    monkeypatch.setattr(checking, "fuse_graph", falls_back)
+    monkeypatch.setattr(interpreting, "fuse_graph", falls_back)
     assert checked(norm(), "as-listed")[::2] == (FAILED, "planted")
 
 
@@ -126,24 +126,26 @@ def test_variations():
 
 @pytest.mark.parametrize(("variation", "symbolic"), [("as-listed", False), ("dynamic", True)])
 def test_sizes(variation, symbolic, monkeypatch):
-    fuse, found = checking.fuse_graph, []
+    fuse, found = interpreting.fuse_graph, []
 
     def seen(gm, *args):
         values = [n.meta.get("example_value") for n in gm.graph.nodes]
         found.append(any(dynamic(n) for v in values if torch.is_tensor(v) for n in v.shape))
         return fuse(gm, *args)
 
-    monkeypatch.setattr(checking, "fuse_graph", seen)
+    monkeypatch.setattr(interpreting, "fuse_graph", seen)
     assert checked(norm(), variation).status == RIGHT and found == [symbolic]
 
 
 def test_the_command(capsys, monkeypatch):
     found = collections.Counter(layer_norm=2)
-    told = {"wrong": checking.Outcome(WRONG, found, "0: planted")}
+    told = {"wrong": interpreting.Outcome(WRONG, found, "0: planted")}
     names = [name for name, g in graphs().items() if g.problem.name == "relational_distillation"]
     arguments = ["--only", "^relational_distillation", "--vary", "as-listed", "dynamic"]
     monkeypatch.setattr(
-        check_foreign, "checked", lambda graph, how: told.get(how, checking.Outcome(RIGHT, found))
+        check_foreign,
+        "checked",
+        lambda graph, how: told.get(how, interpreting.Outcome(RIGHT, found)),
     )
     assert check_foreign.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
