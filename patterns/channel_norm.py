@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion_backend import Pattern
 from fusion_backend.kernels import reject_dtypes, reject_dynamic
-from fusion_backend.kernels.common.channel_tiles import reject_channels_first
+from fusion_backend.kernels.common.channel_tiles import reject_channels_first, rows_there
 from fusion_backend.kernels.common.rows import UNMEASURED
 from fusion_backend.kernels.norm.channel_norm import (
     ChannelNorm,
@@ -89,6 +89,12 @@ def _(x, scale, weight, bias, eps, norm):
         or reject_per_channel(x, weight=weight, bias=bias)
         or reject_dynamic(scale=scale, eps=eps)
     )
+
+
+@channel_norm.neighbours
+def _(around, training):
+    if around.laid_out_beside:
+        return rows_there(around.laid_out_beside[0])
 
 
 @channel_norm.worthwhile

@@ -8,6 +8,7 @@ from torch import nn
 from fusion_backend import explain
 from fusion_backend.testing import assert_fuses, collect, value_and_gradients
 from tests.kernel_checks import Kernels, check_training, runs_kernels
+from tests.measured_cases import Answers, as_on_a_gpu, decided
 
 pytestmark = pytest.mark.usefixtures("poisoned_empties", "scalar_code")
 NAME = "channel_norm"
@@ -304,3 +305,27 @@ def test_layers_train_as_in_fp64(autocast):
     torch.manual_seed(3)
     layers = nn.Sequential(nn.Conv2d(3, 12, 3), LayerNorm2d(12), nn.GELU(), nn.Conv2d(12, 4, 1))
     check_training(NAME, layers, torch.randn(2, 3, 7, 7), autocast)
+
+
+CONV = nn.Conv2d(96, 96, 3, padding=1)
+NORM = LayerNorm2d(96)
+
+
+@pytest.mark.parametrize(
+    ("fn", "taken"),
+    [
+        (lambda x: CONV(NORM(x)), False),
+        (lambda x: NORM(CONV(x)), False),
+        (lambda x: CONV(NORM(x).sin() + x), False),
+        (lambda x: (NORM(x.sin()), CONV(x)), True),
+    ],
+    ids=["before", "behind", "further before", "apart"],
+)
+def test_images_that_inductor_lays_out_for_a_convolution(monkeypatch, tmp_path, fn, taken):
+    """Whatever was measured in a region with the layout of the graph."""
+    x = torch.randn(32, 96, 64, 64, requires_grad=True)
+    with as_on_a_gpu(monkeypatch, tmp_path, Answers(channel_norm=2.0)):
+        record = decided(fn, x)
+    (site,) = (s for s in record.sites if s.pattern == NAME and s.counted)
+    assert site.fused is taken, site
+    assert ("Inductor computes conv2d channels-last" in site.reason) is not taken, site

@@ -52,7 +52,7 @@ def put_back(t: torch.Tensor, content: torch.Tensor, version: int | None) -> Non
 
 
 def saves_unseen():
-    """Inside, no hook of the user's sees what autograd saves."""
+    """Inside, no hook of the user's, or of a checkpoint, sees what autograd saves."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # 2.11 to 2.15
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

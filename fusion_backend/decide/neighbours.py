@@ -148,10 +148,17 @@ class Neighbours:
         """The convolution before the site because of which its images, contiguous in the graph,
         will be channels-last; None if there is none.
         """
+        return next((c for c in self.laid_out_beside if c in self.makers), None)
+
+    @property
+    def laid_out_beside(self) -> list[str]:
+        """The convolutions before and behind the site that Inductor computes channels-last, though
+        the site's images are contiguous in the graph.
+        """
         values = [n.meta["val"] for n in self.arguments if isinstance(n, fx.Node)]
         if not self.lies_otherwise or not all(map(torch.Tensor.is_contiguous, values)):
-            return None
-        return next((name for name in self.makers if name.startswith("conv")), None)
+            return []
+        return self.convolutions
 
     def beside_extension(self, canon: Canon, training: bool) -> Settled | None:
         """Why a site that was extended is not all that one kernel of Inductor's computes; None if

@@ -16,6 +16,7 @@ from fusion_backend.compat.channels_last import FORCE_LAYOUT
 from fusion_backend.compat.compile_time import hastened
 from fusion_backend.compat.distributed import cut_at
 from fusion_backend.compat.inductor import inductor_of_ours
+from fusion_backend.compat.memory import saves_unseen
 from fusion_backend.compat.torch import (
     RestartAnalysis,
     dynamo_config,
@@ -73,7 +74,7 @@ class FusionBackend:
         """Compile a graph with its sites fused; if that fails, as plain Inductor would."""
         plain = inductor(mode, theirs)
         try:
-            with inductor_config.patch(plain.config):
+            with inductor_config.patch(plain.config), saves_unseen():
                 new, used = remembered.fuse(gm, ours, record, patterns(), usable)
             reporting.log(record)
             if new is not gm:

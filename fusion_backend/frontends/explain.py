@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fusion_backend.compat.memory import saves_unseen
 from fusion_backend.compat.torch import graph_break, inductor, inductor_config, many_recompiles
 from fusion_backend.frontends.loading import names, patterns, usable
 from fusion_backend.frontends.run_unchanged import untouched
@@ -33,7 +34,7 @@ class Collector:
     def __call__(self, gm, example_inputs):
         record = GraphRecord(len(gm.graph.nodes), broken=graph_break(gm))
         self.report.graphs.append(record)
-        with as_on(self.target), inductor_config.patch(self.config):
+        with as_on(self.target), inductor_config.patch(self.config), saves_unseen():
             new, _ = fuse_graph(gm, self.options, record, usable(patterns()), compiles=False)
         self.sources.append(gm)
         self.graphs.append(new)

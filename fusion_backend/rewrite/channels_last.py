@@ -56,6 +56,10 @@ ARITHMETIC = {"add", "sub", "rsub", "subtract", "mul", "multiply", "div", "divid
 ARITHMETIC |= {"truediv", "pow", "float_power", "iadd", "isub", "imul", "itruediv", "ipow"}
 # Of these torch's fake kernels tell other strides than the real ones have.
 PADDED = {"replicate", "reflect", "replication_pad2d", "reflection_pad2d"}
+# By torch's fake kernels their results are contiguous, and by Inductor's decompositions they lie in
+# memory as their operands do. They are given contiguous operands.
+RESULTS_DIFFER = {"roll", "index_select", "pixel_shuffle"}
+RESULTS_DIFFER_ON_CPU = RESULTS_DIFFER | {"group_norm", "native_group_norm"}
 MODULES = ("torch", "_operator", "builtins")
 
 
@@ -211,7 +215,18 @@ class Copy:
         elif new.op == "call_method" and name == "view" and sizes_of(n) is not None:
             new.op, new.target = "call_function", aten.reshape.default
             new.args, new.kwargs = (new.args[0], sizes_of(new)), {}
+        elif n.op not in ("placeholder", "get_attr"):
+            self.restore_operands(n, new, str(name).partition(".")[0])
         return new
+
+    def restore_operands(self, n: fx.Node, new: fx.Node, name: str) -> None:
+        """Give an operator whose results would lie in memory otherwise contiguous operands."""
+        for a in n.all_input_nodes:
+            was, now = value_of(a), self.value[self.node[a]]
+            if not is_dense(was) or was.stride() == now.stride():
+                continue
+            if name in (RESULTS_DIFFER_ON_CPU if was.device.type == "cpu" else RESULTS_DIFFER):
+                self.in_format(new, self.node[a], FIRST)
 
     def flattened_and_back(self, n: fx.Node) -> fx.Node:
         """The same value of an input. Its gradient, which a convolution computes channels-last,

@@ -3,6 +3,12 @@
 from .mutation import Mutation
 
 FAULTS = {
+    "channels-last: a convolution behind the site decides nothing": Mutation(
+        "fusion_backend/decide/neighbours.py",
+        "        return self.convolutions\n",
+        "        return [c for c in self.convolutions if c in self.makers]\n",
+        "tests/test_channel_norm.py",
+    ),
     "channels-last: any convolution decides": Mutation(
         "fusion_backend/decide/neighbours.py",
         "if not self.lies_otherwise or not all(map(torch.Tensor.is_contiguous, values)):",

@@ -3,6 +3,18 @@
 from .mutation import Mutation
 
 FAULTS = {
+    "hooks on saved tensors see what the passes trace": Mutation(
+        "fusion_backend/frontends/dynamo.py",
+        "with inductor_config.patch(plain.config), saves_unseen():",
+        "with inductor_config.patch(plain.config):",
+        "tests/test_saved_tensors_hooks.py",
+    ),
+    "hooks on saved tensors see what explain traces": Mutation(
+        "fusion_backend/frontends/explain.py",
+        "inductor_config.patch(self.config), saves_unseen():",
+        "inductor_config.patch(self.config):",
+        "tests/test_saved_tensors_hooks.py",
+    ),
     "layout of images: told of a graph that fell back": Mutation(
         "fusion_backend/reporting/records.py",
         'self.channels_last, self.lays_out, self.layout = False, False, ""',
@@ -234,8 +246,8 @@ FAULTS = {
     ),
     "explain: without the user's Inductor options": Mutation(
         "fusion_backend/frontends/explain.py",
-        "with as_on(self.target), inductor_config.patch(self.config):",
-        "with as_on(self.target):",
+        "with as_on(self.target), inductor_config.patch(self.config), saves_unseen():",
+        "with as_on(self.target), saves_unseen():",
         "tests/test_explained_options.py",
     ),
     "together: a rank outside of the group counts": Mutation(

@@ -3,6 +3,12 @@
 from .mutation import Mutation
 
 FAULTS = {
+    "images: a result of four dimensions, which Inductor fills": Mutation(
+        "fusion_backend/kernels/common/results.py",
+        "return torch.empty(math.prod(shape), dtype=dtype, device=device)",
+        "return torch.empty(shape, dtype=dtype, device=device)",
+        "tests/test_results_in_memory.py",
+    ),
     "image convolution: its gradient lies as it was computed": Mutation(
         "fusion_backend/kernels/conv/pixels.py",
         "return gradient.to(weight.dtype, memory_format=suggest_memory_format(weight))",
@@ -95,8 +101,8 @@ FAULTS = {
     ),
     "images: places are written in inference": Mutation(
         "fusion_backend/kernels/images/max_pool.py",
-        "if save else y.new_empty(0, dtype=torch.int8)",
-        "",
+        "flat(shape if save else (0,), torch.int8, x.device)",
+        "flat(shape, torch.int8, x.device)",
         "tests/test_max_pool.py::test_places_are_written_for_a_gradient_alone",
     ),
     "images: a window begins behind the image": Mutation(

@@ -29,8 +29,8 @@ FAULTS = {
     ),
     "channels: what the gradient reads is always kept": Mutation(
         "fusion_backend/kernels/loss/channel_cross_entropy.py",
-        "**empty) if save else torch.empty(0, **empty)",
-        "**empty)",
+        "kept = flat((2 * save, *target.shape), **empty)",
+        "save, kept = True, flat((2, *target.shape), **empty)",
         "tests/test_channel_cross_entropy.py::test_without_a_gradient_nothing_is_kept",
     ),
     "channels: a few positions are not spread": Mutation(

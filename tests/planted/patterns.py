@@ -3,6 +3,12 @@
 from .mutation import Mutation
 
 FAULTS = {
+    "channel norm: images that Inductor lays out are measured as they are not": Mutation(
+        "patterns/channel_norm.py",
+        "    if around.laid_out_beside:\n",
+        "    if False:\n",
+        "tests/test_channel_norm.py",
+    ),
     "image convolution: a kernel that is not told": Mutation(
         "patterns/image_convolution.py",
         "not last and in_planes(x, weight)",

@@ -3,6 +3,12 @@
 from .mutation import Mutation
 
 FAULTS = {
+    "channels-last: results that only fake kernels make contiguous": Mutation(
+        "fusion_backend/rewrite/channels_last.py",
+        "                self.in_format(new, self.node[a], FIRST)\n",
+        "                pass\n",
+        "tests/test_channels_last.py",
+    ),
     "channels-last: graphs in inference are copied": Mutation(
         "fusion_backend/rewrite/channels_last.py",
         "if copy.trains and by_itself:",

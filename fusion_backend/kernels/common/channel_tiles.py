@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.inputs import dense, dynamic, memory, number
-from fusion_backend.reporting.reject import Reject
+from fusion_backend.reporting.reject import Reject, Settled
 
 MAX_CHANNELS = 1024  # of which a program can hold 16 positions
 MAX_SAMPLE = 1 << 30  # elements of a sample; a tile counts through two of them in 32 bits
@@ -54,6 +54,13 @@ def reject_channels_first(**tensor: Tensor) -> Reject | None:
         rows = statically_known_true(x.stride(1) == 1)
         why = "channels-last in memory, where the channels are rows" if rows else "not dense"
         return Reject(f"{name} is {why}: {memory(x)}")
+
+
+def rows_there(convolution: str) -> Settled:
+    """The region that the gate would measure has the layout of the graph. In simple_gates of
+    benchmarks.foreign a norm won there, and the whole graph lost by it.
+    """
+    return Settled(f"Inductor computes {convolution} channels-last, where the channels are rows")
 
 
 def planes(x: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fusion_backend.compat.torch import suggest_memory_format
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import interpreted, launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import multiprocessors
 from fusion_backend.kernels.conv.library import Windows, windows_of
 from fusion_backend.kernels.gemm.main_loop import multiply
@@ -67,7 +68,7 @@ def forward(
     (sy, sx), (py, px) = windows.stride, windows.padding
     height, width = (h + 2 * py - p) // sy + 1, (w + 2 * px - q) // sx + 1
     form = torch.contiguous_format if planes else torch.channels_last
-    y = torch.empty((b, o, height, width), dtype=x.dtype, device=x.device, memory_format=form)
+    y = flat((b, o, height, width), x.dtype, x.device)
     out = min(128, max(16, triton.next_power_of_2(o)))
     wo, wc, wy, wx = map(number, weight.stride())
     launch(
@@ -75,7 +76,7 @@ def forward(
         bias, y, b, h, w, height, width, x.stride(0), WO=wo, WC=wc, WY=wy, WX=wx, PLANES=planes,
         PIXELS=pixels, OUT=out, **constants_of(x, weight, windows), num_warps=warps,
     )  # fmt: skip
-    return y
+    return shaped(y, (b, o, height, width), form)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_backend.kernels.common.inputs import dense, dynamic, number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import grid
 from fusion_backend.kernels.generated.adjoint import columns_of
 from fusion_backend.kernels.generated.program import Program
@@ -100,12 +101,12 @@ def forward(program: str, given: Mapping[str, Tensor], dtype: torch.dtype) -> Te
     """
     shape = shape_of(given)
     like = next(iter(given.values()))
-    out = torch.empty(shape, dtype=dtype, device=like.device)
+    out = flat(shape, dtype, like.device)
     rows, options = math.prod(shape[:-1]), config(shape[-1], given)
     kernel = forward_kernel(program, places_of(given, shape))
     blocks = (rows + options["ROWS"] - 1) // options["ROWS"]
     launch(kernel, (blocks,), *given.values(), out, rows, **options)
-    return out
+    return shaped(out, shape)
 
 
 def backward(

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.images.tiles import (
     Tile,
-    empty_images,
     form_of,
     images,
     places,
@@ -65,7 +65,8 @@ def forward(x: Tensor, target: str, how: Tile | None = None) -> Tensor:
     x is `[n, c, h, w]`, contiguous or channels-last, in fp32, bf16 or fp16. Grid: tiles of y.
     """
     height, width, corners = target_of(target)
-    y = empty_images(x, height, width, x.dtype)
+    shape = (*x.shape[:2], height, width)
+    y = flat(shape, x.dtype, x.device)
     read, written = images(x), images(x)._replace(H=height, W=width)
     grid, how = written.grid(how)
     launch(
@@ -73,7 +74,7 @@ def forward(x: Tensor, target: str, how: Tile | None = None) -> Tensor:
         DOWN=step(read.H, height, corners), ACROSS=step(read.W, width, corners), CORNERS=corners,
         **written.constants(), ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
     )  # fmt: skip
-    return y
+    return shaped(y, shape, form_of(x))
 
 
 def backward(dy: Tensor, x: Tensor, target: str, how: Tile | None = None) -> Tensor:
@@ -86,10 +87,10 @@ def backward(dy: Tensor, x: Tensor, target: str, how: Tile | None = None) -> Ten
     outer, h, w, inner, _ = images(x)
     dy = dy.contiguous(memory_format=form_of(x))
     rows = torch.empty(outer, h, width, inner, dtype=torch.float32, device=dy.device)
-    dx = torch.empty_like(x, memory_format=form_of(x))
+    dx = flat(x.shape, x.dtype, x.device)
     add_up(dy, rows, outer, (height, h), width * inner, corners, how)
     add_up(rows, dx, outer * h, (width, w), inner, corners, how)
-    return dx
+    return shaped(dx, x.shape, form_of(x))
 
 
 def add_up(

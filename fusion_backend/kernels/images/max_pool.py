@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fusion_backend.kernels.common.launch import launch
-from fusion_backend.kernels.images.tiles import Images, Tile, empty_images, form_of, images, places
+from fusion_backend.kernels.common.results import flat, shaped
+from fusion_backend.kernels.images.tiles import Images, Tile, form_of, images, places
 from fusion_backend.reporting.reject import Settled
 
 ONLY_TRAINING = Settled("without a gradient Inductor computes it in one kernel with its neighbours")
@@ -73,15 +74,17 @@ def forward(x: Tensor, windows: str, save: bool, how: Tile | None = None) -> tup
     """
     of, read = windows_of(windows), images(x)
     height, width = of.size(x)
-    y, written = empty_images(x, height, width, x.dtype), read._replace(H=height, W=width)
-    kept = empty_images(x, height, width, torch.int8) if save else y.new_empty(0, dtype=torch.int8)
+    written, shape = read._replace(H=height, W=width), (*x.shape[:2], height, width)
+    y = flat(shape, x.dtype, x.device)
+    kept = flat(shape if save else (0,), torch.int8, x.device)
     grid, how = written.grid(how, elements_of(read))
     launch(
         max_pool_kernel, grid, x, y, kept, read.outer, HEIGHT=read.H, WIDTH=read.W, SAVE=save,
         **of.constants(), **written.constants(),
         ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
     )  # fmt: skip
-    return y, kept
+    y = shaped(y, shape, form_of(x))
+    return y, shaped(kept, shape, form_of(x)) if save else kept
 
 
 def backward(dy: Tensor, x: Tensor, kept: Tensor, windows: str, how: Tile | None = None) -> Tensor:
@@ -90,7 +93,7 @@ def backward(dy: Tensor, x: Tensor, kept: Tensor, windows: str, how: Tile | None
     """
     of, written, form = windows_of(windows), images(x), form_of(x)
     height, width = of.size(x)
-    dx = torch.empty_like(x, memory_format=form)
+    dx = flat(x.shape, x.dtype, x.device)
     grid, how = written.grid(how, elements_of(written))
     launch(
         max_pool_backward_kernel, grid,
@@ -98,7 +101,7 @@ def backward(dy: Tensor, x: Tensor, kept: Tensor, windows: str, how: Tile | None
         HEIGHT=height, WIDTH=width, **of.constants(), **written.constants(),
         ROWS=how.rows, COLUMNS=how.columns, num_warps=how.warps,
     )  # fmt: skip
-    return dx
+    return shaped(dx, x.shape, form)
 
 
 def places_of(x: Tensor, windows: str) -> Tensor:

@@ -70,12 +70,6 @@ def tile_of(columns: int, elements: int) -> Tile:
     return Tile(max(1, elements // across), across, max(1, min(4, elements // 512)))
 
 
-def empty_images(x: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Images of another size in the memory format of x."""
-    shape = (*x.shape[:2], height, width)
-    return torch.empty(shape, dtype=dtype, device=x.device, memory_format=form_of(x))
-
-
 def reject_images(x: Tensor, height: int | None = None, width: int | None = None) -> Reject | None:
     """Refuse images that are neither contiguous nor channels-last, whose size is not a number, or
     that are too large, as they are or with another size.

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.channel_tiles import planes, positions, tiles_of
 from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import assert_all, launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.reporting.reject import Reject
 
 MULTIPROCESSORS = 132  # of an H200
@@ -90,7 +91,7 @@ def forward(
     programs = tiles_of(logits, how.positions)
     empty = dict(dtype=torch.float32, device=logits.device)
     losses = torch.empty(target.shape, **empty) if each else None
-    kept = torch.empty(2, *target.shape, **empty) if save else torch.empty(0, **empty)
+    kept = flat((2 * save, *target.shape), **empty)
     sums = torch.empty(3, programs, **empty)
     launch(
         channel_cross_entropy_kernel, (programs,),
@@ -99,6 +100,7 @@ def forward(
     )  # fmt: skip
     total, weights, outside = (part.sum() for part in sums)
     assert_all(outside == 0, "channel_cross_entropy: a target is out of bounds")
+    kept = shaped(kept, (2, *target.shape)) if save else kept
     return losses if each else total, weights, kept
 
 
@@ -111,7 +113,7 @@ def backward(
     scale, in fp32, is what the loss of each position is multiplied with: one number, or as many as
     there are targets. The rest as in the forward. Grid: programs of how.positions.
     """
-    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dx = flat(logits.shape, logits.dtype, logits.device)
     how = how or backward_steps(logits)
     launch(
         channel_cross_entropy_backward_kernel, (tiles_of(logits, how.positions),),
@@ -119,7 +121,7 @@ def backward(
         loss.ignore_index, loss.smoothing, EACH=scale.dim() > 0,
         **constants(logits, loss, how),
     )  # fmt: skip
-    return dx
+    return shaped(dx, logits.shape)
 
 
 def constants(x: Tensor, loss: Loss, how: Steps) -> dict:

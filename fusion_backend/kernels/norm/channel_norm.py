@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile, tiles_of
 from fusion_backend.kernels.common.inputs import dense, memory, number, same_sizes
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.norm.group_norm import affine
 from fusion_backend.reporting.reject import Reject
 
@@ -78,8 +78,7 @@ def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:
     x is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16; c up to MAX_CHANNELS. Weight and bias are
     of x's dtype. Grid: tiles of how.positions.
     """
-    y, c, inner = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1], planes(x)
-    c = number(c)
+    y, c, inner = flat(x.shape, x.dtype, x.device), number(x.shape[1]), planes(x)
     how = how or forward_tile(c)
     tiles = tiles_of(x, how.positions)
     launch(
@@ -87,7 +86,7 @@ def forward(x: Tensor, norm: ChannelNorm, how: Tile | None = None) -> Tensor:
         1.0 if norm.scale is None else norm.scale, C=c, INNER=inner, NORM=norm.norm,
         CHANNELS=how.channels, BLOCK=how.positions, num_warps=how.warps,
     )  # fmt: skip
-    return y
+    return shaped(y, x.shape)
 
 
 # Bytes: x once, y once.

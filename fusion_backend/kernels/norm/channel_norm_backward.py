@@ -18,6 +18,7 @@ from torch import Tensor
 from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import grid
 from fusion_backend.kernels.norm.channel_norm import ChannelNorm, factor_of
 from fusion_backend.kernels.norm.group_norm import affine
@@ -57,7 +58,7 @@ def backward(
     c, inner = number(x.shape[1]), planes(x)
     how = how or backward_tile(c)
     programs = grid(x.shape[0] * inner, how.positions, how.programs, x.device)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    dx = flat(x.shape, x.dtype, x.device) if need_x else None
     shape = (sum(need), programs, c)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device) if any(need) else None
     launch(
@@ -67,7 +68,7 @@ def backward(
         C=c, INNER=inner, NORM=norm.norm, WEIGHT=need[0], BIAS=need[1], CHANNELS=how.channels,
         BLOCK=how.positions, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
-    found = add_up(sums, x.dtype, *need)
+    dx, found = dx if dx is None else shaped(dx, x.shape), add_up(sums, x.dtype, *need)
     return dx, *(d if d is None else d.view(v.shape) for d, v in zip(found, vectors, strict=True))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fusion_backend.kernels.common.activations import activated
 from fusion_backend.kernels.common.inputs import common_dtype, dynamic, number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import Config, grid, multiprocessors
 
 SPLIT = 1 << 16  # elements of the smallest group that is given to several programs
@@ -71,7 +72,7 @@ def forward(
     in fp32. act is a word of common/activations.py. Grid: groups of all samples, or their tiles.
     """
     dtype, rows = dtype or common_dtype(x, weight, bias), x.shape[0] * groups
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = flat(x.shape, dtype, x.device)
     mean, rstd = (
         torch.empty(rows if save else 0, dtype=torch.float32, device=x.device) for _ in range(2)
     )
@@ -91,7 +92,7 @@ def forward(
             group_norm_kernel, (grid(rows, 1, config.programs, x.device),),
             x, weight, bias, *args, eps, ACT=act, STAGES=config.stages, **constants,
         )  # fmt: skip
-    return y, mean, rstd
+    return shaped(y, x.shape), mean, rstd
 
 
 # Bytes: x once, y once; of a group that is not held in registers the second reading comes from L2.

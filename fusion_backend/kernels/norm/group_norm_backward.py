@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusion_backend.kernels.common.inputs import common_dtype, number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import Config, grid
 from fusion_backend.kernels.norm.group_norm import affine, few, size_of, tile, tiles_of
 from fusion_backend.kernels.norm.weight_sums import add_up
@@ -53,7 +54,7 @@ def backward(
     split = few(x, groups) if split is None else split
     config = config or backward_config(size_of(x, groups), x.element_size(), split)
     constants, across, tiles = tiles_of(x, groups, config)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    dx = flat(x.shape, x.dtype, x.device) if need_x else None
     shape = (need_w + need_b, b * across, c)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device) if need_w or need_b else None
     args, wanted = (
@@ -85,6 +86,7 @@ def backward(
             *args, dx, sums, rows, STAGES=config.stages, **wanted, **constants,
         )  # fmt: skip
     dtype = x.dtype if sums is None else common_dtype(weight, bias)
+    dx = dx if dx is None else shaped(dx, x.shape)
     return dx, *add_up(sums, dtype, need_w, need_b)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fusion_backend.kernels.common.channel_tiles import Tile, planes, tile, tiles_of
 from fusion_backend.kernels.common.inputs import number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 
 Kind = Literal["softmax", "log_softmax", "difference"]
 
@@ -48,14 +49,14 @@ def forward(x: Tensor, dtype: torch.dtype, kind: Kind, how: Tile | None = None) 
     x is `[n, c, ...]`, contiguous, in fp32, bf16 or fp16; c up to MAX_CHANNELS. Grid: tiles of
     how.positions.
     """
-    y, c, inner = torch.empty(x.shape, dtype=dtype, device=x.device), number(x.shape[1]), planes(x)
+    y, c, inner = flat(x.shape, dtype, x.device), number(x.shape[1]), planes(x)
     how = how or forward_tile(c)
     launch(
         channel_softmax_kernel, (tiles_of(x, how.positions),), x, y, x.shape[0],
         C=c, INNER=inner, KIND=kind, CHANNELS=how.channels, BLOCK=how.positions,
         num_warps=how.warps,
     )  # fmt: skip
-    return y
+    return shaped(y, x.shape)
 
 
 def backward(
@@ -66,14 +67,14 @@ def backward(
     y is what the forward returned; dy is copied where it is not contiguous. Grid: tiles of
     how.positions.
     """
-    dx, c, inner = torch.empty(y.shape, dtype=dtype, device=y.device), number(y.shape[1]), planes(y)
+    dx, c, inner = flat(y.shape, dtype, y.device), number(y.shape[1]), planes(y)
     how = how or backward_tile(c)
     launch(
         channel_softmax_backward_kernel, (tiles_of(y, how.positions),),
         dy.contiguous(), y, dx, y.shape[0], C=c, INNER=inner, KIND=kind,
         CHANNELS=how.channels, BLOCK=how.positions, num_warps=how.warps,
     )  # fmt: skip
-    return dx
+    return shaped(dx, y.shape)
 
 
 # Bytes: x once, y once.

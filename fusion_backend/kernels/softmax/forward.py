@@ -7,7 +7,6 @@ fp32; a row of -inf alone is NaN, as in torch.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +22,7 @@ from fusion_backend.kernels.common.cooperative_rows import (
 )
 from fusion_backend.kernels.common.inputs import as_rows, number
 from fusion_backend.kernels.common.launch import launch
+from fusion_backend.kernels.common.results import flat, shaped
 from fusion_backend.kernels.common.rows import Broadcast, Config, grid, row_config, tuned
 
 # elements of the longest row that a program of its own is the fastest for, but for twice as many
@@ -49,7 +49,7 @@ def forward(
             return forward_cooperative(x, scale, COOPERATIVE)
         rows = x.numel() // n
         config = tuned("softmax", rows, n, x.element_size(), rule) if plain else Config(*rule)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y, shape = flat(x.shape, x.dtype, x.device), x.shape
     other = Broadcast(x, drop if mask is None else mask)
     x, rows, stride = as_rows(x)
     held = dict(ROWS=config.rows, STAGES=config.stages)
@@ -61,7 +61,7 @@ def forward(
         STRIDE=stride, N=n, DROP=drop is not None, BLOCK=config.block, num_warps=config.warps,
         **rest,
     )  # fmt: skip
-    return y
+    return shaped(y, shape)
 
 
 def forward_cooperative(x: Tensor, scale: float | None, config: Config) -> Tensor:
@@ -69,7 +69,7 @@ def forward_cooperative(x: Tensor, scale: float | None, config: Config) -> Tenso
 
     Grid: groups of programs, a program for each piece of config.block columns.
     """
-    n, y = number(x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    n, y, shape = number(x.shape[-1]), flat(x.shape, x.dtype, x.device), x.shape
     pieces = triton.cdiv(n, config.block)
     x, rows, stride = as_rows(x)
     launch(
@@ -78,7 +78,7 @@ def forward_cooperative(x: Tensor, scale: float | None, config: Config) -> Tenso
         STRIDE=stride, N=n, COLS=config.block, PIECES=pieces, STAGES=config.stages,
         num_warps=config.warps,
     )  # fmt: skip
-    return y
+    return shaped(y, shape)
 
 
 @triton.jit
