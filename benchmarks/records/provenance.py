@@ -15,7 +15,7 @@ CODE = ("fusion_backend", "patterns", "benchmarks", ":!benchmarks/results")
 TOLD = "FUSION_REVISION"
 # Commits that results name and that were squashed, each with the commit of the history that has
 # what they changed; it also has what was changed after them.
-SQUASHED = {"23f4b4ed7a6b": "e55298f052dd", "c0cf9337a9fd": "e55298f052dd"}
+SQUASHED = {"23f4b4ed7a6b": "e55298f052dd"}
 
 
 def git(root: Path, *arguments: str) -> str | None:
