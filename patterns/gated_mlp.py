@@ -21,20 +21,9 @@ from torch import Tensor
 
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.activations import activate
-from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.gated_gradient import (
-    gated_gradient,
-    gated_gradient_tile,
-    hidden_layer,
-)
-from fusion_backend.kernels.gemm.gradients import (
-    bias_gradient,
-    sum_of_products,
-    weight_gradient,
-)
 from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.mlp import gated_mlp_gradients, reject_gated_tile
 from fusion_backend.kernels.gemm.operands import reject_layers
-from fusion_backend.kernels.gemm.tiles import DEEP, LAUNCH
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ONLY_TRAINING = Reject("without gradients nothing more than its first half can be fused")
@@ -86,12 +75,7 @@ def _(x, w1, b1, w2, b2, w3, b3, act):
 
 @gated_mlp.worthwhile
 def _(x, w1, b1, w2, b2, w3, b3, act, training):
-    if not gated_gradient_tile(x, w3.t(), act).finishers:
-        return Reject(
-            "the kernel of its backward is for Hopper GPUs, for products of "
-            f"{LAUNCH * 1e6:.0f} µs or more that are sums of at least {DEEP} terms"
-        )
-    return UNMEASURED
+    return reject_gated_tile(x, w3, act)
 
 
 @gated_mlp.kernel(saves=("gate", "up"))
@@ -107,26 +91,7 @@ def _(x, w1, b1, w2, b2, w3, b3, act):
 
 @gated_mlp.backward
 def _(saved, dy):
-    needs, x, w1, w2 = saved.needs, saved.x, saved.w1, saved.w2
-    kept = saved.gate, saved.b1, saved.up, saved.b2, saved.act
-    if any(needs[name] for name in ("x", "w1", "b1", "w2", "b2")):
-        d_gate, d_up, h = gated_gradient(dy, saved.w3.t(), *kept, needs["w3"])
-    else:
-        d_gate = d_up = None
-        h = hidden_layer(*kept)
-    rows, d_gate, d_up, h, d_y = (
-        None if t is None else t.flatten(0, -2) for t in (x, d_gate, d_up, h, dy)
-    )
-    # the sums for the biases come after the products and sum what those read (linear_gradients)
-    return (
-        sum_of_products(d_gate, w1, d_up, w2).view(x.shape) if needs["x"] else None,
-        weight_gradient(rows, d_gate, w1) if needs["w1"] else None,
-        bias_gradient(d_gate.float(), saved.b1) if needs["b1"] else None,
-        weight_gradient(rows, d_up, w2) if needs["w2"] else None,
-        bias_gradient(d_up.float(), saved.b2) if needs["b2"] else None,
-        weight_gradient(h, d_y, saved.w3) if needs["w3"] else None,
-        bias_gradient(dy.float(), saved.b3) if needs["b3"] else None,
-    )
+    return gated_mlp_gradients(saved, dy)
 
 
 @gated_mlp.inputs(dict(m=5, k=48, n=24, o=16), dict(m=16384, k=1024, n=4096, o=1024))

@@ -20,14 +20,7 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.gradients import (
-    as_matrices,
-    bias_gradient,
-    weight_gradient,
-)
-from fusion_backend.kernels.gemm.hidden_gradient import hidden_gradient
-from fusion_backend.kernels.gemm.library import library_linear, library_takes
-from fusion_backend.kernels.gemm.linear import linear
+from fusion_backend.kernels.gemm.mlp import hidden_layer, mlp_gradients
 from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -78,12 +71,7 @@ def _(x, w1, b1, w2, b2, act, training):
 
 @mlp.kernel(saves=("pre", "h"))
 def _(x, w1, b1, w2, b2, act, save):
-    if act == "relu":  # where it is positive, h says as well as what it is made of
-        takes = library_takes(x, w1, b1, act)
-        h = library_linear(x, w1, b1, act) if takes else linear(x, w1, b1, act)[0]
-        pre = x.new_empty(0)
-    else:
-        h, pre, _ = linear(x, w1, b1, act, save=(save, False))
+    h, pre = hidden_layer(x, w1, b1, act, save)
     return F.linear(h, w2.t(), b2), pre, h
 
 
@@ -96,17 +84,7 @@ def _(x, w1, b1, w2, b2, act):
 
 @mlp.backward
 def _(saved, dy):
-    needs, x, w1 = saved.needs, saved.x, saved.w1
-    pre, b1 = (saved.h, None) if saved.act == "relu" else (saved.pre, saved.b1)
-    d, sums = hidden_gradient(dy, saved.w2.t(), pre, b1, saved.act, needs["b1"])
-    rows, h, d, d_y = as_matrices(x, saved.h, d, dy, weight=w1)
-    return (
-        (d @ w1.t()).view(x.shape) if needs["x"] else None,
-        weight_gradient(rows, d, w1) if needs["w1"] else None,
-        sums.to(saved.b1.dtype) if needs["b1"] else None,
-        weight_gradient(h, d_y, saved.w2) if needs["w2"] else None,
-        bias_gradient(dy.float(), saved.b2) if needs["b2"] else None,
-    )
+    return mlp_gradients(saved, dy)
 
 
 @mlp.inputs(dict(m=5, k=48, n=24, o=16), dict(m=16384, k=1024, n=4096, o=1024))

@@ -185,7 +185,7 @@ def test_rewritten_graph_with_kernels_agrees(pattern, kinds):
         assert close(got, p, w) == ""
 
 
-SIXTEEN_BITS = {"mlp", "gated_mlp"}
+SIXTEEN_BITS = {"mlp", "dropout_mlp", "gated_mlp", "dropout_gated_mlp"}
 
 
 @every_undrawn

@@ -46,13 +46,13 @@ def operands(m=4096, k=1024, n=4096, by_output=True, dtype=torch.bfloat16, weigh
     return x, *(weight() for _ in range(weights)), *biases[:weights]
 
 
-def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), **changes):
+def launched(x, w, b, act, w2=None, b2=None, keep=(False, False), dropout=None, **changes):
     """The launch of a tile with finishers."""
     found = []
     tile = SPECIALISED[1 if w2 is None else 2]._replace(**changes)
     with trial(lambda *launch: found.append(launch)):
         filled = results(x, w, keep, torch.Tensor.new_empty)
-        compile_in_trial(launch_of(x, w, b, w2, b2, act, filled, keep, tile))
+        compile_in_trial(launch_of(x, w, b, w2, b2, dropout, act, filled, keep, tile))
     (launch,) = found
     return launch
 
@@ -61,11 +61,14 @@ COMPILED = """
 import torch
 from benchmarks.launches.launches import describe
 from benchmarks.launches.resources import SHARED_LIMIT, usage
+from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.gemm.specialised_linear import specialises
 from tests.test_specialised import launched, operands
+dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), 0.1)
 for dtype, by_output in ((torch.bfloat16, True), (torch.float16, False)):
     x, w, w2, b, b2 = operands(by_output=by_output, dtype=dtype)
-    more = dict(b=b, w2=w2, b2=b2, keep=(True, True)), dict(b=None, w2=w2), dict(b=b)
+    more = [dict(b=b, w2=w2, b2=b2, keep=(True, True)), dict(b=None, w2=w2), dict(b=b)]
+    more += [dict(b=b, keep=(keep, False), dropout=dropout) for keep in (True, False)]
     for way in more:
         if "w2" in way or specialises(x, w, None, ACT):
             use = usage(describe(*launched(x, w, act=ACT, **way), set()))

@@ -61,8 +61,8 @@ launches, with_hooks = [], []
 launchers.launch_again = lambda *args: with_hooks.append(args)
 static.C_impl = type("", (), {"_launch_kernel": lambda *args: launches.append(args)})
 launchers.with_loaded_code = lambda kernel: static
-y, kept = launch[2][5], launch[2][6]
-given = 100, 7, (x, w, w2, None, b2, y, kept, None, 4096)
+y, kept = launch[2][6], launch[2][7]
+given = 100, 7, (x, w, w2, None, b2, None, y, kept, None, 4096)
 relaunch = launchers.relauncher(compiled, ("constants",))
 relaunch(*given)
 ((function, *grid, warps, shared, types, args, stream),) = launches
@@ -144,19 +144,23 @@ def launches(monkeypatch):
 
 
 def test_a_known_launch_is_launched_as_the_first_was(launches):
-    """With another alignment, layout, dtype or activation it is compiled, with other rows not."""
+    """With another alignment, layout, dtype, activation or share that is dropped it is compiled,
+    with other rows not.
+    """
     first, again, lent = launches
     tile = list(SPECIALISED[2])
 
     def run(
-        rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True, bias=None
+        rows=256, act="silu", dtype=torch.bfloat16, by_output=True, offset=0, save=True, bias=None,
+        p=None,
     ):  # fmt: skip
         x = torch.zeros(rows * 64 + offset, dtype=dtype)[offset:].view(rows, 64)
         w, w2 = (torch.zeros(64, 128, dtype=dtype) for _ in range(2))
         if by_output:
             w, w2 = w.t().contiguous().t(), w2.t().contiguous().t()
         b = torch.zeros(128, dtype=bias or dtype)
-        out = specialised_linear(x, w, b, w2, None, act, save, False, tile)
+        seed = None if p is None else torch.zeros(2, dtype=torch.int64)[:1]
+        out = specialised_linear(x, w, b, w2, None, seed, p or 0.0, act, save, False, tile)
         return x, w, b, w2, out
 
     run()
@@ -164,25 +168,25 @@ def test_a_known_launch_is_launched_as_the_first_was(launches):
     ((grid, args),) = again
     assert lent == [0], "memory for descriptors, before the launch: another thread may have none"
     assert grid == (4, 1, 1) and len(args) == len(first[0][1])
-    for got, want in zip(args[:9], (x, w, w2, b, None, out, kept, None, 512), strict=True):
+    for got, want in zip(args[:10], (x, w, w2, b, None, None, out, kept, None, 512), strict=True):
         assert got is want or got == 512
-    assert args[9:] == first[0][1][9:]
+    assert args[10:] == first[0][1][10:]
     for n, change in enumerate(
         (dict(act="gelu"), dict(dtype=torch.half), dict(by_output=False), dict(offset=4),
-         dict(save=False), dict(bias=torch.float32))
+         dict(save=False), dict(bias=torch.float32), dict(p=0.1), dict(p=0.2))
     ):  # fmt: skip
         run(**change)
         assert len(first) == n + 2, change
     assert len(again) == 1
     x = torch.zeros(256, 128, dtype=torch.bfloat16)[:, :64]
     for _ in range(2):  # rows that are further apart are never taken for those of before
-        specialised_linear(x, w, b, w2, None, "silu", True, False, tile)
-    assert len(first) == 9 and len(again) == 1
+        specialised_linear(x, w, b, w2, None, None, 0.0, "silu", True, False, tile)
+    assert len(first) == 11 and len(again) == 1
     one = torch.zeros(1, 128, dtype=torch.bfloat16)[:, :64]  # contiguous, whatever its distance
     specialised.KNOWN.clear()
-    specialised_linear(one, w, b, w2, None, "silu", True, False, tile)
+    specialised_linear(one, w, b, w2, None, None, 0.0, "silu", True, False, tile)
     run(rows=512)
-    assert len(first) == 11 and len(again) == 1
+    assert len(first) == 13 and len(again) == 1
 
 
 def test_a_known_gradient_is_launched_as_the_first_was(launches):
@@ -190,14 +194,14 @@ def test_a_known_gradient_is_launched_as_the_first_was(launches):
 
     def run(
         rows=256, act="gelu", sums=True, offset=0, bias=torch.bfloat16, by_output=False, above=0,
-        kept=torch.bfloat16, tile=SPECIALISED[1],
+        kept=torch.bfloat16, tile=SPECIALISED[1], scale=1.0,
     ):  # fmt: skip
         dy = torch.zeros(rows * 64 + above, dtype=torch.bfloat16)[above:].view(rows, 64)
         w = torch.zeros(64, 512, dtype=torch.bfloat16)
         w = w.t().contiguous().t() if by_output else w
         pre = torch.zeros(rows * 512 + offset, dtype=kept)[offset:].view(rows, 512)
         b = None if bias is None else torch.zeros(512, dtype=bias)
-        return dy, w, pre, b, specialised_gradient(dy, w, pre, b, act, sums, list(tile))
+        return dy, w, pre, b, specialised_gradient(dy, w, pre, b, act, scale, sums, list(tile))
 
     run()
     dy, w, pre, b, (d, parts) = run(rows=512)
@@ -209,7 +213,7 @@ def test_a_known_gradient_is_launched_as_the_first_was(launches):
     changes = (
         dict(act="silu"), dict(sums=False), dict(offset=4), dict(bias=None),
         dict(bias=torch.float32), dict(by_output=True), dict(above=4), dict(kept=torch.half),
-        dict(tile=SPECIALISED[1]._replace(group=16)),
+        dict(tile=SPECIALISED[1]._replace(group=16)), dict(scale=1.25),
     )  # fmt: skip
     for n, change in enumerate(changes):
         run(**change)
@@ -222,7 +226,7 @@ def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
 
     def run(
         rows=256, act="silu", offset=0, of_up=0, biases=(torch.bfloat16, None), by_output=False,
-        kept=torch.bfloat16, kept_up=None, tile=SPECIALISED[1], hidden=True,
+        kept=torch.bfloat16, kept_up=None, tile=SPECIALISED[1], hidden=True, scale=1.0,
     ):  # fmt: skip
         dy, w = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.zeros(64, 512).bfloat16()
         w = w.t().contiguous().t() if by_output else w
@@ -231,7 +235,7 @@ def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
             for above, kind in ((offset, kept), (of_up, kept_up or kept))
         )
         b, b2 = (None if kind is None else torch.zeros(512, dtype=kind) for kind in biases)
-        found = specialised_gated_gradient(dy, w, gate, up, b, b2, act, hidden, list(tile))
+        found = specialised_gated_gradient(dy, w, gate, up, b, b2, act, scale, hidden, list(tile))
         return dy, w, gate, up, b, b2, found
 
     run()
@@ -245,7 +249,7 @@ def test_a_known_gradient_of_a_gate_is_launched_as_the_first_was(launches):
         dict(act="gelu"), dict(hidden=False), dict(offset=4), dict(of_up=4),
         dict(biases=(None, torch.bfloat16)),
         dict(biases=(torch.float32, None)), dict(by_output=True), dict(kept=torch.half),
-        dict(kept_up=torch.half), dict(tile=SPECIALISED[1]._replace(group=16)),
+        dict(kept_up=torch.half), dict(tile=SPECIALISED[1]._replace(group=16)), dict(scale=1.25),
     )  # fmt: skip
     for n, change in enumerate(changes):
         run(**change)

@@ -38,6 +38,7 @@ OTHER_WAYS = {
     "gated_linear": [dict(transposed=True), dict(transposed=True, form=1)],  # of sigmoid, of silu
     "linear_act": [dict(transposed=True)],
     "mlp": [dict(transposed=True, form=2)],  # of gelu
+    "dropout_mlp": [dict(transposed=True, form=2)],
     "softmax": [dict(form=-1)],
     "norm_act": [dict(form=-1)],  # of an RMS norm
     "gated_norm": [dict(form=form) for form in (9, -1)],  # in front of an RMS norm

@@ -270,7 +270,7 @@ WORK = [
     Work("gated_linear", dict(m=16384, k=1024, n=4096, silu=1), BF16, train=True, linear=True),
     *(
         Work(name, dict(m=m, k=k, n=n, o=k), BF16, train=True, linear=True)
-        for name in ("mlp", "gated_mlp")
+        for name in ("mlp", "dropout_mlp", "gated_mlp", "dropout_gated_mlp")
         for m, k, n in LAYERS[:3]
     ),
     Work("dequantize_linear", dict(m=8192, k=4096, n=14336), BF16),
@@ -388,6 +388,8 @@ SMALL = [
     Work("gated_linear", dict(m=64, k=64, n=64), F32, train=True, linear=True),
     Work("linear_act", dict(m=64, k=64, n=64), BF16, linear=True),
     Work("mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
+    Work("dropout_mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
     Work("gated_mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
+    Work("dropout_gated_mlp", dict(m=64, k=64, n=64, o=32), BF16, train=True, linear=True),
     Work("dequantize_linear", dict(m=64, k=64, n=64), BF16),
 ]

@@ -231,7 +231,8 @@ def attended(case: dict) -> float:
 # What surrounds a pattern in a model, or how it is written there, if not as its reference.
 AS_WRITTEN = {"relative_bias": of_t5, "dequantize_linear": of_int8}
 # Arguments (by position) that are weights of products.
-WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "mlp": (1, 3), "gated_mlp": (1, 3, 5)}
+WEIGHTS = {"linear_act": (1,), "gated_linear": (1, 3), "gated_mlp": (1, 3, 5)}
+WEIGHTS |= {"mlp": (1, 3), "dropout_mlp": (1, 3), "dropout_gated_mlp": (1, 3, 5)}
 # Arguments (by position) that get no gradient: made of positions, weights of classes, and what
 # logits are compared with.
 CONSTANT = {"norm_rotary": (4, 5), "channel_cross_entropy": (2,)}

@@ -142,7 +142,7 @@ FAULTS = {
         "tests/test_own_plans.py",
     ),
     "products: a block with a gate is fused where its kernel cannot run": Mutation(
-        "patterns/gated_mlp.py",
+        "fusion_backend/kernels/gemm/mlp.py",
         "    if not gated_gradient_tile(x, w3.t(), act).finishers:\n",
         "    if False:\n",
         "tests/test_gated_mlp.py",
@@ -154,8 +154,8 @@ FAULTS = {
         "tests/test_gated_mlp.py",
     ),
     "products: the gradient of the last weight reads another hidden layer": Mutation(
-        "patterns/gated_mlp.py",
-        "        h = hidden_layer(*kept)\n",
+        "fusion_backend/kernels/gemm/mlp.py",
+        "        h = gated_hidden_layer(*kept, scale)\n",
         "        h = saved.gate\n",
         "tests/test_gated_mlp.py",
     ),

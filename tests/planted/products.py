@@ -29,8 +29,8 @@ FAULTS = {
     ),
     "products: the slope of a hidden layer is not applied": Mutation(
         "fusion_backend/kernels/gemm/hidden_gradient.py",
-        "    dh *= slope(before, ACT, KIND, INTERPRETED)\n",
-        "",
+        "    dh *= slope(before, ACT, KIND, INTERPRETED) * SCALE\n",
+        "    dh *= SCALE\n",
         "tests/test_linear_kernels.py",
     ),
     "products: the slope of a hidden layer is that without its bias": Mutation(
@@ -53,9 +53,69 @@ FAULTS = {
     ),
     "products: a known gradient is taken for kept products of another alignment": Mutation(
         "fusion_backend/kernels/gemm/specialised_gradient.py",
-        "(act, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b)))",
-        "(act, sums, pre.dtype, memory_of((w, b)))",
+        "(act, scale, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b)))",
+        "(act, scale, sums, pre.dtype, memory_of((w, b)))",
         "tests/test_specialised_launches.py",
+    ),
+    "dropout: a known launch is taken for one that drops another share": Mutation(
+        "fusion_backend/kernels/gemm/specialised_linear.py",
+        "run(launched, (p, act, save,",
+        "run(launched, (act, save,",
+        "tests/test_specialised_launches.py",
+    ),
+    "dropout: a known gradient is taken for one of another scale": Mutation(
+        "fusion_backend/kernels/gemm/specialised_gradient.py",
+        "run(launched, (act, scale, sums,",
+        "run(launched, (act, sums,",
+        "tests/test_specialised_launches.py",
+    ),
+    "dropout: a known gradient of a gate is taken for one of another scale": Mutation(
+        "fusion_backend/kernels/gemm/specialised_gated_gradient.py",
+        "run(launched, (act, scale, hidden,",
+        "run(launched, (act, hidden,",
+        "tests/test_specialised_launches.py",
+    ),
+    "dropout: what a hidden layer drops is not marked for its gradient": Mutation(
+        "fusion_backend/kernels/gemm/epilogue.py",
+        "    return tl.where(survive, y, y * 0.0 + LOWEST)\n",
+        "    return tl.where(survive, y, y * 0.0)\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: infinite products of a hidden layer are dropped": Mutation(
+        "fusion_backend/kernels/gemm/epilogue.py",
+        "    return tl.where(survive, y, y * 0.0 + LOWEST)\n",
+        "    return tl.where(survive, y, LOWEST)\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: the survivors of a hidden layer are not scaled": Mutation(
+        "fusion_backend/kernels/gemm/linear.py",
+        "        y *= SCALE\n",
+        "        y *= 1.0\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: the rows of a hidden layer share their random numbers": Mutation(
+        "fusion_backend/kernels/gemm/linear.py",
+        "    row = (top + tl.arange(0, ROWS)).to(tl.int64) * ((N + 3) // 4)\n",
+        "    row = (top + tl.arange(0, ROWS)).to(tl.int64) * 0\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: the gradient of a hidden layer is not scaled": Mutation(
+        "fusion_backend/kernels/gemm/hidden_gradient.py",
+        "slope(before, ACT, KIND, INTERPRETED) * SCALE\n",
+        "slope(before, ACT, KIND, INTERPRETED)\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: the hidden layer of a gate is not scaled for the last weight": Mutation(
+        "fusion_backend/kernels/gemm/gated_gradient.py",
+        "    h = (active * up * scale).to(kind) if hidden else None\n",
+        "    h = (active * up).to(kind) if hidden else None\n",
+        "tests/test_dropout_mlp.py",
+    ),
+    "dropout: without gradients the first product is kept": Mutation(
+        "fusion_backend/kernels/gemm/mlp.py",
+        "save=(save, False), dropout",
+        "save=(True, False), dropout",
+        "tests/test_dropout_mlp.py",
     ),
     "products: a known gradient is taken for a weight that lies differently": Mutation(
         "fusion_backend/kernels/gemm/specialised_gradient.py",

@@ -57,12 +57,22 @@ def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, dict]:
 
 @triton.jit
 def dropout_factors(seed, counter, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
-    """In a kernel: 0 or SCALE for each of `[..., 4 k]` elements, from `[..., k]` counters. One
-    Philox call serves the four elements of a counter.
-    """
-    a, b, c, d = tl.randint4x(seed, counter, ROUNDS)
+    """In a kernel: 0 or SCALE for each of `[..., 4 k]` elements, from `[..., k]` counters."""
+    return tl.where(survivors(seed, counter, THRESHOLD), SCALE, 0.0)
+
+
+@triton.jit
+def random_words(seed, counter):
+    """The four words of each counter, one for each of four elements, as int32."""
+    return tl.randint4x(seed, counter, ROUNDS)
+
+
+@triton.jit
+def survivors(seed, counter, THRESHOLD: tl.constexpr):
+    """Which of `[..., 4 k]` elements survive, from `[..., k]` counters."""
+    a, b, c, d = random_words(seed, counter)
     words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.uint32, bitcast=True)
-    return tl.where(words < THRESHOLD, 0.0, SCALE)
+    return words >= THRESHOLD
 
 
 @triton.jit

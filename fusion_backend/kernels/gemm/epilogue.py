@@ -16,6 +16,10 @@ import triton.language as tl
 
 from fusion_backend.kernels.common.activations import activated, tanh
 
+# A product that is dropped: relu, relu_squared, gelu, silu and their kin are 0 there, and so are
+# their slopes. The least number that both bf16 and fp16 have.
+LOWEST = tl.constexpr(-65280.0)
+
 
 @triton.jit
 def logistic(exponent):
@@ -95,6 +99,12 @@ def rounded(x, ACT: tl.constexpr):
     else:
         y = activated(x, ACT)
     return y
+
+
+@triton.jit
+def mark(y, survive):
+    """A product, or `LOWEST` where it is dropped; infinite ones become NaN, as 0 times them is."""
+    return tl.where(survive, y, y * 0.0 + LOWEST)
 
 
 @triton.jit

@@ -2,9 +2,10 @@
 pass makes those of gate and up from dy W₃ᵀ, and computes the hidden layer again, which the forward
 need not keep.
 
-With dh = dy W₃ᵀ: d_gate = dh · up · act'(gate), d_up = dh · act(gate). Computed in fp32, rounded
-once; dh is rounded first. 16-bit dtypes. Where the tile has no finishers the library multiplies,
-and the rest is plain torch code, which Inductor makes one kernel of.
+With dh = dy W₃ᵀ: d_gate = dh · up · act'(gate), d_up = dh · act(gate), both times the scale of
+dropout. Computed in fp32, rounded once; dh is rounded first. 16-bit dtypes. Where the tile has no
+finishers the library multiplies, and the rest is plain torch code, which Inductor makes one kernel
+of.
 """
 
 from __future__ import annotations
@@ -22,29 +23,33 @@ from fusion_backend.kernels.gemm.tiles import Tile, tile_for
 
 def gated_gradient(
     dy: Tensor, w: Tensor, gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str,
-    hidden: bool, tile: Tile | None = None,
+    hidden: bool, tile: Tile | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of gate and up, and act(gate + b) · (up + b2), which is None unless asked for.
+    """The gradients of gate and up, and act(gate + b) · (up + b2) · scale, which is None unless
+    asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None. All
-    results are contiguous.
+    dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None.
+    scale is that of dropout; gate tells what was dropped (`epilogue.LOWEST`). All results are
+    contiguous.
     """
     tile = gated_gradient_tile(dy, w, act) if tile is None else tile
     gate, up = gate.contiguous(), up.contiguous()
     if tile.finishers:
         op = torch.ops.fusion.specialised_gated_gradient
-        d_gate, d_up, *h = op(dy, w, gate, up, b, b2, act, hidden, list(tile))
+        d_gate, d_up, *h = op(dy, w, gate, up, b, b2, act, scale, hidden, list(tile))
         return d_gate, d_up, h[0] if hidden else None
-    kind, dh = gate.dtype, (dy @ w).float()
+    kind, dh = gate.dtype, (dy @ w).float() * scale
     gate, up = with_bias(gate, b), with_bias(up, b2)
     active = activate(gate, act)
     d_gate = activation_gradient(dh * up, gate, act, True)
-    h = (active * up).to(kind) if hidden else None
+    h = (active * up * scale).to(kind) if hidden else None
     return d_gate.to(kind), (dh * active).to(kind), h
 
 
-def hidden_layer(gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str) -> Tensor:
-    return (activate(with_bias(gate, b), act) * with_bias(up, b2)).to(gate.dtype)
+def gated_hidden_layer(
+    gate: Tensor, b: Tensor | None, up: Tensor, b2: Tensor | None, act: str, scale: float = 1.0
+) -> Tensor:
+    return (activate(with_bias(gate, b), act) * with_bias(up, b2) * scale).to(gate.dtype)
 
 
 def gated_gradient_tile(like: Tensor, w: Tensor, act: str) -> Tile:

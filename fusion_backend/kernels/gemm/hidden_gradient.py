@@ -1,8 +1,8 @@
 """The gradient that comes back into the hidden layer of an MLP: from dy W₂ᵀ to the gradient of what
 was activated, in one pass.
 
-With dh = dy W₂ᵀ: d = dh · act'(pre). Its columns are summed, for the gradient of the bias. Sums in
-fp32, the result rounded once. 16-bit dtypes. Where the tile has finishers, the kernel of
+With dh = dy W₂ᵀ: d = dh · act'(pre) · scale. Its columns are summed, for the gradient of the bias.
+Sums in fp32, the result rounded once. 16-bit dtypes. Where the tile has finishers, the kernel of
 specialised_gradient.py runs, which rounds dh as well, as Inductor does.
 """
 
@@ -31,18 +31,19 @@ from fusion_backend.kernels.gemm.tiles import Tile, programs, tile_for
 
 def hidden_gradient(
     dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, sums: bool,
-    tile: Tile | None = None,
+    tile: Tile | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """dy W · act'(pre + b), and the sums of its columns in fp32, None unless asked for.
+    """dy W · act'(pre + b) · scale, and the sums of its columns in fp32, None unless asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`, b `[n]` or None. The result is
-    contiguous. Grid: programs that walk through its tiles.
+    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`, b `[n]` or None. scale is that of
+    dropout; pre tells what was dropped (`epilogue.LOWEST`). The result is contiguous. Grid:
+    programs that walk through its tiles.
     """
     k, n = w.shape
     tile = gradient_tile(dy, w, act) if tile is None else tile
     pre = pre.contiguous()
     if tile.finishers:
-        found = torch.ops.fusion.specialised_gradient(dy, w, pre, b, act, sums, list(tile))
+        found = torch.ops.fusion.specialised_gradient(dy, w, pre, b, act, scale, sums, list(tile))
         return found[0], found[1].sum(0) if sums else None
     d = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     dy, m, dy_row = aligned_rows(dy)
@@ -54,7 +55,8 @@ def hidden_gradient(
     launch(
         hidden_gradient_kernel, (programs(tile, m, n, dy.device),), dy, w, pre, b, d, parts, m,
         N=n, K=k, DY_ROW=dy_row, W_STRIDE=distance_of(w), BY_OUTPUT=by_output(w), ACT=act,
-        PRECISION=precision(), UPCAST=interpreted(hidden_gradient_kernel), **tile.constants,
+        SCALE=scale, PRECISION=precision(), UPCAST=interpreted(hidden_gradient_kernel),
+        **tile.constants,
     )  # fmt: skip
     return d, None if parts is None else parts.sum(0)
 
@@ -69,9 +71,9 @@ def gradient_tile(dy: Tensor, w: Tensor, act: str) -> Tile:
 def hidden_gradient_kernel(
     DY, W, PRE, B, D, SUMS, m,
     N: tl.constexpr, K: tl.constexpr, DY_ROW: tl.constexpr, W_STRIDE: tl.constexpr,
-    BY_OUTPUT: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
+    BY_OUTPUT: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     STORED: tl.constexpr = BN // PIECES
     dy = tl.make_tensor_descriptor(DY, [m, K], [DY_ROW, 1], [BM, BK])
@@ -86,17 +88,17 @@ def hidden_gradient_kernel(
             part = weight_tile(w, start, left, BY_OUTPUT)
             dh = multiply(dy.load([top, start]), part, dh, PRECISION, UPCAST)
         if PIECES == 1:
-            finish(dh, top, left, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
+            finish(dh, top, left, pre, B, out, SUMS, N, ACT, SCALE, UPCAST, BM, STORED)
         else:
             first, second = halves(dh, BM, BN)
-            finish(first, top, left, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
-            finish(second, top, left + STORED, pre, B, out, SUMS, N, ACT, UPCAST, BM, STORED)
+            finish(first, top, left, pre, B, out, SUMS, N, ACT, SCALE, UPCAST, BM, STORED)
+            finish(second, top, left + STORED, pre, B, out, SUMS, N, ACT, SCALE, UPCAST, BM, STORED)
 
 
 @triton.jit
 def finish(
     dh, top, left, pre, B, out, SUMS,
-    N: tl.constexpr, ACT: tl.constexpr, INTERPRETED: tl.constexpr,
+    N: tl.constexpr, ACT: tl.constexpr, SCALE: tl.constexpr, INTERPRETED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of the hidden layer, a tile or half of one, to what is stored. Beyond the
@@ -107,7 +109,7 @@ def finish(
     before = pre.load([top, left]).to(tl.float32)
     if B is not None:
         before += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
-    dh *= slope(before, ACT, KIND, INTERPRETED)
+    dh *= slope(before, ACT, KIND, INTERPRETED) * SCALE
     if SUMS is not None:
         at = (top // ROWS).to(tl.int64) * N + column
         tl.store(SUMS + at, tl.sum(dh, 0), column < N)

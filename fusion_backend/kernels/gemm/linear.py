@@ -1,5 +1,5 @@
 """A linear layer with what follows it, in one pass: act(x W + b), act(x W1 + b1) · (x W2 + b2), a
-residual added, int8 scaled back.
+residual added, int8 scaled back, dropout of what was activated.
 
 A program walks through tiles of the result, with one accumulator for each weight. Sums in fp32
 (int32 of int8), rounded once. Where the tile has finishers, the kernel of specialised_linear.py
@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusion_backend.kernels.common.dropout import Dropout, dropout_arguments, survivors
 from fusion_backend.kernels.common.launch import interpreted, launch
-from fusion_backend.kernels.gemm.epilogue import epilogue
+from fusion_backend.kernels.gemm.epilogue import epilogue, mark
 from fusion_backend.kernels.gemm.main_loop import (
     corner,
     halves,
@@ -32,14 +33,16 @@ def linear(
     b2: Tensor | None = None, residual: Tensor | None = None,
     row_scale: Tensor | None = None, column_scale: Tensor | None = None,
     save: tuple[bool, bool] = (False, False), dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    dropout: Dropout | None = None, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """act(x W + b) `[..., n]`, and the products without their biases, empty unless saved.
 
     x is `[..., k]`, w and w2 `[k, n]`, as `operands.reject_product` asks; b and b2 `[n]` or None.
     With w2: act(x W + b) · (x W2 + b2). residual `[..., n]` is added. row_scale `[m]` and
     column_scale `[n]`: of the product, before b. dtype: of the result, that of x where none is
-    given. All results are contiguous. Grid: programs that walk through the tiles of the result.
+    given. dropout: of what act, which is none of sigmoid, tanh and identity, makes of 16-bit
+    elements; where one is dropped, the first product that is kept is `epilogue.LOWEST`. All results
+    are contiguous. Grid: programs that walk through the tiles of the result.
     """
     (k, n), shape = w.shape, (*x.shape[:-1], w.shape[1])
     dtype = x.dtype if dtype is None else dtype
@@ -47,21 +50,24 @@ def linear(
     tile = tile_of(x, w, act, w2, able) if tile is None else tile
     if tile.finishers:
         assert able and save[0] >= save[1], "what the kernel does not do"
-        given = torch.ops.fusion.specialised_linear(x, w, b, w2, b2, act, *save, list(tile))
+        seed, p = dropout or (None, 0.0)
+        op = torch.ops.fusion.specialised_linear
+        given = op(x, w, b, w2, b2, seed, p, act, *save, list(tile))
         found = iter(given)
         return tuple(next(found) if keep else x.new_empty(0) for keep in (True, *save))
     out = torch.empty(shape, dtype=dtype, device=x.device)
     kept = [torch.empty(shape if s else (0,), dtype=dtype, device=x.device) for s in save]
     x, m, x_row = aligned_rows(x)
     residual, _, residual_row = (None, 0, 0) if residual is None else aligned_rows(residual)
+    seed, numbers = dropout_arguments(dropout)
     launch(
         linear_kernel, (programs(tile, m, n, x.device),), x, w, w2, b, b2, residual,
-        row_scale, column_scale, out, *(t if s else None for t, s in zip(kept, save, strict=True)),
+        row_scale, column_scale, seed, out,
+        *(t if s else None for t, s in zip(kept, save, strict=True)),
         m, N=n, K=k, X_ROW=x_row, W_STRIDE=distance_of(w),
         W2_STRIDE=0 if w2 is None else distance_of(w2), RESIDUAL_ROW=residual_row,
         BY_OUTPUT=by_output(w), BY_OUTPUT2=w2 is not None and by_output(w2), ACT=act,
-        PRECISION=precision(), UPCAST=interpreted(linear_kernel),
-        **tile.constants,
+        PRECISION=precision(), UPCAST=interpreted(linear_kernel), **numbers, **tile.constants,
     )  # fmt: skip
     return out, *kept
 
@@ -69,12 +75,12 @@ def linear(
 # Operations: 2 m n k a weight. Bytes: x, the weights, what is added, and the results, once.
 @triton.jit
 def linear_kernel(
-    X, W, W2, B, B2, RESIDUAL, ROW_SCALE, COLUMN_SCALE, OUT, KEPT, KEPT2, m,
+    X, W, W2, B, B2, RESIDUAL, ROW_SCALE, COLUMN_SCALE, SEED, OUT, KEPT, KEPT2, m,
     N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, W_STRIDE: tl.constexpr,
     W2_STRIDE: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BY_OUTPUT: tl.constexpr,
     BY_OUTPUT2: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, PIECES: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     STORED: tl.constexpr = BN // PIECES
     SUM: tl.constexpr = tl.int32 if X.dtype.element_ty == tl.int8 else tl.float32
@@ -106,27 +112,28 @@ def linear_kernel(
                 up = multiply(part, factor, up, PRECISION, UPCAST)
         if PIECES == 1:
             finish(
-                y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
-                N, W2 is not None, ACT, UPCAST, BM, STORED,
+                y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, SEED, out, kept,
+                kept2, N, W2 is not None, ACT, UPCAST, THRESHOLD, SCALE, BM, STORED,
             )  # fmt: skip
         else:
             first, second = halves(y, BM, BN)
             first_up, second_up = halves(up, BM, BN)
             finish(
-                first, first_up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept,
-                kept2, N, W2 is not None, ACT, UPCAST, BM, STORED,
+                first, first_up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, SEED, out,
+                kept, kept2, N, W2 is not None, ACT, UPCAST, THRESHOLD, SCALE, BM, STORED,
             )  # fmt: skip
             finish(
                 second, second_up, top, left + STORED, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual,
-                out, kept, kept2, N, W2 is not None, ACT, UPCAST, BM, STORED,
+                SEED, out, kept, kept2, N, W2 is not None, ACT, UPCAST, THRESHOLD, SCALE, BM,
+                STORED,
             )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, out, kept, kept2,
+    y, up, top, left, m, B, B2, ROW_SCALE, COLUMN_SCALE, residual, SEED, out, kept, kept2,
     N: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, INTERPRETED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    THRESHOLD: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From the sums of a tile, or of half of it, to what is stored."""
     KIND: tl.constexpr = out.dtype
@@ -137,11 +144,16 @@ def finish(
         y *= tl.load(ROW_SCALE + row, row < m, 0.0).to(tl.float32)[:, None]
     if COLUMN_SCALE is not None:
         y *= tl.load(COLUMN_SCALE + column, column < N, 0.0).to(tl.float32)[None, :]
+    if SEED is not None:
+        counters = tile_counters(top, left, N, ROWS, COLUMNS)
+        y = mark(y, survivors(tl.load(SEED), counters, THRESHOLD))
     if kept is not None:
         kept.store([top, left], y.to(KIND))
     if B is not None:
         y += tl.load(B + column, column < N, 0.0).to(tl.float32)[None, :]
     y = epilogue(y, ACT, KIND, INTERPRETED)
+    if SEED is not None:
+        y *= SCALE
     if GATED:
         up = up.to(tl.float32)
         if kept2 is not None:
@@ -152,3 +164,12 @@ def finish(
     if residual is not None:
         y += residual.load([top, left]).to(tl.float32)
     out.store([top, left], y.to(KIND))
+
+
+@triton.jit
+def tile_counters(top, left, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Those of the random numbers of a tile `[ROWS, COLUMNS]`, as `common.dropout.dropped` has
+    them. Beyond the last column they are those of the next row, and of nothing that is stored.
+    """
+    row = (top + tl.arange(0, ROWS)).to(tl.int64) * ((N + 3) // 4)
+    return row[:, None] + (left // 4 + tl.arange(0, COLUMNS // 4))[None, :]

@@ -40,36 +40,36 @@ def rows_at_a_time(k: int, act: str) -> int:
 
 def launch_of(
     dy: Tensor, w: Tensor, gate: Tensor, up: Tensor, b: Tensor | None, b2: Tensor | None, act: str,
-    filled: list[Tensor], tile: Tile,
+    scale: float, filled: list[Tensor], tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch that fills the gradients of gate and up, and the hidden layer if it is wanted."""
-    own = dict(ROWS=rows_at_a_time(len(w), act), ACT=act, REGISTERS=REGISTERS)
+    own = dict(ROWS=rows_at_a_time(len(w), act), ACT=act, SCALE=scale)
     hidden = filled[2] if len(filled) == 3 else None
     given = [dy, w, gate, up, b, b2, *filled[:2], hidden]
-    return Launch(specialised_gated_gradient_kernel, given, tile, own)
+    return Launch(specialised_gated_gradient_kernel, given, tile, own | dict(REGISTERS=REGISTERS))
 
 
 def specialised_gated_gradient(
     dy: Tensor, w: Tensor, gate: Tensor, up: Tensor, b: Tensor | None, b2: Tensor | None, act: str,
-    hidden: bool, tile: list[int],
+    scale: float, hidden: bool, tile: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """What `gated_gradient.gated_gradient` computes, without what is not wanted."""
     filled = [empty(gate, gate.shape) for _ in range(2 + hidden)]
-    launched = launch_of(dy, w, gate, up, b, b2, act, filled, Tile(*tile))
+    launched = launch_of(dy, w, gate, up, b, b2, act, scale, filled, Tile(*tile))
     aligned = gate.data_ptr() % 16, up.data_ptr() % 16
-    run(launched, (act, hidden, aligned, gate.dtype, up.dtype, memory_of((w, b, b2))))
+    run(launched, (act, scale, hidden, aligned, gate.dtype, up.dtype, memory_of((w, b, b2))))
     return filled
 
 
-def specialised_gated_gradient_fake(dy, w, gate, up, b, b2, act, hidden, tile):
+def specialised_gated_gradient_fake(dy, w, gate, up, b, b2, act, scale, hidden, tile):
     filled = [gate.new_empty(gate.shape) for _ in range(2 + hidden)]
-    compile_in_trial(launch_of(dy, w, gate, up, b, b2, act, filled, Tile(*tile)))
+    compile_in_trial(launch_of(dy, w, gate, up, b, b2, act, scale, filled, Tile(*tile)))
     return filled
 
 
 define(
     "specialised_gated_gradient(Tensor dy, Tensor w, Tensor gate, Tensor up, Tensor? b, "
-    "Tensor? b2, str act, bool hidden, int[] tile) -> Tensor[]",
+    "Tensor? b2, str act, float scale, bool hidden, int[] tile) -> Tensor[]",
     specialised_gated_gradient,
     specialised_gated_gradient_fake,
 )

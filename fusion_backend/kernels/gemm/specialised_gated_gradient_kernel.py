@@ -25,7 +25,7 @@ def specialised_gated_gradient_kernel(
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
     BY_OUTPUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, FINISHERS: gl.constexpr,
-    ROWS: gl.constexpr, ACT: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored = shared_memory(
         DY.dtype.element_ty, 1, BY_OUTPUT, BM, BN, BK, STAGES, PART
@@ -39,8 +39,8 @@ def specialised_gated_gradient_kernel(
             ),
             (
                 finish_gated_gradients,
-                (GATE, UP, B, B2, D_GATE, D_UP, HIDDEN, parts, multiplied, stored, m, N, ACT, BM,
-                 BN, GROUP, PART, ROWS),
+                (GATE, UP, B, B2, D_GATE, D_UP, HIDDEN, parts, multiplied, stored, m, N, ACT,
+                 SCALE, BM, BN, GROUP, PART, ROWS),
             ),
         ],
         [FINISHERS],
@@ -51,8 +51,8 @@ def specialised_gated_gradient_kernel(
 @jit
 def finish_gated_gradients(
     GATE, UP, B, B2, D_GATE, D_UP, HIDDEN, parts, multiplied, stored, m,
-    N: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
-    PART: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The warps that finish: from the rounded sums to what is stored."""
     KIND: gl.constexpr = D_GATE.dtype.element_ty
@@ -78,6 +78,8 @@ def finish_gated_gradients(
             dh = pieces.index(piece).load(layout).to(gl.float32)
             active = epilogue(gate, ACT, KIND, False)
             d_gate = dh * up
+            if SCALE != 1.0:
+                active, d_gate = active * SCALE, d_gate * SCALE
             if ACT == "relu":  # infinite products are masked, too
                 d_gate = gl.where(gate <= 0.0, 0.0, d_gate)
             else:

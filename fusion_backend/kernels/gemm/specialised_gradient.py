@@ -46,35 +46,36 @@ def results(
 
 
 def launch_of(
-    dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, filled: list[Tensor],
-    sums: bool, tile: Tile,
+    dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, scale: float,
+    filled: list[Tensor], sums: bool, tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch that fills what `results` has made."""
     given = [dy, w, pre, b, filled[0], filled[1] if sums else None]
-    own = dict(ROWS=ROWS, ACT=act, REGISTERS=REGISTERS)
+    own = dict(ROWS=ROWS, ACT=act, SCALE=scale, REGISTERS=REGISTERS)
     return Launch(specialised_gradient_kernel, given, tile, own)
 
 
 def specialised_gradient(
-    dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, sums: bool, tile: list[int]
-) -> list[Tensor]:
+    dy: Tensor, w: Tensor, pre: Tensor, b: Tensor | None, act: str, scale: float, sums: bool,
+    tile: list[int],
+) -> list[Tensor]:  # fmt: skip
     """What `hidden_gradient.hidden_gradient` computes, the sums still to be added up."""
     shape = Tile(*tile)
     filled = results(dy, pre, sums, shape, empty)
-    launched = launch_of(dy, w, pre, b, act, filled, sums, shape)
-    run(launched, (act, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b))))
+    launched = launch_of(dy, w, pre, b, act, scale, filled, sums, shape)
+    run(launched, (act, scale, sums, pre.data_ptr() % 16, pre.dtype, memory_of((w, b))))
     return filled
 
 
-def specialised_gradient_fake(dy, w, pre, b, act, sums, tile):
+def specialised_gradient_fake(dy, w, pre, b, act, scale, sums, tile):
     filled = results(dy, pre, sums, Tile(*tile), Tensor.new_empty)
-    compile_in_trial(launch_of(dy, w, pre, b, act, filled, sums, Tile(*tile)))
+    compile_in_trial(launch_of(dy, w, pre, b, act, scale, filled, sums, Tile(*tile)))
     return filled
 
 
 define(
-    "specialised_gradient(Tensor dy, Tensor w, Tensor pre, Tensor? b, str act, bool sums, "
-    "int[] tile) -> Tensor[]",
+    "specialised_gradient(Tensor dy, Tensor w, Tensor pre, Tensor? b, str act, float scale, "
+    "bool sums, int[] tile) -> Tensor[]",
     specialised_gradient,
     specialised_gradient_fake,
 )

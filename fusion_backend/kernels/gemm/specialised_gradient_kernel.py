@@ -25,7 +25,7 @@ def specialised_gradient_kernel(
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
     BY_OUTPUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, FINISHERS: gl.constexpr,
-    ROWS: gl.constexpr, ACT: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored = shared_memory(
         DY.dtype.element_ty, 1, BY_OUTPUT, BM, BN, BK, STAGES, PART
@@ -39,7 +39,8 @@ def specialised_gradient_kernel(
             ),
             (
                 finish_gradients,
-                (PRE, B, D, SUMS, parts, multiplied, stored, m, N, ACT, BM, BN, GROUP, PART, ROWS),
+                (PRE, B, D, SUMS, parts, multiplied, stored, m, N, ACT, SCALE, BM, BN, GROUP, PART,
+                 ROWS),
             ),
         ],
         [FINISHERS],
@@ -75,8 +76,8 @@ def kept_piece(
 @jit
 def finish_gradients(
     PRE, B, D, SUMS, parts, multiplied, stored, m,
-    N: gl.constexpr, ACT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
-    PART: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, ACT: gl.constexpr, SCALE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The warps that finish: from the rounded sums to what is stored."""
     KIND: gl.constexpr = D.dtype.element_ty
@@ -108,6 +109,8 @@ def finish_gradients(
                     d = gl.where(before <= 0.0, 0.0, d * slope(before, ACT, KIND, False))
                 else:
                     d *= slope(before, ACT, KIND, False)
+                if SCALE != 1.0:
+                    d *= SCALE
                 if SUMS is not None:
                     if i == 0:
                         total = sums_of_threads(d, ROWS, PART)

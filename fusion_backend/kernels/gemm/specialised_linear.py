@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fusion_backend.kernels.common.dropout import Dropout, dropout_arguments
 from fusion_backend.kernels.gemm.operands import by_output, distance_of
 from fusion_backend.kernels.gemm.specialised import (
     Launch,
@@ -57,36 +58,40 @@ def results(
 
 
 def launch_of(
-    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
-    filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None,
+    dropout: Dropout | None, act: str, filled: list[Tensor], kept: tuple[bool, bool], tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch that fills what `results` has made."""
     left = iter(filled)
     places = (next(left) if keep else None for keep in (True, *kept))
-    own = dict(W2_STRIDE=0 if w2 is None else distance_of(w2), ACT=act, REGISTERS=REGISTERS)
-    return Launch(specialised_linear_kernel, [x, w, w2, b, b2, *places], tile, own)
+    seed, numbers = dropout_arguments(dropout)
+    own = dict(W2_STRIDE=0 if w2 is None else distance_of(w2), ACT=act, **numbers)
+    given = [x, w, w2, b, b2, seed, *places]
+    return Launch(specialised_linear_kernel, given, tile, own | dict(REGISTERS=REGISTERS))
 
 
 def specialised_linear(
-    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None, act: str,
-    save: bool, save2: bool, tile: list[int],
+    x: Tensor, w: Tensor, b: Tensor | None, w2: Tensor | None, b2: Tensor | None,
+    seed: Tensor | None, p: float, act: str, save: bool, save2: bool, tile: list[int],
 ) -> list[Tensor]:  # fmt: skip
     """What `linear.linear` computes, for what `specialises`, without what is not kept."""
-    filled = results(x, w, (save, save2), empty)
-    launched = launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile))
-    run(launched, (act, save, save2, memory_of((w, w2, b, b2))))
+    filled, kept = results(x, w, (save, save2), empty), (save, save2)
+    dropout = None if seed is None else Dropout(seed, p)
+    launched = launch_of(x, w, b, w2, b2, dropout, act, filled, kept, Tile(*tile))
+    run(launched, (p, act, save, save2, memory_of((w, w2, b, b2, seed))))
     return filled
 
 
-def specialised_linear_fake(x, w, b, w2, b2, act, save, save2, tile):
-    filled = results(x, w, (save, save2), Tensor.new_empty)
-    compile_in_trial(launch_of(x, w, b, w2, b2, act, filled, (save, save2), Tile(*tile)))
+def specialised_linear_fake(x, w, b, w2, b2, seed, p, act, save, save2, tile):
+    filled, kept = results(x, w, (save, save2), Tensor.new_empty), (save, save2)
+    dropout = None if seed is None else Dropout(seed, p)
+    compile_in_trial(launch_of(x, w, b, w2, b2, dropout, act, filled, kept, Tile(*tile)))
     return filled
 
 
 define(
-    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, str act, "
-    "bool save, bool save2, int[] tile) -> Tensor[]",
+    "specialised_linear(Tensor x, Tensor w, Tensor? b, Tensor? w2, Tensor? b2, Tensor? seed, "
+    "float p, str act, bool save, bool save2, int[] tile) -> Tensor[]",
     specialised_linear,
     specialised_linear_fake,
 )

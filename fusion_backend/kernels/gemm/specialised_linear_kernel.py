@@ -21,7 +21,8 @@ from fusion_backend.compat.gluon import (
     thread_barrier,
     tma,
 )
-from fusion_backend.kernels.gemm.epilogue import epilogue
+from fusion_backend.kernels.common.dropout import random_words
+from fusion_backend.kernels.gemm.epilogue import epilogue, mark
 from fusion_backend.kernels.gemm.main_loop import corner
 from fusion_backend.kernels.gemm.specialised_loop import (
     count_of_tiles,
@@ -33,11 +34,12 @@ from fusion_backend.kernels.gemm.specialised_loop import (
 # Operations: 2 m n k a weight. Bytes: x, the weights and the results, once.
 @jit(do_not_specialize=["m"])
 def specialised_linear_kernel(
-    X, W, W2, B, B2, OUT, KEPT, KEPT2, m,
+    X, W, W2, B, B2, SEED, OUT, KEPT, KEPT2, m,
     N: gl.constexpr, K: gl.constexpr, X_ROW: gl.constexpr, W_STRIDE: gl.constexpr,
     BY_OUTPUT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, FINISHERS: gl.constexpr,
-    W2_STRIDE: gl.constexpr, ACT: gl.constexpr, REGISTERS: gl.constexpr,
+    W2_STRIDE: gl.constexpr, ACT: gl.constexpr, THRESHOLD: gl.constexpr, SCALE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     WEIGHTS: gl.constexpr = 1 if W2 is None else 2
     x_tiles, w_tiles, factors, parts, products, loaded, multiplied, stored = shared_memory(
@@ -53,8 +55,8 @@ def specialised_linear_kernel(
             ),
             (
                 finish_tiles,
-                (B, B2, OUT, KEPT, KEPT2, parts, multiplied, stored, m, N, ACT, WEIGHTS, BM, BN,
-                 GROUP, PART),
+                (B, B2, SEED, OUT, KEPT, KEPT2, parts, multiplied, stored, m, N, ACT, THRESHOLD,
+                 SCALE, WEIGHTS, BM, BN, GROUP, PART),
             ),
         ],
         [FINISHERS],
@@ -64,9 +66,10 @@ def specialised_linear_kernel(
 
 @jit
 def finish_tiles(
-    B, B2, OUT, KEPT, KEPT2, parts, multiplied, stored, m,
-    N: gl.constexpr, ACT: gl.constexpr, WEIGHTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    GROUP: gl.constexpr, PART: gl.constexpr,
+    B, B2, SEED, OUT, KEPT, KEPT2, parts, multiplied, stored, m,
+    N: gl.constexpr, ACT: gl.constexpr, THRESHOLD: gl.constexpr, SCALE: gl.constexpr,
+    WEIGHTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """The warps that finish: from the rounded sums to what is stored."""
     KIND: gl.constexpr = OUT.dtype.element_ty
@@ -86,6 +89,10 @@ def finish_tiles(
     for tile in range(gl.program_id(0), count_of_tiles(m, N, BM, BN), gl.num_programs(0)):
         top, left = corner(tile, m, N, BM, BN, GROUP)
         mbarrier.wait(multiplied.index(0), turn)
+        if SEED is not None:
+            for i in range(PARTS):
+                mark_part(parts.index(i), SEED, top, left + i * PART, N, THRESHOLD, layout)
+            fence_async_shared()
         if KEPT is not None:
             for i in gl.static_range(PARTS):
                 store_tile(kept, [top, left + i * PART], parts.index(i))
@@ -97,6 +104,8 @@ def finish_tiles(
             place, column = parts.index(i), left + i * PART
             y = with_bias(place, B, column, N, PART, layout)
             y = epilogue(y, ACT, KIND, False)
+            if SEED is not None:
+                y *= SCALE
             if WEIGHTS == 2:
                 y *= with_bias(parts.index(PARTS + i), B2, column, N, PART, layout)
             place.store(y.to(KIND))
@@ -117,3 +126,23 @@ def with_bias(part, B, left, N: gl.constexpr, PART: gl.constexpr, layout: gl.con
         bias = gl.load(B + column, column < N, 0.0).to(gl.float32)
         y += gl.expand_dims(bias, 0)
     return y
+
+
+@jit
+def mark_part(
+    part, SEED, top, left, N: gl.constexpr, THRESHOLD: gl.constexpr, layout: gl.constexpr
+):
+    """Say in shared memory what is dropped. The counters are those of linear.tile_counters."""
+    ROWS: gl.constexpr = part.shape[0]
+    PART: gl.constexpr = part.shape[1]
+    quads: gl.constexpr = gl.BlockedLayout(
+        [1, 2], [256 // PART, PART // 8], [gl.num_warps(), 1], [1, 0]
+    )
+    row = top + gl.arange(0, ROWS, layout=gl.SliceLayout(1, quads))
+    column = left // 4 + gl.arange(0, PART // 4, layout=gl.SliceLayout(0, quads))
+    counter = gl.expand_dims(row.to(gl.int64) * ((N + 3) // 4), 1) + gl.expand_dims(column, 0)
+    a, b, c, d = random_words(gl.load(SEED), counter)
+    words = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [ROWS, PART])
+    words = gl.convert_layout(words.to(gl.uint32, bitcast=True), layout, assert_trivial=True)
+    y = part.load(layout)
+    part.store(mark(y.to(gl.float32), words >= THRESHOLD).to(y.dtype))
