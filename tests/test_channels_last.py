@@ -228,6 +228,22 @@ def test_which_results_are_contiguous_by_fake_kernels_alone(device):
     assert device == "cpu" or "pixel_shuffle" in differ
 
 
+@pytest.mark.parametrize(
+    "between", [lambda y: y.roll(1, 2), lambda y: F.group_norm(y, 4)], ids=["roll", "group_norm"]
+)
+def test_images_that_only_fake_kernels_make_contiguous_are_not_laid_out(between):
+    """The network is channels-last already, and Dynamo's strides of its second convolution, whose
+    image it takes for contiguous, are not those of the result.
+    """
+    x = X.contiguous(memory_format=LAST)
+
+    def fn(x):
+        return pooled(WIDE(between(CONV(x))))
+
+    assert copied(fn, x) == [None]
+    agrees(fn, x, used=False)
+
+
 def test_an_image_that_is_written_to():
     agrees(lambda x: pooled(CONV(x.mul_(2))), X, grad=False)
 

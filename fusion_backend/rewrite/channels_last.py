@@ -57,7 +57,7 @@ ARITHMETIC |= {"truediv", "pow", "float_power", "iadd", "isub", "imul", "itruedi
 # Of these torch's fake kernels tell other strides than the real ones have.
 PADDED = {"replicate", "reflect", "replication_pad2d", "reflection_pad2d"}
 # By torch's fake kernels their results are contiguous, and by Inductor's decompositions they lie in
-# memory as their operands do. They are given contiguous operands.
+# memory as their operands do. They are given contiguous operands where the graph's own are.
 RESULTS_DIFFER = {"roll", "index_select", "pixel_shuffle"}
 RESULTS_DIFFER_ON_CPU = RESULTS_DIFFER | {"group_norm", "native_group_norm"}
 MODULES = ("torch", "_operator", "builtins")
@@ -223,9 +223,14 @@ class Copy:
         """Give an operator whose results would lie in memory otherwise contiguous operands."""
         for a in n.all_input_nodes:
             was, now = value_of(a), self.value[self.node[a]]
-            if not is_dense(was) or was.stride() == now.stride():
+            if not is_dense(was):
                 continue
-            if name in (RESULTS_DIFFER_ON_CPU if was.device.type == "cpu" else RESULTS_DIFFER):
+            tells_others = name in (
+                RESULTS_DIFFER_ON_CPU if was.device.type == "cpu" else RESULTS_DIFFER
+            )
+            if tells_others and not was.is_contiguous():
+                raise Differs(f"{n} has other strides than Dynamo says")
+            if tells_others and was.stride() != now.stride():
                 self.in_format(new, self.node[a], FIRST)
 
     def flattened_and_back(self, n: fx.Node) -> fx.Node:

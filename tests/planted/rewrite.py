@@ -9,6 +9,12 @@ FAULTS = {
         "                pass\n",
         "tests/test_channels_last.py",
     ),
+    "channels-last: strides that only fake kernels tell are believed": Mutation(
+        "fusion_backend/rewrite/channels_last.py",
+        "            if tells_others and not was.is_contiguous():\n",
+        "            if False:\n",
+        "tests/test_channels_last.py",
+    ),
     "channels-last: graphs in inference are copied": Mutation(
         "fusion_backend/rewrite/channels_last.py",
         "if copy.trains and by_itself:",
