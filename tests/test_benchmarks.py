@@ -382,6 +382,13 @@ def test_random_results_are_compared_under_the_mask_that_was_drawn(bench):
     assert found.of("unscaled").status == WRONG, found.of("unscaled")
 
 
+def test_a_mask_that_no_result_shows_leaves_no_errors(bench):
+    work = Work("dropout_mlp", dict(m=8, k=16, n=24, o=8), BF16, train=True)
+    found = measure(work, bench, EAGER)
+    assert found.note == "random: no errors"
+    assert found.of("eager").status == OK and found.of("eager").errors is None
+
+
 def test_what_the_gate_did_is_told(bench):
     names = ("eager", "inductor", "fusion", "fusion-always")
     found = measure(

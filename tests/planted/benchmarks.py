@@ -76,6 +76,12 @@ FAULTS = {
         "if len(found) > 2 and",
         "tests/test_kernels.py",
     ),
+    "benchmarks: a mask is read from a result that does not show it": Mutation(
+        "benchmarks/pattern_runs/measuring.py",
+        'self.random and "residual" not in names',
+        'self.random and work.pattern == "attention"',
+        "tests/test_benchmarks.py",
+    ),
     "benchmarks: flex_attention is asked for what it has no code for": Mutation(
         "benchmarks/pattern_runs/planning.py",
         "if other or name != FLEX",
