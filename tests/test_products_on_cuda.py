@@ -73,6 +73,11 @@ assert "used elsewhere" in refused.reason or "result" in refused.reason, refused
 def dropped(x, w, b, v, c):
     return F.linear(F.dropout(F.gelu(F.linear(x, w, b)), 0.1, True), v, c)
 record = run(dropped, *TWO, gate="always", grad=True)[2]
+assert took(record) == [("dropout_mlp", "kernel", "kernel")], record
+def kept_and_dropped(x, w, b, v, c):
+    h = F.gelu(F.linear(x, w, b))
+    return F.linear(F.dropout(h, 0.1, True), v, c), h
+record = run(kept_and_dropped, *TWO, gate="always", grad=True)[2]
 assert [s[0] for s in took(record)] == ["linear_act"], record
 """,
     "what the kernels cannot read is refused in a sentence": """
