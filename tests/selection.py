@@ -176,8 +176,6 @@ LEFT_OUT = {
     "tests/ranks/test_cut_graphs.py::test_masks_of_transformers_are_proven_in_each_part[llama]": (
         "[gemma2]"
     ),
-    "tests/ranks/test_bucket_cuts.py::test_a_backend_with_its_options_bound": "the other backends "
-    "in test_other_backends_are_given_the_parts_that_dynamo_cuts",
     "tests/ranks/test_decisions.py::test_all_take_one_of_two_answers_that_were_kept": (
         "the ranks of one process in test_measured_order.py"
     ),
