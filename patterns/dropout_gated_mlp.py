@@ -2,8 +2,8 @@
 W3 + b3, that of T5 1.1, Flan-T5, mT5 and UMT5. In training only.
 
 Shapes, dtypes, roundings and tiles are those of gated_mlp, the mask is drawn as that of
-dropout_mlp. Forward keeps both products, and marks in that of the gate what is dropped: backward
-draws no random numbers. Sources: Shazeer 2020, Srivastava et al. 2014.
+dropout_mlp. Forward keeps both products; that of the gate says what was dropped, so that backward
+neither reads a mask nor draws random numbers. Sources: Shazeer 2020, Srivastava et al. 2014.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion_backend.kernels import dropout_scale, dropped, reject_dynamic
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.mlp import gated_mlp_gradients, reject_gated_tile
+from fusion_backend.kernels.gemm.mlp import gated_mlp_gradients, last_layer, reject_gated_tile
 from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -30,11 +30,6 @@ def gated_layer(
     gate, up = x @ w1, x @ w2
     gate = gate if b1 is None else gate + b1
     return activate(gate, act) * (up if b2 is None else up + b2)
-
-
-def last_layer(h: Tensor, w3: Tensor, b3: Tensor | None) -> Tensor:
-    y = h.to(w3.dtype) @ w3  # autocast adds biases in fp32
-    return y if b3 is None else y + b3
 
 
 @Pattern
@@ -52,8 +47,8 @@ def _(x, w1, b1, w2, b2, w3, b3, act, p, seed):
 
 @dropout_gated_mlp.near_miss
 def _(x, w1, b1, w2, b2, w3, b3, act, p):
-    """dropout of what is gated"""
-    h = activate(x @ w1, act) * F.dropout(x @ w2, p, True)
+    """dropout of the gate, before its activation"""
+    h = activate(F.dropout(x @ w1, p, True), act) * (x @ w2)
     return last_layer(h, w3, b3)
 
 

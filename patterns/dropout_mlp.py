@@ -5,8 +5,8 @@ training only.
 Shapes, dtypes and roundings are those of mlp. Forward drops what the first product activates before
 it stores it; the mask is drawn as that of dropout_add, from a new seed at each call, and with other
 bits than eager or plain Inductor. Forward keeps the hidden layer and, unless the activation is
-relu, x W1, in which what is dropped is marked: backward draws no random numbers, where Inductor
-keeps the mask as well. Sources: Vaswani et al. 2017, Srivastava et al. 2014.
+relu, x W1, which says what was dropped. So backward neither reads a mask, as Inductor's does, nor
+draws random numbers. Sources: Vaswani et al. 2017, Srivastava et al. 2014.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_backend.kernels import dropout_scale, dropped, reject_dynamic
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.dropout import Dropout
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.mlp import hidden_layer, mlp_gradients
+from fusion_backend.kernels.gemm.mlp import hidden_layer, last_layer, mlp_gradients
 from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
@@ -32,21 +32,16 @@ def first_layer(x: Tensor, w1: Tensor, b1: Tensor | None, act: str) -> Tensor:
     return activate(y if b1 is None else y + b1, act)
 
 
-def second_layer(h: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-    y = h.to(w2.dtype) @ w2  # autocast adds b1 in fp32 and multiplies in bf16
-    return y if b2 is None else y + b2
-
-
 @Pattern
 def dropout_mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, act: Act, p: float
 ) -> Tensor:
-    return second_layer(F.dropout(first_layer(x, w1, b1, act), p, True), w2, b2)
+    return last_layer(F.dropout(first_layer(x, w1, b1, act), p, True), w2, b2)
 
 
 @dropout_mlp.seeded
 def _(x, w1, b1, w2, b2, act, p, seed):
-    return second_layer(dropped(first_layer(x, w1, b1, act), seed, p), w2, b2)
+    return last_layer(dropped(first_layer(x, w1, b1, act), seed, p), w2, b2)
 
 
 @dropout_mlp.near_miss
@@ -54,14 +49,13 @@ def _(x, w1, b1, w2, b2, act, p):
     """dropout before the activation"""
     y = x @ w1
     h = activate(F.dropout(y if b1 is None else y + b1, p, True), act)
-    return second_layer(h, w2, b2)
+    return last_layer(h, w2, b2)
 
 
 @dropout_mlp.near_miss
 def _(x, w1, b1, w2, b2, act, p):
-    """whole columns of the hidden layer dropped"""
-    h = F.dropout1d(first_layer(x, w1, b1, act).unsqueeze(-1), p, True).squeeze(-1)
-    return second_layer(h, w2, b2)
+    """whole rows of the hidden layer dropped"""
+    return last_layer(F.dropout1d(first_layer(x, w1, b1, act), p, True), w2, b2)
 
 
 @dropout_mlp.guard

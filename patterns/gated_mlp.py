@@ -22,7 +22,7 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.gemm.linear import linear
-from fusion_backend.kernels.gemm.mlp import gated_mlp_gradients, reject_gated_tile
+from fusion_backend.kernels.gemm.mlp import gated_mlp_gradients, last_layer, reject_gated_tile
 from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -37,8 +37,7 @@ def gated_mlp(
     gate, up = x @ w1, x @ w2
     gate = gate if b1 is None else gate + b1
     up = up if b2 is None else up + b2
-    y = (activate(gate, act) * up).to(w3.dtype) @ w3  # autocast adds biases in fp32
-    return y if b3 is None else y + b3
+    return last_layer(activate(gate, act) * up, w3, b3)
 
 
 @gated_mlp.near_miss

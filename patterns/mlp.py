@@ -20,16 +20,11 @@ from torch import Tensor
 from fusion_backend import Pattern, Reject, Replacement
 from fusion_backend.kernels.common.activations import activate
 from fusion_backend.kernels.common.rows import UNMEASURED
-from fusion_backend.kernels.gemm.mlp import hidden_layer, mlp_gradients
+from fusion_backend.kernels.gemm.mlp import hidden_layer, last_layer, mlp_gradients
 from fusion_backend.kernels.gemm.operands import reject_layers
 
 Act = Literal["relu", "relu_squared", "gelu", "gelu_tanh", "quick_gelu", "silu"]
 ONLY_TRAINING = Reject("without gradients nothing more than its first half can be fused")
-
-
-def second_layer(h: Tensor, w2: Tensor, b2: Tensor | None) -> Tensor:
-    y = h.to(w2.dtype) @ w2  # autocast adds b1 in fp32 and multiplies in bf16
-    return y if b2 is None else y + b2
 
 
 @Pattern
@@ -37,21 +32,21 @@ def mlp(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, act: Act
 ) -> Tensor:
     y = x @ w1
-    return second_layer(activate(y if b1 is None else y + b1, act), w2, b2)
+    return last_layer(activate(y if b1 is None else y + b1, act), w2, b2)
 
 
 @mlp.near_miss
 def _(x, w1, b1, w2, b2, act):
     """the activation afterwards"""
     y = x @ w1
-    return activate(second_layer(y if b1 is None else y + b1, w2, b2), act)
+    return activate(last_layer(y if b1 is None else y + b1, w2, b2), act)
 
 
 @mlp.near_miss
 def _(x, w1, b1, w2, b2, act):
     """another hidden layer"""
     y = x @ w1
-    return second_layer(activate(y if b1 is None else y + b1, act).flip(-1), w2, b2)
+    return last_layer(activate(y if b1 is None else y + b1, act).flip(-1), w2, b2)
 
 
 @mlp.replacement

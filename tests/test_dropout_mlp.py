@@ -267,6 +267,10 @@ def test_other_blocks_are_left_alone():
         def forward(self, x):
             return self.linear2(self.act(self.dropout(self.linear1(x))))
 
+    class Rows(Block):
+        def forward(self, x):
+            return self.linear2(F.dropout1d(self.act(self.linear1(x)), 0.3, True))
+
     class Behind(Block):
         def forward(self, x):
             return self.dropout(self.linear2(self.act(self.linear1(x))))
@@ -276,7 +280,7 @@ def test_other_blocks_are_left_alone():
 
     class OfTheGate(Gated):
         def forward(self, x):
-            return self.wo(self.dropout(self.act(self.wi_0(x))) * self.wi_1(x))
+            return self.wo(self.act(self.dropout(self.wi_0(x))) * self.wi_1(x))
 
     class Sum(Gated):
         def forward(self, x):
@@ -284,7 +288,7 @@ def test_other_blocks_are_left_alone():
 
     for other in (OfTheGate, Sum):
         assert "dropout_gated_mlp" not in found(other().half(), x), other
-    for other in (Shown, Twice, Before, Behind):
+    for other in (Shown, Twice, Before, Rows, Behind):
         assert "dropout_mlp" not in found(other().half(), x), other
 
 
@@ -324,10 +328,19 @@ def test_without_gradients_it_drops_as_well():
         assert distance(mean, m.eval()(x)) < 0.15
 
 
+class AddedApart(Block):
+    """With biases that are added after the products."""
+
+    def forward(self, x):
+        h = self.dropout(self.act(F.linear(x, self.linear1.weight) + self.linear1.bias))
+        return F.linear(h, self.linear2.weight) + self.linear2.bias
+
+
 @pytest.mark.usefixtures("eager_kernels")
-def test_trains_under_autocast():
-    """The first bias is added in fp32, and the second weight is a cast one."""
-    m, x = Block(act=F.gelu, p=1e-12).to(DEVICE), randn(3, 5, 24)  # so that eager code compares
+@pytest.mark.parametrize("block", [Block, AddedApart])
+def test_trains_under_autocast(block):
+    """Where biases are added apart, the hidden layer is fp32, and cast for the second product."""
+    m, x = block(act=F.gelu, p=1e-12).to(DEVICE), randn(3, 5, 24)  # so that eager code compares
     compiled, grads = torch.compile(m, backend="fusion", options=ALWAYS), []
     for run in (compiled, m):
         with torch.autocast(DEVICE, torch.float16):

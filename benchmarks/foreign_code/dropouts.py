@@ -19,15 +19,24 @@ def feed_forward(width: int, act: nn.Module, p: float, bias: bool = True) -> nn.
     return nn.Sequential(layers[0], act, nn.Dropout(p), layers[1], nn.Dropout(p))
 
 
-@problem("torch.nn.TransformerEncoderLayer, all of its dropouts", TEXT, FEW, TRAINED, random=True)
-def encoder_layer_all_dropouts(n, seq, width):
+def norms_last(width: int, act: nn.Module) -> Called:
     def forward(m, x):
         x = m.norm1(x + F.dropout(m.attention(x), 0.1, m.training))
         return m.norm2(x + m.mlp(x))
 
-    parts = dict(attention=Attention(width, 0.1), mlp=feed_forward(width, nn.ReLU(), 0.1))
+    parts = dict(attention=Attention(width, 0.1), mlp=feed_forward(width, act, 0.1))
     norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
-    return Called(forward, **parts, **norms), (features(n, seq, width),)
+    return Called(forward, **parts, **norms)
+
+
+@problem("torch.nn.TransformerEncoderLayer, all of its dropouts", TEXT, FEW, TRAINED, random=True)
+def encoder_layer_all_dropouts(n, seq, width):
+    return norms_last(width, nn.ReLU()), (features(n, seq, width),)
+
+
+@problem("fairseq wav2vec 2.0 layer: norms last, three dropouts", TEXT, FEW, TRAINED, random=True)
+def wave_encoder_layer(n, seq, width):
+    return norms_last(width, nn.GELU()), (features(n, seq, width),)
 
 
 @problem("transformers T5LayerFF: relu, dropout, no biases", TEXT, FEW, TRAINED, random=True)
@@ -49,17 +58,6 @@ def gated_t5_feed_forward(n, seq, width):
     gates = dict(gate=nn.Linear(width, 4 * width, False), up=nn.Linear(width, 4 * width, False))
     down = nn.Linear(4 * width, width, False)
     return Called(forward, norm=RMSNorm(width), **gates, down=down), (features(n, seq, width),)
-
-
-@problem("fairseq wav2vec 2.0 layer: norms last, three dropouts", TEXT, FEW, TRAINED, random=True)
-def wave_encoder_layer(n, seq, width):
-    def forward(m, x):
-        x = m.norm1(F.dropout(m.attention(x), 0.1, m.training) + x)
-        return m.norm2(m.mlp(x) + x)
-
-    parts = dict(attention=Attention(width, 0.1), mlp=feed_forward(width, nn.GELU(), 0.1))
-    norms = dict(norm1=nn.LayerNorm(width), norm2=nn.LayerNorm(width))
-    return Called(forward, **parts, **norms), (features(n, seq, width),)
 
 
 @problem(

@@ -152,8 +152,8 @@ class Checked:
     """A step on given arguments, with the results that those of the contenders are compared with.
 
     Where the work draws random numbers, the elements that dropout keeps are read from a contender's
-    last result, and the exact results are computed for these. Where dropout is not followed by a
-    residual sum alone, no result shows them, and there are no errors.
+    last result, and the exact results are computed for these. Only a sum of dropout and a residual
+    shows them: patterns without one have no errors.
     """
 
     def __init__(self, work: Work, device: torch.device, row: Row):

@@ -301,8 +301,9 @@ def graph_of(pattern: Definition, fn: Callable, args: list, fake_mode):
 
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            with fake_mode:
-                call(*tensors)  # a form that it refuses is refused ten times faster than by a trace
+            if "trace_error" in pattern.memo:  # it refuses forms, which a call tells sooner
+                with fake_mode:
+                    call(*tensors)
             return trace(call, tensors, fake_mode)
     except Exception as error:  # a user's function may raise anything; the error names the pattern
         name = type(error).__name__

@@ -149,8 +149,8 @@ FAULTS = {
     ),
     "products: under autocast a gated hidden layer is not cast": Mutation(
         "patterns/gated_mlp.py",
-        "y = (activate(gate, act) * up).to(w3.dtype) @ w3",
-        "y = (activate(gate, act) * up) @ w3",
+        "    return last_layer(activate(gate, act) * up, w3, b3)\n",
+        "    y = (activate(gate, act) * up) @ w3\n    return y if b3 is None else y + b3\n",
         "tests/test_gated_mlp.py",
     ),
     "products: the gradient of the last weight reads another hidden layer": Mutation(
@@ -160,9 +160,9 @@ FAULTS = {
         "tests/test_gated_mlp.py",
     ),
     "products: under autocast the hidden layer is not cast": Mutation(
-        "patterns/mlp.py",
-        "y = h.to(w2.dtype) @ w2",
-        "y = h @ w2",
+        "fusion_backend/kernels/gemm/mlp.py",
+        "y = h.to(w.dtype) @ w\n",
+        "y = h @ w\n",
         "tests/test_linear_kernels.py",
     ),
     "sinks: a padded row that sees nothing is filled": Mutation(

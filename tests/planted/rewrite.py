@@ -11,7 +11,7 @@ FAULTS = {
     ),
     "channels-last: strides that only fake kernels tell are believed": Mutation(
         "fusion_backend/rewrite/channels_last.py",
-        "            if tells_others and not was.is_contiguous():\n",
+        "            if not was.is_contiguous():\n",
         "            if False:\n",
         "tests/test_channels_last.py",
     ),

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from fusion_backend.kernels.common.activations import activated, tanh
 
-# A product that is dropped: relu, relu_squared, gelu, silu and their kin are 0 there, and so are
-# their slopes. The least number that both bf16 and fp16 have.
+# What stands for a dropped product: the least number that both bf16 and fp16 can hold. relu,
+# relu_squared, the forms of gelu and silu are 0 there, and so are their slopes.
 LOWEST = tl.constexpr(-65280.0)
 
 
@@ -103,7 +103,9 @@ def rounded(x, ACT: tl.constexpr):
 
 @triton.jit
 def mark(y, survive):
-    """A product, or `LOWEST` where it is dropped; infinite ones become NaN, as 0 times them is."""
+    """y, or `LOWEST` where it is dropped. What is dropped becomes NaN if it is infinite or NaN, as
+    it does when dropout multiplies it by 0.
+    """
     return tl.where(survive, y, y * 0.0 + LOWEST)
 
 

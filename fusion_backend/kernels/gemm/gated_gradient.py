@@ -29,8 +29,8 @@ def gated_gradient(
     asked for.
 
     dy is `[..., o]`, w `[o, n]`, W₃ transposed; gate and up `[..., n]`, b and b2 `[n]` or None.
-    scale is that of dropout; gate tells what was dropped (`epilogue.LOWEST`). All results are
-    contiguous.
+    scale: 1 / (1 - p) of the dropout behind the gate, if there is one; gate is `epilogue.LOWEST`
+    where it dropped an element. All results are contiguous.
     """
     tile = gated_gradient_tile(dy, w, act) if tile is None else tile
     gate, up = gate.contiguous(), up.contiguous()

@@ -35,9 +35,9 @@ def hidden_gradient(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """dy W · act'(pre + b) · scale, and the sums of its columns in fp32, None unless asked for.
 
-    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`, b `[n]` or None. scale is that of
-    dropout; pre tells what was dropped (`epilogue.LOWEST`). The result is contiguous. Grid:
-    programs that walk through its tiles.
+    dy is `[..., o]`, w `[o, n]`, W₂ transposed; pre `[..., n]`, b `[n]` or None. scale: 1 / (1 - p)
+    of the dropout behind the activation, if there is one; pre is `epilogue.LOWEST` where it dropped
+    an element. The result is contiguous. Grid: programs that walk through its tiles.
     """
     k, n = w.shape
     tile = gradient_tile(dy, w, act) if tile is None else tile

@@ -40,9 +40,9 @@ def linear(
     x is `[..., k]`, w and w2 `[k, n]`, as `operands.reject_product` asks; b and b2 `[n]` or None.
     With w2: act(x W + b) · (x W2 + b2). residual `[..., n]` is added. row_scale `[m]` and
     column_scale `[n]`: of the product, before b. dtype: of the result, that of x where none is
-    given. dropout: of what act, which is none of sigmoid, tanh and identity, makes of 16-bit
-    elements; where one is dropped, the first product that is kept is `epilogue.LOWEST`. All results
-    are contiguous. Grid: programs that walk through the tiles of the result.
+    given. dropout: of the result, for 16-bit elements and an act that is 0 at
+    `epilogue.LOWEST`, which the first product that is saved holds wherever an element is dropped.
+    All results are contiguous. Grid: programs that walk through the tiles of the result.
     """
     (k, n), shape = w.shape, (*x.shape[:-1], w.shape[1])
     dtype = x.dtype if dtype is None else dtype

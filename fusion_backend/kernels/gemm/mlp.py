@@ -26,6 +26,12 @@ from fusion_backend.kernels.gemm.tiles import DEEP, LAUNCH
 from fusion_backend.reporting.reject import Reject
 
 
+def last_layer(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """h W + b in plain torch. Autocast adds the biases of h in fp32, and casts h to multiply it."""
+    y = h.to(w.dtype) @ w
+    return y if b is None else y + b
+
+
 def hidden_layer(
     x: Tensor, w1: Tensor, b1: Tensor | None, act: str, save: bool, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -41,8 +47,8 @@ def hidden_layer(
 
 
 def mlp_gradients(saved: Any, dy: Tensor, scale: float = 1.0) -> tuple[Tensor | None, ...]:
-    """Those of x, w1, b1, w2 and b2, from what the forward saved: its inputs, h and pre. scale is
-    that of the dropout.
+    """Those of x, w1, b1, w2 and b2, from what the forward saved: its inputs, h and pre. scale:
+    1 / (1 - p) of the dropout, if there is one.
     """
     needs, x, w1 = saved.needs, saved.x, saved.w1
     pre, b1 = (saved.h, None) if saved.act == "relu" else (saved.pre, saved.b1)
@@ -69,7 +75,7 @@ def reject_gated_tile(x: Tensor, w3: Tensor, act: str) -> Reject:
 
 def gated_mlp_gradients(saved: Any, dy: Tensor, scale: float = 1.0) -> tuple[Tensor | None, ...]:
     """Those of x, w1, b1, w2, b2, w3 and b3, from what the forward saved: its inputs, gate and up.
-    scale is that of the dropout.
+    scale: 1 / (1 - p) of the dropout, if there is one.
     """
     needs, x, w1, w2 = saved.needs, saved.x, saved.w1, saved.w2
     kept = saved.gate, saved.b1, saved.up, saved.b2, saved.act

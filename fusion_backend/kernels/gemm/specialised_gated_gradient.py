@@ -43,10 +43,10 @@ def launch_of(
     scale: float, filled: list[Tensor], tile: Tile,
 ) -> Launch:  # fmt: skip
     """The launch that fills the gradients of gate and up, and the hidden layer if it is wanted."""
-    own = dict(ROWS=rows_at_a_time(len(w), act), ACT=act, SCALE=scale)
+    own = dict(ROWS=rows_at_a_time(len(w), act), ACT=act, SCALE=scale, REGISTERS=REGISTERS)
     hidden = filled[2] if len(filled) == 3 else None
     given = [dy, w, gate, up, b, b2, *filled[:2], hidden]
-    return Launch(specialised_gated_gradient_kernel, given, tile, own | dict(REGISTERS=REGISTERS))
+    return Launch(specialised_gated_gradient_kernel, given, tile, own)
 
 
 def specialised_gated_gradient(

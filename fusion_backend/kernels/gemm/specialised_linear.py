@@ -65,9 +65,9 @@ def launch_of(
     left = iter(filled)
     places = (next(left) if keep else None for keep in (True, *kept))
     seed, numbers = dropout_arguments(dropout)
-    own = dict(W2_STRIDE=0 if w2 is None else distance_of(w2), ACT=act, **numbers)
-    given = [x, w, w2, b, b2, seed, *places]
-    return Launch(specialised_linear_kernel, given, tile, own | dict(REGISTERS=REGISTERS))
+    stride = 0 if w2 is None else distance_of(w2)
+    own = dict(W2_STRIDE=stride, ACT=act, **numbers, REGISTERS=REGISTERS)
+    return Launch(specialised_linear_kernel, [x, w, w2, b, b2, seed, *places], tile, own)
 
 
 def specialised_linear(
